@@ -61,6 +61,7 @@ class ValidatingLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the Hydra context. Called by Hydra before launch()."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> a run and its state, also of earlier batches of a sweeper
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the configuration of a run with its layout, and its number of ranks."""
@@ -114,6 +115,12 @@ class ValidatingLauncher(Launcher):
             raise UserError(list(violations.values()))
         return found, manifest
 
+    def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: Manifest) -> None:
+        """Write and print the table of the runs so far, to which these are added."""
+        self._done |= {run.config.run_dir: (run, point.state) for run, point in zip(runs, points, strict=True)}
+        done = _points([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
+        print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
+
     def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
         """Return the results of runs that have ended, in the order of the overrides, of which some may be alike."""
         found = {run.overrides: point for run, point in zip(runs, points, strict=True)}
@@ -122,11 +129,6 @@ class ValidatingLauncher(Launcher):
 
 class LocalLauncher(ValidatingLauncher):
     """Executes the runs sequentially in this process, on all its ranks, and prints a table of them."""
-
-    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """See ValidatingLauncher."""
-        super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
-        self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> the run and its state, also of earlier batches
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the number of ranks of this job, or the simulated ranks of a dry run."""
@@ -148,10 +150,8 @@ class LocalLauncher(ValidatingLauncher):
             make_folder(self.folder)
             manifest.write()
         points, code = local_sweep.execute(_points(runs, manifest), [partial(self._execute, run) for run in runs], here)
-        self._done |= {point.run_dir.as_posix(): (run, point.state) for run, point in zip(runs, points, strict=True)}
         if here.rank == 0 and not dry_run:
-            done = _points([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
-            print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
+            self.show_table(runs, points, manifest)
         if sweep_results.searches(self.config) and code not in STOPPED:
             return self.results(runs, points, job_overrides)
         if code:
@@ -198,14 +198,13 @@ class SlurmLauncher(ValidatingLauncher):
         arguments = compose.arguments_of(self.config.hydra)
         manifest = replace(manifest, config_dirs=tuple(map(str, own)))
         manifest = sweep_submission.submit(points, manifest, own, arguments, self._at_once)
-        common = set.intersection(*(set(run.overrides) for run in runs))
-        for point in points:
-            print(f"{point.state}: {point.entry.run_dir}  {' '.join(word for word in point.words if word not in common)}".rstrip())
+        done = [replace(point, state="ended") if point.steps is None else point for point in _points(runs, manifest)]
+        for point, row in zip(points, done, strict=True):
+            print(f"{point.state}: {point.entry.run_dir}  {' '.join(row.values)}".rstrip(), flush=True)
         if not self._wait:
             return []
         sweep_results.wait(points, manifest)
-        done = [replace(point, state="ended") if point.steps is None else point for point in _points(runs, manifest)]
-        print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
+        self.show_table(runs, done, manifest)
         results = self.results(runs, done, job_overrides)
         if sweep_results.searches(self.config):
             return results
