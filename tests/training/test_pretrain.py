@@ -174,7 +174,8 @@ def test_killed_at_any_moment_and_continued_bit_for_bit(tokens, tmp_path, zero, 
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGKILL)
         codes = [process.wait() for process in processes]
-    assert codes == [-signal.SIGKILL] * ranks
+    # A thread of gloo may abort a rank whose peer was killed a moment before it.
+    assert set(codes) in ({-signal.SIGKILL}, {-signal.SIGKILL, -signal.SIGABRT})
     run(ranks, *arguments, f"run_dir={tmp_path}/killed")
     assert exact(tmp_path / "killed") == exact(tmp_path / "straight")
 
