@@ -17,9 +17,12 @@ import xxhash
 
 from pipeline.common.atomic_files import atomic_file, report_disk_full
 from pipeline.common.errors import UserError, Violation
+from pipeline.report import run_files
 
 #: In the folder of a sweep.
 NAME = "sweep.json"
+#: Points that a sentence names at most.
+_NAMED = 20
 
 
 @dataclass(frozen=True)
@@ -156,3 +159,19 @@ def _entries(content: Any) -> Iterator[Entry]:
             number = int(name) if name.isdecimal() else place
             point |= {"id": point_id(settings), "number": number, "overrides": settings, "options": options}
         yield Entry(**point | {"overrides": tuple(point["overrides"]), "options": tuple(point["options"])})
+
+
+def not_begun(folder: Path) -> str:
+    """Return which points of the sweep in a folder have no run yet, or that its manifest is damaged, for a report of its runs.
+
+    Empty if there is no such point, or no sweep.
+    """
+    try:
+        entries = read(folder).sorted()
+    except UserError as error:
+        first = error.violations[0]
+        return f"{NAME}: {first.key}={first.value}: {first.rule}"
+    waiting = [entry for entry in entries if not run_files.is_run(folder / Path(entry.run_dir).name)]
+    shown = ", ".join(str(entry.number) for entry in waiting[:_NAMED])
+    more = f" and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
+    return f"points of {NAME} that have not begun: {shown}{more}; tools/sweep status {folder} tells why" if waiting else ""

@@ -27,8 +27,8 @@ _TEMPLATE = "run_report.html.jinja"
 Table = tuple[str, str, list[str], list[list[Any]]]
 
 
-def of_run(history: History) -> str:
-    """Return the page of a run."""
+def of_run(history: History, also: Sequence[str] = ()) -> str:
+    """Return the page of a run; `also` are further sentences on what is missing."""
     run = history.run
     found = answers(history)
     restarts = [(float(start.step), f"restart at step {start.step:,}: {short(start.cause)}") for start in run.starts[1:]]
@@ -43,7 +43,7 @@ def of_run(history: History) -> str:
         verdict=f"{str(run.state).capitalize()}: {end(run)}",
         level=found[0].level,
         more=run.run_dir,
-        problems=run.problems,
+        problems=[*run.problems, *also],
         answers=[*found, *last],
         charts=_charts([history], restarts),
         marked=bool(restarts),
@@ -52,8 +52,8 @@ def of_run(history: History) -> str:
     )
 
 
-def of_runs(histories: Sequence[History]) -> str:
-    """Return the page that compares runs, at least two."""
+def of_runs(histories: Sequence[History], also: Sequence[str] = ()) -> str:
+    """Return the page that compares runs, at least two; `also` as in of_run."""
     places = compare(histories)
     by_path = {history.run.run_dir: history for history in histories}
     ordered = [by_path[place.run.run_dir] for place in places]
@@ -73,7 +73,7 @@ def of_runs(histories: Sequence[History]) -> str:
         verdict=verdict(places),
         level="",
         more=more,
-        problems=problems([(place.name, place.run) for place in places]),
+        problems=[*problems([(place.name, place.run) for place in places]), *also],
         answers=[
             Answer("Which run is best, and by how much?", verdict(places)),
             Answer("Are they alive?", f"{', '.join(bad)}: see the table" if bad else "no run has failed", "bad" if bad else "good"),

@@ -10,6 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Report
+from pipeline.launch import sweep_manifest
 from pipeline.report import answers, comparison, history, page, table
 
 
@@ -34,8 +35,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         places = comparison.compare(histories)
         print(table.text([place.run for place in places], width))
         print(f"\n{comparison.verdict(places)}")
+    waiting = list(filter(None, (sweep_manifest.not_begun(folder) for folder, _ in _folders(config.run_dir, stage))))
+    for line in waiting:
+        print(line)
     with atomic_file(out, "w") as handle:
-        handle.write(page.of_run(histories[0]) if len(histories) == 1 else page.of_runs(histories))
+        handle.write(page.of_run(histories[0], waiting) if len(histories) == 1 else page.of_runs(histories, waiting))
     print(f"\n{out}")
 
 

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.launch import sweep_manifest
 from pipeline.report import answers, comparison, history, page, table
-from tests.helpers import pipeline
+from tests.helpers import ROOT, pipeline
 from tests.report.builder import events, restarted, steps, validation, write
 
 QUESTIONS = {
@@ -113,6 +114,22 @@ def test_the_page_of_several_runs(tmp_path: Path) -> None:
     assert "optimizer.lr=0.0002" in text
     assert "3.0000 +- 0.0100 at step 50" in text
     assert "0.1000 +- 0.0141" in text
+
+
+def test_points_of_a_sweep_that_have_not_begun_are_named(tmp_path: Path) -> None:
+    manifest = sweep_manifest.read(tmp_path)
+    for number in range(4):
+        values = (f"optimizer.lr={number}",)
+        manifest = manifest.with_point(sweep_manifest.Entry(sweep_manifest.point_id(values), number, f"elsewhere/{number}", values))
+    manifest.write()
+    for number in (0, 2):
+        write(tmp_path / str(number), steps(1, 5))
+    said = "points of sweep.json that have not begun: 1, 3; tools/sweep status"
+    assert said in pipeline("stage=report", f"run_dir={tmp_path}")
+    assert said in (tmp_path / "report.html").read_text()
+    assert said in subprocess.run([ROOT / "tools/status", tmp_path], capture_output=True, text=True, check=True).stdout
+    (tmp_path / "sweep.json").write_text("{")
+    assert "sweep.json" in pipeline("stage=report", f"run_dir={tmp_path}"), "a report is written, and names the damage"
 
 
 def test_table_terminal_and_page_have_the_same_numbers(tmp_path: Path) -> None:
