@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,10 +23,13 @@ from pipeline.common.atomic_files import remove_folder
 from pipeline.common.errors import DamagedCheckpointError, UserError
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.training import skipped_samples
+from pipeline.data.load.objectives.objective import Objective
+from pipeline.parallel.mesh import on_rank_0
+from pipeline.training import resume, skipped_samples
 from pipeline.training.loss_spikes import DELAY, LossSpikes, Spike
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
 from pipeline.training.starting_checkpoint import starting_checkpoint
+from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
 
@@ -57,6 +62,35 @@ def detector(config: RunConfig, *, is_fork: bool) -> LossSpikes | None:
     if dist.get_rank() == 0:
         spikes.restore(Path(config.run_dir))
     return spikes
+
+
+def train(
+    config: RunConfig,
+    trainer: Trainer,
+    data: Objective,
+    state: TrainState,
+    attempt: Callable[[TrainState, SkippedSamples], TrainState],
+) -> TrainState:
+    """Train, from an older checkpoint after every loss spike; every rank calls this.
+
+    Args:
+        config: configuration of the run.
+        trainer: its model and optimizer are in the state `state`.
+        data: the training split.
+        state: the state to begin with.
+        attempt: trains from a state without the samples that are skipped, and returns the final state.
+
+    Raises:
+        UserError: as of rewind. Other errors are those of an attempt.
+    """
+    skipped = on_rank_0(lambda: skipped_samples.read(Path(config.run_dir)))
+    while True:
+        try:
+            return attempt(state, skipped)
+        except SpikeFoundError as spike:
+            found = spike
+        path, skipped = on_rank_0(partial(rewind, config, found, skipped))
+        state = resume.begin(config, trainer, path, data)
 
 
 def rewind(config: RunConfig, found: SpikeFoundError, skipped: SkippedSamples) -> tuple[Path, SkippedSamples]:

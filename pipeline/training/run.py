@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.checkpoint import catalog, native
+from pipeline.checkpoint.native import TrainState
 from pipeline.common import signals
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
@@ -36,12 +37,12 @@ from pipeline.training import (
     run_directory,
     run_events,
     shard_verification,
-    skipped_samples,
 )
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.request_files import RequestFiles
+from pipeline.training.skipped_samples import SkippedSamples
 from pipeline.training.starting_checkpoint import FORK, first_step_of, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.stragglers import Stragglers
@@ -98,7 +99,6 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes))
             state = resume.begin(config, trainer, begin, training_data)
-            last_step = node_phases.last_step(config, state.step, ranks)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))
@@ -130,24 +130,20 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             stragglers = Stragglers(run_dir, trainer.mesh, stages, hosts, config.cluster.slow_factor, config.tracking.log_every)
             profiler = Profiler(run_dir, config.training.profile, config.training.profile_ranks, ranks.rank)
             is_fork = parent is not None and parent["how"] == FORK
-            with events, closing(saver), run_directory.disk_errors(run_dir):
-                skipped = meshes.on_rank_0(lambda: skipped_samples.read(run_dir))
-                while True:
-                    try:
-                        with writer(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
-                            files = RequestFiles(run_dir)
-                            control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
-                            spikes = rewinds.detector(config, is_fork=is_fork)
-                            state = loop.train(
-                                *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
-                                *(parent, last_step, spikes, skipped, stragglers, profiler),
-                            )
-                        break
-                    except rewinds.SpikeFoundError as spike:
-                        found = spike
-                    path, skipped = meshes.on_rank_0(partial(rewinds.rewind, config, found, skipped))
-                    state = resume.begin(config, trainer, path, training_data)
+
+            def attempt(state: TrainState, skipped: SkippedSamples) -> TrainState:
+                with writer(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
+                    files = RequestFiles(run_dir)
+                    control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
+                    spikes = rewinds.detector(config, is_fork=is_fork)
                     last_step = node_phases.last_step(config, state.step, ranks)
+                    return loop.train(
+                        *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
+                        *(parent, last_step, spikes, skipped, stragglers, profiler),
+                    )
+
+            with events, closing(saver), run_directory.disk_errors(run_dir):
+                state = rewinds.train(config, trainer, training_data, state, attempt)
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)
