@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +61,8 @@ class ValidatingLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the Hydra context. Called by Hydra before launch()."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        loader = hydra_context.config_loader
+        loader.load_sweep_config = _kept(loader.load_sweep_config)
         self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> a run and its state, also of earlier batches of a sweeper
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
@@ -251,6 +253,17 @@ def _points(runs: Sequence[SweepRun], manifest: Manifest, states: Sequence[str] 
         values = tuple(override for override in run.entry.overrides if override not in common)
         points.append(Point(Path(run.config.run_dir), values, steps, state))
     return points
+
+
+def _kept(load: Callable[[DictConfig, list[str]], DictConfig]) -> Callable[[DictConfig, list[str]], DictConfig]:
+    """Compose each point once: Hydra's sweeper composes all of them to see whether they do, and then the launcher needs them."""
+    kept: dict[tuple[str, ...], DictConfig] = {}
+
+    def load_once(master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        key = tuple(sweep_overrides)
+        return kept.pop(key) if key in kept else kept.setdefault(key, load(master_config, sweep_overrides))
+
+    return load_once
 
 
 def _check_fork(config: RunConfig) -> None:
