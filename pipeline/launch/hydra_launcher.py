@@ -61,8 +61,9 @@ class ValidatingLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the Hydra context. Called by Hydra before launch()."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
-        loader = hydra_context.config_loader
-        loader.load_sweep_config = _kept(loader.load_sweep_config)
+        if not sweep_results.searches(config):
+            loader = hydra_context.config_loader
+            loader.load_sweep_config = _kept(loader.load_sweep_config)
         self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> a run and its state, also of earlier batches of a sweeper
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
