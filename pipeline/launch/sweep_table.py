@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,11 +11,11 @@ from pathlib import Path
 from pipeline.common import metrics_file
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import atomic_file
+from pipeline.report import run as runs
+from pipeline.report.run import LOSS_STEPS
 
 #: Files in the folder of the sweep.
 MARKDOWN, JSON = "table.md", "table.json"
-#: Steps at the end of a run over which its training loss is averaged.
-_LAST = 20
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Row:
         loss: mean training loss of the last steps, nats per target.
         validation_loss: that of the last validation, with its standard error.
         best_validation_loss: the lowest one, with its step.
-        tokens_per_second: median of the steps.
+        tokens_per_second: as in report/run.py, with which step and losses agree as well.
         run_dir: the run directory.
     """
 
@@ -74,22 +73,20 @@ def rows(points: Sequence[Point]) -> list[Row]:
 
 def row(point: Point) -> Row:
     """Return the row of a point."""
-    columns = metrics_file.columns(metrics_file.read(point.run_dir))
-    validations, errors = columns.get("validation_loss", []), dict(columns.get("validation_loss_stderr", []))
-    losses, rates = columns.get("loss", []), [rate for _, rate in columns.get("tokens_per_second", [])]
-    step = max((step for values in columns.values() for step, _ in values), default=None)
-    last = validations[-1] if validations else (None, None)
+    run = runs.read(point.run_dir)
+    validations = metrics_file.columns(metrics_file.read(point.run_dir)).get("validation_loss", [])
     best = min(validations, key=lambda validation: validation[1], default=(None, None))
+    step = run.step or None
     return Row(
         values=point.values,
         state=point.state or _state(point, step),
         step=step,
-        loss=statistics.fmean(loss for _, loss in losses[-_LAST:]) if losses else None,
-        validation_loss=last[1],
-        validation_loss_stderr=None if last[0] is None else errors.get(last[0]),
+        loss=run.loss,
+        validation_loss=run.validation_loss,
+        validation_loss_stderr=run.validation_loss_stderr,
         best_validation_loss=best[1],
         best_step=best[0],
-        tokens_per_second=statistics.median(rates) if rates else None,
+        tokens_per_second=run.tokens_per_second,
         run_dir=str(point.run_dir),
     )
 
@@ -129,7 +126,7 @@ def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
     columns["validation loss"] = [_with_error(row.validation_loss, row.validation_loss_stderr) for row in found]
     columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
-    columns[f"training loss (last {_LAST})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
+    columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
     columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in found]
     columns["tokens/s"] = ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in found]
     columns["state"] = [row.state for row in found]
