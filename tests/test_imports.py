@@ -18,6 +18,7 @@ ORDER = (
     "__main__",
     "stages",
     "certification",
+    "rehearsal",
     "launch",
     "report",
     "planner",

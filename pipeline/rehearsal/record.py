@@ -1,0 +1,109 @@
+"""What a rehearsal records of a step, in the order in which the host issued it: work on streams, events, waits and allocations. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+#: What work on a stream is.
+WorkKind = Literal["kernel", "product", "attention", "copy", "fill", "collective"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes of device memory, from `begin` up to `end`, that some work reads or writes."""
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """An operation, queued on a stream.
+
+    Attributes:
+        time: of the host when it was queued, seconds since the begin of the record.
+        kind: what it is.
+        name: operator of PyTorch, such as "aten::mm", or collective, such as "all_gather".
+        stream: on which it runs.
+        site: line of code that asked for it, "training/gathering.py:101"; "" if unknown.
+        seconds: that it takes on the GPU, as planned.
+        launches: kernels that it launched.
+        reads, writes: device memory that it uses.
+        axis: of the mesh, "" for anything but a collective.
+        size: bytes that a collective or copy moves.
+    """
+
+    time: float
+    kind: WorkKind
+    name: str
+    stream: int
+    site: str
+    seconds: float = 0.0
+    launches: int = 1
+    reads: tuple[Access, ...] = ()
+    writes: tuple[Access, ...] = ()
+    axis: str = ""
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    """An event is recorded on a stream: it completes with the work that was queued there before."""
+
+    time: float
+    event: int
+    stream: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """Further work of a stream waits for an event."""
+
+    time: float
+    event: int
+    stream: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """The host waits for the device: for an event or a stream, or for everything if both are None. A copy to the host waits for its stream."""
+
+    time: float
+    name: str
+    site: str
+    event: int | None = None
+    stream: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Memory becomes a tensor's, from the caching allocator: no call of the driver, unless new memory was reserved."""
+
+    time: float
+    address: int
+    size: int
+    stream: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Memory goes back to the caching allocator, which may hand it out again for work of the same stream at once."""
+
+    time: float
+    address: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A part of the step begins: forward, backward, optimizer, save, validation; or a module of the model."""
+
+    time: float
+    name: str
+
+
+Entry = Work | EventRecord | StreamWait | HostWait | Allocate | Free | Mark
