@@ -200,7 +200,8 @@ class ParallelConfig:
     layers_per_stage: list[int] = knob([], "number of layers of each pipeline stage, instead of parallel.balance", at_least=1)
     async_tensor: str = knob(
         "auto",
-        "fuse the collectives of sequence parallelism with the matrix products beside them, in compiled blocks; auto: from Hopper GPUs on",
+        "fuse the collectives of sequence parallelism with the matrix products beside them, in compiled blocks; auto: from Hopper GPUs on, "
+        "if the tensor ranks are on one node",
         choices=("auto", "on", "off"),
     )
     sequence_parallel: bool = knob(True, "split norms and residuals along the sequence over the tensor ranks")

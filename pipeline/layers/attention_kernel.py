@@ -60,7 +60,7 @@ class Case:
         bias: whether a tensor is added to the scores.
         aligned: whether the mask is not causal, or there are as many queries as keys.
         grad: whether gradients are needed.
-        flash_3: whether FlashAttention 3 is installed.
+        flash_3: whether FlashAttention 3 is installed, on Hopper.
     """
 
     device: str
@@ -177,12 +177,13 @@ def case(
     """Add what is known of the device."""
     cuda = device == "cuda"
     capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
-    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, cuda and has_flash_3())
+    flash_3 = capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
+    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3)
 
 
 @cache
 def has_flash_3() -> bool:
-    """Whether FlashAttention 3 is installed; the first call lets PyTorch use it."""
+    """Whether FlashAttention 3 is installed; the first call lets PyTorch use it, on Hopper alone: its operators refuse other GPUs."""
     if importlib.util.find_spec("flash_attn_interface") is None:
         return False
     from torch.nn import attention

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -37,6 +39,7 @@ class Mesh:
         pipeline: ranks that hold the other stages for the same samples.
         tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank
             holds both stages.
+        node_ranks: number of ranks of a node; None if all ranks are on one.
     """
 
     layout: Layout
@@ -49,6 +52,12 @@ class Mesh:
     dense: ProcessGroup
     pipeline: ProcessGroup
     tied_embedding: ProcessGroup | None
+    node_ranks: int | None = None
+
+    @property
+    def tensor_in_node(self) -> bool:
+        """Whether all tensor ranks are on one node; they have successive numbers."""
+        return self.node_ranks is None or self.node_ranks % self.layout.tensor == 0
 
     @property
     def coordinates(self) -> Coordinates:
@@ -81,6 +90,7 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
     device = rank_device.choose(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    allow_many_connections()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -88,6 +98,18 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
         rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())
     return device
+
+
+def allow_many_connections() -> None:
+    """Let gloo connect two ranks when they first communicate, instead of each with all others, and raise the number of files to the limit.
+
+    The default group would otherwise need a file for every rank of the job, where 1,024 are usual, and two requests to one store for
+    every pair. The store, which rank 0 hosts, still has connections of all ranks.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def init_fake(rank: int, world_size: int) -> torch.device:
@@ -149,13 +171,14 @@ def timeout_of_groups(minutes: float) -> timedelta:
     return timedelta(minutes=minutes + 1)
 
 
-def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES) -> Mesh:
+def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES, node_ranks: int | None = None) -> Mesh:
     """Create this rank's process groups, at most eight, and connect their ranks.
 
     Args:
         layout: of the job.
         device: of the tensors that the groups reduce.
         minutes: training.timeout_minutes.
+        node_ranks: as in Mesh.
     """
     rank = dist.get_rank()
     assert dist.get_world_size() == layout.world_size, "the layout has another world size"
@@ -166,7 +189,8 @@ def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES) -
     groups = dict(_groups(world, axes, rank, ends, device, minutes))
     tied_embedding = groups.pop("tied_embedding")
     at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]
-    return Mesh(layout, rank, device, **groups, tied_embedding=tied_embedding if at_an_end else None)
+    tied_embedding = tied_embedding if at_an_end else None
+    return Mesh(layout, rank, device, **groups, tied_embedding=tied_embedding, node_ranks=node_ranks)
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.common.ranks import Ranks
 from pipeline.parallel import device as rank_device
+from pipeline.parallel.mesh import allow_many_connections
 
 
 class NotReadyError(Exception):
@@ -84,7 +84,7 @@ def connect(ranks: Ranks, store: Store | None, seconds: float) -> torch.device:
     device = rank_device.choose(ranks.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    allow_many_connections()
     used: Store = HashStore() if store is None else PrefixStore("preflight", store)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=used, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=seconds))

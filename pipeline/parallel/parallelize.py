@@ -118,7 +118,7 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             layer.core = core or attention_core(config.training, config.model.heads, mesh)
         if mesh.layout.context > 1:
             context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
-        if async_tensor_enabled(config.training, config.parallel, mesh.device):
+        if async_tensor_enabled(config.training, config.parallel, mesh):
             tensor_parallel.fuse_collectives(mesh.tensor)
         for name, block in stage.blocks.items():
             mode, compiled = config.training.activation_checkpointing, compile_enabled(config.training, config.parallel, mesh.device)
@@ -257,9 +257,14 @@ def compile_enabled(training: TrainingConfig, parallel: ParallelConfig, device: 
     return may_compile(training, parallel) and (training.compile == "on" or device.type == "cuda")
 
 
-def async_tensor_enabled(training: TrainingConfig, parallel: ParallelConfig, device: torch.device) -> bool:
-    """Whether inductor fuses the collectives of sequence parallelism with matrix products, through memory that GPUs of a node share."""
-    compiled = compile_enabled(training, parallel, device) and device.type == "cuda"
+def async_tensor_enabled(training: TrainingConfig, parallel: ParallelConfig, mesh: Mesh) -> bool:
+    """Whether inductor fuses the collectives of sequence parallelism with matrix products, through memory that GPUs of a node share.
+
+    By default only within a node; `parallel.async_tensor=on` serves nodes that share memory (NVL72).
+    """
+    compiled = compile_enabled(training, parallel, mesh.device) and mesh.device.type == "cuda"
     if parallel.async_tensor == "off" or not (parallel.tensor > 1 and parallel.sequence_parallel and compiled):
         return False
-    return parallel.async_tensor == "on" or torch.cuda.get_device_capability(device) >= (9, 0)
+    if parallel.async_tensor == "on":
+        return True
+    return mesh.tensor_in_node and torch.cuda.get_device_capability(mesh.device) >= (9, 0)

@@ -65,7 +65,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             if stage.checkpoint == checkpoint_selection.ALL and not evaluated_config.fits(config, path):
                 log.info("evaluate: %s is left out: it has another model than the newest checkpoint, or no adapter", path)
                 continue
-            trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes))
+            trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes, ranks.local_size))
             load = partial(_load, config, stage, trainer, settings)
             path, step, evaluated = _read(run_dir, stage, path, load, ranks)
             found = validation_scores.evaluate(config, stage, trainer, data)
@@ -120,7 +120,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
             config = weights.for_generation(config, model)
             if violations := layout_violations(config):
                 raise UserError(violations)
-            mesh = mesh or meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes)
+            mesh = mesh or meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes, ranks.local_size)
             evaluated = meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
             scores = tasks.evaluate(stage, mesh, weights.load(checkpoint, config, mesh), model, text)
             if ranks.rank == 0:

@@ -85,7 +85,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         comm = BroadcastRanks(ranks.rank, ranks.world_size)
         with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is not None:
-                mesh = meshes.build_mesh(Layout.of(configs[0], ranks.world_size), device, minutes)
+                mesh = meshes.build_mesh(Layout.of(configs[0], ranks.world_size), device, minutes, ranks.local_size)
                 where = mesh.coordinates
                 # Rank 0 decides for all: the ranks that share a model must process the same parts.
                 mine = comm.bcast(missing(unfinished, prompts.parts))[mesh.layout.batch_shard(where) :: mesh.layout.batch_shards]

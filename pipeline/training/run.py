@@ -97,7 +97,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             layout = Layout.of(config, ranks.world_size)
             if config.training.frozen or config.lora.rank:
                 check_trained(config, layout)
-            trainer = Trainer(config, meshes.build_mesh(layout, device, minutes))
+            trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
             state = resume.begin(config, trainer, begin, training_data)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:

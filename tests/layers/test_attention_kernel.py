@@ -68,6 +68,16 @@ def test_the_rules(given, full, partial):
     assert choose_partial(given) == partial
 
 
+@pytest.mark.parametrize("capability", [VOLTA, AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER], ids=str)
+def test_flash_attention_3_is_activated_on_hopper_alone(capability, monkeypatch):
+    """It replaces PyTorch's flash operators, and the new ones raise an error on other GPUs."""
+    activated = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(attention_kernel, "has_flash_3", lambda: activated.append(True) or True)
+    assert case("cuda", 0, BF16, 128, 128, False, False, True, True).flash_3 == (capability == HOPPER)
+    assert bool(activated) == (capability == HOPPER)
+
+
 @pytest.mark.parametrize(
     "mask, window, masked, bias",
     [

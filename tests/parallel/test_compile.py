@@ -4,10 +4,14 @@ from functools import partial
 from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
 from pipeline.common.errors import UserError
+from pipeline.config.layout import Layout
 from pipeline.config.rules import check
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import async_tensor_enabled
 from tests.world import causal, configured, share, tiny, trainer
 
 STEPS, BLOCKS, MICRO_BATCHES = 3, 2, 2
@@ -161,3 +165,12 @@ def test_fusion_requires_sharded_sequences_and_compiled_blocks(override):
     config = configured("stage=pretrain", "model=llama-tiny", "parallel.async_tensor=on", "parallel.tensor=2", override)
     with pytest.raises(UserError, match=r"parallel\.async_tensor=on: requires"):
         check.check(config, 2)
+
+
+@pytest.mark.parametrize("node_ranks, tensor, setting, fused", [(8, 8, "auto", True), (4, 8, "auto", False), (4, 8, "on", True), (8, 2, "off", False)])
+def test_fusion_by_default_requires_that_the_tensor_ranks_are_on_one_node(node_ranks, tensor, setting, fused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    config = configured("stage=pretrain", "model=llama-tiny", f"parallel.tensor={tensor}", f"parallel.async_tensor={setting}")
+    layout = Layout(tensor=tensor, pipeline=1, data=2)
+    mesh = Mesh(layout, 0, torch.device("cuda"), *7 * [None], node_ranks=node_ranks)
+    assert async_tensor_enabled(config.training, config.parallel, mesh) == fused

@@ -1,5 +1,7 @@
 """The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
 
+import os
+import resource
 from datetime import timedelta
 from functools import partial
 
@@ -31,6 +33,23 @@ class Collectives(TorchDispatchMode):
 @pytest.mark.parametrize("device, backend", [("cuda:3", "nccl"), ("cpu", "gloo"), ("meta", None)])
 def test_groups_of_the_mesh_have_one_backend(device, backend):
     assert meshes.backend_of_groups(torch.device(device)) == backend
+
+
+def _files_of_a_new_group():
+    """Files that the creation of a group of all ranks opens, and its first barrier."""
+    counts = [len(os.listdir("/proc/self/fd"))]
+    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+    counts.append(len(os.listdir("/proc/self/fd")))
+    dist.barrier(group=group)
+    return counts[1] - counts[0], len(os.listdir("/proc/self/fd")) - counts[0], resource.getrlimit(resource.RLIMIT_NOFILE)
+
+
+def test_a_rank_connects_to_those_that_it_communicates_with(worlds):
+    """Eight ranks: five files of its own, and a connection to each of the others, were they connected at once."""
+    for created, used, (soft, hard) in worlds(8).run(_files_of_a_new_group):
+        assert created <= 5
+        assert used <= created + 2 * 3  # a barrier exchanges messages in three rounds, each with one rank to and one from
+        assert soft == hard
 
 
 #: 1,024 ranks, with every axis larger than 1.
