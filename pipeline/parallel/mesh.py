@@ -189,8 +189,7 @@ def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES, n
     groups = dict(_groups(world, axes, rank, ends, device, minutes))
     tied_embedding = groups.pop("tied_embedding")
     at_an_end = layout.coordinates(rank).pipeline in ends and ends[0] != ends[1]
-    tied_embedding = tied_embedding if at_an_end else None
-    return Mesh(layout, rank, device, **groups, tied_embedding=tied_embedding, node_ranks=node_ranks)
+    return Mesh(layout, rank, device, **groups, tied_embedding=tied_embedding if at_an_end else None, node_ranks=node_ranks)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a rehearsal records of a step, in the order in which the host issued it: work on streams, events, waits and allocations. Imports no torch."""
+"""What a rehearsal records of a step, as the host issued it: work on streams, events, waits and allocations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """The host waits for the device: for an event or a stream, or for everything if both are None. A copy to the host waits for its stream."""
+    """The host waits for an event or a stream, or for the device if both are None. A copy to the host waits for its stream."""
 
     time: float
     name: str

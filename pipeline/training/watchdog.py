@@ -1,9 +1,10 @@
 """Ends a run that makes no progress, names the rank that the others wait for, and prints its stacks.
 
 Each rank reports the phase that it is in, for example "step 12". A thread of each rank publishes the number of reports and a tick in the
-store of the process group. When a rank has not reported for the set time, it compares all ranks: one whose ticks have stopped is suspended
-or dead; otherwise the rank with the fewest reports is the slowest. If any rank has reported in the meantime, the run goes on. Time in which
-a rank was suspended itself (`scontrol suspend`) does not count.
+store of the process group. When no rank has reported for the set time, all are compared: one whose ticks have stopped is suspended or dead;
+otherwise the rank with the fewest reports is the slowest. If any rank has reported in the meantime, the run goes on. Time in which a rank
+was suspended itself (`scontrol suspend`) does not count. A few ranks
+compare, as one store answers all, and the others wait for their result.
 
 A node that loses its power closes no connection, and the others would wait for the set time. So rank 0 looks for stopped ticks after
 SILENT_SECONDS without a report.
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
@@ -40,6 +41,10 @@ EXIT_CODE = 1
 SILENT_SECONDS = 30.0
 #: The ranks that print their stacks if no single one is slowest.
 _EXAMPLES = 4
+#: Number of ranks that compare all; further ones do after as many intervals without a result.
+_READERS, _WAITED_INTERVALS = 8, 10
+#: Key of the result, in the store.
+_RESULT = "watchdog/result"
 
 
 class Watchdog:
@@ -54,6 +59,7 @@ class Watchdog:
         self._interval = min(self._timeout / 20, 10.0)
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._state: dict[str, Any] = {
+            "rank": self._rank,
             "host": socket.gethostname(),
             "node": ends.host_name(),
             "pid": os.getpid(),
@@ -82,7 +88,7 @@ class Watchdog:
             faulthandler.register(signal.SIGUSR2, all_threads=True)
             self._store = meshes.store_connection()
             self._publish()
-            self._first = self._read(0)  # known even if its process, which may host the store, is suspended later
+            self._first = self._states([0])[0]  # known even if its process, which may host the store, is suspended later
             self._thread.start()
         return self
 
@@ -100,62 +106,79 @@ class Watchdog:
             if not self._answered(self._publish):
                 self._end_without_store()
             if self._waited > self._timeout * self._patience:
-                self._compare()
+                self._find_slowest()
             elif self._rank == 0 and self._waited > SILENT_SECONDS * self._patience:
                 self._find_silent()
 
+    def _find_slowest(self) -> None:
+        """Find the rank that the others wait for, or wait for those that do, and end the run, unless it goes on in the meantime."""
+        compares = self._rank in readers(self._size)
+        if compares or self._waited > self._timeout * self._patience + _WAITED_INTERVALS * self._interval:
+            self._compare()
+        elif self._asked(lambda: self._store.check([_RESULT])):
+            self._leave(**json.loads(self._asked(lambda: self._store.get(_RESULT))))
+
     def _compare(self) -> None:
-        """Find the rank that the others wait for, and end the run, unless it goes on in the meantime."""
-        before = self._states()
+        """Compare all ranks, and end the run, unless it goes on in the meantime."""
+        before = self._all_states()
         for _ in range(2):
             self._ended.wait(self._interval)
             self._answered(self._publish)
-        after = self._states()
-        if any(state["reports"] != before[rank]["reports"] for rank, state in after.items()):
+        after = self._all_states()
+        if any(now["reports"] != then["reports"] for now, then in zip(after, before, strict=True)):
             return
-        if silent := {rank: state for rank, state in after.items() if state["ticks"] == before[rank]["ticks"]}:
+        if silent := _silent(before, after):
             self._end(silent, "its process does not respond: suspended or dead")
-        fewest = min(state["reports"] for state in after.values())
-        slowest = {rank: state for rank, state in after.items() if state["reports"] == fewest}
+        fewest = min(state["reports"] for state in after)
+        slowest = [state for state in after if state["reports"] == fewest]
         self._end(slowest, "it is the slowest" if len(slowest) < self._size else "all ranks wait in the same phase")
 
     def _find_silent(self) -> None:
         """End the run if the ticks of a rank have stopped, while this rank waits in the same phase."""
-        before, reports = self._states(), self._state["reports"]
+        before, reports = self._all_states(), self._state["reports"]
         for _ in range(round(SILENT_SECONDS / self._interval) + 1):
             if self._ended.wait(self._interval) or self._state["reports"] != reports:
                 return
             self._waited += self._interval
             self._answered(self._publish)
-        if silent := {rank: state for rank, state in self._states().items() if state["ticks"] == before[rank]["ticks"]}:
+        if silent := _silent(before, self._all_states()):
             self._end(silent, "its process does not respond: suspended or dead")
 
-    def _states(self) -> dict[int, dict[str, Any]]:
+    def _all_states(self) -> list[dict[str, Any]]:
         """The states of all ranks."""
-        states: dict[int, dict[str, Any]] = {}
-        if not self._answered(lambda: states.update({rank: self._read(rank) for rank in range(self._size)})):
-            self._end_without_store()
-        return states
+        return self._asked(lambda: self._states(range(self._size)))
 
     def _end_without_store(self) -> None:
         """End the run when the store does not answer. Rank 0 hosts it, except under torchrun, whose agent does."""
-        self._end({0: self._first}, "the store of the job, which its process hosts, does not answer: suspended or dead")
+        reason = "the store of the job, which its process hosts, does not answer: suspended or dead"
+        if self._rank == 1:
+            self._name([self._first], 1, reason)
+        self._leave([self._first])
 
-    def _end(self, waited_for: dict[int, dict[str, Any]], reason: str) -> None:
-        """Name the ranks that the others wait for, print their stacks, and exit. Does not return."""
-        examples = dict(sorted(waited_for.items())[:_EXAMPLES])
-        first = next(rank for rank in range(self._size) if rank not in waited_for or len(waited_for) == self._size)
-        if self._rank == first:
-            for rank, state in examples.items():
-                where = f"rank {rank} (host {state['host']}, process {state['pid']}) in phase {state['phase']!r}"
-                log.error("no progress for %.0f s: the run waits for %s: %s", self._waited, where, reason)
-            rank, state = next(iter(examples.items()))
-            blamed = {"rank": rank, "host": state["node"]} if len(waited_for) == 1 else {}
-            ends.record(EXIT_CODE, f"no progress for {self._waited:.0f} s in phase {state['phase']!r}: {reason}", **blamed)
-        if self._rank in examples:
-            faulthandler.dump_traceback(sys.stderr, all_threads=True)
-        for rank, state in examples.items():
-            if rank != self._rank and state["host"] == self._state["host"]:
+    def _end(self, waited_for: list[dict[str, Any]], reason: str) -> None:
+        """End the run: the first rank that has a result names the ranks that the others wait for. Does not return."""
+        examples = waited_for[:_EXAMPLES]
+        result = json.dumps({"examples": examples, "by": self._rank})
+        first = self._asked(lambda: self._store.compare_set(_RESULT, "", result))
+        if json.loads(first)["by"] == self._rank:
+            self._name(examples, len(waited_for), reason)
+        self._leave(examples)
+
+    def _name(self, examples: list[dict[str, Any]], count: int, reason: str) -> None:
+        """Log and record the ranks that the others wait for."""
+        for state in examples:
+            where = f"rank {state['rank']} (host {state['host']}, process {state['pid']}) in phase {state['phase']!r}"
+            log.error("no progress for %.0f s: the run waits for %s: %s", self._waited, where, reason)
+        state = examples[0]
+        blamed = {"rank": state["rank"], "host": state["node"]} if count == 1 else {}
+        ends.record(EXIT_CODE, f"no progress for {self._waited:.0f} s in phase {state['phase']!r}: {reason}", **blamed)
+
+    def _leave(self, examples: list[dict[str, Any]], **_: object) -> None:
+        """Print the stacks of the ranks that the others wait for, on their hosts, and exit. Does not return."""
+        for state in examples:
+            if state["rank"] == self._rank:
+                faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            elif state["host"] == self._state["host"]:
                 _print_stacks(state["pid"])
         time.sleep(3)  # the launcher terminates all ranks when the first one exits
         os._exit(EXIT_CODE)
@@ -164,9 +187,16 @@ class Watchdog:
         self._state["ticks"] += 1
         self._store.set(f"watchdog/{self._rank}", json.dumps(self._state))
 
-    def _read(self, rank: int) -> dict[str, Any]:
-        state: dict[str, Any] = json.loads(self._store.get(f"watchdog/{rank}"))
-        return state
+    def _states(self, ranks: Iterable[int]) -> list[dict[str, Any]]:
+        """The states of some ranks, by one request."""
+        return [json.loads(state) for state in self._store.multi_get([f"watchdog/{rank}" for rank in ranks])]
+
+    def _asked(self, request: Callable[[], Any]) -> Any:
+        """The answer of the store; ends the run if there is none."""
+        answers: list[Any] = []
+        if not self._answered(lambda: answers.append(request())):
+            self._end_without_store()
+        return answers[0]
 
     def _answered(self, request: Callable[[], Any]) -> bool:
         """Whether the store answers a request in time; a suspended host of the store would block it for ever."""
@@ -175,6 +205,16 @@ class Watchdog:
         except (FutureTimeoutError, dist.DistError):
             return False
         return True
+
+
+def readers(size: int) -> range:
+    """The ranks that compare all ranks of a job, on several of its nodes."""
+    return range(0, size, -(-size // _READERS))
+
+
+def _silent(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The states of the ranks whose ticks have stopped."""
+    return [now for now, then in zip(after, before, strict=True) if now["ticks"] == then["ticks"]]
 
 
 def _print_stacks(process: int) -> None:

@@ -167,7 +167,9 @@ def test_fusion_requires_sharded_sequences_and_compiled_blocks(override):
         check.check(config, 2)
 
 
-@pytest.mark.parametrize("node_ranks, tensor, setting, fused", [(8, 8, "auto", True), (4, 8, "auto", False), (4, 8, "on", True), (8, 2, "off", False)])
+@pytest.mark.parametrize(
+    "node_ranks, tensor, setting, fused", [(8, 8, "auto", True), (4, 8, "auto", False), (4, 8, "on", True), (8, 2, "off", False)]
+)
 def test_fusion_by_default_requires_that_the_tensor_ranks_are_on_one_node(node_ranks, tensor, setting, fused, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     config = configured("stage=pretrain", "model=llama-tiny", f"parallel.tensor={tensor}", f"parallel.async_tensor={setting}")

@@ -1,9 +1,9 @@
 """The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
 
-import os
 import resource
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,13 +35,17 @@ def test_groups_of_the_mesh_have_one_backend(device, backend):
     assert meshes.backend_of_groups(torch.device(device)) == backend
 
 
+def _files():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def _files_of_a_new_group():
     """Files that the creation of a group of all ranks opens, and its first barrier."""
-    counts = [len(os.listdir("/proc/self/fd"))]
+    counts = [_files()]
     group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
-    counts.append(len(os.listdir("/proc/self/fd")))
+    counts.append(_files())
     dist.barrier(group=group)
-    return counts[1] - counts[0], len(os.listdir("/proc/self/fd")) - counts[0], resource.getrlimit(resource.RLIMIT_NOFILE)
+    return counts[1] - counts[0], _files() - counts[0], resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def test_a_rank_connects_to_those_that_it_communicates_with(worlds):
