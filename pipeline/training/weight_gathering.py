@@ -35,7 +35,7 @@ class FlatWeights:
     def __init__(self, bucket: Bucket, flat: Tensor, partition: Tensor, *, freed: bool) -> None:
         # .data: autograd must not take the gathering for a change of the weights that it has saved.
         self.bucket, self.flat, self.partition = bucket, flat.data, partition.data
-        self._freed = freed
+        self.freed = freed
         self._bytes = flat.untyped_storage().nbytes()
         self._present, self._uses = True, 0
         self._work: Any = None
@@ -75,7 +75,7 @@ class FlatWeights:
     def free(self) -> None:
         """Free the weights, unless they are kept."""
         self._uses = 0
-        if self._freed and self._present:
+        if self.freed and self._present:
             self._wait()
             self.flat.untyped_storage().resize_(0)
             self._present = False
@@ -93,8 +93,11 @@ class WeightGatherer:
         self._weights = list(weights)
         self._of = {parameter: flat for flat in self._weights for parameter in flat.bucket.pieces}
         self._in_backward: dict[Bucket, FlatWeights] = {}
+        used: list[FlatWeights] = []
         for stage in stages.values():
-            self._register(_units(stage), getattr(stage, "head", None))
+            used += self._register(_units(stage), getattr(stage, "head", None))
+        # The collectives run one after another: a gathering that is needed first must not be behind others.
+        self._weights = list(dict.fromkeys([*used, *self._weights]))
 
     def refresh(self) -> None:
         """Start to gather weights that are not freed after use: the optimizer has changed them."""
@@ -113,16 +116,18 @@ class WeightGatherer:
         for flat in self._weights:
             flat.free()
 
-    def _register(self, units: list[nn.Module], head: nn.Module | None) -> None:
+    def _register(self, units: list[nn.Module], head: nn.Module | None) -> list[FlatWeights]:
+        """Surround the calls of the modules of a stage. Returns their weights in the order of use."""
         forward = [self._weights_of(unit.parameters()) for unit in units]
         backward = [self._weights_of(_read_in_backward(unit)) for unit in units]
         for index, unit in enumerate(units):
-            following = forward[index + 1] if index + 1 < len(units) else []
-            preceding = backward[index - 1] if index > 0 else []
+            following = _first_freed(forward[index + 1 :])
+            preceding = _first_freed(reversed(backward[:index]))
             # Around the compiled call: torch.compile would trace hooks of the module, and break its graph there.
             call = unit._compiled_call_impl or unit._call_impl
             use = partial(self._call, call, forward[index], following, kept=backward[index] if unit is head else [])
             unit._compiled_call_impl = partial(self._with_hook, use, partial(self._before_backward, backward[index], preceding))
+        return [flat for weights in forward for flat in weights]
 
     def _weights_of(self, parameters: Iterable[nn.Parameter]) -> list[FlatWeights]:
         return list(dict.fromkeys(self._of[parameter] for parameter in parameters if parameter in self._of))
@@ -164,6 +169,11 @@ class WeightGatherer:
                 flat.acquire()
         for flat in preceding:
             flat.start()
+
+
+def _first_freed(units: Iterable[list[FlatWeights]]) -> list[FlatWeights]:
+    """The weights of the first unit that must be gathered for each use. A norm between two of them has none."""
+    return next((weights for weights in units if any(flat.freed for flat in weights)), [])
 
 
 def _units(stage: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """What a step communicates, when, and what it holds: counted on four ranks, under every ZeRO stage."""
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.training.gradient_reduction import MAX_PENDING
+from pipeline.training.weight_gathering import FlatWeights
 from tests.world import causal, share, tiny, trainer
 from tools.audit.reduced_gradient import reduction_error
 
@@ -135,6 +137,51 @@ def test_gradients_are_reduced_while_the_backward_pass_runs(recorded, stage):
     """Only embedding and vectors are complete with the last gradient. MAX_PENDING bounds the gradients that wait for the network."""
     assert recorded[stage]["before the last gradient"] > 0.8
     assert MAX_PENDING < BLOCKS
+
+
+def gathering(*overrides: str) -> list[tuple[str, str]]:
+    """The gatherings of two steps: ("start" or "wait", bucket), and ("compute", "") for a block or the gradient of a matrix."""
+    config, job = trainer(*SETTINGS, *overrides)
+    inputs = batch_of(config, job)
+    events: list[tuple[str, str]] = []
+    start, wait = FlatWeights.refresh, FlatWeights._wait
+
+    def started(flat: FlatWeights) -> None:
+        events.append(("start", flat.bucket.name))
+        start(flat)
+
+    def waits(flat: FlatWeights) -> None:
+        if flat._work is not None:
+            events.append(("wait", flat.bucket.name))
+        wait(flat)
+
+    for parameter in job.model.pieces:
+        if parameter.dim() > 1:
+            parameter.register_hook(lambda _: events.append(("compute", "")))
+    for stage in job.model.stages.values():
+        for block in stage.blocks.values():
+            block.register_forward_pre_hook(lambda *_: events.append(("compute", "")))
+    with mock.patch.object(FlatWeights, "refresh", started), mock.patch.object(FlatWeights, "_wait", waits):
+        job.train(*inputs)
+        job.train(*inputs)
+    return events
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_weights_are_gathered_in_the_order_of_their_use(worlds, stage):
+    """Collectives of a communicator run in order: a module that waits for its weights must not wait for those of later ones."""
+    events = worlds(RANKS).run(gathering, f"parallel.zero_stage={stage}")[0]
+    starts, waits = ([name for kind, name in events if kind == which] for which in ("start", "wait"))
+    assert len(waits) > BLOCKS
+    assert starts == 2 * waits, "the second step waits for what the first one has started"
+
+
+def test_zero_3_starts_every_gathering_before_the_module_ahead_computes(worlds):
+    """All but the first ones of a forward pass: a gathering is exposed if nothing large is computed between its start and the wait for it."""
+    events = worlds(RANKS).run(gathering, "parallel.zero_stage=3")[0]
+    exposed = [name for (kind, name), after in pairwise(events) if kind == "start" and after == ("wait", name)]
+    assert sum(kind == "wait" for kind, _ in events) > 4 * BLOCKS * MICRO_BATCHES
+    assert set(exposed) == {"stage 0 embed dense", "stage 0 blocks.0 dense"}
 
 
 def started() -> tuple[int, int, int]:
