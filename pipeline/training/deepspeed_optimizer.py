@@ -83,11 +83,11 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         for flat, master in zip(self.weights, self.single_partition_of_fp32_groups, strict=True):
             flat.partition.copy_(master)
 
-    def flatten_dense_tensors_aligned(self, tensors: list[nn.Parameter], *args: Any, **options: Any) -> Tensor:
-        """Called by DeepSpeed with the weights of a group, to copy them into its flat weights."""
+    def flatten_dense_tensors_aligned(self, tensors: list[nn.Parameter], _alignment: int, **options: Any) -> Tensor:
+        """Called by DeepSpeed with the weights of a group, to copy them into its flat weights, which have the padding of the bucket."""
         for parameter in tensors:
             self._materialize(parameter)
-        return super().flatten_dense_tensors_aligned(tensors, *args, **options)
+        return super().flatten_dense_tensors_aligned(tensors, self._buckets[len(self.weights)].elements, **options)
 
     def get_partition_info(self, *args: Any) -> Any:
         """Called by DeepSpeed when it has partitioned a group: free its weights under ZeRO 3.
