@@ -49,7 +49,7 @@ class GradientReducer:
         self._mesh, self._reduction = mesh, reduction
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._states = {bucket: _State(bucket, mesh) for bucket in buckets}
-        self._pending: deque[tuple[_State, Tensor, Any]] = deque()
+        self._pending: deque[tuple[_State, Tensor, Tensor, Any]] = deque()
         for state in self._states.values():
             for parameter in state.bucket.pieces:
                 # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
@@ -103,7 +103,9 @@ class GradientReducer:
                 dist.all_reduce(state.complete(), group=state.stages)
 
     def _reduce(self, state: _State) -> None:
-        """Start the collective of a bucket."""
+        """Start the collective of a bucket, after the oldest one has ended if there are too many."""
+        if len(self._pending) == MAX_PENDING:
+            self._finish_oldest()
         flat, bucket = state.complete(), state.bucket
         state.started = True
         with self._side_stream():
@@ -114,24 +116,24 @@ class GradientReducer:
             elif ranks > 1:
                 result = flat.new_empty(bucket.partition_elements)
                 work = dist.reduce_scatter_tensor(result, flat, group=bucket.group, async_op=True)
-            if self._stream is not None:
-                flat.record_stream(self._stream)
         state.free()
-        self._pending.append((state, result, work))
-        if len(self._pending) > MAX_PENDING:
-            self._finish_oldest()
+        self._pending.append((state, flat, result, work))
 
     def _finish_oldest(self) -> None:
-        """Wait for a collective (on a GPU, the side stream waits) and add its result to the reduced gradient."""
-        state, result, work = self._pending.popleft()
+        """Wait for a collective (on a GPU, the side stream waits) and add its result to the reduced gradient.
+
+        The current stream waits too, before the memory of the whole gradient is used for another one. Were it recorded as used by the
+        side stream instead, the allocator would reserve more memory for as long as the host runs ahead of the device.
+        """
+        state, flat, result, work = self._pending.popleft()
         with self._side_stream():
             if work is not None:
                 work.wait()
             if state.replicas > 1:
                 result /= state.replicas
             state.reduced = result if state.reduced is None else state.reduced.add_(result)
-            if self._stream is not None:
-                state.reduced.record_stream(self._stream)
+        if self._stream is not None and flat is not state.reduced:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def _side_stream(self) -> AbstractContextManager[Any]:
         """The side stream, after all work that is queued on the current stream."""

@@ -1,5 +1,6 @@
 """What a step communicates, when, and what it holds: counted on four ranks, under every ZeRO stage."""
 
+import weakref
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -220,6 +221,59 @@ def reduced_and_mean(*overrides: str) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_bf16_gradient_is_reduced_in_fp32(worlds, stage):
     assert max(worlds(RANKS).run(reduced_and_mean, f"parallel.zero_stage={stage}")) < 1e-6
+
+
+class Stream:
+    """A stream that records what waits for what."""
+
+    current = None
+
+    def __init__(self, name: str, events: list[tuple[str, str]]) -> None:
+        self.name, self.events = name, events
+
+    def wait_stream(self, other: Any) -> None:
+        self.events.append((self.name, other.name))
+
+    def __enter__(self) -> None:
+        self.outer, Stream.current = Stream.current, self
+
+    def __exit__(self, *_: Any) -> None:
+        Stream.current = self.outer
+
+
+def memory_of_gradients(*overrides: str) -> list[tuple[str, str]]:
+    """Streams that wait for each other, and ("freed", stream) when the memory of a whole gradient becomes another's, in a step."""
+    config, job = trainer(*SETTINGS, *overrides)
+    events: list[tuple[str, str]] = []
+    reducer, default = job.engine._reducer, Stream("main", events)
+    reducer._stream, Stream.current = Stream("side", events), default
+    complete = type(next(iter(reducer._states.values()))).complete
+
+    def watched(state: Any) -> torch.Tensor:
+        flat = complete(state)
+        weakref.finalize(flat, lambda: events.append(("freed", Stream.current.name)))
+        return flat
+
+    with (
+        mock.patch.object(type(next(iter(reducer._states.values()))), "complete", watched),
+        mock.patch.object(torch.cuda, "current_stream", side_effect=lambda: Stream.current),
+        mock.patch.object(torch.cuda, "stream", lambda stream: stream),
+        mock.patch.object(torch.Tensor, "record_stream", side_effect=lambda *_: events.append(("record", Stream.current.name))),
+    ):
+        job.train(*batch_of(config, job))
+    return events
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_memory_of_gradients_on_a_gpu_is_bounded_by_what_the_device_has_done(worlds, stage):
+    """Memory that is recorded as used by another stream comes back when the host sees that: a host that runs ahead asks for more."""
+    events = worlds(RANKS).run(memory_of_gradients, f"parallel.zero_stage={stage}")[0]
+    freed = [index for index, event in enumerate(events) if event[0] == "freed"]
+    assert len(freed) >= BLOCKS
+    assert not [event for event in events if event[0] == "record"]
+    # Between two whole gradients that become free, the stream that writes the next one waits for the one that has read them.
+    assert all(("main", "side") in events[before:after] for before, after in pairwise([0, *freed]))
+    assert {events[index] for index in freed} == {("freed", "main")}
 
 
 @given(elements=st.integers(1, 10**12), ranks=st.integers(1, 16_384))
