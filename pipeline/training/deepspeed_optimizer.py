@@ -1,6 +1,7 @@
 """DeepSpeed's ZeRO optimizer with one parameter group for each bucket, whose gradients are already reduced. Imports DeepSpeed.
 
-DeepSpeed partitions the weights, clips, and runs the optimizer on this rank's fp32 partitions.
+DeepSpeed flattens the weights of a group, divides them into partitions, and keeps this rank's in fp32. training/weight_update.py updates
+them.
 """
 
 from __future__ import annotations
@@ -9,28 +10,23 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
-from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket
-from pipeline.training.loss_scale import LossScale
 from pipeline.training.weight_gathering import FlatWeights
 
 
 class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
-    """DeepSpeed's optimizer of ZeRO 1 and 2, without its reductions and without gathering of weights (training/weight_gathering.py).
+    """DeepSpeed's optimizer of ZeRO 1 and 2, without its reductions, its step, and the gathering of weights (training/weight_gathering.py).
 
     Attributes:
         weights: the flat weights of every bucket.
 
     Args:
-        optimizer: its parameter groups have the weights of the buckets, in order.
+        optimizer: its parameter groups have the weights of the buckets, in order; then this rank's fp32 partitions of them.
         buckets: every group is partitioned over the ranks of its bucket.
-        global_norm: returns the norm of the full gradient without the loss scale, from the gradients passed to `set_gradient`.
-        clipping: largest norm; 0 for no clipping.
-        loss_scale: whose factor the gradients have.
         materialize: allocates a weight that has no storage; called for one bucket after the other.
         shard_weights: free the matrices after they have been partitioned (ZeRO 3). Vectors are few and remain.
     """
@@ -38,18 +34,9 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
     bit16_groups_flat: list[Tensor]
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        buckets: list[Bucket],
-        global_norm: Callable[[], Tensor],
-        clipping: float,
-        loss_scale: LossScale,
-        materialize: Callable[[nn.Parameter], None],
-        *,
-        shard_weights: bool,
+        self, optimizer: torch.optim.Optimizer, buckets: list[Bucket], materialize: Callable[[nn.Parameter], None], *, shard_weights: bool
     ) -> None:
-        self._buckets, self._global_norm, self._clipping, self._shard_weights = buckets, global_norm, clipping, shard_weights
-        self._scale = loss_scale
+        self._buckets, self._shard_weights = buckets, shard_weights
         self._materialize = materialize
         self.weights: list[FlatWeights] = []
         names = {parameter: piece.name for bucket in buckets for parameter, piece in bucket.pieces.items()}
@@ -62,26 +49,21 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
             dp_process_group=buckets[0].group,
             gradient_accumulation_dtype=torch.float32,
             communication_data_type=torch.float32,
-            clip_grad=clipping,
             has_moe_layers=True,  # calls _configure_moe_settings
         )
 
-    def set_gradient(self, group: int, partition: Tensor) -> None:
-        """Pass the reduced fp32 gradient of this rank's partition of a parameter group."""
-        self.averaged_gradients[group] = GradPartitionBufferGroup([partition], partition)
-
-    def step(self) -> None:
-        """Update this rank's partitions of the weights, unless the gradient is not finite."""
-        flats = self.bit16_groups_flat
-        self.bit16_groups_flat = []  # DeepSpeed would gather the weights of all groups in this list
-        super().step()
-        self.bit16_groups_flat = flats
+    @property
+    def masters(self) -> list[Tensor]:
+        """This rank's fp32 partition of the weights of every bucket: (partition_elements,)."""
+        partitions: list[Tensor] = self.single_partition_of_fp32_groups
+        return partitions
 
     @torch.no_grad()
     def round_weights(self) -> None:
         """Set this rank's partitions of the weights from the fp32 master weights."""
-        for flat, master in zip(self.weights, self.single_partition_of_fp32_groups, strict=True):
-            flat.partition.copy_(master)
+        kept = [(flat.partition, master) for flat, master in zip(self.weights, self.masters, strict=True) if not flat.freed]
+        if kept:
+            torch._foreach_copy_([partition for partition, _ in kept], [master for _, master in kept])
 
     def flatten_dense_tensors_aligned(self, tensors: list[nn.Parameter], _alignment: int, **options: Any) -> Tensor:
         """Called by DeepSpeed with the weights of a group, to copy them into its flat weights, which have the padding of the bucket."""
@@ -92,7 +74,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
     def get_partition_info(self, *args: Any) -> Any:
         """Called by DeepSpeed when it has partitioned a group: free its weights under ZeRO 3.
 
-        The master weights then take the place of this rank's partition of them, which step() sets from the master weights.
+        The master weights then take the place of this rank's partition of them.
         """
         index = len(self.weights)
         bucket, flat = self._buckets[index], self.bit16_groups_flat[index]
@@ -104,11 +86,6 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         self.weights.append(FlatWeights(bucket, flat, partitions[rank], freed=freed))
         self.weights[-1].free()
         return super().get_partition_info(*args)
-
-    def _update_model_bit16_weights(self, group_index: int) -> None:
-        """Make the weights views of their group's flat weights. They still are after step()."""
-        if self.bit16_groups_flat:
-            super()._update_model_bit16_weights(group_index)
 
     def _link_all_hp_params(self) -> None:
         """Create no links from weights to master weights, which DeepSpeed's checkpoints use: Engine.fragments finds them by arithmetic."""
@@ -127,16 +104,3 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def create_gradient_handling_hooks(self) -> None:
         """Create none: training/gradient_reduction.py reduces the gradients."""
-
-    def check_overflow(self, partition_gradients: bool = True) -> None:
-        """Do nothing: a gradient that is not finite has a norm that is not finite, and step() examines the norm."""
-
-    def scaled_global_norm(self, norm_type: int = 2) -> Tensor:  # noqa: ARG002 - DeepSpeed's signature
-        """The norm of the full gradient, with one collective along each axis for all groups."""
-        return self._global_norm()
-
-    def unscale_and_clip_grads(self, grads: list[Tensor], total_norm: Any) -> None:
-        """Divide by the loss scale, and clip, without waiting for the device."""
-        divisor = gradient_clipping.divisor(total_norm, self._clipping, self._scale.factor)
-        if divisor is not None:
-            torch._foreach_div_(grads, divisor)

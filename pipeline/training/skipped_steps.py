@@ -1,7 +1,6 @@
 """Steps that are skipped because the gradient is not finite: the rule, and how many of them in a row end the run.
 
-The optimizers apply the rule without a wait for the device where they can: PyTorch's by `found_inf` (replicated_engine.py), DeepSpeed's by
-the norm of the gradient (deepspeed_optimizer.py).
+PyTorch's optimizers apply the rule by `found_inf`, without a wait for the device (weight_update.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The step of ZeRO stage 0 has no host-device synchronization, those of the other stages have one: DeepSpeed examines the norm."""
+"""A training step has no host-device synchronization, under any ZeRO stage."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ class Synchronizations(TorchDispatchMode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero, allowed", [(0, 0), (1, 1), (3, 1)])
+@pytest.mark.parametrize("zero", [0, 1, 3])
 @pytest.mark.parametrize("model, dtype", [("llama-tiny", "bf16"), ("gpt-tiny", "fp32")])
-def test_the_step_does_not_synchronize(model, dtype, zero, allowed):
+def test_the_step_does_not_synchronize(model, dtype, zero):
     compose.register()
     overrides = [
         f"model={model}",
@@ -50,7 +50,7 @@ def test_the_step_does_not_synchronize(model, dtype, zero, allowed):
         with Synchronizations() as found:
             for _ in range(2):
                 trainer.train(*causal(tokens, torch.zeros(2, 16, dtype=torch.int32)))
-            assert len(found.seen) == 2 * allowed
+            assert not found.seen
             torch.arange(3)[torch.tensor(1)]
             assert found.seen, "a synchronization is detected"
     finally:

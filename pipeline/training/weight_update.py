@@ -1,0 +1,101 @@
+"""The step of the optimizer on fp32 master weights: one call for all of them, which does not wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.training import gradient_clipping
+from pipeline.training.engine import StepResult
+from pipeline.training.loss_scale import LossScale
+from pipeline.training.lr_schedule import learning_rate
+from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
+from pipeline.training.skipped_steps import is_skipped
+from pipeline.training.weight_averaging import WeightAverage
+
+
+class WeightUpdate:
+    """Optimizer, learning rate, clipping, skipped steps and average of the weights. All of them are tensors on the device.
+
+    Args:
+        groups: parameter groups of the optimizer.
+        optimizer: optimizer, clipping and learning rate.
+        training: number of steps, over which the learning rate is scheduled, and the average.
+        loss_scale: whose factor the gradients have.
+        device: of the weights.
+
+    Attributes:
+        kind: the optimizer.
+        optimizer: torch's. Whoever shards the weights may replace the weights of its groups until `begin`.
+        average: of the master weights; after `begin`.
+    """
+
+    average: WeightAverage
+
+    def __init__(
+        self, groups: Groups, optimizer: OptimizerConfig, training: TrainingConfig, loss_scale: LossScale, device: torch.device
+    ) -> None:
+        self._clipping, self._loss_scale, self._training = optimizer.gradient_clipping, loss_scale, training
+        rates = [learning_rate(update, optimizer, training) for update in range(training.steps)]
+        self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
+        self._updates = torch.zeros((), dtype=torch.int64, device=device)
+        self._lr = torch.zeros((), dtype=torch.float32, device=device)
+        self.kind = OPTIMIZERS[optimizer.name]
+        self.optimizer = self.kind.build(groups, optimizer, self._lr)
+
+    def begin(self, masters: Sequence[Tensor]) -> None:
+        """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
+        self._masters = list(masters)
+        self.average = WeightAverage(self._training, masters)
+
+    @torch.no_grad()
+    def step(self, norm: Tensor, gradients: Sequence[Tensor | None]) -> StepResult:
+        """Update the master weights, unless the norm is not finite.
+
+        Clipping is passed as the optimizer's grad_scale and skipping as found_inf: neither reads the gradients once more.
+
+        Args:
+            norm: of the full gradient, without the loss scale; 0-dim.
+            gradients: of the master weights, fp32.
+        """
+        skipped = is_skipped(norm)
+        self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, self._loss_scale.factor)  # type: ignore[attr-defined]
+        for master, gradient in zip(self._masters, gradients, strict=True):
+            master.grad = gradient
+        self.optimizer.step()
+        for master in self._masters:
+            master.grad = None
+        self._updates += (1 - skipped).long()
+        self.average.update(skipped)
+        self._loss_scale.update(skipped)
+        return StepResult(norm, skipped, self._lr.clone())
+
+    def state(self, index: int) -> dict[str, Tensor]:
+        """A master weight and what is kept for it: the entries of Fragment.tensors, flat views."""
+        master = self._masters[index]
+        kept = {name: self.optimizer.state[master][name].view(-1) for name in self.kind.state}
+        return {"weight": master.detach().view(-1), **kept, **self.average.tensors(index)}
+
+    def create_state(self) -> None:
+        """Create what the optimizer keeps before its first step, so that a checkpoint can be loaded into it."""
+        create_state(self.optimizer, self.kind, self._masters)
+
+    def updates(self) -> int:
+        """See Engine."""
+        return int(self._updates.item())
+
+    def counters(self) -> Tensor:
+        """See Engine."""
+        return torch.cat([self._updates.double()[None], self._loss_scale.counters(self._updates.device)])
+
+    @torch.no_grad()
+    def loaded(self, updates: int) -> None:
+        """See Engine."""
+        self._updates.fill_(updates)
+        for master in self._masters:
+            self.optimizer.state[master]["step"].fill_(updates)
