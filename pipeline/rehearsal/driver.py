@@ -23,6 +23,8 @@ from pipeline.rehearsal import driver_source
 STILL = "dry_run=true checks the configuration and stage=plan says memory and time, both without CUDA"
 #: File name, by which torch and Triton look for the driver.
 LIBRARY = "libcuda.so.1"
+#: Name by which they look for NVML, whose functions are in the same library.
+NVML = "libnvidia-ml.so.1"
 
 
 def build(hardware: Hardware) -> Path:
@@ -94,8 +96,8 @@ def imported(folder: Path) -> set[str]:
     names: set[str] = set()
     for library in sorted(folder.glob("lib*.so")):
         names |= set(re.findall(r" U ((?:__cuda|cu|nccl)[A-Za-z]\w*)", tool("nm", "-D", "--undefined-only", str(library))))
-    looked_up = (folder / "libc10_cuda.so").read_bytes()  # functions of the driver, by name
-    names |= {name.decode() for name in re.findall(rb"\0(cu[A-Z][A-Za-z0-9]+(?:_v\d)?)(?=\0)", looked_up)}
+    looked_up = (folder / "libc10_cuda.so").read_bytes()  # functions of the driver and of NVML, by name
+    names |= {name.decode() for name in re.findall(rb"\0((?:cu|nvml)[A-Z][A-Za-z0-9]+(?:_v\d)?)(?=\0)", looked_up)}
     return {name for name in names | triton_functions() if not name.startswith(driver_source.REAL)}
 
 
@@ -123,18 +125,24 @@ def tool(name: str, *arguments: str, text: str | None = None) -> str:
 
 
 def compile_library(text: str, target: Path) -> None:
-    """Compile a source to a library; it is moved to its place when it is complete.
+    """Compile a source to a library; its folder is moved to its place when it is complete.
 
     Raises:
         UserError: there is no compiler, or it does not accept the source.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        path = Path(folder) / LIBRARY
+    target.parent.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent.parent) as parent:
+        folder = Path(parent) / "library"
+        folder.mkdir()
         options = ["-O1", "-w", "-shared", "-fPIC", "-pthread", f"-Wl,-soname,{LIBRARY}"]
         try:
-            tool("cc", *options, "-x", "c", "-", "-o", str(path), "-ldl", text=text)
+            tool("cc", *options, "-x", "c", "-", "-o", str(folder / LIBRARY), "-ldl", text=text)
         except subprocess.CalledProcessError as error:
             first = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[:200])
             raise UserError.of("cc", shutil.which("cc"), f"must compile the driver: {first}", f"use another compiler; {STILL}") from error
-        path.rename(target)
+        os.link(folder / LIBRARY, folder / NVML)  # one file: the dynamic linker loads it once
+        try:
+            folder.rename(target.parent)
+        except OSError:
+            if not target.exists():  # another process was not faster
+                raise
