@@ -31,6 +31,8 @@ class Kind(IntEnum):
     COLLECTIVE = 10
     GRAPH = 11
     QUERY = 12
+    TENSOR_ALLOCATE = 13
+    TENSOR_FREE = 14
 
 
 #: An entry of the record, as native/base.h lays it out.

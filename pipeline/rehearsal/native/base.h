@@ -33,7 +33,8 @@ extern Call __start_rehearsal_calls[], __stop_rehearsal_calls[];
     int name(void) { COUNT(#name); return unknown(&call, code); }
 
 /* What is recorded; the numbers are those of pipeline/rehearsal/device_record.py. */
-enum { KERNEL = 1, PRODUCT, COPY, FILL, EVENT_RECORD, STREAM_WAIT, HOST_WAIT, ALLOCATE, RELEASE, COLLECTIVE, GRAPH, QUERY };
+enum { KERNEL = 1, PRODUCT, COPY, FILL, EVENT_RECORD, STREAM_WAIT, HOST_WAIT, ALLOCATE, RELEASE, COLLECTIVE, GRAPH, QUERY, TENSOR_ALLOCATE,
+       TENSOR_FREE };
 typedef struct {
     int64_t time;             /* CLOCK_MONOTONIC, ns */
     uint64_t stream, object;  /* object: name of a kernel (char *), event, or address that is written or allocated */

@@ -3,7 +3,8 @@ enum { REMEMBERED_BYTES = 64 << 10, REMEMBERED_COPIES = 4096 };
 typedef struct { uint64_t begin, size; char *data; } Copy;
 static pthread_mutex_t copies_lock = PTHREAD_MUTEX_INITIALIZER;
 static Copy copies[REMEMBERED_COPIES];
-static int oldest_copy;
+/* Places below this one may be taken. */
+static int copies_end, oldest_copy;
 
 static int overlaps(const Copy *copy, uint64_t begin, uint64_t size) {
     return copy->data && begin < copy->begin + copy->size && copy->begin < begin + size;
@@ -11,8 +12,9 @@ static int overlaps(const Copy *copy, uint64_t begin, uint64_t size) {
 static void drop(Copy *copy) { free(copy->data); copy->data = NULL; }
 static void forget(uint64_t begin, uint64_t size) {
     pthread_mutex_lock(&copies_lock);
-    for (int i = 0; i < REMEMBERED_COPIES; i++)
+    for (int i = 0; i < copies_end; i++)
         if (overlaps(&copies[i], begin, size)) drop(&copies[i]);
+    while (copies_end && !copies[copies_end - 1].data) copies_end--;
     pthread_mutex_unlock(&copies_lock);
 }
 static void remember(uint64_t begin, const void *data, uint64_t size) {
@@ -26,23 +28,27 @@ static void remember(uint64_t begin, const void *data, uint64_t size) {
         if (!copies[i].data) { free_place = i; break; }
     if (copies[free_place].data) drop(&copies[free_place]), oldest_copy = (oldest_copy + 1) % REMEMBERED_COPIES;
     copies[free_place] = (Copy){begin, size, kept};
+    if (free_place >= copies_end) copies_end = free_place + 1;
     pthread_mutex_unlock(&copies_lock);
 }
 /* Returns whether all of the bytes are remembered. */
 static int recall(uint64_t begin, void *target, uint64_t size) {
     int found = 0;
     pthread_mutex_lock(&copies_lock);
-    for (int i = 0; i < REMEMBERED_COPIES && !found; i++)
+    for (int i = 0; i < copies_end && !found; i++)
         if (copies[i].data && copies[i].begin <= begin && begin + size <= copies[i].begin + copies[i].size)
             memcpy(target, copies[i].data + (begin - copies[i].begin), size), found = 1;
     pthread_mutex_unlock(&copies_lock);
     return found;
 }
-/* A truth value after <, <=, > or >= is true, so that a check of a range passes; others (any, isnan, ==) are false. */
+/* A truth value is true after <, <=, > or >=, a conjunction, or all(), so that a check of a range or for finite values passes, and false after
+ * anything else: ==, isnan, isinf, any(). */
+static const char *const TRUE_AFTER[] = {"CompareFunctor", "compare_scalar_kernel", "MulFunctorIbE", "BitwiseAndFunctorIbE", "and_kernel_cuda"};
 static void read_device(uint64_t begin, char *target, uint64_t size) {
     if (recall(begin, target, size)) return;
     memset(target, 0, size);
-    if (size == 1 && strstr(last_kernel, "CompareFunctor")) *target = 1;
+    for (size_t i = 0; size == 1 && i < sizeof TRUE_AFTER / sizeof *TRUE_AFTER; i++)
+        if (strstr(last_kernel, TRUE_AFTER[i])) *target = 1;
 }
 
 /* Host memory. A copy from or to pageable memory waits. */

@@ -124,27 +124,26 @@ NOTHING(cudaProfilerStop)
 NOTHING(cudaThreadExchangeStreamCaptureMode)
 
 /* Functions of the driver that are looked up by name: those of this library. */
-static int entry_point(Call *call, const char *name, void **function, int *result) {
+static int entry_point(const char *name, void **function, int *result) {
     char versioned[128];
     snprintf(versioned, sizeof versioned, "%s_v2", name);
     *function = dlsym(RTLD_DEFAULT, versioned);
     if (!*function) *function = dlsym(RTLD_DEFAULT, name);
     if (result) *result = *function ? 0 : 1;
-    if (!*function) fprintf(stderr, "%s: the driver without a GPU has no %s.\n", call->name, name);
-    return *function ? 0 : runtime_error(SYMBOL_NOT_FOUND);
+    return *function ? 0 : SYMBOL_NOT_FOUND;
 }
 int cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version, unsigned long long flags, int *result) {
     COUNT("cudaGetDriverEntryPointByVersion");
     (void)version, (void)flags;
-    return entry_point(&call, name, function, result);
+    return entry_point(name, function, result);
 }
 int cudaGetDriverEntryPoint(const char *name, void **function, unsigned long long flags, int *result) {
     COUNT("cudaGetDriverEntryPoint");
     (void)flags;
-    return entry_point(&call, name, function, result);
+    return entry_point(name, function, result);
 }
 int cuGetProcAddress_v2(const char *name, void **function, int version, uint64_t flags, int *result) {
     COUNT("cuGetProcAddress_v2");
     (void)version, (void)flags;
-    return entry_point(&call, name, function, result);
+    return entry_point(name, function, result);
 }
