@@ -11,12 +11,37 @@ from pipeline.config.hardware import Hardware
 
 NATIVE = Path(__file__).parent / "native"
 #: In the order in which they are joined: a part uses those before it.
-PARTS = ("base.h", "device.c", "record.c", "copies.c", "memory.c", "allocator.c", "streams.c", "kernels.c", "modules.c", "blas.c", "dnn.c", "nccl.c", "nvml.c")
+PARTS = (
+    "base.h",
+    "device.c",
+    "record.c",
+    "copies.c",
+    "memory.c",
+    "allocator.c",
+    "streams.c",
+    "kernels.c",
+    "modules.c",
+    "blas.c",
+    "dnn.c",
+    "nccl.c",
+    "nvml.c",
+)
 #: prefix of a function -> code with which an unknown one fails: "not supported" of that library.
 REFUSALS = {"__cuda": 801, "cuda": 801, "cu": 801, "cublasLt": 15, "cublas": 15, "cudnn": 3000, "nccl": 5, "nvml": 3}
 #: Functions that are not replaced, by prefix: of libraries that can be loaded without a device and that a training does not use, and those that
 #: say a version or a text.
-REAL = ("cusparse", "cufft", "curand", "cusolver", "cuFile", "cupti", "nvrtc", "cudnnGetVersion", "cudnnGetCudartVersion", "cudnnGetProperty")
+REAL = (
+    "cusparse",
+    "cufft",
+    "curand",
+    "cusolver",
+    "cuFile",
+    "cupti",
+    "nvrtc",
+    "cudnnGetVersion",
+    "cudnnGetCudartVersion",
+    "cudnnGetProperty",
+)
 REAL += ("cudnnGetErrorString", "cudnnGetLastErrorString", "ncclGetVersion", "ncclGetErrorString", "ncclGetLastError")
 #: CUDA versions whose structures native/ has.
 CUDA_MAJOR = 13

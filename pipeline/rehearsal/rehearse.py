@@ -19,6 +19,7 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
+from pipeline.layers.moe import VALUES
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
 from pipeline.planner.plan import JobPlan
@@ -88,6 +89,7 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
     """
     calls, started = DeviceCalls(), time.perf_counter()
     calls.record.hold(outside)
+    VALUES.missing = True
     device = meshes.init_rehearsed(rank, world_size)
     torch.cuda.reset_peak_memory_stats()
     mesh = meshes.build_mesh(Layout.of(config, world_size), device, config.training.timeout_minutes)
