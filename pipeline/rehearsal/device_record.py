@@ -1,4 +1,4 @@
-"""What the driver without a GPU counted and recorded in this process: calls, and in their order the work on streams, events, waits and memory."""
+"""What the driver without a GPU recorded in this process: counts of calls, and in their order work, events, waits and memory."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ class Kind(IntEnum):
 
 
 #: An entry of the record, as native/base.h lays it out.
-#:   time: CLOCK_MONOTONIC, ns, as time.monotonic_ns(). stream: 0 is the default stream; of a HOST_WAIT 2^64 - 1 is the whole device.
-#:   object: KERNEL, GRAPH: its name, see DeviceRecord.name. EVENT_RECORD, STREAM_WAIT, QUERY, HOST_WAIT: event, 0 for none. COPY, FILL, PRODUCT:
-#:     address that is written. ALLOCATE, RELEASE: address; 0 if the device had no memory left.
-#:   source: COPY: address that is read; PRODUCT: of its first operand; STREAM_WAIT: stream on which the event was recorded.
-#:   size: bytes; of a PRODUCT cudaDataType of the operands (14 bf16, 2 fp16, 0 fp32, 28 e4m3, 29 e5m2).
-#:   shape: KERNEL: grid x, y, z, threads of a block. PRODUCT: m, n, k, batch. COPY: 1 to the device, 2 to the host, 3 on the device, 0 on the
-#:     host; 1 if the host's memory is pageable.
+#:   time: CLOCK_MONOTONIC, ns, as time.monotonic_ns().
+#:   stream: 0 is the default stream. HOST_WAIT: 2^64 - 1 is the whole device. Blocks of the caching allocator have none: 0.
+#:   object: KERNEL, GRAPH: its name, see DeviceRecord.name. EVENT_RECORD, STREAM_WAIT, QUERY, HOST_WAIT: event, 0 for none. COPY, FILL,
+#:     PRODUCT, COLLECTIVE: address that is written. ALLOCATE, RELEASE: address of the driver's memory; 0 if the device had none left.
+#:     TENSOR_ALLOCATE, TENSOR_FREE: address in the caching allocator.
+#:   source: COPY, COLLECTIVE: address that is read. PRODUCT: of its first operand. STREAM_WAIT: stream on which the event was recorded.
+#:     TENSOR_ALLOCATE, TENSOR_FREE: bytes that are allocated since then.
+#:   size: bytes. PRODUCT: cudaDataType of the operands (14 bf16, 2 fp16, 0 fp32, 28 e4m3, 29 e5m2). COLLECTIVE: of the elements counted.
+#:   shape: KERNEL: grid x, y, z, threads of a block. PRODUCT: m, n, k, batch. COLLECTIVE: size of the communicator, root or peer, own rank.
+#:     COPY: 1 to the device, 2 to the host, 3 on the device, 0 on the host; 1 if the host's memory is pageable.
 #:   thread: as threading.get_native_id(). call: index in the table of calls, see DeviceRecord.call_name. kind: a Kind.
 ENTRY = np.dtype(
     [

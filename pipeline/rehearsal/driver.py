@@ -1,7 +1,8 @@
 """The driver without a GPU: a library that answers like one GPU, so that the CUDA build of torch runs on a machine that has none.
 
-Memory is address space, kernels do not run, and values are zero. What is real: PyTorch's dispatch and choice of kernels, its caching allocator
-with peaks, retries and out-of-memory errors, streams and events, Python's time, and every wait of the host for the device.
+Memory is address space, kernels do not run, and values are zero, but for small ones that the host copied to the device. What is real:
+PyTorch's dispatch and choice of kernels, its caching allocator with peaks, retries and out-of-memory errors, streams and events, Python's
+time, and every wait of the host for the device.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from pathlib import Path
 from pipeline.common.errors import UserError
 from pipeline.config.hardware import Hardware
 from pipeline.rehearsal import driver_source
+from pipeline.rehearsal.driver_source import STILL
 
-#: What a user can do where the driver cannot be built.
-STILL = "dry_run=true checks the configuration and stage=plan says memory and time, both without CUDA"
 #: File name, by which torch and Triton look for the driver.
 LIBRARY = "libcuda.so.1"
 #: Name by which they look for NVML, whose functions are in the same library.
@@ -33,7 +33,8 @@ def build(hardware: Hardware) -> Path:
     The cache is in $TANNSCHEN_CACHE, or $XDG_CACHE_HOME/tannschen, or ~/.cache/tannschen. Several processes may build at once.
 
     Raises:
-        UserError: the installed torch has no CUDA, or another one than the driver knows; there is no C compiler or `nm`; the GPU is not NVIDIA's.
+        UserError: the installed torch has no CUDA, or another one than the driver knows; there is no C compiler or `nm`; the GPU is none of
+            NVIDIA's.
     """
     folder, version, cuda = torch_libraries()
     text = driver_source.source(hardware, imported(folder), cuda)
@@ -47,8 +48,8 @@ def build(hardware: Hardware) -> Path:
 def environment(library: Path) -> dict[str, str]:
     """Return the environment variables with which a child process uses the library.
 
-    They are in addition to those of this process. PYTORCH_NVML_BASED_CUDA_CHECK stays off, since there is no NVML; Triton finds the library
-    by TRITON_LIBCUDA_PATH, and keeps what it compiles apart from that of a real GPU.
+    They are in addition to those of this process. Triton finds the library by TRITON_LIBCUDA_PATH. What it and Inductor compile is kept
+    apart from that of a real GPU, since it was chosen by times that mean nothing.
     """
     folder = str(library.parent)
     before = {name: os.environ.get(name, "") for name in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
@@ -80,15 +81,19 @@ def torch_libraries() -> tuple[Path, str, str]:
         raise UserError.of("torch", "not installed", "must be a build with CUDA", "install torch: see README")
     folder = Path(found.origin).parent
     text = (folder / "version.py").read_text()
-    version, cuda = (
-        match[1] if (match := re.search(rf"^{name}\b[^=]*= '([^']*)'", text, re.MULTILINE)) else "" for name in ("__version__", "cuda")
-    )
+    version, cuda = _assigned(text, "__version__"), _assigned(text, "cuda")
     if not cuda or not (folder / "lib" / "libtorch_cuda.so").exists():
         raise UserError.of("torch", version, "must be a build with CUDA", f"use an environment with one; {STILL}")
     if int(cuda.split(".")[0]) != driver_source.CUDA_MAJOR:
         rule = f"must be built for CUDA {driver_source.CUDA_MAJOR}, whose structures the driver has; this one is for {cuda}"
         raise UserError.of("torch", version, rule, f"use an environment with such a build; {STILL}")
     return folder / "lib", version, cuda
+
+
+def _assigned(text: str, name: str) -> str:
+    """The string that a module assigns to a name; "" if it is another value."""
+    found = re.search(rf"^{name}\b[^=]*= '([^']*)'", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def imported(folder: Path) -> set[str]:

@@ -1,4 +1,4 @@
-"""The C source of a library that answers like one GPU: the known functions of native/, and a stub for every other that torch imports."""
+"""The C source of a library that answers like one GPU: the functions of native/, and a stub for every other that torch imports."""
 
 from __future__ import annotations
 
@@ -27,23 +27,16 @@ PARTS = (
     "nvml.c",
 )
 #: prefix of a function -> code with which an unknown one fails: "not supported" of that library.
-REFUSALS = {"__cuda": 801, "cuda": 801, "cu": 801, "cublasLt": 15, "cublas": 15, "cudnn": 3000, "nccl": 5, "nvml": 3}
-#: Functions that are not replaced, by prefix: of libraries that can be loaded without a device and that a training does not use, and those that
-#: say a version or a text.
-REAL = (
-    "cusparse",
-    "cufft",
-    "curand",
-    "cusolver",
-    "cuFile",
-    "cupti",
-    "nvrtc",
-    "cudnnGetVersion",
-    "cudnnGetCudartVersion",
-    "cudnnGetProperty",
-)
-REAL += ("cudnnGetErrorString", "cudnnGetLastErrorString", "ncclGetVersion", "ncclGetErrorString", "ncclGetLastError")
-#: CUDA versions whose structures native/ has.
+REFUSALS = {"cublas": 15, "cudnn": 3000, "nccl": 5, "nvml": 3, "__cuda": 801, "cu": 801}
+#: Prefixes of functions that are not replaced: of libraries that load without a device and that a training does not use, ...
+UNUSED_LIBRARIES = ("cusparse", "cufft", "curand", "cusolver", "cuFile", "cupti", "nvrtc")
+#: ... and those that return a version or a text.
+TEXTS_OF_CUDNN = ("cudnnGetVersion", "cudnnGetCudartVersion", "cudnnGetProperty", "cudnnGetErrorString", "cudnnGetLastErrorString")
+TEXTS_OF_NCCL = ("ncclGetVersion", "ncclGetErrorString", "ncclGetLastError")
+REAL = UNUSED_LIBRARIES + TEXTS_OF_CUDNN + TEXTS_OF_NCCL
+#: What a user can do where the driver cannot be built.
+STILL = "dry_run=true checks the configuration and stage=plan says memory and time, both without CUDA"
+#: CUDA version whose structures native/ has.
 CUDA_MAJOR = 13
 
 
@@ -84,8 +77,8 @@ def constants(hardware: Hardware, cuda_version: str) -> str:
     """
     generation = GENERATIONS.get(hardware.capability)
     if generation is None or not hardware.device_name:
-        rule = f"must be a GPU of NVIDIA with `device_name` and a `capability` of {', '.join(GENERATIONS)}"
-        fix = f"{hardware.name} has capability={hardware.capability or 'none'}: dry_run=true and stage=plan work for every GPU of conf/hardware/"
+        rule = f"must be a GPU of NVIDIA, with `device_name` and a `capability` of {', '.join(GENERATIONS)}"
+        fix = f"choose another GPU of conf/hardware/, or add these keys to its file; for {hardware.name}, {STILL}"
         raise UserError.of("cluster.hardware", hardware.name, rule, fix)
     major, minor = hardware.capability.split(".")
     cuda_major, cuda_minor = cuda_version.split(".")[:2]
@@ -109,11 +102,10 @@ def memory_bytes(hardware: Hardware) -> int:
 
 
 def known(parts: str) -> set[str]:
-    """The functions that the parts of native/ define."""
-    expanded = {f"cublas{letter}{name}" for letter in "SDCZ" for name in ("gemm_v2", "gemmStridedBatched", "gemmBatched", "gemv_v2")}
-    return expanded | set(
-        re.findall(r'(?:COUNT\("|(?:NOTHING|LAUNCH|OCCUPANCY|COLLECTIVE_CALL|CREATED)\(|DOT\()((?:__)?(?:cu|nccl|nvml)\w+)', parts)
-    )
+    """The functions that the parts of native/ define: each counts its calls under its name, or is one of a macro that does."""
+    named = set(re.findall(r'(?:COUNT\("|(?:NOTHING|LAUNCH|OCCUPANCY|DOT)\()((?:__)?(?:cu|nccl|nvml)\w+)', parts))
+    letters = re.findall(r"^GEMM\((\w),", parts, re.MULTILINE)
+    return named | {f"cublas{letter}{name}" for letter in letters for name in ("gemm_v2", "gemmStridedBatched", "gemmBatched", "gemv_v2")}
 
 
 def stubs(names: set[str]) -> str:
@@ -126,18 +118,15 @@ def stubs(names: set[str]) -> str:
 
 
 def refusal(name: str) -> int:
-    """The code of "not supported" in the library of a function."""
-    code = next(
-        (
-            code
-            for prefix, code in REFUSALS.items()
-            if re.match(prefix + "[A-Z_]", name) or (prefix == "cublas" and name.startswith(prefix))
-        ),
-        None,
-    )
-    if code is None:
-        raise ValueError(f"{name} belongs to no library that is replaced")
-    return code
+    """Return the code of "not supported" in the library of a function.
+
+    Raises:
+        ValueError: the name belongs to no library that is replaced.
+    """
+    for prefix, code in REFUSALS.items():
+        if name.startswith(prefix):
+            return code
+    raise ValueError(f"{name} belongs to no library that is replaced")
 
 
 def source(hardware: Hardware, imported: set[str], cuda_version: str) -> str:
