@@ -87,18 +87,26 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
         UserError: the data cannot be read.
         OutOfMemoryError: the rank does not fit on the device.
     """
+    device = meshes.init_rehearsed(rank, world_size)
+    try:
+        return _rehearse(config, Layout.of(config, world_size), device, steps, outside, moments)
+    finally:
+        meshes.destroy_process_group()  # the planner creates one of its own
+
+
+def _rehearse(config: RunConfig, layout: Layout, device: torch.device, steps: int, outside: int, moments: Moments) -> Rehearsal:
+    """Rehearse in the process group of the job; arguments and errors as of rehearse."""
+    VALUES.missing = True
     calls, started = DeviceCalls(), time.perf_counter()
     calls.record.hold(outside)
-    VALUES.missing = True
-    device = meshes.init_rehearsed(rank, world_size)
     torch.cuda.reset_peak_memory_stats()
-    mesh = meshes.build_mesh(Layout.of(config, world_size), device, config.training.timeout_minutes)
+    mesh = meshes.build_mesh(layout, device, config.training.timeout_minutes)
     trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps)
     saver = HostCopySaver(trainer, device, moments)
     moments.note("start")
     seconds = time.perf_counter() - started
-    log.info("rehearse: built rank %d in %.1f s", rank, seconds)
-    data, is_random = _data(config, rank, world_size)
+    log.info("rehearse: built rank %d in %.1f s", mesh.rank, seconds)
+    data, is_random = _data(config, mesh.rank, layout.world_size)
     with closing(saver), tempfile.TemporaryDirectory() as folder:
         _train(config, trainer, data, saver, steps, Path(folder))
         state = memory.state_bytes(trainer)
@@ -135,4 +143,9 @@ def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: 
         folder, tracking, {}, rank, state, steps=steps + 1, tokens_per_sample=length, flops_per_token=1.0, peak_flops=None
     ) as metrics:
         watchdog = Watchdog(training.timeout_minutes)
-        loop.train(short, trainer, data, data, state, metrics, control, watchdog, CheckpointHooks(), saver)
+        level = log.getEffectiveLevel()
+        log.setLevel(logging.WARNING)  # losses and rates mean nothing here
+        try:
+            loop.train(short, trainer, data, data, state, metrics, control, watchdog, CheckpointHooks(), saver)
+        finally:
+            log.setLevel(level)

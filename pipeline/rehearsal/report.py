@@ -137,15 +137,7 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
     """Return rehearsal.json as values of JSON. Sizes are bytes, times are seconds."""
     seen, step = found.seen, planned.estimate.step_time
     return {
-        "job": {
-            "world_size": planned.layout.world_size,
-            "rank": found.mesh.rank,
-            "layout": dataclasses.asdict(planned.layout),
-            "coordinates": dataclasses.asdict(found.mesh.coordinates),
-            "hardware": planned.hardware.name,
-            "overrides": overrides,
-            "random_tokens": found.random,
-        },
+        "job": {**_job(planned, found.mesh.rank, overrides), "random_tokens": found.random},
         "memory": {
             "fits": True,
             "capacity": planned.hardware.memory_gb * GB,
@@ -158,7 +150,7 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             "saved": found.saved,
             "host_peak": found.host_peak,
         },
-        "host": {
+        "steps": {
             "build_seconds": found.build_seconds,
             "step_seconds": seen.seconds,
             "seconds": host_seconds(found),
@@ -176,8 +168,42 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             for (axis, name, beside), (count, size) in collectives(seen.calls, found.mesh).items()
         ],
         "unknown_functions": found.unknown,
+        **_made_by(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def without_memory(planned: JobPlan, rank: int, moments: Moments, reason: str, overrides: list[str]) -> dict[str, Any]:
+    """Return rehearsal.json of a rank that does not fit on the device."""
+    return {
+        "job": _job(planned, rank, overrides),
+        "memory": {
+            "fits": False,
+            "capacity": planned.hardware.memory_gb * GB,
+            "reason": reason,
+            "moments": [dataclasses.asdict(moments.last(name)) for name in parts(moments)],
+            "planned": dataclasses.asdict(planned.estimate.memory),
+        },
+        **_made_by(),
+    }
+
+
+def _job(planned: JobPlan, rank: int, overrides: list[str]) -> dict[str, Any]:
+    """The job and the rank."""
+    return {
+        "world_size": planned.layout.world_size,
+        "rank": rank,
+        "layout": dataclasses.asdict(planned.layout),
+        "coordinates": dataclasses.asdict(planned.layout.coordinates(rank)),
+        "hardware": planned.hardware.name,
+        "overrides": overrides,
+    }
+
+
+def _made_by() -> dict[str, Any]:
+    """Versions and host."""
+    return {
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
         "commit": commit(),
-        "host_name": os.uname().nodename,
-        "seconds": round(seconds, 1),
+        "host": os.uname().nodename,
     }
