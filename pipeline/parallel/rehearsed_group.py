@@ -8,6 +8,7 @@ current stream. The contents of outputs are left as they are. On CPU tensors, ou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -66,6 +67,16 @@ def initialize(rank: int, world_size: int) -> None:
 def is_initialized() -> bool:
     """Whether the default process group is one of these."""
     return dist.is_initialized() and isinstance(dist.group.WORLD, RehearsedGroup)
+
+
+def without_shared_memory(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """A context in which products fused with collectives of a group (parallel.async_tensor) run one after the other.
+
+    The memory that their pieces travel through would be that of other ranks.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory._test_mode({group.group_name})
 
 
 def _create(options: Any, _: Any) -> RehearsedGroup:

@@ -21,6 +21,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.layers.moe import VALUES
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
 from pipeline.planner.plan import JobPlan
 from pipeline.rehearsal import memory
@@ -107,7 +108,7 @@ def _rehearse(config: RunConfig, layout: Layout, device: torch.device, steps: in
     seconds = time.perf_counter() - started
     log.info("rehearse: built rank %d in %.1f s", mesh.rank, seconds)
     data, is_random = _data(config, mesh.rank, layout.world_size)
-    with closing(saver), tempfile.TemporaryDirectory() as folder:
+    with closing(saver), tempfile.TemporaryDirectory() as folder, rehearsed_group.without_shared_memory(mesh.tensor):
         _train(config, trainer, data, saver, steps, Path(folder))
         state = memory.state_bytes(trainer)
     kinds = memory.by_kind(moments, state, outside)
