@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import tempfile
 import time
@@ -123,7 +122,7 @@ def _data(config: RunConfig, rank: int, world_size: int) -> tuple[Objective, boo
         UserError: it exists and cannot be read, or it does not exist and cannot be random.
     """
     objective = registry.objective_of(config)
-    if objective.data_key != "data.tokens" or os.path.isdir(config.data.tokens):
+    if objective.data_key != "data.tokens" or Path(config.data.tokens).is_dir():
         return registry.open_data(config, (rank, world_size))[0], False
     if not RandomTokens.supports(config):
         rule, fix = "has no random data", "name the files that the job reads"
