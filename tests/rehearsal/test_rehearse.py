@@ -122,8 +122,7 @@ def test_a_rehearsed_rank(tmp_path: Path, cuda_cache: dict[str, str]) -> None:
     assert found["pipeline", "send"]["bytes"] == 4 * state
     assert found["data", "reduce_scatter"]["beside"]
     assert written["launches"]["step"]["products"] > written["launches"]["block_forward"]["products"] > 0
-    lines = {wait["line"].partition(":")[0] for wait in written["steps"]["waits"]}
-    assert lines == {"training/deepspeed_optimizer.py"}  # DeepSpeed reads the norm; nothing else of a step waits
+    assert written["steps"]["waits"] == []
     assert len(written["steps"]["step_seconds"]) == 3  # one more while the checkpoint is copied
 
 
