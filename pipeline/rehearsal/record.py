@@ -1,4 +1,4 @@
-"""What a rehearsal records of a step, in the order in which the host issued it: work on streams, events, waits and allocations. Imports no torch."""
+"""What a rehearsal records of a step, in the order of the host: work on streams, events, waits and allocations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """The host waits for the device: for an event or a stream, or for everything if both are None. A copy to the host waits for its stream."""
+    """The host waits for an event or a stream, or for the whole device if both are None. A copy to the host waits for its stream."""
 
     time: float
     name: str
@@ -80,11 +80,26 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory becomes a tensor's, from the caching allocator: no call of the driver, unless new memory was reserved."""
+    """Memory becomes a tensor's, from the caching allocator: no call of the driver, unless new memory was reserved.
+
+    Attributes:
+        earlier: whether it happened before the begin of the record; the memory then holds values.
+    """
 
     time: float
     address: int
     size: int
+    stream: int
+    site: str
+    earlier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStream:
+    """Tensor.record_stream: freed memory is handed out again only after the work that is queued on the stream by then."""
+
+    time: float
+    address: int
     stream: int
     site: str
 
@@ -106,4 +121,4 @@ class Mark:
     name: str
 
 
-Entry = Work | EventRecord | StreamWait | HostWait | Allocate | Free | Mark
+Entry = Work | EventRecord | StreamWait | HostWait | Allocate | RecordStream | Free | Mark
