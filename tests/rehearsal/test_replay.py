@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.rehearsal.record import Allocate, Entry, EventRecord, Free, HostWait, RecordStream, StreamWait, Work
+from pipeline.rehearsal.record import Allocate, Entry, EventRecord, Free, HostWait, RecordStream, StreamWait, Work, WorkKind
 from pipeline.rehearsal.replay import replay
 from pipeline.rehearsal.step_time import step_time
 
@@ -36,7 +36,7 @@ def test_a_stream_waits_for_what_an_event_has_recorded() -> None:
     assert times([StreamWait(0, 1, 2, ""), kernel(0, 1, stream=2)]) == [(0, 1)], "an event that was never recorded is complete"
 
 
-@pytest.mark.parametrize("wait, end", [(dict(event=1), 5), (dict(stream=2), 3), ({}, 10)], ids=["event", "stream", "device"])
+@pytest.mark.parametrize("wait, end", [({"event": 1}, 5), ({"stream": 2}, 3), ({}, 10)], ids=["event", "stream", "device"])
 def test_the_host_waits(wait: dict[str, int], end: float) -> None:
     entries = [kernel(0, 5), EventRecord(0, 1, 0, ""), kernel(0, 5), kernel(0, 3, stream=2), HostWait(1, "item", "loss.py:3", **wait)]
     found = replay([*entries, kernel(2, 1, stream=3)])
@@ -75,11 +75,10 @@ def test_communication_at_the_end_is_exposed_and_an_empty_record_takes_no_time()
     assert step_time(replay([])).step == 0
 
 
+KINDS: tuple[WorkKind, ...] = ("kernel", "product", "kernel", "copy")
 WORK = st.builds(
     lambda time, seconds, stream, axis: (
-        collective(time, seconds, axis, 7 + len(axis))
-        if axis
-        else Work(time, "copy" if stream == 3 else "kernel", "op", stream, "", seconds)
+        collective(time, seconds, axis, 7 + len(axis)) if axis else Work(time, KINDS[stream], "op", stream, "", seconds)
     ),
     st.integers(0, 3),
     st.integers(0, 5),

@@ -15,6 +15,7 @@ from pipeline.training import profiling, trace_report
 from tests.training import one_rank
 from tests.world import configured
 
+
 def event(name: str, begin: float, duration: float, category: str = "kernel", **arguments: Any) -> dict[str, Any]:
     return {"ph": "X", "cat": category, "name": name, "ts": begin, "dur": duration, "args": arguments}
 
