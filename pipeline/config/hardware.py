@@ -35,6 +35,8 @@ class Hardware:
 
     name: str = knob("", "name in the output")
     device: str = knob("", "regular expression that matches all of the GPU's name in CUDA (torch.cuda.get_device_name); empty for none")
+    device_name: str = knob("", "such a name, which stage=rehearse shows; empty for a GPU that it cannot answer for")
+    capability: str = knob("", 'compute capability in CUDA, such as "9.0"; empty for none')
     tflops: float = knob(0.0, "dense peak of matrix products in 16 bits", unit="TFLOP/s", above=0)
     tflops_fp8: float = knob(0.0, "dense peak in 8 bits; 0 for none", unit="TFLOP/s", at_least=0)
     tflops_fp32: float = knob(0.0, "peak of matrix products in fp32", unit="TFLOP/s", above=0)
