@@ -156,13 +156,15 @@ def blocks_per_stage(config: LayoutConfig) -> tuple[int, ...]:
 
 
 def job_size(config: RunConfig, started: int) -> int:
-    """Return the number of ranks of the job: the started ranks, those of a dry run, or the planned ranks of certify and plan."""
+    """Return the number of ranks of the job: the started ranks, those of a dry run, or the planned ranks of certify, plan and rehearse."""
     if config.dry_run.enabled:
         return config.dry_run.world_size or config.cluster.nodes * config.cluster.tasks_per_node
     if config.stage.name == "plan":
         return config.cluster.nodes * config.cluster.tasks_per_node
     if config.stage.name == "certify":
         return getattr(config.stage, "world_size", None) or _planned_size(config)
+    if config.stage.name == "rehearse":
+        return getattr(config.stage, "world_size", None) or config.cluster.nodes * config.cluster.tasks_per_node
     return started
 
 

@@ -1,4 +1,4 @@
-"""The job that stage=plan plans: its stage, and its number of steps."""
+"""The job that stage=plan plans and stage=rehearse rehearses: its stage, and its number of steps."""
 
 from __future__ import annotations
 

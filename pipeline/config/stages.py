@@ -185,6 +185,19 @@ class Plan(StageConfig):
 
 
 @dataclass(frozen=True)
+class Rehearse(StageConfig):
+    """One rank of a planned training job on its CUDA path, on a machine without a GPU."""
+
+    world_size: int | None = knob(None, "ranks of the planned job; default: cluster.nodes x cluster.tasks_per_node", at_least=1)
+    rank: int | None = knob(None, "rank to rehearse; default: the first rank with the most memory, as planned", at_least=0)
+    steps: int = knob(3, "optimizer steps", unit="steps", at_least=1, at_most=1000)
+    python: str | None = knob(
+        None,
+        "Python interpreter of an environment whose torch is a CUDA build; default: this one, or .venv-cuda (tools/install --cuda)",
+    )
+
+
+@dataclass(frozen=True)
 class Preflight(StageConfig):
     """Test of the nodes of an allocation."""
 
@@ -204,11 +217,11 @@ GPU_STAGES = ("pretrain", "finetune", "evaluate", "generate", "preflight")
 #: Stages of one task without GPUs, unless their command asks for more: the sizes of a cluster's jobs are those of training.
 ONE_TASK_STAGES = ("train_tokenizer", "certify", "convert")
 #: Stages that are no jobs.
-INTERACTIVE_STAGES = ("plan", "submit", "report")
+INTERACTIVE_STAGES = ("plan", "rehearse", "submit", "report")
 #: Stages that train until all steps are done, over several jobs if necessary.
 TRAINING_STAGES = ("pretrain", "finetune")
 #: Stages whose settings are those of a parallel layout and of training samples.
-PARALLEL_STAGES = ("pretrain", "evaluate", "certify", "plan")
+PARALLEL_STAGES = ("pretrain", "evaluate", "certify", "plan", "rehearse")
 
 
 def plans_other_layouts(stage: StageConfig) -> bool:
@@ -232,6 +245,11 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "settings of a planned pretrain job -> certificate.json: a small version equals a plain loop; one process, no GPU",
     ),
     "plan": (Plan, "settings of a planned pretrain or finetune job -> its matrix products, memory, time and cost; one process, no GPU"),
+    "rehearse": (
+        Rehearse,
+        "settings of a planned pretrain or finetune job -> rehearsal.json: one rank on its CUDA path: memory, launches, waits, collectives; "
+        "one process, no GPU",
+    ),
     "preflight": (
         Preflight,
         "nodes of a Slurm allocation -> which ones are bad, and why: GPUs, speed, network, file system, clocks, versions",
@@ -274,6 +292,7 @@ READS: dict[str, tuple[str, ...]] = {
     "finetune": (*_TRAINING, "tokenizer"),
     "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
     "plan": ("model", "training", "parallel", "precision", "cluster"),
+    "rehearse": _TRAINING,
     "preflight": ("cluster",),
     "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
     "generate": ("tokenizer", "parallel", "precision", "cluster"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -62,6 +63,31 @@ class Experts(RoutedExperts):
         return product(inner, self.down, counts)
 
 
+@dataclass
+class Values:
+    """What the devices of this process compute.
+
+    Attributes:
+        missing: they compute no values (a rehearsal): every expert is taken to get the same number of rows.
+    """
+
+    missing: bool = False
+
+
+VALUES = Values()
+
+
+def counts_on_host(counts: Tensor, rows: int) -> list[int]:
+    """Read numbers of rows, which synchronizes with the device; equal numbers where there are no values, as in the planner.
+
+    Args:
+        counts: int64 (n,).
+        rows: their sum, if every row belongs to an expert.
+    """
+    found = counts.tolist() if not counts.is_meta else []
+    return [rows // len(counts)] * len(counts) if counts.is_meta or VALUES.missing else found
+
+
 @_disable_dynamo  # the number of rows of each expert changes with every micro-batch
 def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Compute x @ weights[e].T for the rows of each expert in a loop; an expert without rows gets a zero gradient.
@@ -74,8 +100,7 @@ def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     Returns:
         (rows, output).
     """
-    experts = len(weights)
-    sizes = [len(x) // experts] * experts if x.is_meta else counts.tolist()  # the planner has no values: equal numbers of rows
+    sizes = counts_on_host(counts, len(x))
     parts = x.split([*sizes, x.shape[0] - sum(sizes)])
     products = [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=False)]
     return torch.cat([*products, x.new_zeros(parts[-1].shape[0], weights.shape[1])])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, which imports the compiler at once
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import Experts, RoutedExperts, inverse_permutation, moe_layers, permute
+from pipeline.layers.moe import Experts, RoutedExperts, counts_on_host, inverse_permutation, moe_layers, permute
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
@@ -122,10 +122,9 @@ class ExpertParallelExperts(RoutedExperts):
         dist.all_to_all_single(received_counts, counts, group=self.group)
         # Both (ranks, local experts): rows to send to each rank's experts, and rows to receive from each rank for the local experts.
         sent_counts, received_counts = (table.view(self.group.size(), -1) for table in (counts, received_counts))
-        if x.is_meta:  # the planner has no values: every expert gets the same number of rows
-            input_splits = output_splits = [x.shape[0] // self.group.size()] * self.group.size()
-        else:
-            input_splits, output_splits = torch.stack([sent_counts.sum(dim=1), received_counts.sum(dim=1)]).tolist()
+        ranks = self.group.size()
+        splits = counts_on_host(torch.cat([sent_counts.sum(dim=1), received_counts.sum(dim=1)]), 2 * len(x))
+        input_splits, output_splits = splits[:ranks], splits[ranks:]
         exchange = Exchange(input_splits, output_splits, self.group)
         return partial(self._compute, len(x), exchange, exchange.start(x[: sum(input_splits)]), received_counts)
 

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.parallel import device as rank_device
+from pipeline.parallel import rehearsed_group
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
 INPUT_OUTPUT = 6.0
@@ -98,6 +99,15 @@ def init_fake(rank: int, world_size: int) -> torch.device:
     return torch.device("meta")
 
 
+def init_rehearsed(rank: int, world_size: int) -> torch.device:
+    """Initialize the default process group of a job of which only this rank exists (rehearsed_group.py), and return its device."""
+    device = rank_device.choose(0)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rehearsed_group.initialize(rank, world_size)
+    return device
+
+
 def destroy_process_group() -> None:
     """Destroy the default process group, if there is one."""
     if dist.is_initialized():
@@ -110,12 +120,14 @@ def store_connection() -> Any:
 
 
 def on_rank_0(call: Callable[[], Any]) -> Any:
-    """Call a function on rank 0, and return its result on every rank.
+    """Call a function on rank 0, and return its result on every rank. The only rank of a rehearsal calls it itself.
 
     Raises:
         UserError: the function raised it; on every rank, so that all of them end.
         ToBeContinued: likewise.
     """
+    if rehearsed_group.is_initialized():
+        return call()
     answer: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
@@ -135,8 +147,10 @@ def on_rank_0(call: Callable[[], Any]) -> Any:
 def backend_of_groups(device: torch.device) -> str | None:
     """The backend of the groups of the mesh: they reduce tensors on this device only, so that they need no other backend's connections.
 
-    None, which is the backend of the default group, for the meta device of a dry run.
+    None, which is the backend of the default group, for the meta device of a dry run and in a rehearsal.
     """
+    if rehearsed_group.is_initialized():
+        return None
     return {"cuda": "nccl", "cpu": "gloo"}.get(device.type)
 
 

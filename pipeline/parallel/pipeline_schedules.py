@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.config.run_parts import LocalModelConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.moe import moe_layers
-from pipeline.parallel import context_parallel
+from pipeline.parallel import context_parallel, rehearsed_group
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES
 
@@ -197,7 +197,14 @@ def _build_stage(
         shapes["output_grads"] = (loss,) if index == last else gradients
 
     class Stage(PipelineStage):
-        """A stage whose separate pass for the weights (zbv) calls their hooks after accumulation, as autograd does in a full pass."""
+        """A stage whose separate pass for the weights (zbv) calls their hooks after accumulation, as autograd does in a full pass.
+
+        In a rehearsal, the other stages, which do not exist, vote for static shapes.
+        """
+
+        def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+            result = super()._warmup_backward_result(received_result)
+            return torch.ones(1, dtype=torch.int32) if rehearsed_group.is_initialized() else result
 
         def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **options: Any) -> Any:
             result = super().backward_maybe_with_nosync(backward_type, *args, **options)

@@ -26,7 +26,7 @@ from pipeline.config.rules import (
     training,
 )
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Plan, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, Plan, Rehearse, plans_other_layouts
 
 #: Groups whose keys occur in rules between keys, which assume that every value is in its range.
 _RELATED = ("clean", "cluster", "data", "dedup", "dry_run", "model", "tokenizer", "parallel", "training")
@@ -60,7 +60,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         *dry_run.violations(config, world_size),
     ]
     found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
-    name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan) else config
+    name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan | Rehearse) else config
     found += cluster.layout_violations(config)
     found += [*lora.stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
     if name == "shard":
@@ -69,7 +69,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         found += tokenizer.violations(config.tokenizer)
     if name in PARALLEL_STAGES and name != "evaluate":  # its model is that of the checkpoint: evaluation_violations
         found += training.warmup_violations(config.training)
-        if name == "plan" and job.stage.name == "finetune":
+        if name in ("plan", "rehearse") and job.stage.name == "finetune":
             return found  # its other rules are checked once its model is complete
         if not plans_other_layouts(config.stage):
             found += [*_settings_violations(job), *size_violations(job, world_size)]

@@ -1,4 +1,4 @@
-"""Rules of the group stage: the keys of evaluate, generate, convert, plan and certify."""
+"""Rules of the group stage: the keys of evaluate, generate, convert, plan, certify and rehearse."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipeline.common.errors import Violation
 from pipeline.config.planned import planned_job
 from pipeline.config.rules import convert
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan
+from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan, Rehearse
 
 #: Logits divided by less would exceed the range of fp32.
 LEAST_TEMPERATURE = 1e-6
@@ -33,6 +33,8 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield from _plan(config, stage)
     if isinstance(stage, Certify):
         yield from _certify(config)
+    if isinstance(stage, Rehearse):
+        yield from _rehearse(config, stage, world_size)
     if isinstance(stage, Convert):
         yield from convert.violations(stage)
 
@@ -156,3 +158,13 @@ def _certify(config: RunConfig) -> Iterator[Violation]:
     if capacity is not None and config.parallel.context > 1:
         rule = f"drops other tokens with parallel.context={config.parallel.context} than in one process, so that the results differ"
         yield Violation("model.capacity_factor", capacity, rule, "set it to null, or parallel.context=1")
+
+
+def _rehearse(config: RunConfig, stage: Rehearse, world_size: int) -> Iterator[Violation]:
+    """The GPU is known, and the job has the rank."""
+    if config.cluster.hardware is None:
+        fix = "set it to one of conf/hardware/, for example cluster.hardware=h100; dry_run=true works without it"
+        yield Violation("cluster.hardware", None, "is required: the rehearsal plays the GPU of the nodes", fix)
+    if stage.rank is not None and stage.rank >= world_size:
+        rule = f"must be less than the world size {world_size}"
+        yield Violation("stage.rank", stage.rank, rule, f"choose a rank from 0 to {world_size - 1}, or set stage.world_size")

@@ -1,5 +1,5 @@
 /* Copies and fills. Small copies to the device are remembered and given back; anything else that is read is zero. */
-enum { REMEMBERED_BYTES = 64 << 10, REMEMBERED_COPIES = 4096 };
+enum { ZEROED_BYTES = 1 << 20, REMEMBERED_BYTES = 64 << 10, REMEMBERED_COPIES = 4096 };
 typedef struct { uint64_t begin, size; char *data; } Copy;
 static pthread_mutex_t copies_lock = PTHREAD_MUTEX_INITIALIZER;
 static Copy copies[REMEMBERED_COPIES];
@@ -46,7 +46,7 @@ static int recall(uint64_t begin, void *target, uint64_t size) {
 static const char *const TRUE_AFTER[] = {"CompareFunctor", "compare_scalar_kernel", "MulFunctorIbE", "BitwiseAndFunctorIbE", "and_kernel_cuda"};
 static void read_device(uint64_t begin, char *target, uint64_t size) {
     if (recall(begin, target, size)) return;
-    memset(target, 0, size);
+    if (size <= ZEROED_BYTES) memset(target, 0, size); /* more would take the memory that the copies of a checkpoint only reserve */
     for (size_t i = 0; size == 1 && i < sizeof TRUE_AFTER / sizeof *TRUE_AFTER; i++)
         if (strstr(last_kernel, TRUE_AFTER[i])) *target = 1;
 }

@@ -1,0 +1,83 @@
+"""Calls of the driver without a GPU in single steps: launches, products, and waits of the host with the line of code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Numbers of what was queued.
+
+    Attributes:
+        kernels: of PyTorch and of compiled code.
+        products: matrix products of cuBLAS.
+        copies: copies and fills.
+        events: recorded, and waited for by streams.
+    """
+
+    kernels: int = 0
+    products: int = 0
+    copies: int = 0
+    events: int = 0
+
+    def __sub__(self, other: Launches) -> Launches:
+        """What was queued after `other`."""
+        return Launches(
+            self.kernels - other.kernels, self.products - other.products, self.copies - other.copies, self.events - other.events
+        )
+
+
+class DeviceCalls:
+    """What the driver counts and records."""
+
+    def __init__(self) -> None:
+        self.record = DeviceRecord()
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.record.reset_counts()
+
+    def launches(self) -> Launches:
+        """What was queued since `reset`."""
+        kernels = products = copies = events = 0
+        for name, count in self.record.counts().items():
+            lower = name.lower()
+            if "launch" in lower:
+                kernels += count
+            elif lower.startswith("cublas") and ("gemm" in lower or lower.endswith("matmul")):
+                products += count
+            elif "memcpy" in lower or "memset" in lower:
+                copies += count
+            elif "eventrecord" in lower or "streamwaitevent" in lower:
+                events += count
+        return Launches(kernels, products, copies, events)
+
+    @contextmanager
+    def recorded(self, waits: Counter[tuple[str, str]], kernels: Counter[str]) -> Iterator[None]:
+        """Record a step.
+
+        Args:
+            waits: (function of the driver, line of code) -> count, to which the waits of the host are added.
+            kernels: name -> count, to which the launches are added.
+        """
+        lines: dict[int, str] = {}
+        self.record.start()
+        try:
+            with self.record.on_host_wait(lambda number: lines.update({number: site()})):
+                yield
+        finally:
+            self.record.stop()
+        entries = self.record.take()
+        names: Counter[int] = Counter(entries["object"][entries["kind"] == Kind.KERNEL].tolist())
+        for entry in entries[entries["kind"] == Kind.KERNEL]:
+            address = int(entry["object"])
+            if address in names:
+                kernels[self.record.name(entry)] += names.pop(address)
+        for index in (entries["kind"] == Kind.HOST_WAIT).nonzero()[0].tolist():
+            waits[self.record.call_name(entries[index]), lines.get(index, "")] += 1

@@ -1,0 +1,128 @@
+"""The trainer of a rehearsal: the real one, which notes memory, times, collectives, launches and waits of single steps."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pipeline.config.schema import RunConfig
+from pipeline.layers.batch import Batch
+from pipeline.parallel import rehearsed_group
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.rehearsed_group import Call
+from pipeline.rehearsal.calls import DeviceCalls, Launches
+from pipeline.rehearsal.memory import BETWEEN, Moments
+from pipeline.training.engine import StepResult
+from pipeline.training.trainer import Trainer
+
+
+@dataclass
+class Seen:
+    """What was seen of the steps.
+
+    Attributes:
+        seconds: of the host in each step, in Trainer.train.
+        calls: collectives of the observed step, in order.
+        launches: of the timed step.
+        waits: (function, line of code) -> number of waits of the host in the observed step.
+        kernels: name -> launches in the observed step.
+        block: launches of the forward pass of one block.
+        has_forward: whether a forward pass of the observed step has ended.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    launches: Launches = field(default_factory=Launches)
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
+    block: Launches | None = None
+    has_forward: bool = False
+
+
+class ObservedTrainer(Trainer):
+    """Trainer, observed.
+
+    Args:
+        config: of the run.
+        mesh: of the rank.
+        moments: where memory is noted.
+        device: the driver.
+        observed: number of the step in which everything is recorded, from 1 on.
+        timed: number of the step whose launches are counted, while nothing is recorded.
+    """
+
+    def __init__(self, config: RunConfig, mesh: Mesh, moments: Moments, device: DeviceCalls, observed: int, timed: int) -> None:
+        super().__init__(config, mesh)
+        self.seen = Seen()
+        self._moments, self._device, self._observed, self._timed = moments, device, observed, timed
+        self._number, self._observing = 0, False
+        stage = next(iter(self.model.stage_modules()))
+        stage.register_forward_hook(self._forward_ended)
+        self._block_began: Launches | None = None
+        block = next(iter(stage.blocks.values()))  # type: ignore[operator, union-attr]
+        block.register_forward_pre_hook(self._block_begins)
+        block.register_forward_hook(self._block_ended)
+
+    def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
+        """See Trainer."""
+        self._number += 1
+        self._device.reset()
+        if self._number != self._observed:
+            return self._timed_step(tokens, batch, requests, step)
+        rehearsed_group.listen(self.seen.calls.append)
+        before_update, self.before_update = self.before_update, self._backward_ended(self.before_update)
+        self._moments.note(BETWEEN)
+        self._observing = True
+        try:
+            with self._device.recorded(self.seen.waits, self.seen.kernels):
+                result = self._timed_step(tokens, batch, requests, step)
+        finally:
+            rehearsed_group.listen(None)
+            self.before_update, self._observing = before_update, False
+        self._moments.note("optimizer")
+        return result
+
+    def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """See Trainer."""
+        self._moments.note(BETWEEN)
+        result = super().evaluate(tokens, batch)
+        self._moments.note("validation")
+        return result
+
+    def _timed_step(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, StepResult]:
+        """A step whose seconds are noted."""
+        started = time.perf_counter()
+        result = super().train(tokens, batch, requests, step)
+        self.seen.seconds.append(time.perf_counter() - started)
+        if self._number == self._timed:
+            self.seen.launches = self._device.launches()
+        return result
+
+    def _forward_ended(self, *_: object) -> None:
+        """Note the memory at the end of the first forward pass of the observed step."""
+        if self._observing and not self.seen.has_forward:
+            self._moments.note("forward")
+            self.seen.has_forward = True
+
+    def _backward_ended(self, before_update: Callable[[], None]) -> Callable[[], None]:
+        """Note the memory at the end of the backward passes, before the update."""
+
+        def noted() -> None:
+            self._moments.note("backward")
+            before_update()
+
+        return noted
+
+    def _block_begins(self, *_: object) -> None:
+        """Count from here the launches of the first forward pass of a block in the observed step."""
+        if self._observing and self.seen.block is None:
+            self._block_began = self._device.launches()
+
+    def _block_ended(self, *_: object) -> None:
+        """Count up to here."""
+        if self._block_began is not None:
+            self.seen.block, self._block_began = self._device.launches() - self._block_began, None

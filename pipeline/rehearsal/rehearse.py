@@ -1,0 +1,138 @@
+"""The rehearsal of one rank: the real trainer and training loop on the driver without a GPU, for some steps, a validation and a save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import tempfile
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoint.native import TrainState
+from pipeline.common.errors import UserError
+from pipeline.config.layout import Coordinates, Layout
+from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.objective import Objective
+from pipeline.layers.moe import VALUES
+from pipeline.parallel import mesh as meshes
+from pipeline.parallel.mesh import Mesh
+from pipeline.planner.plan import JobPlan
+from pipeline.rehearsal import memory
+from pipeline.rehearsal.calls import DeviceCalls
+from pipeline.rehearsal.host_copy import HostCopySaver
+from pipeline.rehearsal.memory import ByKind, Moments
+from pipeline.rehearsal.observed import ObservedTrainer, Seen
+from pipeline.rehearsal.random_data import RandomTokens
+from pipeline.training import loop
+from pipeline.training.checkpoint_hooks import CheckpointHooks
+from pipeline.training.metrics import Metrics
+from pipeline.training.step_control import StepControl
+from pipeline.training.watchdog import Watchdog
+
+log = logging.getLogger("pipeline")
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was seen of a rank.
+
+    Attributes:
+        mesh: of the rank.
+        moments: memory at the parts of the observed step, the validation and the save.
+        kinds: the peak, by kind.
+        seen: of the steps.
+        state: bytes of weights and of optimizer state.
+        saved: bytes that a save copies to the host.
+        random: whether the tokens were random.
+        build_seconds: from the first process group to the trainer.
+        host_peak: most bytes of host memory of this process.
+        unknown: functions that the driver does not know.
+    """
+
+    mesh: Mesh
+    moments: Moments
+    kinds: ByKind
+    seen: Seen
+    state: tuple[int, int]
+    saved: int
+    random: bool
+    build_seconds: float
+    host_peak: int
+    unknown: list[str]
+
+
+def fullest_rank(layout: Layout, planned: JobPlan) -> int:
+    """Return the first rank of the pipeline stage that needs the most memory, as planned."""
+    return layout.rank(Coordinates(planned.estimate.pipeline_rank, 0, 0, 0, 0))
+
+
+def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside: int, moments: Moments) -> Rehearsal:
+    """Build one rank of a job and run steps, one more while a checkpoint is copied, and a validation.
+
+    Args:
+        config: of the job.
+        world_size: its ranks.
+        rank: the rank.
+        steps: number of steps.
+        outside: bytes of the device that are not PyTorch's.
+        moments: to which memory is noted, also if the rehearsal fails.
+
+    Raises:
+        UserError: the data cannot be read.
+        OutOfMemoryError: the rank does not fit on the device.
+    """
+    calls, started = DeviceCalls(), time.perf_counter()
+    calls.record.hold(outside)
+    VALUES.missing = True
+    device = meshes.init_rehearsed(rank, world_size)
+    torch.cuda.reset_peak_memory_stats()
+    mesh = meshes.build_mesh(Layout.of(config, world_size), device, config.training.timeout_minutes)
+    trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps)
+    saver = HostCopySaver(trainer, device, moments)
+    moments.note("start")
+    seconds = time.perf_counter() - started
+    log.info("rehearse: built rank %d in %.1f s", rank, seconds)
+    data, is_random = _data(config, rank, world_size)
+    with closing(saver), tempfile.TemporaryDirectory() as folder:
+        _train(config, trainer, data, saver, steps, Path(folder))
+        state = memory.state_bytes(trainer)
+    kinds = memory.by_kind(moments, state, outside)
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Rehearsal(mesh, moments, kinds, trainer.seen, state, saver.bytes, is_random, seconds, host, calls.record.unknown())
+
+
+def _data(config: RunConfig, rank: int, world_size: int) -> tuple[Objective, bool]:
+    """Return the training data, and whether it is random.
+
+    Raises:
+        UserError: it exists and cannot be read, or it does not exist and cannot be random.
+    """
+    objective = registry.objective_of(config)
+    if objective.data_key != "data.tokens" or os.path.isdir(config.data.tokens):
+        return registry.open_data(config, (rank, world_size))[0], False
+    if not RandomTokens.supports(config):
+        rule, fix = "has no random data", "name the files that the job reads"
+        raise UserError.of("training.objective", config.objective, rule, fix)
+    return RandomTokens(config), True
+
+
+def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: HostCopySaver, steps: int, folder: Path) -> None:
+    """Run the training loop of the job for `steps` + 1 steps, with a save after step `steps`, and validate one global batch."""
+    training = replace(config.training, steps=steps + 1, validate_every=0, validation_batches=1, epochs=None)
+    checkpoint = replace(config.checkpoint, every=steps, every_minutes=0.0)
+    tracking = replace(config.tracking, wandb="disabled")
+    short = replace(config, run_dir=str(folder), training=training, checkpoint=checkpoint, tracking=tracking)
+    state = TrainState(step=0, samples=0, updates=0)
+    length = training.sequence_length
+    rank, control = trainer.mesh.rank, StepControl(trainer.mesh.rank, 0.0, training.max_skipped_steps)
+    with Metrics(
+        folder, tracking, {}, rank, state, steps=steps + 1, tokens_per_sample=length, flops_per_token=1.0, peak_flops=None
+    ) as metrics:
+        watchdog = Watchdog(training.timeout_minutes)
+        loop.train(short, trainer, data, data, state, metrics, control, watchdog, CheckpointHooks(), saver)

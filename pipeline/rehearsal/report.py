@@ -1,0 +1,183 @@
+"""What stage=rehearse prints, and the content of rehearsal.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipeline.common.git_commit import commit
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.rehearsed_group import Call
+from pipeline.planner.plan import JobPlan
+from pipeline.rehearsal.memory import BETWEEN, Moments
+from pipeline.rehearsal.rehearse import Rehearsal
+
+GB = 1e9
+#: Axes of the mesh, in the order in which one is named for a group that several of them have.
+AXES = ("tensor", "context", "expert", "dense", "data", "pipeline", "tied_embedding")
+#: A step is called host-bound if the host needs more than this share of its planned time.
+HOST_BOUND = 0.8
+#: Most lines of host waits, and of kernels.
+LINES = 8
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A kind of memory as rehearsed and as planned, bytes."""
+
+    rehearsed: float
+    planned: float
+
+    @property
+    def difference(self) -> float | None:
+        """The plan over the rehearsal, as a share of the rehearsal; None for nothing."""
+        return self.planned / self.rehearsed - 1 if self.rehearsed else None
+
+
+def compared(found: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
+    """Return each kind of memory as rehearsed and as planned.
+
+    `passes` are gradients, activations, gathered weights and temporary tensors, `peak` all tensors without the workspaces of libraries,
+    `overhead` these, CUDA, NCCL and fragmentation.
+    """
+    kinds, memory = found.kinds, planned.estimate.memory
+    peak = kinds.weights + kinds.optimizer + kinds.passes
+    return {
+        "weights": Compared(kinds.weights, memory.weights + memory.frozen),
+        "optimizer": Compared(kinds.optimizer, memory.optimizer),
+        "passes": Compared(kinds.passes, memory.gradients + memory.activations + memory.transient),
+        "peak": Compared(peak, memory.total - memory.overhead),
+        "overhead": Compared(kinds.libraries + kinds.fragmentation + kinds.outside, memory.overhead),
+        "total": Compared(kinds.total, memory.total),
+    }
+
+
+def collectives(calls: list[Call], mesh: Mesh) -> dict[tuple[str, str, bool], tuple[int, int]]:
+    """Return (axis, name, whether it runs on a stream of its own) -> (count, bytes), in the order of their first occurrence."""
+    names = axis_names(mesh)
+    current = torch.cuda.current_stream().cuda_stream
+    counts: Counter[tuple[str, str, bool]] = Counter()
+    sizes: Counter[tuple[str, str, bool]] = Counter()
+    for call in calls:
+        key = names.get(call.ranks, "world"), call.name, call.stream not in (None, current)
+        counts[key] += 1
+        sizes[key] += call.size
+    return {key: (count, sizes[key]) for key, count in counts.items()}
+
+
+def axis_names(mesh: Mesh) -> dict[tuple[int, ...], str]:
+    """Return the ranks of each group of the mesh -> the name of its axis; `data` if dense and data have the same ranks."""
+    groups = ((name, getattr(mesh, name)) for name in reversed(AXES))
+    return {group.ranks: name if name != "dense" or mesh.layout.expert > 1 else "data" for name, group in groups if group is not None}
+
+
+def lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+    """Yield what is printed."""
+    hardware, where = planned.hardware, found.mesh.coordinates
+    places = ", ".join(f"{axis} {getattr(where, axis)}" for axis in ("pipeline", "data", "expert", "context", "tensor"))
+    yield f"rank {found.mesh.rank} of {planned.layout.world_size:,} ({places}) on {hardware.name}{', random tokens' * found.random}"
+    yield from memory_lines(found, planned)
+    yield from host_lines(found, planned)
+    yield "collectives of a step"
+    for (axis, name, beside), (count, size) in collectives(found.seen.calls, found.mesh).items():
+        yield f"  {axis:<14}{name:<16}{count:7,} {size / GB:10.3f} GB{'  beside other work' * beside}"
+    if found.unknown:
+        yield f"functions of CUDA without an answer, whose calls failed: {', '.join(found.unknown)}"
+
+
+def memory_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+    """Yield the memory at the parts of a step, and by kind beside the plan."""
+    yield f"{'memory, GB':<16}{'allocated':>10}{'peak':>10}{'reserved':>10}{'fragments':>10}{'retries':>9}"
+    for name in parts(found.moments):
+        moment = found.moments.last(name)
+        sizes = (moment.allocated, moment.peak, moment.reserved, moment.fragmented)
+        yield f"  {name:<14}{''.join(f'{size / GB:10.2f}' for size in sizes)}{moment.retries:9}"
+    yield f"{'by kind, GB':<16}{'rehearsed':>10}{'planned':>10}"
+    for name, both in compared(found, planned).items():
+        percent = "" if both.difference is None or name == "overhead" else f"  {100 * both.difference:+.1f} %"
+        yield f"  {name:<14}{both.rehearsed / GB:10.2f}{both.planned / GB:10.2f}{percent}"
+    capacity = planned.hardware.memory_gb
+    outside = found.kinds.outside / GB
+    yield f"  headroom {capacity - found.kinds.total / GB:.1f} of {capacity:.1f} GB ({outside:.1f} GB are assumed for CUDA and NCCL)"
+
+
+def host_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+    """Yield seconds of the host beside the planned step, launches, and waits."""
+    seen, step = found.seen, planned.estimate.step_time
+    seconds = host_seconds(found)
+    verdict = "host-bound" if seconds > HOST_BOUND * step else "not host-bound"
+    yield f"host: {seconds:.2f} s a step, the GPU {step:.2f} s as planned: {verdict} (this machine; start-up {found.build_seconds:.1f} s)"
+    per_block = "" if seen.block is None else f"; forward pass of a block: {seen.block.kernels:,} kernels, {seen.block.products:,} products"
+    made = seen.launches
+    yield f"launches a step: {made.kernels:,} kernels, {made.products:,} products, {made.copies:,} copies, {made.events:,} events{per_block}"
+    yield f"waits of the host for the device in a step: {sum(seen.waits.values())}"
+    for (name, line), count in seen.waits.most_common(LINES):
+        yield f"  {count:5} x {line or '(no line of this package)'}  {name}"
+    yield f"host memory: {found.host_peak / GB:.2f} GB; a save copies {found.saved / GB:.2f} GB to the host"
+
+
+def host_seconds(found: Rehearsal) -> float:
+    """Seconds of the host in the last step without a record or a save."""
+    return found.seen.seconds[-2]
+
+
+def parts(moments: Moments) -> list[str]:
+    """The names of the parts of a step that were seen, in order."""
+    return [name for name in dict.fromkeys(moment.name for moment in moments.found) if name != BETWEEN]
+
+
+def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: float) -> dict[str, Any]:
+    """Return rehearsal.json as values of JSON. Sizes are bytes, times are seconds."""
+    seen, step = found.seen, planned.estimate.step_time
+    return {
+        "job": {
+            "world_size": planned.layout.world_size,
+            "rank": found.mesh.rank,
+            "layout": dataclasses.asdict(planned.layout),
+            "coordinates": dataclasses.asdict(found.mesh.coordinates),
+            "hardware": planned.hardware.name,
+            "overrides": overrides,
+            "random_tokens": found.random,
+        },
+        "memory": {
+            "fits": True,
+            "capacity": planned.hardware.memory_gb * GB,
+            "moments": [dataclasses.asdict(found.moments.last(name)) for name in parts(found.moments)],
+            "kinds": {
+                name: {"rehearsed": both.rehearsed, "planned": both.planned, "difference": both.difference}
+                for name, both in compared(found, planned).items()
+            },
+            "outside": found.kinds.outside,
+            "saved": found.saved,
+            "host_peak": found.host_peak,
+        },
+        "host": {
+            "build_seconds": found.build_seconds,
+            "step_seconds": seen.seconds,
+            "seconds": host_seconds(found),
+            "planned_step_seconds": step,
+            "is_bound": host_seconds(found) > HOST_BOUND * step,
+            "waits": [{"call": name, "line": line, "count": count} for (name, line), count in seen.waits.most_common()],
+        },
+        "launches": {
+            "step": dataclasses.asdict(seen.launches),
+            "block_forward": None if seen.block is None else dataclasses.asdict(seen.block),
+            "kernels": dict(seen.kernels.most_common()),
+        },
+        "collectives": [
+            {"axis": axis, "name": name, "beside": beside, "count": count, "bytes": size}
+            for (axis, name, beside), (count, size) in collectives(seen.calls, found.mesh).items()
+        ],
+        "unknown_functions": found.unknown,
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
+        "commit": commit(),
+        "host_name": os.uname().nodename,
+        "seconds": round(seconds, 1),
+    }

@@ -1,0 +1,89 @@
+"""rehearse: settings of a planned training job -> run_dir/rehearsal.json, by running one of its ranks on a driver without a GPU."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
+from pipeline.common.errors import CheckFailed, UserError
+from pipeline.common.ranks import Ranks
+from pipeline.config import compose
+from pipeline.config.layout import Layout, job_size
+from pipeline.config.planned import planned_job
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Rehearse
+from pipeline.rehearsal import start
+
+log = logging.getLogger("pipeline")
+
+FILE = "rehearsal.json"
+
+
+def run(config: RunConfig, ranks: Ranks) -> None:
+    """Print a report of the rehearsal and write run_dir/rehearsal.json, in a child process with the driver.
+
+    Raises:
+        UserError: this process is one of several ranks, the GPU is not one of NVIDIA's, or there is no CUDA build of torch.
+        CheckFailed: the rank does not fit on the device.
+        SystemExit: the child process has failed, and has said why.
+    """
+    stage = config.stage
+    assert isinstance(stage, Rehearse)
+    if ranks.world_size > 1:
+        rule = "rehearses one rank, on this machine"
+        raise UserError.of("world size", ranks.world_size, rule, "run it as one process; stage.world_size is the size of the planned job")
+    if start.is_active():
+        _rehearse(config, stage)
+        return
+    from pipeline.planner.plan import hardware_of
+
+    make_folder(Path(config.run_dir))
+    if code := start.again(compose.task_arguments(), hardware_of(config), stage.python):
+        sys.exit(code)
+
+
+def _rehearse(config: RunConfig, stage: Rehearse) -> None:
+    """Rehearse, in the process that has the driver."""
+    import torch
+
+    from pipeline.planner import out_of_memory
+    from pipeline.planner.engine_model import engine_model
+    from pipeline.planner.out_of_memory import Used
+    from pipeline.planner.plan import hardware_of, plan
+    from pipeline.rehearsal import report
+    from pipeline.rehearsal.memory import Moments
+    from pipeline.rehearsal.rehearse import fullest_rank, rehearse
+    from pipeline.training import finetuning
+
+    started, world_size, job = time.perf_counter(), job_size(config, 1), planned_job(config)
+    if job.stage.name == "finetune":
+        job = finetuning.planned(job, world_size)
+    hardware = hardware_of(job)
+    planned = plan(job, world_size, hardware)
+    layout = Layout.of(job, world_size)
+    rank = fullest_rank(layout, planned) if stage.rank is None else stage.rank
+    log.info("rehearse: %s on %d ranks, %s, rank %d", job.model.family, world_size, layout.axes_text(), rank)
+    outside = int(engine_model(job.parallel.zero_stage).context_bytes)
+    moments = Moments()
+    try:
+        found = rehearse(job, world_size, rank, stage.steps, outside, moments)
+    except torch.OutOfMemoryError as error:
+        used = Used.of_this_gpu()
+        lines = [f"rehearse: rank {rank} does not fit: {str(error).partition('. GPU')[0]}", *out_of_memory.table(planned, used)]
+        raise CheckFailed("\n".join([*lines, *out_of_memory.fixes(job, world_size, hardware)])) from error
+    _write(config, report.content(found, planned, compose.task_arguments(), time.perf_counter() - started))
+    print("\n".join([*report.lines(found, planned), f"rehearsed: {Path(config.run_dir) / FILE}"]))
+
+
+def _write(config: RunConfig, content: dict[str, Any]) -> None:
+    """Write rehearsal.json."""
+    path = Path(config.run_dir) / FILE
+    make_folder(path.parent)
+    with report_disk_full(path.parent), atomic_file(path, "w") as handle:
+        json.dump(content, handle, indent=1, allow_nan=False)
+        handle.write("\n")
