@@ -247,8 +247,8 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "plan": (Plan, "settings of a planned pretrain or finetune job -> its matrix products, memory, time and cost; one process, no GPU"),
     "rehearse": (
         Rehearse,
-        "settings of a planned pretrain or finetune job -> rehearsal.json: one rank on its CUDA path: memory, launches, waits, collectives; "
-        "one process, no GPU",
+        "settings of a planned pretrain or finetune job -> rehearsal.json: memory, launches, waits and collectives of one rank on its CUDA "
+        "path; one process, no GPU",
     ),
     "preflight": (
         Preflight,

@@ -1,13 +1,16 @@
-"""A process group of a job of which only one rank exists: its collectives have the streams, events and lifetimes of NCCL's, and send nothing.
+"""A process group of a job of which only one rank exists: collectives with the streams, events and lifetimes of NCCL's that send nothing.
 
 On tensors of a GPU, a collective runs on a stream of the group, which first waits for the current stream; `wait` makes the current stream
 wait for its end, and until then the tensors are kept, as ProcessGroupNCCL does (torch 2.8 and later). With async_op=False it runs on the
 current stream. The contents of outputs are left as they are. On CPU tensors, outputs are as if every rank had the data of this one.
 """
 
+# mypy: disable-error-code="override"
+# torch calls the collectives with the arguments below; its stubs also declare forms that it does not use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -68,6 +71,16 @@ def is_initialized() -> bool:
     return dist.is_initialized() and isinstance(dist.group.WORLD, RehearsedGroup)
 
 
+def without_shared_memory(group: dist.ProcessGroup) -> AbstractContextManager[None]:
+    """A context in which products fused with collectives of a group (parallel.async_tensor) run one after the other.
+
+    The memory that their pieces travel through would be that of other ranks.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory._test_mode({group.group_name})
+
+
 def _create(options: Any, _: Any) -> RehearsedGroup:
     """Create a group; called by torch."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
@@ -122,7 +135,7 @@ class RehearsedGroup(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, size: int, ranks: tuple[int, ...], name: str) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg] # the form for subclasses
         self._rank, self._size, self.ranks, self._name = rank, size, ranks, name
         self._streams: dict[int, torch.cuda.Stream] = {}
 
@@ -134,12 +147,12 @@ class RehearsedGroup(dist.ProcessGroup):
         """Number of ranks."""
         return self._size
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Name of the backend."""
         return BACKEND
 
     @property
-    def group_name(self) -> str:  # type: ignore[override]
+    def group_name(self) -> str:
         """Name by which functional collectives find the group."""
         return self._name
 

@@ -72,17 +72,28 @@ def explained(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        used = Used.of_this_gpu()
-        wanted = str(error).partition(". GPU")[0].partition("\n")[0]
-        reason = f"out of memory: {wanted}{'' if used is None else f' ({used})'}"
-        raise RunFailed(reason, ends.where(error), partial(_details, config, ranks.world_size, used)) from error
     except (MemoryError, RuntimeError) as error:
+        if (of_gpu := of_device(error)) is not None:
+            used = Used.of_this_gpu()
+            reason = f"out of memory: {wanted(of_gpu)}{'' if used is None else f' ({used})'}"
+            raise RunFailed(reason, ends.where(of_gpu), partial(_details, config, ranks.world_size, used)) from error
         if not isinstance(error, MemoryError) and _HOST not in str(error):
             raise
         said = str(error).partition("\n")[0] or "MemoryError"
         fix = "use fewer ranks of a node, ask Slurm for more memory (cluster.memory), or set checkpoint.async_save=off"
         raise RunFailed(f"out of memory on the host: {said}\n    fix: {fix}", ends.where(error)) from error
+
+
+def of_device(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """Return the error of a GPU without memory that caused an error: PyTorch's pipeline schedules raise another one from it."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__
+    return error
+
+
+def wanted(error: torch.OutOfMemoryError) -> str:
+    """Return what the GPU had no memory for, as PyTorch says it."""
+    return str(error).partition(". GPU")[0].partition("\n")[0]
 
 
 def _details(config: RunConfig, world_size: int, used: Used | None) -> Iterator[str]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from pipeline.training.trainer import Trainer
 
-
 #: Name of the moments before a part that is of interest.
 BETWEEN = "between steps"
 

@@ -63,7 +63,7 @@ class ObservedTrainer(Trainer):
         stage = next(iter(self.model.stage_modules()))
         stage.register_forward_hook(self._forward_ended)
         self._block_began: Launches | None = None
-        block = next(iter(stage.blocks.values()))  # type: ignore[operator, union-attr]
+        block = next(iter(stage.blocks.values()))
         block.register_forward_pre_hook(self._block_begins)
         block.register_forward_hook(self._block_ended)
 

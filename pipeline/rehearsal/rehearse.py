@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import resource
 import tempfile
 import time
@@ -21,6 +20,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.layers.moe import VALUES
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
 from pipeline.planner.plan import JobPlan
 from pipeline.rehearsal import memory
@@ -87,19 +87,27 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
         UserError: the data cannot be read.
         OutOfMemoryError: the rank does not fit on the device.
     """
+    device = meshes.init_rehearsed(rank, world_size)
+    try:
+        return _rehearse(config, Layout.of(config, world_size), device, steps, outside, moments)
+    finally:
+        meshes.destroy_process_group()  # the planner creates one of its own
+
+
+def _rehearse(config: RunConfig, layout: Layout, device: torch.device, steps: int, outside: int, moments: Moments) -> Rehearsal:
+    """Rehearse in the process group of the job; arguments and errors as of rehearse."""
+    VALUES.missing = True
     calls, started = DeviceCalls(), time.perf_counter()
     calls.record.hold(outside)
-    VALUES.missing = True
-    device = meshes.init_rehearsed(rank, world_size)
     torch.cuda.reset_peak_memory_stats()
-    mesh = meshes.build_mesh(Layout.of(config, world_size), device, config.training.timeout_minutes)
+    mesh = meshes.build_mesh(layout, device, config.training.timeout_minutes)
     trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps)
     saver = HostCopySaver(trainer, device, moments)
     moments.note("start")
     seconds = time.perf_counter() - started
-    log.info("rehearse: built rank %d in %.1f s", rank, seconds)
-    data, is_random = _data(config, rank, world_size)
-    with closing(saver), tempfile.TemporaryDirectory() as folder:
+    log.info("rehearse: built rank %d in %.1f s", mesh.rank, seconds)
+    data, is_random = _data(config, mesh.rank, layout.world_size)
+    with closing(saver), tempfile.TemporaryDirectory() as folder, rehearsed_group.without_shared_memory(mesh.tensor):
         _train(config, trainer, data, saver, steps, Path(folder))
         state = memory.state_bytes(trainer)
     kinds = memory.by_kind(moments, state, outside)
@@ -114,7 +122,7 @@ def _data(config: RunConfig, rank: int, world_size: int) -> tuple[Objective, boo
         UserError: it exists and cannot be read, or it does not exist and cannot be random.
     """
     objective = registry.objective_of(config)
-    if objective.data_key != "data.tokens" or os.path.isdir(config.data.tokens):
+    if objective.data_key != "data.tokens" or Path(config.data.tokens).is_dir():
         return registry.open_data(config, (rank, world_size))[0], False
     if not RandomTokens.supports(config):
         rule, fix = "has no random data", "name the files that the job reads"
@@ -135,4 +143,9 @@ def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: 
         folder, tracking, {}, rank, state, steps=steps + 1, tokens_per_sample=length, flops_per_token=1.0, peak_flops=None
     ) as metrics:
         watchdog = Watchdog(training.timeout_minutes)
-        loop.train(short, trainer, data, data, state, metrics, control, watchdog, CheckpointHooks(), saver)
+        level = log.getEffectiveLevel()
+        log.setLevel(logging.WARNING)  # losses and rates mean nothing here
+        try:
+            loop.train(short, trainer, data, data, state, metrics, control, watchdog, CheckpointHooks(), saver)
+        finally:
+            log.setLevel(level)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,11 +117,26 @@ def host_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
     yield f"host: {seconds:.2f} s a step, the GPU {step:.2f} s as planned: {verdict} (this machine; start-up {found.build_seconds:.1f} s)"
     per_block = "" if seen.block is None else f"; forward pass of a block: {seen.block.kernels:,} kernels, {seen.block.products:,} products"
     made = seen.launches
-    yield f"launches a step: {made.kernels:,} kernels, {made.products:,} products, {made.copies:,} copies, {made.events:,} events{per_block}"
+    counts = f"{made.kernels:,} kernels, {made.products:,} products, {made.copies:,} copies, {made.events:,} events"
+    yield f"launches a step: {counts}{per_block}"
+    if (made_by_compiler := compiled()) is not None:
+        breaks = sum(made_by_compiler["breaks"].values())
+        yield f"compiled: {made_by_compiler['graphs']} graphs, {breaks} breaks"
+        yield from (f"  {count:5} x {reason}" for reason, count in made_by_compiler["breaks"].items())
     yield f"waits of the host for the device in a step: {sum(seen.waits.values())}"
     for (name, line), count in seen.waits.most_common(LINES):
         yield f"  {count:5} x {line or '(no line of this package)'}  {name}"
     yield f"host memory: {found.host_peak / GB:.2f} GB; a save copies {found.saved / GB:.2f} GB to the host"
+
+
+def compiled() -> dict[str, Any] | None:
+    """What torch.compile made: number of graphs, and reason -> number of the breaks between them; None if nothing was compiled."""
+    if "torch._dynamo" not in sys.modules:
+        return None
+    from torch._dynamo.utils import counters
+
+    graphs = counters["stats"].get("unique_graphs", 0)
+    return {"graphs": graphs, "breaks": dict(counters["graph_break"])} if graphs else None
 
 
 def host_seconds(found: Rehearsal) -> float:
@@ -137,15 +153,7 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
     """Return rehearsal.json as values of JSON. Sizes are bytes, times are seconds."""
     seen, step = found.seen, planned.estimate.step_time
     return {
-        "job": {
-            "world_size": planned.layout.world_size,
-            "rank": found.mesh.rank,
-            "layout": dataclasses.asdict(planned.layout),
-            "coordinates": dataclasses.asdict(found.mesh.coordinates),
-            "hardware": planned.hardware.name,
-            "overrides": overrides,
-            "random_tokens": found.random,
-        },
+        "job": {**_job(planned, found.mesh.rank, overrides), "random_tokens": found.random},
         "memory": {
             "fits": True,
             "capacity": planned.hardware.memory_gb * GB,
@@ -158,7 +166,7 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             "saved": found.saved,
             "host_peak": found.host_peak,
         },
-        "host": {
+        "steps": {
             "build_seconds": found.build_seconds,
             "step_seconds": seen.seconds,
             "seconds": host_seconds(found),
@@ -170,14 +178,49 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             "step": dataclasses.asdict(seen.launches),
             "block_forward": None if seen.block is None else dataclasses.asdict(seen.block),
             "kernels": dict(seen.kernels.most_common()),
+            "compiled": compiled(),
         },
         "collectives": [
             {"axis": axis, "name": name, "beside": beside, "count": count, "bytes": size}
             for (axis, name, beside), (count, size) in collectives(seen.calls, found.mesh).items()
         ],
         "unknown_functions": found.unknown,
+        **_made_by(),
+        "seconds": round(seconds, 1),
+    }
+
+
+def without_memory(planned: JobPlan, rank: int, moments: Moments, reason: str, overrides: list[str]) -> dict[str, Any]:
+    """Return rehearsal.json of a rank that does not fit on the device."""
+    return {
+        "job": _job(planned, rank, overrides),
+        "memory": {
+            "fits": False,
+            "capacity": planned.hardware.memory_gb * GB,
+            "reason": reason,
+            "moments": [dataclasses.asdict(moments.last(name)) for name in parts(moments)],
+            "planned": dataclasses.asdict(planned.estimate.memory),
+        },
+        **_made_by(),
+    }
+
+
+def _job(planned: JobPlan, rank: int, overrides: list[str]) -> dict[str, Any]:
+    """The job and the rank."""
+    return {
+        "world_size": planned.layout.world_size,
+        "rank": rank,
+        "layout": dataclasses.asdict(planned.layout),
+        "coordinates": dataclasses.asdict(planned.layout.coordinates(rank)),
+        "hardware": planned.hardware.name,
+        "overrides": overrides,
+    }
+
+
+def _made_by() -> dict[str, Any]:
+    """Versions and host."""
+    return {
         "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version()},
         "commit": commit(),
-        "host_name": os.uname().nodename,
-        "seconds": round(seconds, 1),
+        "host": os.uname().nodename,
     }

@@ -31,7 +31,7 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None) -> int:
         UserError: there is no interpreter with a CUDA build, or the driver cannot be built.
     """
     python = interpreter.choose(wanted)
-    environment = {**os.environ, "PYTHONPATH": _search_path()}
+    environment = {**os.environ, "PYTHONPATH": _search_path(), "DS_ACCELERATOR": "cuda"}
     if _is_this(python):
         library = driver.build(hardware)
         environment |= {**driver.environment(library), ACTIVE: str(library)}
@@ -40,7 +40,7 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None) -> int:
 
 def _is_this(python: Path) -> bool:
     """Whether an interpreter is that of this process; links are not followed, since environments link to the same file."""
-    return Path(os.path.abspath(python)) == Path(os.path.abspath(sys.executable))
+    return python.absolute() == Path(sys.executable).absolute()
 
 
 def _search_path() -> str:

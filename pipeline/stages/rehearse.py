@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import ends
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import Ranks
@@ -49,8 +50,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     """Rehearse, in the process that has the driver."""
-    import torch
-
     from pipeline.planner import out_of_memory
     from pipeline.planner.engine_model import engine_model
     from pipeline.planner.out_of_memory import Used
@@ -72,9 +71,12 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     moments = Moments()
     try:
         found = rehearse(job, world_size, rank, stage.steps, outside, moments)
-    except torch.OutOfMemoryError as error:
-        used = Used.of_this_gpu()
-        lines = [f"rehearse: rank {rank} does not fit: {str(error).partition('. GPU')[0]}", *out_of_memory.table(planned, used)]
+    except RuntimeError as error:
+        if (of_gpu := out_of_memory.of_device(error)) is None:
+            raise
+        lines = [f"rehearse: rank {rank} does not fit: {out_of_memory.wanted(of_gpu)}", f"  at {ends.where(of_gpu)}"]
+        lines += out_of_memory.table(planned, Used.of_this_gpu())
+        _write(config, report.without_memory(planned, rank, moments, lines[0], compose.task_arguments()))
         raise CheckFailed("\n".join([*lines, *out_of_memory.fixes(job, world_size, hardware)])) from error
     _write(config, report.content(found, planned, compose.task_arguments(), time.perf_counter() - started))
     print("\n".join([*report.lines(found, planned), f"rehearsed: {Path(config.run_dir) / FILE}"]))

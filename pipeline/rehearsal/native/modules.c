@@ -18,20 +18,21 @@ static const ElfSection *section_of(const char *image, const char *prefix, const
     }
     return NULL;
 }
-/* The frame of a kernel, bytes of local memory of a thread: attribute 0x11 of .nv.info, with an index in the table of symbols. */
-static int frame_bytes(const char *image, const char *name) {
+/* A number of .nv.info that belongs to a kernel, which it names by an index in the table of symbols; 0 if there is none. */
+enum { FRAME_BYTES = 0x11, REGISTERS = 0x2f };
+static int kernel_number(const char *image, const char *name, int attribute_number) {
     const ElfSection *info = section_of(image, ".nv.info", ""), *symbols = section_of(image, ".symtab", ""), *texts = section_of(image, ".strtab", "");
     if (!info || !symbols || !texts) return 0;
     for (size_t at = 0; at + 4 <= info->size;) {
         const unsigned char *item = (const unsigned char *)image + info->offset + at;
         size_t bytes = item[0] == 4 ? item[2] | item[3] << 8 : 0; /* format 4 has a size, others two bytes of value */
-        if (item[0] == 4 && item[1] == 0x11 && bytes == 8) {
-            uint32_t symbol, frame;
-            memcpy(&symbol, item + 4, 4), memcpy(&frame, item + 8, 4);
+        if (item[0] == 4 && item[1] == attribute_number && bytes == 8) {
+            uint32_t symbol, number;
+            memcpy(&symbol, item + 4, 4), memcpy(&number, item + 8, 4);
             const char *entry = image + symbols->offset + 24ul * symbol;
             uint32_t text;
             memcpy(&text, entry, 4);
-            if (!strcmp(image + texts->offset + text, name)) return frame;
+            if (!strcmp(image + texts->offset + text, name)) return number;
         }
         at += 4 + bytes;
     }
@@ -73,8 +74,8 @@ int cuModuleGetFunction(Function **function, const Module *module, const char *n
     const ElfSection *text = section_of(module->image, ".text.", name), *shared = section_of(module->image, ".nv.shared.", name);
     if (!text) return SYMBOL_NOT_FOUND;
     *function = register_function(NULL, strdup(name));
-    (*function)->registers = text->info >> 24, (*function)->shared = shared ? shared->size : 0;
-    (*function)->local = frame_bytes(module->image, name);
+    (*function)->registers = kernel_number(module->image, name, REGISTERS), (*function)->shared = shared ? shared->size : 0;
+    (*function)->local = kernel_number(module->image, name, FRAME_BYTES);
     return 0;
 }
 int cuFuncGetAttribute(int *value, int kind, const Function *function) {

@@ -1,0 +1,145 @@
+"""stage=rehearse: what it refuses, the interpreter that it chooses, and a rehearsal with a CUDA build of torch where there is one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline import __main__
+from pipeline.config.layout import Layout
+from pipeline.planner.plan import hardware_of, plan
+from pipeline.rehearsal import interpreter
+from pipeline.rehearsal.random_data import RandomTokens
+from tests.helpers import python
+from tests.world import configured
+
+JOB = (
+    *("stage=rehearse", "cluster.hardware=h100", "model=llama-tiny", "stage.world_size=16", "parallel.tensor=2", "parallel.pipeline=2"),
+    *("training.sequence_length=64", "training.micro_batch_size=2", "training.global_batch_size=32", "training.compile=off"),
+)
+
+
+@pytest.fixture
+def rehearse(monkeypatch, tmp_path, capsys):
+    """`rehearse(*overrides)`: the exit code of the command line, and what it printed."""
+
+    def run(*overrides: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["pipeline", *overrides, f"run_dir={tmp_path}"])
+        code = 0
+        try:
+            __main__.main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("cluster.hardware=null",), "cluster.hardware=None: is required"),
+        (("stage.rank=16",), "stage.rank=16: must be less than the world size 16"),
+        (("parallel.tensor=3",), "parallel.tensor"),
+        (("stage.world_size=6",), "world size"),
+        (("stage.python=/nowhere/python",), "stage.python=/nowhere/python: must be a Python interpreter whose torch is a CUDA build"),
+    ],
+    ids=["no GPU", "no such rank", "an illegal layout", "an illegal world size", "no interpreter"],
+)
+def test_refusals(rehearse, overrides: tuple[str, ...], said: str) -> None:
+    code, printed = rehearse(*JOB, *overrides)
+    assert code == 2
+    assert said in printed
+    assert "fix: " in printed
+
+
+def test_without_a_cuda_build_it_says_what_still_works(rehearse, monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(interpreter, "CUDA_ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(interpreter, "cuda_version", lambda _: None)
+    code, printed = rehearse(*JOB)
+    assert code == 2
+    for part in ("tools/install --cuda", "stage.python", "dry_run=true and stage=plan work"):
+        assert part in printed
+
+
+@pytest.mark.parametrize(
+    ("here", "environment", "chosen"),
+    [("13.0", "13.0", sys.executable), (None, "13.0", ".venv-cuda/bin/python")],
+    ids=["this", "installed"],
+)
+def test_choice_of_the_interpreter(monkeypatch, here: str | None, environment: str | None, chosen: str) -> None:
+    monkeypatch.setattr(interpreter, "cuda_version", lambda path: here if path == Path(sys.executable) else environment)
+    assert str(interpreter.choose(None)).endswith(chosen)
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny", "t5-tiny"])
+def test_random_tokens_are_those_of_the_objective(model: str) -> None:
+    config = configured("stage=pretrain", f"model={model}", "training.sequence_length=16", "training.global_batch_size=4")
+    arrays = RandomTokens(config).arrays(np.arange(3))
+    assert arrays["tokens"].shape == arrays["targets"].shape == (3, 16)
+    assert ("decoder_tokens" in arrays) == (model == "t5-tiny")
+    assert 0 <= arrays["tokens"].min() <= arrays["tokens"].max() < config.model.vocab_size
+
+
+def cuda_python() -> str:
+    """The interpreter of an environment with a CUDA build; skips the test without one."""
+    named = os.environ.get("TANNSCHEN_CUDA_PYTHON", str(interpreter.CUDA_ENVIRONMENT / "bin/python"))
+    if interpreter.cuda_version(Path(named)) is None:
+        pytest.skip(f"{named} has no CUDA build of torch: tools/install --cuda, or TANNSCHEN_CUDA_PYTHON")
+    return named
+
+
+@pytest.fixture(scope="module")
+def cuda_cache(tmp_path_factory) -> dict[str, str]:
+    """The folder of the compiled driver, which the tests of this module share."""
+    return {"TANNSCHEN_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.mark.slow
+def test_a_rehearsed_rank(tmp_path: Path, cuda_cache: dict[str, str]) -> None:
+    words = (*JOB, "stage.steps=2", f"stage.python={cuda_python()}", f"run_dir={tmp_path}")
+    code, printed = python("-m", "pipeline", *words, cold=True, env=cuda_cache)
+    assert code == 0, printed
+    written = json.loads((tmp_path / "rehearsal.json").read_text())
+    config = configured(*JOB)
+    layout, planned = Layout.of(config, 16), plan(config, 16, hardware_of(config))
+    assert written["job"]["coordinates"]["pipeline"] == planned.estimate.pipeline_rank
+    moments = {moment["name"]: moment for moment in written["memory"]["moments"]}
+    assert list(moments) == ["start", "forward", "backward", "optimizer", "save", "validation"]
+    assert moments["start"]["allocated"] < moments["forward"]["allocated"] <= moments["backward"]["peak"] <= moments["backward"]["reserved"]
+    kinds = written["memory"]["kinds"]
+    assert kinds["optimizer"]["rehearsed"] == pytest.approx(planned.estimate.memory.optimizer, rel=0.02)
+    # Four micro-batches, each with a state to the other stage and a gradient back.
+    found = {(entry["axis"], entry["name"]): entry for entry in written["collectives"]}
+    assert layout.micro_batches == found["pipeline", "send"]["count"] == found["pipeline", "receive"]["count"] == 4
+    state = 2 * 64 // 2 * config.model.hidden * 2
+    assert found["pipeline", "send"]["bytes"] == 4 * state
+    assert found["data", "reduce_scatter"]["beside"]
+    assert written["launches"]["step"]["products"] > written["launches"]["block_forward"]["products"] > 0
+    lines = {wait["line"].partition(":")[0] for wait in written["steps"]["waits"]}
+    assert lines == {"training/deepspeed_optimizer.py"}  # DeepSpeed reads the norm; nothing else of a step waits
+    assert len(written["steps"]["step_seconds"]) == 3  # one more while the checkpoint is copied
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_fit(tmp_path: Path, cuda_cache: dict[str, str]) -> None:
+    large = (
+        "stage=rehearse",
+        "cluster.hardware=a100-40",
+        "model=llama-tiny",
+        "stage.world_size=2",
+        "training.compile=off",
+        "stage.steps=1",
+    )
+    words = (*large, "training.sequence_length=64", "training.global_batch_size=131072", "training.micro_batch_size=65536")
+    code, printed = python("-m", "pipeline", *words, f"stage.python={cuda_python()}", f"run_dir={tmp_path}", cold=True, env=cuda_cache)
+    assert code == 1, printed
+    assert "rank 0 does not fit: CUDA out of memory" in printed
+    assert "training.micro_batch_size=32768" in printed
+    assert json.loads((tmp_path / "rehearsal.json").read_text())["memory"]["fits"] is False
