@@ -64,16 +64,17 @@ def races(entries: Sequence[Entry]) -> list[Race]:
     order = _Order()
     for entry in entries:
         order.issue(entry)
-    counts: Counter[tuple[RaceKind, tuple[str, str], tuple[str, str], tuple[int, int], str]] = Counter()
-    sizes: defaultdict[object, int] = defaultdict(int)
-    for *key, size in order.found:
-        kind, first, second, streams, freed = key
-        counts[kind, first, second, streams, freed] += 1
-        sizes[kind, first, second, streams, freed] = max(sizes[kind, first, second, streams, freed], size)
+    counts = Counter(key for key, _ in order.found)
+    sizes: defaultdict[_Key, int] = defaultdict(int)
+    for key, size in order.found:
+        sizes[key] = max(sizes[key], size)
     return [Race(*key, size=sizes[key], count=count) for key, count in counts.most_common()]
 
 
+#: Stream -> number of its last work that has ended.
 _Clock = dict[int, int]
+#: A race without its size: kind, both accesses, their streams, and where the memory was freed.
+_Key = tuple[RaceKind, tuple[str, str], tuple[str, str], tuple[int, int], str]
 
 
 @dataclass
@@ -97,7 +98,7 @@ class _Order:
     """The clocks, and what they say of each access."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[RaceKind, tuple[str, str], tuple[str, str], tuple[int, int], str, int]] = []
+        self.found: list[tuple[_Key, int]] = []
         self._clocks: defaultdict[int, _Clock] = defaultdict(dict)
         self._events: dict[int, _Clock] = {}
         self._host: _Clock = {}
@@ -157,7 +158,8 @@ class _Order:
 
     def _add(self, kind: RaceKind, before: Last, after: Last, freed: str, size: int) -> None:
         first, second = before.work, after.work
-        self.found.append((kind, (first.name, first.site), (second.name, second.site), (first.stream, second.stream), freed, size))
+        key = kind, (first.name, first.site), (second.name, second.site), (first.stream, second.stream), freed
+        self.found.append((key, size))
 
     def _wait(self, wait: HostWait) -> None:
         """What is queued later begins after what the host has waited for."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+#: Name of the mark at the begin of a step.
+STEP = "step"
 #: What work on a stream is.
 WorkKind = Literal["kernel", "product", "attention", "copy", "fill", "collective"]
 
@@ -115,7 +117,7 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A part of the step begins: forward, backward, optimizer, save, validation; or a module of the model."""
+    """A part of the record begins: STEP; forward, backward, optimizer, save, validation; or a module of the model."""
 
     time: float
     name: str

@@ -70,7 +70,7 @@ class Replay:
     Attributes:
         work: in the order in which the host queued it.
         waits: of the host.
-        marks: (time of the host, name) of the parts of the step.
+        marks: (name, time of the host, number of work that was queued before) of the parts of the record.
         memory: of tensors.
         host_end: when the host had issued everything.
         blocked: seconds in which the host could not queue work because the driver's queue was full.
@@ -78,7 +78,7 @@ class Replay:
 
     work: list[Placed] = field(default_factory=list)
     waits: list[Waited] = field(default_factory=list)
-    marks: list[tuple[float, str]] = field(default_factory=list)
+    marks: list[tuple[str, float, int]] = field(default_factory=list)
     memory: Memory = field(default_factory=Memory)
     host_end: float = 0.0
     blocked: float = 0.0
@@ -136,7 +136,7 @@ class _Clocks:
             case Free():
                 self._memory.free(entry, self.now, self._free)
             case Mark():
-                self.result.marks.append((self.now, entry.name))
+                self.result.marks.append((entry.name, self.now, len(self.result.work)))
 
     def _launch(self, work: Work) -> None:
         """Queue work; the host blocks while the queue of the stream is full."""

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from pipeline.common.intervals import Interval, common, length, union, without
+from pipeline.rehearsal.record import STEP
 from pipeline.rehearsal.replay import Placed, Replay
 
 #: Kinds of work that use the multiprocessors for the model.
@@ -17,7 +18,8 @@ class StepTime:
     """Times of a step, seconds; the sum of `compute`, `exposed`, `host` and `other` is `step`.
 
     Attributes:
-        step: from the first entry until host and device are finished.
+        window: begin and end of the step in the replay.
+        step: seconds between them.
         compute: in which any stream computes.
         communication: axis -> in which collectives over it run.
         exposed_axes: axis -> in which nothing computes because work waits for a stream while a collective over it runs. Collectives over
@@ -29,6 +31,7 @@ class StepTime:
         exposed_intervals, host_intervals: when.
     """
 
+    window: Interval
     step: float
     compute: float
     communication: dict[str, float]
@@ -42,22 +45,28 @@ class StepTime:
 
 
 def step_time(replay: Replay) -> StepTime:
-    """Return what a replayed step spends its time on."""
-    end = replay.seconds
+    """Return what the last whole step of a replay spends its time on.
+
+    If the record has several steps, the last one lasts from the end of the computation of the one before to that of its own: what a step
+    leaves to run beside the next one, such as the gathering of new weights, then counts where it is waited for.
+    """
+    window = step_window(replay)
     computing = [placed for placed in replay.work if placed.work.kind in COMPUTE]
     axes: defaultdict[str, list[Interval]] = defaultdict(list)
     for placed in replay.work:
         if placed.work.kind == "collective":
             axes[placed.work.axis].append((placed.begin, placed.end))
-    communication = {axis: union(intervals) for axis, intervals in sorted(axes.items())}
-    busy = union((placed.begin, placed.end) for placed in computing if placed.end > placed.begin)
-    gaps = without([(0.0, end)] if end else [], busy)
+    whole = [window] if window[1] > window[0] else []
+    communication = {axis: common(whole, union(intervals)) for axis, intervals in sorted(axes.items())}
+    busy = common(whole, union((placed.begin, placed.end) for placed in computing if placed.end > placed.begin))
+    gaps = without(whole, busy)
     late = _late_host(gaps, computing)
     behind = union(interval for interval, _ in late)
     waiting = without(gaps, behind)
     exposed = common(waiting, union(interval for intervals in axes.values() for interval in intervals))
     return StepTime(
-        step=end,
+        window=window,
+        step=window[1] - window[0],
         compute=length(busy),
         communication={axis: length(intervals) for axis, intervals in communication.items()},
         exposed_axes={axis: length(common(waiting, intervals)) for axis, intervals in communication.items()},
@@ -68,6 +77,18 @@ def step_time(replay: Replay) -> StepTime:
         exposed_intervals=exposed,
         host_intervals=behind,
     )
+
+
+def step_window(replay: Replay) -> Interval:
+    """Return begin and end of the last step: of the whole replay if it has no marks of several steps."""
+    begins = [number for name, _, number in replay.marks if name == STEP]
+    if len(begins) < 2:
+        return 0.0, replay.seconds
+    ends = [
+        max((placed.end for placed in replay.work[first:last] if placed.work.kind in COMPUTE), default=0.0)
+        for first, last in ((begins[-2], begins[-1]), (begins[-1], len(replay.work)))
+    ]
+    return ends[0], max(ends)
 
 
 def _late_host(gaps: list[Interval], computing: list[Placed]) -> list[tuple[Interval, Placed]]:
