@@ -103,14 +103,18 @@ class Findings:
         return ["waits for other pipeline stages (the bubble)", *found] if self.pipelined else found
 
 
-def analyze(entries: Sequence[Entry], hardware: Hardware) -> Findings:
+def analyze(entries: Sequence[Entry], hardware: Hardware, host_seconds: float | None = None) -> Findings:
     """Return what the record of one or several steps says; times are those of the last step, the rest is of all.
 
     Args:
         entries: of one rank, in the order of the host, with a Mark STEP at the begin of each step.
         hardware: the GPU for which the work has its times.
+        host_seconds: of the host in all recorded steps together while nothing is recorded; recording slows the host down. None to take the
+            times of the record.
     """
-    as_recorded, unbounded = replay(entries), replay(entries, host=0.0)
+    recorded = entries[-1].time - entries[0].time if entries else 0.0
+    as_recorded = replay(entries, host=1.0 if host_seconds is None or not recorded else host_seconds / recorded)
+    unbounded = replay(entries, host=0.0)
     counts: Counter[tuple[str, str]] = Counter()
     sizes: Counter[tuple[str, str]] = Counter()
     seconds: dict[tuple[str, str], float] = {}

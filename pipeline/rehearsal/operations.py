@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from pipeline.planner.collective_time import Group, collective_time
 from pipeline.planner.operations import Kind
 from pipeline.rehearsal.operator_work import accesses, work_of
 from pipeline.rehearsal.record import Allocate, Entry, EventRecord, Free, HostWait, Mark, RecordStream, StreamWait, Work
-from pipeline.rehearsal.source_lines import SourceLines
+from pipeline.rehearsal.source_lines import PACKAGE, SourceLines
 
 #: Allocations and frees of a step that are kept with their sizes.
 MOST_ALLOCATIONS = 1 << 22
@@ -51,13 +52,14 @@ class Recorder(TorchDispatchMode):
     Args:
         hardware: the GPU, whose times the work gets.
         axes: global ranks of a group -> mesh axis.
+        folder: whose lines of code are recorded.
     """
 
-    def __init__(self, hardware: Hardware, axes: Mapping[tuple[int, ...], str]) -> None:
+    def __init__(self, hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Path = PACKAGE) -> None:
         super().__init__()
         self.entries: list[Entry] = []
         self._hardware, self._axes = hardware, axes
-        self._lines = SourceLines()
+        self._lines = SourceLines(folder)
         self._started, self._spent = time.perf_counter(), 0.0
         self._device = torch.cuda.current_device()
 
@@ -194,16 +196,17 @@ _TRACE = _Trace()
 
 
 @contextmanager
-def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str]) -> Iterator[Recorder]:
+def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Path = PACKAGE) -> Iterator[Recorder]:
     """Record what this process does on its CUDA device until the end of the context; collectives by `Recorder.collective`.
 
     Args:
         hardware: the GPU, whose times the work gets.
         axes: global ranks of a group -> mesh axis.
+        folder: whose lines of code are recorded.
     """
     _TRACE.register()
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=MOST_ALLOCATIONS)
-    recorder = Recorder(hardware, axes)
+    recorder = Recorder(hardware, axes, folder)
     recorder.entries += _allocated_earlier()
     _TRACE.active = recorder
     try:

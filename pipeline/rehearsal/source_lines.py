@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from functools import cache
 from pathlib import Path
 from types import CodeType
 
@@ -15,27 +14,31 @@ PACKAGE = Path(__file__).parents[1]
 _REHEARSAL = (str(PACKAGE / "rehearsal"), str(PACKAGE / "parallel" / "rehearsed_"))
 
 
-@cache
-def _file(code: CodeType) -> str:
-    """The file of a function within the package; "" for one that is outside or of the rehearsal."""
-    name = code.co_filename
-    if not name.startswith(f"{PACKAGE}/") or name.startswith(_REHEARSAL):
-        return ""
-    return name.removeprefix(f"{PACKAGE}/")
-
-
 class SourceLines:
-    """Lines of code during a step; autograd's nodes have no frames of Python, and are found by their sequence number."""
+    """Lines of code during a step; autograd's nodes have no frames of Python, and are found by their sequence number.
 
-    def __init__(self) -> None:
+    Args:
+        folder: whose code is meant.
+    """
+
+    def __init__(self, folder: Path = PACKAGE) -> None:
+        self._folder = f"{folder}/"
+        self._files: dict[CodeType, str] = {}
         self._forward: dict[int, str] = {}
         self._thread = threading.get_ident()
+
+    def _file(self, code: CodeType) -> str:
+        """The file of a function within the folder; "" for one that is outside or of the rehearsal."""
+        name = code.co_filename
+        return name.removeprefix(self._folder) if name.startswith(self._folder) and not name.startswith(_REHEARSAL) else ""
 
     def here(self) -> str:
         """The innermost line of the package on the stack, "training/loop.py:101"; that of the forward pass in a node of autograd; or ""."""
         frame = sys._getframe(1)
         while frame is not None:
-            if found := _file(frame.f_code):
+            if (found := self._files.get(frame.f_code)) is None:
+                found = self._files[frame.f_code] = self._file(frame.f_code)
+            if found:
                 line = f"{found}:{frame.f_lineno}"
                 break
             frame = frame.f_back  # type: ignore[assignment] # None at the outermost frame
