@@ -124,7 +124,7 @@ class _Clocks:
             case Work():
                 self._launch(entry)
             case EventRecord():
-                self._events[entry.event] = max(self._free[entry.stream], self.now)
+                self._events[entry.event] = self._free[entry.stream]
             case StreamWait():
                 self._free[entry.stream] = max(self._free[entry.stream], self._events.get(entry.event, 0.0))
             case HostWait():

@@ -60,7 +60,11 @@ def step_time(replay: Replay) -> StepTime:
     communication = {axis: common(whole, union(intervals)) for axis, intervals in sorted(axes.items())}
     busy = common(whole, union((placed.begin, placed.end) for placed in computing if placed.end > placed.begin))
     gaps = without(whole, busy)
+    idle = without(whole, union((placed.begin, placed.end) for placed in replay.work if placed.end > placed.begin))
     late = _late_host(gaps, computing)
+    # A device that runs nothing at all has finished everything that was queued.
+    late += _before(without(idle, union(interval for interval, _ in late)), replay.work)
+    late.sort(key=lambda pair: pair[0])
     behind = union(interval for interval, _ in late)
     waiting = without(gaps, behind)
     exposed = common(waiting, union(interval for intervals in axes.values() for interval in intervals))
@@ -93,14 +97,21 @@ def step_window(replay: Replay) -> Interval:
 
 def _late_host(gaps: list[Interval], computing: list[Placed]) -> list[tuple[Interval, Placed]]:
     """The part of each gap in which the next work could have run, had the host queued it; with that work."""
+    following = _before(gaps, computing)
+    parts = [((max(begin, placed.ready), end), placed) for (begin, end), placed in following]
+    return [(interval, placed) for interval, placed in parts if interval[0] < interval[1]]
+
+
+def _before(gaps: list[Interval], work: list[Placed]) -> list[tuple[Interval, Placed]]:
+    """Each gap with the work that begins at its end; without those at whose end none does."""
     found = []
-    following = iter(sorted((placed for placed in computing if placed.end > placed.begin), key=lambda placed: placed.begin))
+    following = iter(sorted((placed for placed in work if placed.end > placed.begin), key=lambda placed: placed.begin))
     placed = next(following, None)
     for begin, end in gaps:
         while placed is not None and placed.begin < end:
             placed = next(following, None)
-        if placed is not None and max(begin, placed.ready) < end:
-            found.append(((max(begin, placed.ready), end), placed))
+        if placed is not None:
+            found.append(((begin, end), placed))
     return found
 
 

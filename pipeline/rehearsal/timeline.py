@@ -28,6 +28,8 @@ COLORS = {
     "copies": "#f0e442",
     "waits of the host": "#1d2329",
 }
+EXPOSED, LATE = "exposed communication", "the device waits for the host"
+WAITS = {EXPOSED: "#f4a79a", LATE: "#cfd5da"}
 #: Colors of collectives, by axis.
 AXES = {"data": "#009e73", "dense": "#009e73", "tensor": "#d55e00", "pipeline": "#cc79a7", "context": "#e69f00", "expert": "#9467bd"}
 _OTHER_AXIS = "#8c564b"
@@ -65,15 +67,15 @@ class Picture:
     Attributes:
         title: above the picture.
         rows: host, then streams.
-        exposed, late: (place, width) where the device waits for a collective, and for the host.
-        x_ticks: (place, label in milliseconds).
+        exposed, late: where the device waits for a collective, and for the host.
+        x_ticks: (place, label in milliseconds since the begin of the step).
         height: pixels.
     """
 
     title: str
     rows: list[Row]
-    exposed: list[tuple[str, str]]
-    late: list[tuple[str, str]]
+    exposed: list[Bar]
+    late: list[Bar]
     x_ticks: list[tuple[str, str]]
     height: int
     width: int = WIDTH
@@ -114,22 +116,26 @@ def html(findings: Findings) -> str:
     begin, until = _detail(findings)
     pictures = [picture(findings, "The whole step", first, end)]
     if until - begin < end - first:
-        pictures.append(picture(findings, f"From {1e3 * begin:,.1f} to {1e3 * until:,.1f} ms", begin, until))
+        pictures.append(picture(findings, f"From {1e3 * (begin - first):,.1f} to {1e3 * (until - first):,.1f} ms", begin, until))
     used = {name for _, spans in _rows(findings) for name in (span.name for span in spans)}
-    legend = [(_color(name), name) for name in (*COLORS, *sorted(used - {*COLORS})) if name in used]
+    legend = [(_color(name), name) for name in (*COLORS, *sorted(used - {*COLORS})) if name in used] + [
+        (color, name) for name, color in WAITS.items()
+    ]
     return page.render("timeline.html.jinja", "Timeline of a step", pictures=pictures, legend=legend, lines=list(findings.lines()))
 
 
 def picture(findings: Findings, title: str, begin: float, end: float) -> Picture:
     """Return the picture of the part of a step from `begin` up to `end`, seconds."""
     rows = [Row(name, TOP + number * (ROW + GAP), list(_bars(spans, begin, end))) for number, (name, spans) in enumerate(_rows(findings))]
-    places = [place for place in ticks([1e3 * begin, 1e3 * end], about=8) if begin <= place / 1e3 <= end]
+    start = findings.time.window[0]
+    places = ticks([1e3 * (begin - start), 1e3 * (end - start)], about=8)
+    at = [(start + place / 1e3, f"{place:,g}") for place in places]
     return Picture(
         title,
         rows,
-        _bands(findings.time.exposed_intervals, begin, end),
-        _bands(findings.time.host_intervals, begin, end),
-        [(f"{_x(place / 1e3, begin, end):.1f}", f"{place:,g}") for place in places],
+        list(_bars([_Span(EXPOSED, *interval, EXPOSED) for interval in findings.time.exposed_intervals], begin, end)),
+        list(_bars([_Span(LATE, *interval, LATE) for interval in findings.time.host_intervals], begin, end)),
+        [(f"{_x(time, begin, end):.1f}", label) for time, label in at if begin <= time <= end],
         TOP + len(rows) * (ROW + GAP) + 36,
     )
 
@@ -208,19 +214,12 @@ def _span(placed: Placed) -> _Span:
 
 def _color(name: str) -> str:
     """The color of a kind of work."""
-    return COLORS.get(name) or AXES.get(name.removeprefix("collectives: "), _OTHER_AXIS)
+    return COLORS.get(name) or WAITS.get(name) or AXES.get(name.removeprefix("collectives: "), _OTHER_AXIS)
 
 
 def _x(time: float, begin: float, end: float) -> float:
     """The place of a time."""
     return LEFT + (time - begin) / (end - begin) * (WIDTH - LEFT - 10) if end > begin else LEFT
-
-
-def _bands(intervals: Sequence[Interval], begin: float, end: float) -> list[tuple[str, str]]:
-    """Places and widths of intervals, at least half a pixel wide."""
-    cut = [(max(begin, first), min(end, last)) for first, last in intervals if last > begin and first < end]
-    places = [(_x(first, begin, end), _x(last, begin, end)) for first, last in cut]
-    return [(f"{first:.1f}", f"{max(0.5, last - first):.1f}") for first, last in places]
 
 
 def _bars(spans: Sequence[_Span], begin: float, end: float) -> Iterator[Bar]:
