@@ -45,7 +45,8 @@ class Kind(IntEnum):
 #:     TENSOR_ALLOCATE, TENSOR_FREE: bytes that are allocated since then.
 #:   size: bytes. PRODUCT: cudaDataType of the operands (14 bf16, 2 fp16, 0 fp32, 28 e4m3, 29 e5m2). COLLECTIVE: of the elements counted.
 #:   shape: KERNEL: grid x, y, z, threads of a block. PRODUCT: m, n, k, batch. COLLECTIVE: size of the communicator, root or peer, own rank.
-#:     COPY: 1 to the device, 2 to the host, 3 on the device, 0 on the host; 1 if the host's memory is pageable.
+#:     COPY: 1 to the device, 2 to the host, 3 on the device, 0 on the host; 1 if the host's memory is pageable. HOST_WAIT: 1 if the caching
+#:     allocator waits.
 #:   thread: as threading.get_native_id(). call: index in the table of calls, see DeviceRecord.call_name. kind: a Kind.
 ENTRY = np.dtype(
     [
@@ -149,8 +150,8 @@ class DeviceRecord:
         """Call a function at each wait of the host for the device that is recorded, in the thread that waits and with the GIL.
 
         Args:
-            told: its argument is the number of the entry since the process began. It must not use the device. Waits within cudaMalloc and
-                cudaFree do not call it, since PyTorch's allocator is locked then.
+            told: its argument is the number of the entry since the process began. It must not use the device. It is not called for waits of
+                the caching allocator, which is locked then.
         """
         self._callback = WaitCallback(told)
         self.library.rehearsal_on_host_wait(self._callback)

@@ -19,6 +19,10 @@ enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, SYMBOL_NOT_FOUND = 500, NOT_SUPPORT
 /* Pages of device memory. */
 #define PAGE (2ul << 20)
 
+/* The stream of a wait for the whole device, and none. */
+#define DEVICE (~0ul)
+#define NO_STREAM (~0ul - 1)
+
 /* A function and how often it was called. All of them lie in one section of the library, which is the table of calls. */
 typedef struct { const char *name; long count, unknown, padding; } Call;
 extern Call __start_rehearsal_calls[], __stop_rehearsal_calls[];
@@ -39,7 +43,7 @@ typedef struct {
     int64_t time;             /* CLOCK_MONOTONIC, ns */
     uint64_t stream, object;  /* object: name of a kernel (char *), event, or address that is written or allocated */
     uint64_t source, size;    /* source: address that is read; size: bytes, or the data type of a product */
-    uint32_t x, y, z, w;      /* kernel: grid and threads of a block; product: m, n, k, batch; copy: direction, whether the host memory is pageable */
+    uint32_t x, y, z, w;      /* kernel: grid and threads of a block; product: m, n, k, batch; copy: direction, whether the host memory is pageable; wait: whether the allocator waits */
     uint32_t thread;
     uint16_t call, kind;      /* call: index in the table of calls */
 } Entry;
@@ -56,4 +60,4 @@ static int on_device(const void *p) { return (uint64_t)p >= DEVICE_BEGIN && (uin
 /* Declarations that parts use before they are defined. */
 static int runtime_error(int code);
 static void forget(uint64_t begin, uint64_t size);
-static void host_wait(Call *call, void *stream, Entry entry);
+static void host_wait(Call *call, void *stream, Event *event, void *caller);

@@ -97,7 +97,7 @@ int cuPointerGetAttribute(void *value, int kind, uint64_t p) {
     return unknown(&call, NOT_SUPPORTED);
 }
 
-static int move(Call *call, void *to, const void *from, size_t bytes, void *stream, int waits) {
+static int move(Call *call, void *to, const void *from, size_t bytes, void *stream, int waits, void *caller) {
     int direction = 2 * on_device(from) + on_device(to); /* 1: to the device, 2: to the host, 3: on the device */
     const void *host = direction == 1 ? from : to;
     int pageable = direction < 3 && !is_pinned(host, 0);
@@ -110,28 +110,28 @@ static int move(Call *call, void *to, const void *from, size_t bytes, void *stre
         if (bytes <= sizeof data && recall((uint64_t)from, data, bytes)) remember((uint64_t)to, data, bytes);
         else forget((uint64_t)to, bytes);
     } else memmove(to, from, bytes);
-    if (waits || (direction == 2 && pageable)) host_wait(call, stream, (Entry){0});
+    if (waits || (direction == 2 && pageable)) host_wait(call, stream, NULL, caller);
     return 0;
 }
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
     COUNT("cudaMemcpyAsync");
     (void)kind;
-    return move(&call, to, from, bytes, stream, 0);
+    return move(&call, to, from, bytes, stream, 0, __builtin_return_address(0));
 }
 int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) {
     COUNT("cudaMemcpy");
     (void)kind;
-    return move(&call, to, from, bytes, NULL, 1);
+    return move(&call, to, from, bytes, NULL, 1, __builtin_return_address(0));
 }
 int cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t bytes, void *stream) {
     COUNT("cudaMemcpyPeerAsync");
     (void)to_device, (void)from_device;
-    return move(&call, to, from, bytes, stream, 0);
+    return move(&call, to, from, bytes, stream, 0, __builtin_return_address(0));
 }
 int cudaMemcpy2DAsync(char *to, size_t to_pitch, const char *from, size_t from_pitch, size_t width, size_t height, int kind, void *stream) {
     COUNT("cudaMemcpy2DAsync");
     (void)kind;
-    for (size_t row = 0; row < height; row++) move(&call, to + row * to_pitch, from + row * from_pitch, width, stream, 0);
+    for (size_t row = 0; row < height; row++) move(&call, to + row * to_pitch, from + row * from_pitch, width, stream, 0, __builtin_return_address(0));
     return 0;
 }
 static int fill(Call *call, void *p, size_t bytes, void *stream) {

@@ -5,8 +5,8 @@ static long capacity, first, held, appended, lost, most = 1 << 22;
 static int recording;
 static void (*on_host_wait)(long index);
 static const char *last_kernel = "";
-/* Stream that this thread waited for, while nothing was queued since: waiting again is no wait. */
-static __thread uint64_t waited_for = ~0ul;
+/* Stream (or DEVICE) for which this thread waited, while it queued nothing since: waiting again is no wait. */
+static __thread uint64_t waited_for = NO_STREAM;
 
 static int64_t now(void) {
     struct timespec t;
@@ -25,7 +25,7 @@ static void grow(void) {
 
 static void append(Call *call, int kind, void *stream, Entry entry) {
     if (kind == KERNEL) last_kernel = (const char *)entry.object;
-    if (kind < EVENT_RECORD || kind == COLLECTIVE || kind == GRAPH) waited_for = ~0ul;
+    if (kind < EVENT_RECORD || kind == COLLECTIVE || kind == GRAPH) waited_for = NO_STREAM;
     if (!__atomic_load_n(&recording, __ATOMIC_RELAXED)) return;
     static __thread uint32_t thread;
     if (!thread) thread = syscall(SYS_gettid);
@@ -39,14 +39,21 @@ static void append(Call *call, int kind, void *stream, Entry entry) {
     long index = appended++;
     pthread_mutex_unlock(&record_lock);
     void (*told)(long) = on_host_wait;
-    if (kind == HOST_WAIT && told) told(index); /* without a lock: it runs Python */
+    if (kind == HOST_WAIT && told && !entry.x) told(index); /* without a lock of this library: it runs Python */
 }
 
-static void host_wait(Call *call, void *stream, Entry entry) {
-    if (entry.object == 0 && waited_for == (uint64_t)stream) return;
-    append(call, HOST_WAIT, stream, entry);
-    waited_for = entry.object ? ~0ul : (uint64_t)stream;
+/* Whether PyTorch's caching allocator waits. It holds a lock then, for which a thread with Python's lock may wait: Python is not called. */
+static int by_allocator(void *caller) {
+    Dl_info info;
+    if (!dladdr(caller, &info) || !info.dli_fname || !strstr(info.dli_fname, "libc10_cuda")) return 0;
+    return !info.dli_sname || !strstr(info.dli_sname, "synchronize");
 }
+static void host_wait(Call *call, void *stream, Event *event, void *caller) {
+    if (!event && (waited_for == DEVICE || waited_for == (uint64_t)stream)) return;
+    append(call, HOST_WAIT, stream, (Entry){.object = (uint64_t)event, .x = by_allocator(caller)});
+    if (!event) waited_for = (uint64_t)stream;
+}
+#define HOST_WAITS(stream, event) host_wait(&call, stream, event, __builtin_return_address(0))
 
 static int unknown(Call *call, int code) {
     if (!__atomic_exchange_n(&call->unknown, 1, __ATOMIC_RELAXED))

@@ -13,11 +13,10 @@ int cudaDeviceGetStreamPriorityRange(int *least, int *greatest) { COUNT("cudaDev
 int cudaStreamIsCapturing(void *stream, int *status) { COUNT("cudaStreamIsCapturing"); (void)stream; return *status = 0, 0; }
 int cudaStreamGetCaptureInfo(void *stream, int *status) { COUNT("cudaStreamGetCaptureInfo"); (void)stream; return *status = 0, 0; }
 int cudaStreamQuery(void *stream) { COUNT("cudaStreamQuery"); RECORD(QUERY, stream, 0); return 0; }
-int cudaStreamSynchronize(void *stream) { COUNT("cudaStreamSynchronize"); host_wait(&call, stream, (Entry){0}); return 0; }
-int cuStreamSynchronize(void *stream) { COUNT("cuStreamSynchronize"); host_wait(&call, stream, (Entry){0}); return 0; }
-/* A wait for the device has the stream ~0. */
-int cudaDeviceSynchronize(void) { COUNT("cudaDeviceSynchronize"); RECORD(HOST_WAIT, (void *)~0ul, 0); return 0; }
-int cuCtxSynchronize(void) { COUNT("cuCtxSynchronize"); RECORD(HOST_WAIT, (void *)~0ul, 0); return 0; }
+int cudaStreamSynchronize(void *stream) { COUNT("cudaStreamSynchronize"); HOST_WAITS(stream, NULL); return 0; }
+int cuStreamSynchronize(void *stream) { COUNT("cuStreamSynchronize"); HOST_WAITS(stream, NULL); return 0; }
+int cudaDeviceSynchronize(void) { COUNT("cudaDeviceSynchronize"); HOST_WAITS((void *)DEVICE, NULL); return 0; }
+int cuCtxSynchronize(void) { COUNT("cuCtxSynchronize"); HOST_WAITS((void *)DEVICE, NULL); return 0; }
 int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
     COUNT("cudaLaunchHostFunc");
     (void)stream;
@@ -42,7 +41,7 @@ int cuEventRecord(Event *event, void *stream) { COUNT("cuEventRecord"); return r
 int cudaEventQuery(Event *event) { COUNT("cudaEventQuery"); RECORD(QUERY, (void *)event->stream, .object = (uint64_t)event); return 0; }
 int cudaEventSynchronize(Event *event) {
     COUNT("cudaEventSynchronize");
-    host_wait(&call, (void *)event->stream, (Entry){.object = (uint64_t)event});
+    HOST_WAITS((void *)event->stream, event);
     return 0;
 }
 int cudaStreamWaitEvent(void *stream, Event *event, unsigned flags) {
