@@ -115,7 +115,11 @@ def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
-    required = {"generate": ["stage.prompts=prompts.jsonl"], "submit": ["submit.stages=[shard]"]}.get(stage, [])
+    required = {
+        "generate": ["stage.prompts=prompts.jsonl"],
+        "submit": ["submit.stages=[shard]"],
+        "rehearse": ["cluster.hardware=h100"],
+    }.get(stage, [])
     for ranks in (1, 2):
         checked((f"experiment={name}", f"stage={stage}", *required), ranks)
 

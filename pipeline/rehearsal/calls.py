@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
+
+#: In place of a line of code: an operator of PyTorch, in the backward pass.
+BACKWARD = "(backward pass)"
 
 
 @dataclass(frozen=True)
@@ -67,9 +71,10 @@ class DeviceCalls:
             kernels: name -> count, to which the launches are added.
         """
         lines: dict[int, str] = {}
+        caller = threading.get_native_id()
         self.record.start()
         try:
-            with self.record.on_host_wait(lambda number: lines.update({number: site()})):
+            with self.record.on_host_wait(lambda number: lines.update({number: site() or _place(caller)})):
                 yield
         finally:
             self.record.stop()
@@ -81,3 +86,8 @@ class DeviceCalls:
                 kernels[self.record.name(entry)] += names.pop(address)
         for index in (entries["kind"] == Kind.HOST_WAIT).nonzero()[0].tolist():
             waits[self.record.call_name(entries[index]), lines.get(index, "")] += 1
+
+
+def _place(caller: int) -> str:
+    """Where a wait without a line of code is: autograd computes gradients in threads of its own."""
+    return "" if threading.get_native_id() == caller else BACKWARD

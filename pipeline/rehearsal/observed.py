@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ from pipeline.rehearsal.calls import DeviceCalls, Launches
 from pipeline.rehearsal.memory import BETWEEN, Moments
 from pipeline.training.engine import StepResult
 from pipeline.training.trainer import Trainer
+
+log = logging.getLogger("pipeline.rehearsal")
+log.setLevel(logging.INFO)  # also where the messages of training are left out
 
 
 @dataclass
@@ -98,6 +102,7 @@ class ObservedTrainer(Trainer):
         started = time.perf_counter()
         result = super().train(tokens, batch, requests, step)
         self.seen.seconds.append(time.perf_counter() - started)
+        log.info("rehearse: step %d: %.2f s of the host", self._number, self.seen.seconds[-1])
         if self._number == self._timed:
             self.seen.launches = self._device.launches()
         return result

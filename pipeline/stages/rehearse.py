@@ -43,7 +43,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         return
     from pipeline.planner.plan import hardware_of
 
-    make_folder(Path(config.run_dir))
     if code := start.again(compose.task_arguments(), hardware_of(config), stage.python):
         sys.exit(code)
 
