@@ -99,7 +99,7 @@ class Findings:
 
     def _unknown(self) -> list[str]:
         """What a replay of one rank cannot know."""
-        found = ["waits for slower ranks", "kernels that slow each other down"]
+        found = ["waits for slower ranks", "kernels that slow each other down", "what torch.compile fuses"]
         return ["waits for other pipeline stages (the bubble)", *found] if self.pipelined else found
 
 
@@ -135,7 +135,7 @@ def analyze(entries: Sequence[Entry], hardware: Hardware, host_seconds: float | 
         late_gathers(entries),
         races(entries),
         {key: (counts[key], sizes[key], seconds[key]) for key in counts},
-        any(entry.axis == "pipeline" or entry.name in ("send", "receive") for entry in work),
+        any(entry.axis == "pipeline" for entry in work),
     )
 
 

@@ -1,8 +1,8 @@
 """Records a step of this process on a CUDA device: operators, collectives, events, waits and allocations in the order of the host.
 
 Operators are seen by a dispatch mode, in autograd's threads too; events, waits of the host and the caching allocator by PyTorch's trace of
-its CUDA calls, which its stream sanitizer uses; collectives by the listener of the process group. PyTorch compiles nothing under a dispatch
-mode: of compiled code the record has the operators one by one.
+its CUDA calls, which its stream sanitizer uses; collectives by the listener of the process group. A dispatch mode sees nothing of
+compiled kernels: while it records, compiled code runs eagerly, and the record has its operators one by one, unfused.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Pa
     recorder.entries += _allocated_earlier()
     _TRACE.active = recorder
     try:
-        with recorder:
+        with torch.compiler.set_stance("force_eager"), recorder:
             yield recorder
     finally:
         _TRACE.active = None
