@@ -35,7 +35,8 @@ from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner.kernel_fusion import fuse
 from pipeline.planner.operations import TracedPart, TracedWeights
-from pipeline.planner.recorder import Recorder, Recording, visible_share
+from pipeline.planner.operator_kinds import visible_share
+from pipeline.planner.recorder import Recorder, Recording
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
