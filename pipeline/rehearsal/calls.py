@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
 
 #: In place of a line of code: an operator of PyTorch, in the backward pass.
@@ -38,10 +40,25 @@ class Launches:
 
 
 class DeviceCalls:
-    """What the driver counts and records."""
+    """What the driver counts and records, and how much memory it has.
 
-    def __init__(self) -> None:
-        self.record = DeviceRecord()
+    Args:
+        outside: bytes of the device that are not PyTorch's.
+    """
+
+    def __init__(self, outside: int) -> None:
+        self.record, self._outside = DeviceRecord(), outside
+        self.record.hold(outside)
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """A context in which the device has more memory than any job needs; what the allocator keeps of it is given back at the end."""
+        self.record.hold(-(1 << 50))
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
+            self.record.hold(self._outside)
 
     def reset(self) -> None:
         """Count from zero."""

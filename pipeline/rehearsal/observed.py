@@ -121,6 +121,7 @@ class ObservedTrainer(Trainer):
     def _recorded_step(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, StepResult]:
         """A step whose operators are recorded; after the last one, the record is analyzed."""
         if self._recorder is None:
+            self._recording.enter_context(self._device.unlimited())  # compiled code runs eagerly, and needs more memory
             self._recorder = self._recording.enter_context(recorded(self._hardware, axis_names(self.mesh)))
             rehearsed_group.listen(self._recorder.collective)
         self._recorder.mark(STEP)

@@ -97,8 +97,7 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
 def _rehearse(config: RunConfig, layout: Layout, device: torch.device, steps: int, outside: int, moments: Moments) -> Rehearsal:
     """Rehearse in the process group of the job; arguments and errors as of rehearse."""
     VALUES.missing = True
-    calls, started = DeviceCalls(), time.perf_counter()
-    calls.record.hold(outside)
+    calls, started = DeviceCalls(outside), time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     mesh = meshes.build_mesh(layout, device, config.training.timeout_minutes)
     trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps, hardware=hardware_of(config))
