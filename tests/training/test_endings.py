@@ -100,7 +100,12 @@ def test_a_run_whose_terminal_is_closed_writes_a_checkpoint(tokens, tmp_path):
     """The progress bar can then not be drawn."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "pipeline", *arguments(tokens, tmp_path / "run", "training.steps=100000")]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(), start_new_session=True) as process:
+    options = {
+        "env": environment(),
+        "start_new_session": True,
+        "preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # which a runner of the tests may ignore
+    }
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, **options) as process:
         os.close(theirs)
         threading.Thread(target=_drain, args=(ours,), daemon=True).start()
         wait_for_step(tmp_path / "run", 3)
