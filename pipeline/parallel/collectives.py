@@ -66,8 +66,8 @@ def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def _local_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """(batch, sequence, hidden) -> the local (batch, sequence / ranks, hidden)."""
-    return tensor.chunk(group.size(), dim=1)[group.rank()].contiguous()
+    """(batch, sequence, hidden) -> the local (batch, sequence / ranks, hidden); a copy, since a view would keep the whole sequence."""
+    return tensor.chunk(group.size(), dim=1)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def _local_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:

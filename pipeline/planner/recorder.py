@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import finalize
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pipeline.planner import operator_kinds
 from pipeline.planner.operations import AttentionCall, Collective, Kind, Operation, Phase, Product
 
-_ATEN = torch.ops.aten
-_PRODUCTS = {_ATEN.mm.default, _ATEN.mm.out, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default, _ATEN._grouped_mm.default}
-_FLASH = _ATEN._scaled_dot_product_flash_attention.default
-_FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 _RING = torch.ops.pipeline.ring_attention.default
 _RING_BACKWARD = torch.ops.pipeline.ring_attention_backward.default
 _FUNCTIONAL: dict[str, Kind] = {
@@ -28,12 +25,6 @@ _FUNCTIONAL: dict[str, Kind] = {
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_to_all_single": "all_to_all",
 }
-#: Operators that move no data, besides views.
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "wait_tensor", "promote_types"}
-#: Operators whose result shares the storage of their input; on the meta device it may have its own.
-_ALIASES = {"_unsafe_view", "_reshape_alias", "wait_tensor"}
-#: Operators that read only the selected rows of their first input.
-_LOOKUPS = {"embedding", "index_select", "gather", "index"}
 
 
 @dataclass
@@ -123,23 +114,23 @@ class Recorder(TorchDispatchMode):
         """Run the operator on the meta device and record it."""
         kwargs = kwargs or {}
         result = operator(*args, **kwargs)
-        short = operator.name().partition("::")[2].partition(".")[0]
-        if short in _ALIASES and isinstance(result, Tensor):
+        short = operator_kinds.short_name(operator)
+        if short in operator_kinds.ALIASES and isinstance(result, Tensor):
             self._ids.setdefault(result.untyped_storage(), self._id(args[0]))
             return result
-        if operator.is_view or short in _FREE:
-            for tensor in _tensors(result):
+        if operator_kinds.is_free(operator):
+            for tensor in operator_kinds.tensors(result):
                 self._id(tensor)
             return result
-        inputs = list(_tensors((args, kwargs)))
+        inputs = list(operator_kinds.tensors((args, kwargs)))
         reads = dict(_sizes(self, inputs))
-        outputs = list(_tensors(result))
+        outputs = list(operator_kinds.tensors(result))
         writes = dict(_sizes(self, outputs))
         if short == "cat":
             self._name_concatenation(list(reads), outputs[0])
         if quantized := next((key for key in reads if key in self._quantized), None):
             self._name_dequantized(quantized, operator, outputs)
-        if short in _LOOKUPS:
+        if short in operator_kinds.LOOKUPS:
             reads[self._id(inputs[0])] = sum(writes.values())
         operation, name = self._operation(operator, args, inputs, outputs, kwargs), operator.name()
         index = len(self.recording.kernels)
@@ -158,7 +149,7 @@ class Recorder(TorchDispatchMode):
 
     def _name_dequantized(self, codes: int, operator: Any, results: list[Tensor]) -> None:
         """Name what follows from the codes of a weight in 4 bits, up to the product that it is computed for."""
-        if operator not in _PRODUCTS:
+        if operator not in operator_kinds.PRODUCTS:
             for result in results:
                 self._quantized.add(key := self._id(result))
                 self._names[key] = self._names[codes]
@@ -182,8 +173,8 @@ class Recorder(TorchDispatchMode):
 
     def _operation(self, operator: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor], kwargs: Any) -> Operation | None:
         """What a call is, None for a memory-bound kernel."""
-        if operator in _PRODUCTS:
-            return self._product(operator, args)
+        if operator in operator_kinds.PRODUCTS:
+            return self._named(operator_kinds.product(operator, args, self.phase), operator, args)
         if operator in (_FLASH, _RING):
             call = self._attention(inputs[:3], operator is _RING, kwargs)
             self._calls[self._id(outputs[1])] = call
@@ -201,24 +192,10 @@ class Recorder(TorchDispatchMode):
         assert not name.startswith(("c10d", "_c10d")), f"the planner does not know the collective {name}"
         return None
 
-    def _product(self, operator: Any, args: Any) -> Product:
-        """A matrix product, with the weight's name."""
-        first, second = (args[1], args[2]) if operator in (_ATEN.addmm.default, _ATEN.baddbmm.default) else (args[0], args[1])
-        batch, m, k, n = 1, first.shape[-2], first.shape[-1], second.shape[-1]
-        if operator is _ATEN._grouped_mm.default:
-            batch = max(first.shape[0] if first.dim() == 3 else 1, second.shape[0] if second.dim() == 3 else 1)
-            if first.dim() == second.dim() == 2:  # the gradient of the weights: the summed dimension is split
-                offsets = args[2]
-                batch = offsets.shape[0]
-                k //= batch
-            elif first.dim() == 2:
-                m //= batch
-            else:
-                n //= batch
-        elif first.dim() == 3:
-            batch = first.shape[0]
-        name = next((self._names[key] for key in (self._id(first), self._id(second)) if key in self._names), "")
-        shape = (batch, *sorted((m, n, k)))
+    def _named(self, product: Product, operator: Any, args: Any) -> Product:
+        """A matrix product with the weight's name."""
+        name = next((self._names[key] for key in map(self._id, operator_kinds.operands(operator, args)) if key in self._names), "")
+        shape = (product.batch, *sorted((product.m, product.n, product.k)))
         if name and self.phase == "forward":
             self._pending.append((shape, name))
         elif not name:  # the gradient of a weight has the dimensions of its forward product
@@ -226,32 +203,18 @@ class Recorder(TorchDispatchMode):
             if forward is not None and self.phase == "backward":
                 self._pending.remove(forward)
                 name = forward[1]
-        return Product(name, self.phase, m, n, k, batch, first.element_size())
+        return replace(product, name=name)
 
     def _attention(self, inputs: list[Tensor], ring: bool, kwargs: Any) -> AttentionCall:
         """A call of an attention kernel."""
-        q, k, v = inputs
         ranks = self._sizes["context"] if ring else 1
         if ring:
-            self.pairs = visible_share(q.shape[2] * ranks, k.shape[2] * ranks, causal=kwargs["causal"], window=kwargs["window"])
-        (batch, heads, queries, head_dim), keys, value_dim = q.shape, k.shape[2], v.shape[3]
-        size = q.element_size()
-        return AttentionCall(self.phase, batch, heads, k.shape[1], queries, keys, head_dim, value_dim, self.pairs, ranks, size)
-
-
-def visible_share(queries: int, keys: int, *, causal: bool, window: int | None) -> float:
-    """Return the share of all (query, key) pairs that a causal mask and a window leave."""
-    if window is not None and window < keys:
-        return window / keys if causal else min(1.0, 2 * window / keys)
-    return 0.5 * (1 + 1 / max(1, queries)) if causal else 1.0
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            queries, keys = (tensor.shape[2] * ranks for tensor in inputs[:2])
+            self.pairs = operator_kinds.visible_share(queries, keys, causal=kwargs["causal"], window=kwargs["window"])
+        return operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs, ranks)
 
 
 def _sizes(recorder: Recorder, tensors: list[Tensor]) -> Iterator[tuple[int, int]]:
-    """Storage ids, each with the bytes of the tensor that a kernel reads or writes; an expanded tensor counts once."""
+    """Storage ids, each with the bytes of the tensor that a kernel reads or writes."""
     for tensor in tensors:
-        elements = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
-        yield recorder._id(tensor), elements * tensor.element_size()
+        yield recorder._id(tensor), operator_kinds.moved(tensor)

@@ -36,7 +36,8 @@ from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_
 from pipeline.planner.kernel_fusion import fuse
 from pipeline.planner.norm_kernel import norm_kernels
 from pipeline.planner.operations import TracedPart, TracedWeights
-from pipeline.planner.recorder import Recorder, Recording, visible_share
+from pipeline.planner.operator_kinds import visible_share
+from pipeline.planner.recorder import Recorder, Recording
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
+
+#: In place of a line of code: an operator of PyTorch, in the backward pass.
+BACKWARD = "(backward pass)"
 
 
 @dataclass(frozen=True)
@@ -34,10 +40,25 @@ class Launches:
 
 
 class DeviceCalls:
-    """What the driver counts and records."""
+    """What the driver counts and records, and how much memory it has.
 
-    def __init__(self) -> None:
-        self.record = DeviceRecord()
+    Args:
+        outside: bytes of the device that are not PyTorch's.
+    """
+
+    def __init__(self, outside: int) -> None:
+        self.record, self._outside = DeviceRecord(), outside
+        self.record.hold(outside)
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """A context in which the device has more memory than any job needs; what the allocator keeps of it is given back at the end."""
+        self.record.hold(-(1 << 50))
+        try:
+            yield
+        finally:
+            torch.cuda.empty_cache()
+            self.record.hold(self._outside)
 
     def reset(self) -> None:
         """Count from zero."""
@@ -67,9 +88,10 @@ class DeviceCalls:
             kernels: name -> count, to which the launches are added.
         """
         lines: dict[int, str] = {}
+        caller = threading.get_native_id()
         self.record.start()
         try:
-            with self.record.on_host_wait(lambda number: lines.update({number: site()})):
+            with self.record.on_host_wait(lambda number: lines.update({number: site() or _place(caller)})):
                 yield
         finally:
             self.record.stop()
@@ -81,3 +103,8 @@ class DeviceCalls:
                 kernels[self.record.name(entry)] += names.pop(address)
         for index in (entries["kind"] == Kind.HOST_WAIT).nonzero()[0].tolist():
             waits[self.record.call_name(entries[index]), lines.get(index, "")] += 1
+
+
+def _place(caller: int) -> str:
+    """Where a wait without a line of code is: autograd computes gradients in threads of its own."""
+    return "" if threading.get_native_id() == caller else BACKWARD

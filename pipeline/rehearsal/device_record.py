@@ -138,8 +138,8 @@ class DeviceRecord:
         self.library.rehearsal_plant(ctypes.c_uint64(address), data, ctypes.c_uint64(len(data)))
 
     def hold(self, size: int) -> None:
-        """Take bytes off the device's memory for what is not PyTorch's: the CUDA context, NCCL's buffers."""
-        self.library.rehearsal_hold(ctypes.c_uint64(size))
+        """Take bytes off the device's memory for what is not PyTorch's: the CUDA context, NCCL's buffers. A negative number adds memory."""
+        self.library.rehearsal_hold(ctypes.c_int64(size))
 
     def used(self) -> int:
         """Bytes of device memory that are allocated, in pages of 2 MiB, without those that are held."""

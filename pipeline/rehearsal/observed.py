@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
+from pipeline.config.hardware import Hardware
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.rehearsed_group import Call
+from pipeline.rehearsal.analysis import Findings, analyze
+from pipeline.rehearsal.axis_names import axis_names
 from pipeline.rehearsal.calls import DeviceCalls, Launches
 from pipeline.rehearsal.memory import BETWEEN, Moments
+from pipeline.rehearsal.operations import Recorder, recorded
+from pipeline.rehearsal.record import STEP
 from pipeline.training.engine import StepResult
 from pipeline.training.trainer import Trainer
+
+log = logging.getLogger("pipeline.rehearsal")
+log.setLevel(logging.INFO)  # also where the messages of training are left out
+
+
+#: Steps that are recorded: what one leaves to run beside the next one is seen in the second.
+RECORDED = 2
 
 
 @dataclass
@@ -31,6 +46,7 @@ class Seen:
         waits: (function, line of code) -> number of waits of the host in the observed step.
         kernels: name -> launches in the observed step.
         block: launches of the forward pass of one block.
+        findings: of the last two recorded steps; None if they were not recorded.
         has_forward: whether a forward pass of the observed step has ended.
     """
 
@@ -41,6 +57,7 @@ class Seen:
     kernels: Counter[str] = field(default_factory=Counter)
     block: Launches | None = None
     has_forward: bool = False
+    findings: Findings | None = None
 
 
 class ObservedTrainer(Trainer):
@@ -52,14 +69,20 @@ class ObservedTrainer(Trainer):
         moments: where memory is noted.
         device: the driver.
         observed: number of the step in which everything is recorded, from 1 on.
-        timed: number of the step whose launches are counted, while nothing is recorded.
+        timed: number of the step whose launches are counted, while nothing is recorded. In RECORDED steps after it operators are recorded,
+            which makes them slow: they are not in Seen.seconds.
+        hardware: the GPU.
     """
 
-    def __init__(self, config: RunConfig, mesh: Mesh, moments: Moments, device: DeviceCalls, observed: int, timed: int) -> None:
+    def __init__(
+        self, config: RunConfig, mesh: Mesh, moments: Moments, device: DeviceCalls, observed: int, timed: int, hardware: Hardware
+    ) -> None:
         super().__init__(config, mesh)
         self.seen = Seen()
         self._moments, self._device, self._observed, self._timed = moments, device, observed, timed
         self._number, self._observing = 0, False
+        self._hardware, self._recording = hardware, ExitStack()
+        self._recorder: Recorder | None = None
         stage = next(iter(self.model.stage_modules()))
         stage.register_forward_hook(self._forward_ended)
         self._block_began: Launches | None = None
@@ -71,6 +94,8 @@ class ObservedTrainer(Trainer):
         """See Trainer."""
         self._number += 1
         self._device.reset()
+        if self._timed < self._number <= self._timed + RECORDED:
+            return self._recorded_step(tokens, batch, requests, step)
         if self._number != self._observed:
             return self._timed_step(tokens, batch, requests, step)
         rehearsed_group.listen(self.seen.calls.append)
@@ -93,11 +118,28 @@ class ObservedTrainer(Trainer):
         self._moments.note("validation")
         return result
 
+    def _recorded_step(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, StepResult]:
+        """A step whose operators are recorded; after the last one, the record is analyzed."""
+        if self._recorder is None:
+            self._recording.enter_context(self._device.unlimited())  # compiled code runs eagerly, and needs more memory
+            self._recorder = self._recording.enter_context(recorded(self._hardware, axis_names(self.mesh)))
+            rehearsed_group.listen(self._recorder.collective)
+        self._recorder.mark(STEP)
+        result = super().train(tokens, batch, requests, step)
+        if self._number == self._timed + RECORDED:
+            rehearsed_group.listen(None)
+            self._recording.close()
+            self.seen.findings = analyze(self._recorder.entries, self._hardware, RECORDED * self.seen.seconds[-1])
+            self._recorder = None
+            torch.cuda.reset_peak_memory_stats()
+        return result
+
     def _timed_step(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, StepResult]:
         """A step whose seconds are noted."""
         started = time.perf_counter()
         result = super().train(tokens, batch, requests, step)
         self.seen.seconds.append(time.perf_counter() - started)
+        log.info("rehearse: step %d: %.2f s of the host", self._number, self.seen.seconds[-1])
         if self._number == self._timed:
             self.seen.launches = self._device.launches()
         return result

@@ -1,10 +1,12 @@
-"""What a rehearsal records of a step, as the host issued it: work on streams, events, waits and allocations. Imports no torch."""
+"""What a rehearsal records of a step, in the order of the host: work on streams, events, waits and allocations. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+#: Name of the mark at the begin of a step.
+STEP = "step"
 #: What work on a stream is.
 WorkKind = Literal["kernel", "product", "attention", "copy", "fill", "collective"]
 
@@ -69,7 +71,7 @@ class StreamWait:
 
 @dataclass(frozen=True, slots=True)
 class HostWait:
-    """The host waits for an event or a stream, or for the device if both are None. A copy to the host waits for its stream."""
+    """The host waits for an event or a stream, or for the whole device if both are None. A copy to the host waits for its stream."""
 
     time: float
     name: str
@@ -80,11 +82,26 @@ class HostWait:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Memory becomes a tensor's, from the caching allocator: no call of the driver, unless new memory was reserved."""
+    """Memory becomes a tensor's, from the caching allocator: no call of the driver, unless new memory was reserved.
+
+    Attributes:
+        earlier: whether it happened before the begin of the record; the memory then holds values.
+    """
 
     time: float
     address: int
     size: int
+    stream: int
+    site: str
+    earlier: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStream:
+    """Tensor.record_stream: freed memory is handed out again only after the work that is queued on the stream by then."""
+
+    time: float
+    address: int
     stream: int
     site: str
 
@@ -100,10 +117,10 @@ class Free:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A part of the step begins: forward, backward, optimizer, save, validation; or a module of the model."""
+    """A part of the record begins: STEP; forward, backward, optimizer, save, validation; or a module of the model."""
 
     time: float
     name: str
 
 
-Entry = Work | EventRecord | StreamWait | HostWait | Allocate | Free | Mark
+Entry = Work | EventRecord | StreamWait | HostWait | Allocate | RecordStream | Free | Mark

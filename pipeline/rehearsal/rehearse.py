@@ -22,12 +22,12 @@ from pipeline.layers.moe import VALUES
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
-from pipeline.planner.plan import JobPlan
+from pipeline.planner.plan import JobPlan, hardware_of
 from pipeline.rehearsal import memory
 from pipeline.rehearsal.calls import DeviceCalls
 from pipeline.rehearsal.host_copy import HostCopySaver
 from pipeline.rehearsal.memory import ByKind, Moments
-from pipeline.rehearsal.observed import ObservedTrainer, Seen
+from pipeline.rehearsal.observed import RECORDED, ObservedTrainer, Seen
 from pipeline.rehearsal.random_data import RandomTokens
 from pipeline.training import loop
 from pipeline.training.checkpoint_hooks import CheckpointHooks
@@ -97,11 +97,10 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
 def _rehearse(config: RunConfig, layout: Layout, device: torch.device, steps: int, outside: int, moments: Moments) -> Rehearsal:
     """Rehearse in the process group of the job; arguments and errors as of rehearse."""
     VALUES.missing = True
-    calls, started = DeviceCalls(), time.perf_counter()
-    calls.record.hold(outside)
+    calls, started = DeviceCalls(outside), time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     mesh = meshes.build_mesh(layout, device, config.training.timeout_minutes)
-    trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps)
+    trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps, hardware=hardware_of(config))
     saver = HostCopySaver(trainer, device, moments)
     moments.note("start")
     seconds = time.perf_counter() - started
@@ -131,16 +130,17 @@ def _data(config: RunConfig, rank: int, world_size: int) -> tuple[Objective, boo
 
 
 def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: HostCopySaver, steps: int, folder: Path) -> None:
-    """Run the training loop of the job for `steps` + 1 steps, with a save after step `steps`, and validate one global batch."""
-    training = replace(config.training, steps=steps + 1, validate_every=0, validation_batches=1, epochs=None)
-    checkpoint = replace(config.checkpoint, every=steps, every_minutes=0.0)
+    """Run the training loop of the job for `steps` steps, RECORDED steps, a save and one step more, and validate one global batch."""
+    saved = steps + RECORDED
+    training = replace(config.training, steps=saved + 1, validate_every=0, validation_batches=1, epochs=None)
+    checkpoint = replace(config.checkpoint, every=saved, every_minutes=0.0)
     tracking = replace(config.tracking, wandb="disabled")
     short = replace(config, run_dir=str(folder), training=training, checkpoint=checkpoint, tracking=tracking)
     state = TrainState(step=0, samples=0, updates=0)
     length = training.sequence_length
     rank, control = trainer.mesh.rank, StepControl(trainer.mesh.rank, 0.0, training.max_skipped_steps)
     with Metrics(
-        folder, tracking, {}, rank, state, steps=steps + 1, tokens_per_sample=length, flops_per_token=1.0, peak_flops=None
+        folder, tracking, {}, rank, state, steps=saved + 1, tokens_per_sample=length, flops_per_token=1.0, peak_flops=None
     ) as metrics:
         watchdog = Watchdog(training.timeout_minutes)
         level = log.getEffectiveLevel()

@@ -17,12 +17,11 @@ from pipeline.common.git_commit import commit
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.rehearsed_group import Call
 from pipeline.planner.plan import JobPlan
+from pipeline.rehearsal.axis_names import axis_names
 from pipeline.rehearsal.memory import BETWEEN, Moments
 from pipeline.rehearsal.rehearse import Rehearsal
 
 GB = 1e9
-#: Axes of the mesh, in the order in which one is named for a group that several of them have.
-AXES = ("tensor", "context", "expert", "dense", "data", "pipeline", "tied_embedding")
 #: A step is called host-bound if the host needs more than this share of its planned time.
 HOST_BOUND = 0.8
 #: Most lines of host waits, and of kernels.
@@ -71,12 +70,6 @@ def collectives(calls: list[Call], mesh: Mesh) -> dict[tuple[str, str, bool], tu
         counts[key] += 1
         sizes[key] += call.size
     return {key: (count, sizes[key]) for key, count in counts.items()}
-
-
-def axis_names(mesh: Mesh) -> dict[tuple[int, ...], str]:
-    """Return the ranks of each group of the mesh -> the name of its axis; `data` if dense and data have the same ranks."""
-    groups = ((name, getattr(mesh, name)) for name in reversed(AXES))
-    return {group.ranks: name if name != "dense" or mesh.layout.expert > 1 else "data" for name, group in groups if group is not None}
 
 
 def lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
@@ -184,6 +177,7 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             {"axis": axis, "name": name, "beside": beside, "count": count, "bytes": size}
             for (axis, name, beside), (count, size) in collectives(seen.calls, found.mesh).items()
         ],
+        "replay": None if seen.findings is None else seen.findings.content(),
         "unknown_functions": found.unknown,
         **_made_by(),
         "seconds": round(seconds, 1),

@@ -23,6 +23,7 @@ from pipeline.rehearsal import start
 log = logging.getLogger("pipeline")
 
 FILE = "rehearsal.json"
+TIMELINE = "timeline.html"
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
@@ -43,7 +44,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         return
     from pipeline.planner.plan import hardware_of
 
-    make_folder(Path(config.run_dir))
     if code := start.again(compose.task_arguments(), hardware_of(config), stage.python):
         sys.exit(code)
 
@@ -54,7 +54,7 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     from pipeline.planner.engine_model import engine_model
     from pipeline.planner.out_of_memory import Used
     from pipeline.planner.plan import hardware_of, plan
-    from pipeline.rehearsal import report
+    from pipeline.rehearsal import report, timeline
     from pipeline.rehearsal.memory import Moments
     from pipeline.rehearsal.rehearse import fullest_rank, rehearse
     from pipeline.training import finetuning
@@ -79,7 +79,11 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
         _write(config, report.without_memory(planned, rank, moments, lines[0], compose.task_arguments()))
         raise CheckFailed("\n".join([*lines, *out_of_memory.fixes(job, world_size, hardware)])) from error
     _write(config, report.content(found, planned, compose.task_arguments(), time.perf_counter() - started))
-    print("\n".join([*report.lines(found, planned), f"rehearsed: {Path(config.run_dir) / FILE}"]))
+    print("\n".join(report.lines(found, planned)))
+    if found.seen.findings is not None:
+        timeline.write(found.seen.findings, Path(config.run_dir) / TIMELINE)
+        print("\n".join([*found.seen.findings.lines(), f"timeline: {Path(config.run_dir) / TIMELINE}, and as a Chrome trace beside it"]))
+    print(f"rehearsed: {Path(config.run_dir) / FILE}")
 
 
 def _write(config: RunConfig, content: dict[str, Any]) -> None:

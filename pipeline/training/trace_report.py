@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-#: An interval of time, microseconds.
-Interval = tuple[float, float]
+from pipeline.common.intervals import Interval, length, union, without
+
 #: Kernels of NCCL and RCCL, and operations of gloo.
 _COMMUNICATION = ("nccl", "rccl", "gloo:")
 #: Annotations of other operations, which cover them, and calls that wait.
@@ -73,10 +73,10 @@ def summary(events: Sequence[Mapping[str, Any]]) -> Summary:
     span = union([(min(begin for begin, _ in map(_interval, timed)), max(end for _, end in map(_interval, timed)))]) if timed else []
     return Summary(
         "GPU" if kernels else "CPU",
-        _length(span) / 1e6,
-        _length(compute) / 1e6,
-        _length(collectives) / 1e6,
-        _length(without(collectives, compute)) / 1e6,
+        length(span) / 1e6,
+        length(compute) / 1e6,
+        length(collectives) / 1e6,
+        length(without(collectives, compute)) / 1e6,
         (start, max(start, *totals), totals[-1]) if memory else None,
     )
 
@@ -87,39 +87,5 @@ def _communicates(name: str) -> bool:
 
 
 def _interval(event: Mapping[str, Any]) -> Interval:
-    """When an event took place."""
+    """When an event took place, microseconds."""
     return float(event["ts"]), float(event["ts"]) + float(event["dur"])
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    """The length of intervals that do not overlap."""
-    return sum(end - begin for begin, end in intervals)
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the time that any of the intervals covers, as ascending intervals that do not overlap."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((begin, end))
-    return found
-
-
-def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the time that intervals cover and others do not; both as `union` returns them."""
-    found: list[Interval] = []
-    place = 0
-    for begin, end in intervals:
-        while place < len(others) and others[place][1] <= begin:
-            place += 1
-        other = place
-        while other < len(others) and others[other][0] < end:
-            if others[other][0] > begin:
-                found.append((begin, others[other][0]))
-            begin = max(begin, others[other][1])
-            other += 1
-        if begin < end:
-            found.append((begin, end))
-    return found

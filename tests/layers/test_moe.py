@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
+from pipeline.layers.moe import VALUES, Experts, MoE, counts_on_host, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
 from pipeline.layers.router import AuxLoss, Router
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
@@ -269,3 +269,11 @@ def test_the_record_counts_backward_passes_once():
     entropy = torch.distributions.Categorical(routing.probs).entropy().mean()
     torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
     assert list(moe_layers(torch.nn.ModuleList([layer]))) == [layer]
+
+
+def test_without_values_every_expert_gets_the_same_rows(monkeypatch):
+    counts = torch.tensor([5, 0, 1])
+    assert counts_on_host(counts, 6) == [5, 0, 1]
+    assert counts_on_host(counts.to("meta"), 6) == [2, 2, 2]
+    monkeypatch.setattr(VALUES, "missing", True)
+    assert counts_on_host(counts, 6) == [2, 2, 2]

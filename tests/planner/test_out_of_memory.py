@@ -102,3 +102,17 @@ def test_planned_beside_used() -> None:
     assert f"{planned.estimate.memory.total / 1e9:.2f} GB of {planned.hardware.memory_gb:.1f} GB" in text
     assert "expandable_segments" in text, "a fifth of the memory is reserved and not allocated"
     assert "expandable_segments" not in "\n".join(out_of_memory.table(planned, Used(74, 75, 2, 80)))
+
+
+def test_an_error_that_a_pipeline_schedule_wraps_is_found() -> None:
+    def explained() -> None:
+        with out_of_memory.explained(configured(), Ranks()):
+            try:
+                raise torch.OutOfMemoryError(GPU)
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError("[Stage 1] failed to run forward") from error
+
+    with pytest.raises(RunFailed, match=r"out of memory: CUDA out of memory[.] Tried to allocate 2[.]00 GiB"):
+        explained()
+    with pytest.raises(RuntimeError, match="another"), out_of_memory.explained(configured(), Ranks()):
+        raise RuntimeError("another")

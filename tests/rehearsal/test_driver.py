@@ -82,6 +82,8 @@ def test_memory_ends_and_comes_back(library, record):
     assert not allocate(library, 52 * MIB)
     assert allocate(library, 50 * MIB)
     assert record.used() == 54 * MIB
+    record.hold(-10 * MIB)
+    assert free_bytes(library) == 20 * MIB, "more than the GPU has"
 
 
 @needs_compiler

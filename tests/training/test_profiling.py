@@ -9,28 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.config.rules import check
 from pipeline.training import profiling, trace_report
-from pipeline.training.trace_report import union, without
 from tests.training import one_rank
 from tests.world import configured
-
-INTERVALS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10)).map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=8)
-
-
-def seconds(intervals: list[tuple[float, float]]) -> set[int]:
-    """The unit intervals that are covered, by their begin."""
-    return {place for begin, end in intervals for place in range(int(begin), int(end))}
-
-
-@given(INTERVALS, INTERVALS)
-def test_intervals(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> None:
-    for found, expected in ((union(first), seconds(first)), (without(union(first), union(second)), seconds(first) - seconds(second))):
-        assert seconds(found) == expected
-        assert sum(end - begin for begin, end in found) == len(expected), "no overlap"
 
 
 def event(name: str, begin: float, duration: float, category: str = "kernel", **arguments: Any) -> dict[str, Any]:

@@ -4,9 +4,15 @@ typedef struct { uint64_t begin, size, counted; } Block;
 /* In the order of their addresses, which are never handed out twice. */
 static Block *blocks;
 static long block_count, block_capacity;
-static uint64_t next_address = DEVICE_BEGIN, used_bytes, outside_bytes;
+static uint64_t next_address = DEVICE_BEGIN, used_bytes;
+static int64_t outside_bytes;
 
 static uint64_t pages(uint64_t bytes) { return (bytes + PAGE - 1) & ~(PAGE - 1); }
+
+static uint64_t available(void) {
+    int64_t left = (int64_t)MEMORY_BYTES - (int64_t)used_bytes - outside_bytes;
+    return left > 0 ? left : 0;
+}
 
 /* Returns an address, or 0 if the GPU has less memory than `counted` left. */
 static uint64_t take(uint64_t bytes, uint64_t counted, uint64_t alignment) {
@@ -19,8 +25,7 @@ static uint64_t take(uint64_t bytes, uint64_t counted, uint64_t alignment) {
         Block *moved = realloc(blocks, larger * sizeof(Block));
         if (moved) blocks = moved, block_capacity = larger;
     }
-    uint64_t taken = used_bytes + outside_bytes;
-    if (taken <= MEMORY_BYTES && counted <= MEMORY_BYTES - taken && pages(bytes) < DEVICE_END - begin && block_count < block_capacity) {
+    if (counted <= available() && pages(bytes) < DEVICE_END - begin && block_count < block_capacity) {
         blocks[block_count++] = (Block){begin, bytes, counted};
         next_address = begin + pages(bytes) + PAGE, used_bytes += counted, address = begin;
     }
@@ -69,8 +74,7 @@ int cudaFreeAsync(void *p, void *stream) { COUNT("cudaFreeAsync"); return deallo
 int cudaMemGetInfo(size_t *free_bytes, size_t *total) {
     COUNT("cudaMemGetInfo");
     pthread_mutex_lock(&memory_lock);
-    uint64_t taken = used_bytes + outside_bytes;
-    *free_bytes = taken < MEMORY_BYTES ? MEMORY_BYTES - taken : 0, *total = MEMORY_BYTES;
+    *free_bytes = available(), *total = MEMORY_BYTES;
     pthread_mutex_unlock(&memory_lock);
     return 0;
 }
@@ -113,6 +117,6 @@ int cuMemGetAddressRange_v2(uint64_t *base, size_t *bytes, uint64_t p) {
     return block ? 0 : INVALID_VALUE;
 }
 
-/* Memory outside of PyTorch's: the CUDA context, NCCL's buffers, other processes. */
-void rehearsal_hold(uint64_t bytes) { outside_bytes = bytes; }
+/* Memory outside of PyTorch's: the CUDA context, NCCL's buffers, other processes. Less than none gives the GPU more memory. */
+void rehearsal_hold(int64_t bytes) { outside_bytes = bytes; }
 uint64_t rehearsal_used(void) { return used_bytes; }

@@ -1,0 +1,144 @@
+"""What the record of a step says: times of host and device, communication, waits, races and memory that streams hold. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipeline.config.hardware import Hardware
+from pipeline.rehearsal import races as race_report
+from pipeline.rehearsal.races import Race, races
+from pipeline.rehearsal.record import STEP, Entry, Mark, Work
+from pipeline.rehearsal.replay import Memory, Replay, replay
+from pipeline.rehearsal.step_time import StepTime, step_time
+from pipeline.rehearsal.waits import LateGather, SiteWait, host_waits, late_gathers
+
+#: Lines of code of an idle device that are printed.
+_SITES = 5
+
+
+@dataclass
+class Findings:
+    """What is known of a recorded step.
+
+    Attributes:
+        hardware: the GPU.
+        replay: of the whole record with the host's times of this machine.
+        time: what that step spends its time on.
+        fast: likewise, with a host that is infinitely fast.
+        memory: of the record with the infinitely fast host, which runs as far ahead of the device as it can.
+        waits: of the host.
+        late_gathers: collectives behind others that are needed later.
+        races: accesses without an order.
+        collectives: of the last step, (axis, name) -> number, bytes and seconds.
+        pipelined: whether other pipeline stages exist, for which this one may wait.
+    """
+
+    hardware: Hardware
+    replay: Replay
+    time: StepTime
+    fast: StepTime
+    memory: Memory
+    waits: list[SiteWait]
+    late_gathers: list[LateGather]
+    races: list[Race]
+    collectives: dict[tuple[str, str], tuple[int, int, float]]
+    pipelined: bool
+
+    def lines(self) -> Iterator[str]:
+        """Yield the printed report."""
+        yield from self._time_lines()
+        for wait in self.waits:
+            yield f"  host waits for the device: {wait.count} x {wait.site or '?'} ({wait.name}), {1e3 * wait.seconds:.2f} ms"
+        yield f"memory that record_stream holds: at most {self.memory.held / 1e9:.2f} GB if the host runs ahead{self._held_text()}"
+        for gather in self.late_gathers:
+            where = f"{gather.count} x {gather.name} ({gather.axis}) at {gather.site or '?'}, used at {gather.user or '?'}"
+            behind = f"queued behind up to {gather.behind} that are needed later ({1e3 * gather.seconds:.2f} ms)"
+            yield f"order of collectives: {where}, {behind}"
+        yield f"races: {len(self.races) or 'none'}"
+        yield from (f"  {line}" for line in race_report.report(self.races))
+
+    def content(self) -> dict[str, Any]:
+        """Return what rehearsal.json has of it; times in seconds, memory in bytes."""
+        times = {name: {**asdict(time)} for name, time in (("this_host", self.time), ("infinitely_fast_host", self.fast))}
+        for time in times.values():
+            del time["exposed_intervals"], time["host_intervals"]
+        return {
+            "times": times,
+            "queue_full_seconds": self.replay.blocked,
+            "collectives": [
+                {"axis": axis, "name": name, "count": count, "bytes": size, "seconds": seconds}
+                for (axis, name), (count, size, seconds) in self.collectives.items()
+            ],
+            "host_waits": [asdict(wait) for wait in self.waits],
+            "run_ahead_memory": asdict(self.memory),
+            "late_gathers": [asdict(gather) for gather in self.late_gathers],
+            "races": [asdict(race) for race in self.races],
+            "unknown": self._unknown(),
+        }
+
+    def _time_lines(self) -> Iterator[str]:
+        """Times of the step."""
+        time, fast = self.time, self.fast
+        parts = f"computes {_ms(time.compute, time.step)}, exposed communication {_ms(time.exposed, time.step)}"
+        yield f"replay on {self.hardware.name}: step {1e3 * time.step:.1f} ms, {parts}, waits for the host {_ms(time.host, time.step)}"
+        yield f"  with an infinitely fast host: step {1e3 * fast.step:.1f} ms, exposed communication {_ms(fast.exposed, fast.step)}"
+        yield f"  not known: {'; '.join(self._unknown())}"
+        for axis, seconds in time.communication.items():
+            yield f"  {axis:<14}collectives run {1e3 * seconds:9.2f} ms, exposed {1e3 * time.exposed_axes[axis]:9.2f} ms"
+        for site, seconds in list(time.host_sites.items())[:_SITES]:
+            yield f"  the device waits for the host at {site or '?'}: {1e3 * seconds:.2f} ms"
+
+    def _held_text(self) -> str:
+        """How much more memory is asked for because of it, and where it was freed."""
+        more = self.memory.peak - self.memory.allocated
+        sites = ", ".join(f"{size / 1e9:.2f} GB at {site or '?'}" for site, size in list(self.memory.sites.items())[:3])
+        return f"; the peak grows by {more / 1e9:.2f} GB ({sites})" if more > 0 else "; the peak does not grow"
+
+    def _unknown(self) -> list[str]:
+        """What a replay of one rank cannot know."""
+        found = ["waits for slower ranks", "kernels that slow each other down", "what torch.compile fuses"]
+        return ["waits for other pipeline stages (the bubble)", *found] if self.pipelined else found
+
+
+def analyze(entries: Sequence[Entry], hardware: Hardware, host_seconds: float | None = None) -> Findings:
+    """Return what the record of one or several steps says; times are those of the last step, the rest is of all.
+
+    Args:
+        entries: of one rank, in the order of the host, with a Mark STEP at the begin of each step.
+        hardware: the GPU for which the work has its times.
+        host_seconds: of the host in all recorded steps together while nothing is recorded; recording slows the host down. None to take the
+            times of the record.
+    """
+    recorded = entries[-1].time - entries[0].time if entries else 0.0
+    as_recorded = replay(entries, host=1.0 if host_seconds is None or not recorded else host_seconds / recorded)
+    unbounded = replay(entries, host=0.0)
+    counts: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
+    seconds: dict[tuple[str, str], float] = {}
+    last = max((number for number, entry in enumerate(entries) if isinstance(entry, Mark) and entry.name == STEP), default=0)
+    work = [entry for entry in entries[last:] if isinstance(entry, Work) and entry.kind == "collective"]
+    for entry in work:
+        key = entry.axis, entry.name
+        counts[key] += 1
+        sizes[key] += entry.size
+        seconds[key] = seconds.get(key, 0.0) + entry.seconds
+    return Findings(
+        hardware,
+        as_recorded,
+        step_time(as_recorded),
+        step_time(unbounded),
+        unbounded.memory,
+        host_waits(as_recorded),
+        late_gathers(entries),
+        races(entries),
+        {key: (counts[key], sizes[key], seconds[key]) for key in counts},
+        any(entry.axis == "pipeline" for entry in work),
+    )
+
+
+def _ms(seconds: float, whole: float) -> str:
+    """Milliseconds and their share."""
+    return f"{1e3 * seconds:.1f} ms ({seconds / whole:.1%})" if whole else f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,54 @@
+"""Lines of code of this package on the stack: of the caller, and in a backward pass of the forward pass that it belongs to."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from types import CodeType
+
+import torch
+
+PACKAGE = Path(__file__).parents[1]
+#: What is not the job's own code.
+_REHEARSAL = (str(PACKAGE / "rehearsal"), str(PACKAGE / "parallel" / "rehearsed_"))
+
+
+class SourceLines:
+    """Lines of code during a step; autograd's nodes have no frames of Python, and are found by their sequence number.
+
+    Args:
+        folder: whose code is meant.
+    """
+
+    def __init__(self, folder: Path = PACKAGE) -> None:
+        self._folder = f"{folder}/"
+        self._files: dict[CodeType, str] = {}
+        self._forward: dict[int, str] = {}
+        self._thread = threading.get_ident()
+
+    def _file(self, code: CodeType) -> str:
+        """The file of a function within the folder; "" for one that is outside or of the rehearsal."""
+        name = code.co_filename
+        return name.removeprefix(self._folder) if name.startswith(self._folder) and not name.startswith(_REHEARSAL) else ""
+
+    def here(self) -> str:
+        """The innermost line of the package on the stack, "training/loop.py:101"; that of the forward pass in a node of autograd; or ""."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if (found := self._files.get(frame.f_code)) is None:
+                found = self._files[frame.f_code] = self._file(frame.f_code)
+            if found:
+                line = f"{found}:{frame.f_lineno}"
+                break
+            frame = frame.f_back  # type: ignore[assignment] # None at the outermost frame
+        else:
+            return self._of_forward()
+        if torch.is_grad_enabled() and threading.get_ident() == self._thread:
+            self._forward[torch._C._autograd._get_sequence_nr() - 1] = line
+        return line
+
+    def _of_forward(self) -> str:
+        """The line of the operator whose gradient is computed."""
+        node = torch._C._current_autograd_node()
+        return self._forward.get(node._sequence_nr(), "") if node is not None else ""

@@ -1,0 +1,98 @@
+"""Faults of streams and lifetimes in real code, each beside its correct twin, recorded on the driver without a GPU; prints a line of JSON.
+
+test_operations.py starts it and checks the line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipeline.config import hardware
+from pipeline.parallel import rehearsed_group
+from pipeline.rehearsal.analysis import Findings, analyze
+from pipeline.rehearsal.operations import recorded
+from pipeline.rehearsal.record import Entry, Work
+
+GPU = hardware.load("h100")
+
+
+def missing_wait(planted: bool) -> None:
+    side, x = torch.cuda.Stream(), torch.ones(1 << 20, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x.mul(2)  # FIRST
+    if not planted:
+        torch.cuda.current_stream().wait_stream(side)
+    y.sum()  # SECOND
+    torch.cuda.current_stream().wait_stream(side)
+
+
+def freed_buffer(planted: bool) -> None:
+    side, x = torch.cuda.Stream(), torch.ones(1 << 20, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.sum()  # FIRST
+    if not planted:
+        x.record_stream(side)
+    address = x.data_ptr()
+    del x
+    again = torch.empty(1 << 20, device="cuda")
+    assert again.data_ptr() == address
+    again.fill_(1)  # SECOND
+
+
+def late_gather(planted: bool) -> None:
+    part, whole = torch.ones(1 << 18, device="cuda"), torch.empty(1 << 20, device="cuda")
+    if planted:
+        whole.sum()  # FIRST
+    work = dist.all_gather_into_tensor(whole, part, async_op=True)  # SECOND
+    work.wait()
+    whole.sum()
+
+
+def host_wait(planted: bool) -> None:
+    loss = torch.ones(1 << 20, device="cuda").sum()
+    if planted:
+        loss.item()  # FIRST
+
+
+def observed(scenario: Callable[[bool], None], planted: bool) -> tuple[list[Entry], Findings]:
+    with recorded(GPU, {(0, 1, 2, 3): "data"}, Path(__file__).parent) as recorder:
+        rehearsed_group.listen(recorder.collective)
+        scenario(planted)
+        rehearsed_group.listen(None)
+    return recorder.entries, analyze(recorder.entries, GPU)
+
+
+def products_of_a_layer() -> list[tuple[str, str]]:
+    layer, x = nn.Linear(64, 32, bias=False, device="cuda"), torch.ones(8, 64, device="cuda", requires_grad=True)
+
+    def step(_: bool) -> None:
+        layer(x).sum().backward()  # LAYER
+
+    entries, _ = observed(step, False)
+    return [(entry.name, entry.site) for entry in entries if isinstance(entry, Work) and entry.kind == "product"]
+
+
+def summary(scenario: Callable[[bool], None], planted: bool) -> dict[str, Any]:
+    _, found = observed(scenario, planted)
+    return {
+        "races": [[race.kind, race.first[1], race.second[1]] for race in found.races],
+        "waits": [[wait.site, wait.count] for wait in found.waits],
+    }
+
+
+if __name__ == "__main__":
+    rehearsed_group.initialize(0, 4)
+    scenarios = (missing_wait, freed_buffer, late_gather, host_wait)
+    result: dict[str, Any] = {one.__name__: [summary(one, planted) for planted in (False, True)] for one in scenarios}
+    print(json.dumps({**result, "products": products_of_a_layer()}), flush=True)
+    os._exit(0)  # a thread of autograd may still end, which ends the process with an error while Python is finalized

@@ -1,0 +1,53 @@
+"""The record of real code on the driver without a GPU: planted faults of streams and lifetimes are found, correct twins are not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rehearsal import test_contract
+
+pytestmark = test_contract.pytestmark
+SCRIPT = Path(__file__).parent / "faults.py"
+NONE = {"races": [], "waits": []}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return test_contract.python(str(SCRIPT), **test_contract.variables_of("h100"))
+
+
+def line(function: str, comment: str) -> str:
+    """The line of a function that ends with a comment."""
+    lines = SCRIPT.read_text().splitlines()
+    start = lines.index(f"def {function}(planted: bool) -> None:")
+    return f"faults.py:{next(number for number, text in enumerate(lines[start:], start + 1) if text.endswith(f'# {comment}'))}"
+
+
+@pytest.mark.parametrize(
+    "name, kinds",
+    [
+        ("missing_wait", {"read before its write"}),
+        ("freed_buffer", {"freed while used", "reused while used"}),
+        ("late_gather", {"never written"}),
+    ],
+)
+def test_a_planted_race_is_found(found: dict[str, Any], name: str, kinds: set[str]) -> None:
+    right, wrong = found[name]
+    assert right == NONE
+    assert {kind for kind, _, _ in wrong["races"]} == kinds
+    assert {first for _, first, _ in wrong["races"]} == {line(name, "FIRST")}
+    assert line(name, "SECOND") in {second for _, _, second in wrong["races"]}
+
+
+def test_a_wait_of_the_host_is_found(found: dict[str, Any]) -> None:
+    assert found["host_wait"] == [NONE, {"races": [], "waits": [[line("host_wait", "FIRST"), 1]]}]
+
+
+def test_products_of_a_backward_pass_have_the_line_of_the_forward_pass(found: dict[str, Any]) -> None:
+    names, sites = zip(*found["products"], strict=True)
+    assert names == ("aten::mm",) * 3
+    assert len(set(sites)) == 1
+    assert sites[0].startswith("faults.py:")
