@@ -39,7 +39,8 @@ class WeightUpdate:
         self, groups: Groups, optimizer: OptimizerConfig, training: TrainingConfig, loss_scale: LossScale, device: torch.device
     ) -> None:
         self._clipping, self._loss_scale, self._training = optimizer.gradient_clipping, loss_scale, training
-        rates = [learning_rate(update, optimizer, training) for update in range(training.steps)]
+        # Without a number of steps, which training.epochs decides once the data is packed, the rate is that of the first update.
+        rates = [learning_rate(update, optimizer, training) for update in range(max(training.steps, 1))]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
