@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -53,9 +53,9 @@ def norm_kernels() -> Iterator[None]:
     """
     composed = F.rms_norm
 
-    def rms_norm_of(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    def rms_norm_of(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if weight is None or weight.dtype != x.dtype:
-            return composed(x, normalized_shape, weight, eps)
+            return composed(x, list(normalized_shape), weight, eps)
         result: Tensor = rms_norm(x, weight)[0]
         return result
 
