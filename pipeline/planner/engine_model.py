@@ -15,6 +15,7 @@ from pipeline.planner.communication import RepeatedCollective, gathers, reductio
 from pipeline.planner.operations import AttentionCall, Collective, Operation, Product, TracedPart
 from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import ModelState, StateFormat, model_state
+from pipeline.training.gradient_reduction import MAX_PENDING
 
 #: Rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power, over their rate alone. Fitted to
 #: published runs by tools/plan_score --fit (`sharded_products`).
@@ -46,7 +47,8 @@ class EngineModel:
         weight_bytes: of a gathered weight.
         context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
         keeps_outputs: a pipeline stage keeps the output of every micro-batch in flight, as PyTorch's schedules do.
-        reduction_buffers: flat gradients of a block that are allocated at a time under ZeRO 3: one that is filled, and two in reductions.
+        pending: whole gradients of buckets whose reductions are in flight under ZeRO 2 and 3, besides those that are being filled.
+        fused_loss: the forward pass of the head saves the fp32 gradient of its weight, and no other one is allocated.
     """
 
     products: float = 1.0
@@ -56,7 +58,8 @@ class EngineModel:
     weight_bytes: int = 2
     context_bytes: float = 1.6e9
     keeps_outputs: bool = True
-    reduction_buffers: int = 3
+    pending: int = MAX_PENDING
+    fused_loss: bool = True
 
     def axis_groups(self, layout: Layout, hardware: Hardware) -> dict[str, Group]:
         """Return the groups of ranks of every axis: `dense` shards the same dense weights, `data` the same experts."""
@@ -122,9 +125,9 @@ class EngineModel:
         """Return the bytes that a part keeps for its backward pass."""
         return part.saved
 
-    def transient_bytes(self, part: TracedPart) -> float:
-        """Return the most bytes that a part allocates besides what it saves."""
-        return part.peak
+    def transient_bytes(self, part: TracedPart) -> tuple[float, float]:
+        """Return the most bytes that a part allocates besides what it saves, in its forward and in its backward pass."""
+        return part.peaks
 
 
 def engine_model(zero_stage: int, weight_bytes: int = 2) -> EngineModel:

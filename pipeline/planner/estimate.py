@@ -82,9 +82,12 @@ def estimate(
         saved = [size + hidden_bytes * (stage < layout.stage_count - 1) for stage, size in enumerate(saved)]
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
     optimizer = max(_optimizer(b, hardware, zero_stage) for b in buckets)
-    own_parts = [[contents[stage] for stage in layout.stages(rank)] for rank in ranks]
+    own_parts = [{stage: contents[stage] for stage in layout.stages(rank)} for rank in ranks]
     frozen = [frozen_bytes(trace, layout, layout.stages(rank)) for rank in ranks]
-    memories = [peak_memory(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]) for rank in ranks]
+    memories = [
+        peak_memory(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank], compiled=trace.compiled)
+        for rank in ranks
+    ]
     fullest = max(ranks, key=lambda rank: memories[rank].total)
     busiest = max(ranks, key=lambda rank: compute[rank])
     causes = _causes(layout, contents, times, busiest)

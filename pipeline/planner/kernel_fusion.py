@@ -8,14 +8,17 @@ from itertools import accumulate, groupby
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product
 from pipeline.planner.recorder import Kernel, Recording
 
+#: Parts that are not compiled: torch.compile is applied to blocks.
+UNCOMPILED = ("embed", "head")
+
 
 @dataclass(frozen=True)
 class Fused:
-    """By part: operations in order, bytes saved for the backward pass by their producer, and the most that is allocated besides."""
+    """By part: operations in order, bytes saved by their producer, and the most that is allocated besides in both passes."""
 
     operations: dict[str, list[Operation]]
     saved: dict[str, dict[str, int]]
-    peak: dict[str, int]
+    peak: dict[str, tuple[int, int]]
 
 
 def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
@@ -39,15 +42,18 @@ def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
             readers.setdefault(key, set()).add(groups[index])
     recomputed = _recomputed(recording) if fused else {}
     saved_keys: dict[int, str] = {}
+    saved: dict[str, dict[str, int]] = {}
     for key, parts in _backward_readers(recording).items():
         storage = storages[key]
         if storage.part and storage.phase == "forward" and key not in recomputed:
-            saved_keys[key] = storage.part if storage.part in parts else parts[0]
-    saved: dict[str, dict[str, int]] = {}
-    for key, part in saved_keys.items():
-        made, producers = storages[key].kernel, saved.setdefault(part, {})
-        producer = "input" if made is None else _label(kernels[made])
-        producers[producer] = producers.get(producer, 0) + storages[key].bytes
+            saved_keys[key] = part = storage.part if storage.part in parts else parts[0]
+            # The input of a block may be a slice of a larger tensor, which other blocks of the same kind do not have.
+            read = storage.bytes if part == storage.part else min(storage.bytes, _most_read(recording, key, part))
+            producer = "input" if storage.kernel is None else _label(kernels[storage.kernel])
+            for holder, size in ((part, read), (storage.part, storage.bytes - read)):
+                if size:
+                    producers = saved.setdefault(holder, {})
+                    producers[producer] = producers.get(producer, 0) + size
     inside = {
         key
         for key, storage in storages.items()
@@ -117,8 +123,8 @@ def _operations(
     return operations
 
 
-def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dict[str, int]:
-    """The most bytes that are allocated during a pass of a part, beyond what all parts have saved at the boundary to its backward pass.
+def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dict[str, tuple[int, int]]:
+    """The most bytes of the forward and the backward pass of a part, beyond what all parts have saved between its passes.
 
     Args:
         recording: of a forward and a backward pass.
@@ -129,19 +135,25 @@ def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dic
     changes, saved_changes = [0] * (len(kernels) + 2), [0] * (len(kernels) + 2)
     for key, storage in recording.storages.items():
         if storage.part and key not in absent:
-            died = len(kernels) + 1 if storage.died is None else storage.died + 1  # it is still there while its last reader runs
+            died = len(kernels) + 1 if storage.died is None else storage.died
             for counter in (changes, saved_changes) if key in saved else (changes,):
                 counter[storage.born] += storage.bytes
                 counter[died] -= storage.bytes
     alive = list(accumulate(changes))
     saved_alive = list(accumulate(saved_changes))
-    peaks: dict[str, int] = {}
+    peaks: dict[str, tuple[int, int]] = {}
     for (part, backward), run in groupby(range(len(kernels)), lambda index: (kernels[index].part, kernels[index].phase != "forward")):
         indices = list(run)
         before, after = indices[0] - 1, indices[-1]
         base = saved_alive[before if backward else after] if after else 0
-        peaks[part] = max(peaks.get(part, 0), *(alive[index] - base for index in indices))
+        most, (forward_peak, backward_peak) = max(alive[index] - base for index in indices), peaks.get(part, (0, 0))
+        peaks[part] = (forward_peak, max(backward_peak, most)) if backward else (max(forward_peak, most), backward_peak)
     return peaks
+
+
+def _most_read(recording: Recording, key: int, part: str) -> int:
+    """The most bytes of a storage that a kernel of the backward pass of a part reads."""
+    return max(kernel.reads.get(key, 0) for kernel in recording.kernels if kernel.part == part and kernel.phase != "forward")
 
 
 def _backward_readers(recording: Recording) -> dict[int, list[str]]:
@@ -155,11 +167,11 @@ def _backward_readers(recording: Recording) -> dict[int, list[str]]:
 
 
 def _groups(kernels: list[Kernel], *, fused: bool) -> list[int]:
-    """The number of the fused kernel of each call: consecutive memory-bound calls of one part and phase share one."""
+    """The number of the fused kernel of each call: consecutive memory-bound calls of one block and phase share one."""
     groups, current = [], 0
     for index, kernel in enumerate(kernels):
         previous = kernels[index - 1] if index else None
-        joins = previous is not None and previous.operation is None and kernel.operation is None
+        joins = previous is not None and previous.operation is None and kernel.operation is None and kernel.part not in UNCOMPILED
         if not (fused and joins and previous is not None and (previous.part, previous.phase) == (kernel.part, kernel.phase)):
             current += 1
         groups.append(current)
@@ -170,21 +182,23 @@ def _recomputed(recording: Recording) -> dict[int, dict[int, int]]:
     """Storages that the fused backward pass computes again, each with the saved storages (and bytes) that it follows from.
 
     It must be the result of a memory-bound kernel of the forward pass, follow from saved tensors, and be read by memory-bound kernels of
-    the same part only: a matrix product needs its operands in memory, and each block is compiled by itself.
+    the same part only: a matrix product needs its operands in memory, and each block is compiled by itself. What an
+    operation reads that is repeated in the backward pass, such as a gathering, may be computed again, too.
     """
     kernels, storages = recording.kernels, recording.storages
     used: set[int] = set()
     needed: set[int] = set()
+    forward = {(kernel.name, frozenset(kernel.reads)) for kernel in kernels if kernel.phase == "forward"}
     for kernel in kernels:
         if kernel.phase != "forward":
             used |= kernel.reads.keys()
-            if kernel.operation is not None:
+            if kernel.operation is not None and (kernel.name, frozenset(kernel.reads)) not in forward:
                 needed |= kernel.reads.keys()
     readers = _backward_readers(recording)
     recomputed: dict[int, dict[int, int]] = {}
     for key in sorted(used):
         storage = storages[key]
-        outside = set(readers[key]) != {storage.part}
+        outside = set(readers[key]) != {storage.part} or storage.part in UNCOMPILED
         if storage.kernel is None or storage.phase != "forward" or key in needed or outside:
             continue
         kernel = kernels[storage.kernel]

@@ -168,7 +168,7 @@ class TracedPart:
         operations: in order of execution.
         producers: bytes that stay allocated between forward and backward pass, without weights, by what produces them.
         output: bytes of the result.
-        peak: bytes that are allocated at most during the backward pass, beyond what was saved, without gradients of weights.
+        peaks: most bytes that its forward and its backward pass allocate, beyond what was saved, without gradients of weights.
         weights: of this rank.
         reference: operations of the forward pass of the reference model (DPO), in order of execution.
     """
@@ -177,7 +177,7 @@ class TracedPart:
     operations: list[Operation] = field(default_factory=list)
     producers: dict[str, int] = field(default_factory=dict)
     output: int = 0
-    peak: int = 0
+    peaks: tuple[int, int] = (0, 0)
     weights: list[TracedWeights] = field(default_factory=list)
     reference: list[Operation] = field(default_factory=list)
 

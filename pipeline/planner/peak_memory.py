@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.operations import TracedPart
 from pipeline.planner.planned_buckets import PlannedBucket
-from pipeline.planner.state_memory import FP32, StateFormat
+from pipeline.planner.sharded_memory import beside_passes
+from pipeline.planner.state_memory import StateFormat
 
 #: Share of the activations that the caching allocator loses to fragmentation.
 FRAGMENTATION = 0.04
@@ -33,31 +34,44 @@ class PeakMemory:
         return self.frozen + self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.overhead
 
 
+@dataclass(frozen=True)
+class FullestMoment:
+    """When most is allocated.
+
+    Attributes:
+        bytes: besides what the parts of the stage save.
+        part: name of the part that computes.
+        backward: whether that is its backward pass.
+    """
+
+    bytes: float
+    part: str
+    backward: bool
+
+
 def peak_memory(
     buckets: list[PlannedBucket],
-    stages: list[list[TracedPart]],
+    stages: dict[int, list[TracedPart]],
     in_flight: float,
     state_format: StateFormat,
     engine: EngineModel,
     frozen: float = 0.0,
+    *,
+    compiled: bool = False,
 ) -> PeakMemory:
-    """Return the memory of a rank in the backward pass of the first micro-batch with all others in flight.
+    """Return the memory of a rank in the passes of a micro-batch with all others in flight.
 
     Args:
         buckets: of the rank.
-        stages: the parts of each of its stages.
+        stages: index -> the parts of each of its stages.
         in_flight: bytes of the activations in flight.
         state_format: how it stores its weights.
         engine: what the engine does.
         frozen: bytes of its weights that are not trained.
+        compiled: whether the blocks are compiled.
     """
     state = engine.model_state(buckets, state_format)
-    largest = max((bucket.elements for bucket in buckets), default=0)
-    transient = max(beyond_saved(parts, engine)[0] for parts in stages)
-    if state_format.zero_stage == 3:  # weights of two blocks, and the flat gradients of blocks
-        transient += 2 * largest * state_format.weight_bytes + engine.reduction_buffers * largest * engine.gradient_bytes
-    elif state_format.zero_stage == 2:
-        transient += 3 * largest * FP32
+    transient = fullest_moment(buckets, stages, state_format, engine, compiled=compiled).bytes
     return PeakMemory(
         weights=state.weights,
         gradients=state.gradients,
@@ -69,16 +83,34 @@ def peak_memory(
     )
 
 
-def beyond_saved(parts: list[TracedPart], engine: EngineModel) -> tuple[float, int]:
-    """Return the most bytes that a stage allocates besides what its parts save, and the index of the part in whose backward pass that is.
+def fullest_moment(
+    buckets: list[PlannedBucket], stages: dict[int, list[TracedPart]], state_format: StateFormat, engine: EngineModel, *, compiled: bool
+) -> FullestMoment:
+    """Return when a rank allocates the most besides what its parts save; arguments as of peak_memory."""
+    moments = []
+    for stage, parts in stages.items():
+        beside = beside_passes(parts, stage, buckets, state_format, engine, compiled=compiled)
+        moments.append(beyond_saved(parts, engine, beside))
+    return max(moments, key=lambda moment: moment.bytes)
 
-    In the backward pass of a part, what the parts behind it saved is free again.
+
+def beyond_saved(parts: list[TracedPart], engine: EngineModel, beside: list[tuple[float, float]] | None = None) -> FullestMoment:
+    """Return when a stage allocates the most besides what its parts save.
+
+    While a part computes, the parts behind it have saved nothing yet, or it is free again.
+
+    Args:
+        parts: of the stage.
+        engine: what the engine does.
+        beside: of beside_passes; nothing when None.
     """
-    peaks, freed = [], 0.0
+    moments, unsaved = [], 0.0
     for index in reversed(range(len(parts))):
-        peaks.append((engine.transient_bytes(parts[index]) - freed, index))
-        freed += engine.saved_bytes(parts[index])
-    return max(peaks)
+        extra = (0.0, 0.0) if beside is None else beside[index]
+        for backward, size in enumerate(engine.transient_bytes(parts[index])):
+            moments.append(FullestMoment(size + extra[backward] - unsaved, parts[index].name, backward=bool(backward)))
+        unsaved += engine.saved_bytes(parts[index])
+    return max(moments, key=lambda moment: moment.bytes)
 
 
 def largest_activations(stages: list[list[TracedPart]], in_flight: float) -> list[tuple[str, float]]:

@@ -7,9 +7,11 @@ from dataclasses import asdict
 
 from pipeline.config.schema import RunConfig
 from pipeline.planner.engine_model import engine_model
-from pipeline.planner.peak_memory import beyond_saved, largest_activations
+from pipeline.planner.peak_memory import fullest_moment, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow
+from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.run_cost import cost_lines
+from pipeline.planner.state_memory import state_format_of
 
 GB = 1e9
 #: Lines of the table of operations, and of the largest activations.
@@ -79,18 +81,20 @@ def table_lines(rows: list[OperationRow]) -> Iterator[str]:
 def memory_lines(result: JobPlan) -> Iterator[str]:
     """Yield the memory of the fullest rank, when that is, and the largest activations."""
     memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
-    stages = [result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)]
-    engine = engine_model(result.config.parallel.zero_stage)
-    moments = [(*beyond_saved(parts, engine), parts) for parts in stages]
-    _, index, parts = max(moments, key=lambda moment: moment[0])
-    kind = f"the {parts[index].name}" if parts[index].name in ("embed", "head") else "a block"
-    yield f"memory of the fullest rank (pipeline rank {rank}), most in the backward pass of {kind}"
+    stages = {stage: result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)}
+    state_format = state_format_of(result.config)
+    buckets = planned_buckets(result.trace, result.layout, result.layout.stages(rank))
+    engine = engine_model(state_format.zero_stage)
+    moment = fullest_moment(buckets, stages, state_format, engine, compiled=result.trace.compiled)
+    kind = f"the {moment.part}" if moment.part in ("embed", "head") else "a block"
+    direction = "backward" if moment.backward else "forward"
+    yield f"memory of the fullest rank (pipeline rank {rank}), most in the {direction} pass of {kind}"
     for name, value in asdict(memory).items():
         if name == "frozen" and not value:
             continue
         yield f"  {name:<14}{value / GB:9.2f} GB"
         if name == "activations":
-            for producer, size in largest_activations(stages, value)[:TENANTS]:
+            for producer, size in largest_activations(list(stages.values()), value)[:TENANTS]:
                 yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.config.layout import Layout
 from pipeline.planner.operations import TracedWeights
@@ -23,6 +23,7 @@ class PlannedBucket:
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
         gathers: how often ZeRO 3 gathers them for a micro-batch.
+        parts: those that hold them, each as stage and index in the stage.
     """
 
     axis: str
@@ -32,6 +33,7 @@ class PlannedBucket:
     shared: str = ""
     decays: bool = True
     gathers: int = 0
+    parts: set[str] = field(default_factory=set)
 
 
 def rank_weights(trace: Trace, layout: Layout, stages: list[int]) -> Iterator[tuple[str, TracedWeights]]:
@@ -66,6 +68,7 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[Pla
         if key not in buckets:
             buckets[key] = PlannedBucket(weights.axis, sizes[weights.axis], shared=_other_ranks(shared, layout), decays=weights.matrix)
         bucket = buckets[key]
+        bucket.parts.add(part)
         bucket.elements += weights.elements
         bucket.summed += weights.elements if weights.summed else 0
         # Ranks of different pipeline stages each use their own copy.

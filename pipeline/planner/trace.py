@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -34,6 +34,7 @@ from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, conne
 from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner.kernel_fusion import fuse
+from pipeline.planner.norm_kernel import norm_kernels
 from pipeline.planner.operations import TracedPart, TracedWeights
 from pipeline.planner.operator_kinds import visible_share
 from pipeline.planner.recorder import Recorder, Recording
@@ -48,10 +49,12 @@ class Trace:
     Attributes:
         parts: embed, one block of each kind by the index of its first block, and head.
         kinds: the kind (a key of parts) of every block of the model.
+        compiled: whether the blocks are compiled: the gradients of all weights of a block are computed before the first one is reduced.
     """
 
     parts: dict[str, TracedPart]
     kinds: tuple[str, ...]
+    compiled: bool = False
 
     @property
     def has_reference(self) -> bool:
@@ -70,7 +73,13 @@ class Trace:
 
 
 def trace(
-    config: RunConfig, *, fused: bool | None = None, fused_saves: bool | None = None, copies: bool = True, every_block: bool = False
+    config: RunConfig,
+    *,
+    fused: bool | None = None,
+    fused_saves: bool | None = None,
+    copies: bool = True,
+    norm_kernel: bool = True,
+    every_block: bool = False,
 ) -> Trace:
     """Trace one micro-batch of the model in the tensor, context and expert sizes of a configuration.
 
@@ -79,6 +88,7 @@ def trace(
         fused: as in `fuse`; whether the job compiles its blocks when None.
         fused_saves: whether only what fused kernels save is saved; as `fused` when None.
         copies: as in `fuse`.
+        norm_kernel: RMSNorm is one kernel, as PyTorch's on GPUs; else composed of others.
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
@@ -105,15 +115,18 @@ def trace(
         constants |= {weight.codes: name for weight, name in quantized.items()}
         recorder = Recorder(constants, groups, layout.__dict__)
         tokens, batch = _inputs(config)
-        _run(stage, recorder, tokens, batch)
-        reference = _reference(stage, config, Recorder(constants, groups, layout.__dict__), tokens, batch)
+        with norm_kernels() if norm_kernel else nullcontext():
+            _run(stage, recorder, tokens, batch)
+            reference = _reference(stage, config, Recorder(constants, groups, layout.__dict__), tokens, batch)
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
     operations = fuse(recorder.recording, fused=fused, copies=copies)
     memory = operations if fused_saves in (None, fused) else fuse(recorder.recording, fused=not fused)
     parts = {
-        name: TracedPart(name, operations.operations.get(name, []), producers=memory.saved.get(name, {}), peak=memory.peak.get(name, 0))
+        name: TracedPart(
+            name, operations.operations.get(name, []), producers=memory.saved.get(name, {}), peaks=memory.peak.get(name, (0, 0))
+        )
         for name in ("embed", *stage.blocks, "head")
     }
     for name, weights in held:
@@ -121,7 +134,7 @@ def trace(
     if reference is not None:
         for name, executed in fuse(reference, fused=fused, copies=copies).operations.items():
             parts[name].reference.extend(executed)
-    return Trace(parts, kinds)
+    return Trace(parts, kinds, fused)
 
 
 def _quantize(stage: Stack, model: LocalModel, config: RunConfig) -> dict[NF4Weight, str]:

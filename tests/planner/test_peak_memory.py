@@ -14,7 +14,9 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import init_weights, parallelize, partition_model
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.peak_memory import beyond_saved
-from pipeline.planner.planned_buckets import frozen_bytes
+from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
+from pipeline.planner.sharded_memory import beside_passes
+from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 
@@ -26,8 +28,8 @@ BAND = 0.08
 def planned(*settings: str) -> float:
     """Bytes in flight and the largest temporary tensors."""
     config = configured(*settings)
-    parts = trace(config).stage_parts(Layout.of(config, 1), 0)
-    return sum(part.saved for part in parts) + beyond_saved(parts, EngineModel())[0]
+    parts = trace(config, norm_kernel=False).stage_parts(Layout.of(config, 1), 0)
+    return sum(part.saved for part in parts) + beyond_saved(parts, EngineModel()).bytes
 
 
 def real(*settings: str) -> float:
@@ -104,3 +106,25 @@ def test_frozen_weights_take_the_bytes_that_a_run_allocates(layout, quantize):
 def test_the_traced_peak_is_that_of_a_real_pass(family, mode):
     settings = (f"model={family}", "stage=pretrain", *BATCH, f"training.activation_checkpointing={mode}")
     assert planned(*settings) == pytest.approx(real(*settings), rel=BAND)
+
+
+def test_a_norm_is_one_kernel_that_saves_its_input():
+    """As on a GPU: an fp32 copy of the input, which PyTorch's own operators on the meta device save, is twice as large."""
+    for mode in ("none", "full"):
+        config = configured("model=llama-tiny", "precision=bf16", "training.compile=off", f"training.activation_checkpointing={mode}")
+        kernel, composed = (trace(config, norm_kernel=own).parts["0"] for own in (True, False))
+        assert kernel.saved < composed.saved if mode == "none" else kernel.saved == composed.saved
+        assert kernel.products == composed.products
+
+
+def test_weights_and_gradients_beside_the_head_of_zero_3_are_its_own_and_the_last_reduced_ones():
+    """The head has its own weights, and the gradients of block 0 and the embedding that the last micro-batch has left in flight."""
+    config = configured("model=llama-tiny", "training.compile=auto")
+    traced, layout, zero_3 = trace(config), Layout.of(config, 2), StateFormat(3)
+    parts, buckets = traced.stage_parts(layout, 0), planned_buckets(traced, layout, [0])
+    matrices = {where: bucket.elements for bucket in buckets if bucket.decays for where in bucket.parts}
+    head, block, embed = matrices[f"0 {len(parts) - 1}"], matrices["0 1"], matrices["0 0"]
+    forward, backward = beside_passes(parts, 0, buckets, zero_3, EngineModel(), compiled=True)[-1]
+    assert forward == 2 * head + 4 * (block + embed)
+    assert backward == forward + 2 * matrices[f"0 {len(parts) - 2}"]
+    assert beside_passes(parts, 0, buckets, StateFormat(1), EngineModel(), compiled=True)[-1] == (0.0, 0.0)

@@ -38,7 +38,8 @@ class FrameworkModel(EngineModel):
         expert_group: ranks over which experts are spread, and their distance; None for this project's.
     """
 
-    reduction_buffers: int = 1
+    pending: int = 0
+    fused_loss: bool = False
     scores: Literal["fused", "saved", "recomputed"] = "fused"
     overlap_tensor: float = 0.0
     fp8_products: float = 0.0
@@ -127,11 +128,12 @@ class FrameworkModel(EngineModel):
         recomputes = any(operation.phase == "recompute" for operation in part.operations if isinstance(operation, AttentionCall))
         return part.saved + (_scores_bytes(part) if self.scores == "saved" and not recomputes else 0.0)
 
-    def transient_bytes(self, part: TracedPart) -> float:
-        """Return the most bytes that a part allocates besides what it saves."""
+    def transient_bytes(self, part: TracedPart) -> tuple[float, float]:
+        """Return the most bytes that a part allocates besides what it saves, in its forward and in its backward pass."""
         if part.name == "head":
-            return _logits(part) * self.logits_bytes
-        return part.peak + (0.0 if self.scores == "fused" else _scores_bytes(part))
+            return 0.0, _logits(part) * self.logits_bytes
+        scores = 0.0 if self.scores == "fused" else _scores_bytes(part)
+        return part.peaks[0] + scores, part.peaks[1] + scores
 
 
 def _scores_bytes(part: TracedPart) -> float:

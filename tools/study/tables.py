@@ -64,7 +64,9 @@ def traced_row(run: PublishedRun, cache: dict[str, Trace]) -> Trace:
     gathers = parallel.tensor, parallel.context, parallel.expert, parallel.sequence_parallel
     key = f"{first.model} {gathers} {training.micro_batch_size} {training.sequence_length} {training.activation_checkpointing} {run.fused}"
     if key not in cache:
-        cache[key] = trace(first, fused=run.fused, fused_saves=True, copies=False)  # frameworks have kernels that save as little
+        cache[key] = trace(
+            first, fused=run.fused, fused_saves=True, copies=False, norm_kernel=False
+        )  # frameworks have kernels that save as little
     return cache[key]
 
 
