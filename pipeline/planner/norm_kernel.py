@@ -53,10 +53,10 @@ def norm_kernels() -> Iterator[None]:
     """
     composed = F.rms_norm
 
-    def rms_norm_of(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if weight is None or weight.dtype != x.dtype:
-            return composed(x, list(normalized_shape), weight, eps)
-        result: Tensor = rms_norm(x, weight)[0]
+    def rms_norm_of(input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if weight is None or weight.dtype != input.dtype:
+            return composed(input, list(normalized_shape), weight, eps)
+        result: Tensor = rms_norm(input, weight)[0]
         return result
 
     F.rms_norm = rms_norm_of
