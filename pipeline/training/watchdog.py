@@ -116,7 +116,7 @@ class Watchdog:
         if compares or self._waited > self._timeout * self._patience + _WAITED_INTERVALS * self._interval:
             self._compare()
         elif self._asked(lambda: self._store.check([_RESULT])):
-            self._leave(**json.loads(self._asked(lambda: self._store.get(_RESULT))))
+            self._leave(json.loads(self._asked(lambda: self._store.get(_RESULT)))["examples"])
 
     def _compare(self) -> None:
         """Compare all ranks, and end the run, unless it goes on in the meantime."""
@@ -173,7 +173,7 @@ class Watchdog:
         blamed = {"rank": state["rank"], "host": state["node"]} if count == 1 else {}
         ends.record(EXIT_CODE, f"no progress for {self._waited:.0f} s in phase {state['phase']!r}: {reason}", **blamed)
 
-    def _leave(self, examples: list[dict[str, Any]], **_: object) -> None:
+    def _leave(self, examples: list[dict[str, Any]]) -> None:
         """Print the stacks of the ranks that the others wait for, on their hosts, and exit. Does not return."""
         for state in examples:
             if state["rank"] == self._rank:

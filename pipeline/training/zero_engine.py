@@ -1,4 +1,4 @@
-"""ZeRO 1, 2 and 3 behind the Engine interface. Only this file and zero_optimizer.py know DeepSpeed."""
+"""ZeRO 1, 2 and 3 behind the Engine interface. Only this file and deepspeed_optimizer.py know DeepSpeed."""
 
 from __future__ import annotations
 
