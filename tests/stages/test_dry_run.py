@@ -13,6 +13,8 @@ from pipeline.parallel.parallelize import init_weights, partition_model
 from pipeline.planner.parameter_counts import count_local_parameters, count_primary_parameters
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import frozen_bytes, rank_state
+from pipeline.training.bucket_rule import ALIGNMENT
+from pipeline.training.buckets import build_buckets
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -68,7 +70,9 @@ def test_frozen_weights_have_no_gradient_and_their_own_size(quantize):
     frozen = sum(weight.nbytes for weight in (*real.fixed, *real.quantized))
     assert bool(real.quantized) == (quantize == "nf4")
     assert frozen_bytes(config, planned) == frozen
-    trained = sum(parameter.numel() for parameter in real.pieces)
+    buckets = build_buckets(real, local, sequence_parallel=False)
+    trained = sum(bucket.elements for bucket in buckets)
+    assert 0 <= trained - sum(parameter.numel() for parameter in real.pieces) < ALIGNMENT * len(buckets)
     assert state.weights == frozen + 2 * trained
     assert (state.gradients, state.optimizer) == (4 * trained, 12 * trained)
 
