@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from pipeline.checkpoint.lora_adapter import lora_of
@@ -117,12 +118,12 @@ def check_same_model(
     _refuse(checkpoint, new, differences, "set it to that value, or choose another checkpoint")
 
 
-def changed_settings(checkpoint: Checkpoint, config: RunConfig) -> list[tuple[str, Any, Any]]:
-    """The settings of the run that resumes which differ from the checkpoint's: (key, old, new).
+def changed_settings(old: Mapping[str, Any], config: RunConfig) -> list[tuple[str, Any, Any]]:
+    """The settings of a run that differ from those of a checkpoint or of an earlier start: (key, old, new).
 
     Not those of its jobs and of what it shows (_NOT_OF_TRAINING), nor of the model, which may not differ.
     """
-    new, old = dataclasses.asdict(config), checkpoint.config
+    new = dataclasses.asdict(config)
     found = []
     for group in new.keys() - _NOT_OF_TRAINING:
         before = dataclasses.asdict(type(getattr(config, group))()) | old.get(group, {})  # an older checkpoint lacks newer keys

@@ -8,8 +8,10 @@ hydra/sweeper=optuna needs it.
 from __future__ import annotations
 
 import copy
+import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,9 +32,11 @@ from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job_size, local_sweep, moldable, sweep_manifest, sweep_results, sweep_submission, sweep_table
+from pipeline.launch import hydra_sweeper, job_size, local_sweep, moldable, sweep_manifest, sweep_results, sweep_submission, sweep_table
 from pipeline.launch.sweep_manifest import Entry, Manifest
 from pipeline.launch.sweep_table import Point
+
+log = logging.getLogger("pipeline")
 
 #: Module name under which Hydra imports the plugins.
 PLUGIN = "hydra_plugins.tannschen"
@@ -61,9 +65,10 @@ class ValidatingLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the Hydra context. Called by Hydra before launch()."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
+        self._multirun = hydra_sweeper.MultirunFile(self.folder)
         if not sweep_results.searches(config):
             loader = hydra_context.config_loader
-            loader.load_sweep_config = _kept(loader.load_sweep_config)
+            loader.load_sweep_config = hydra_sweeper.compose_once(loader.load_sweep_config, self._multirun)
         self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> a run and its state, also of earlier batches of a sweeper
 
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
@@ -85,8 +90,12 @@ class ValidatingLauncher(Launcher):
         manifest = earlier = sweep_manifest.read(self.folder)
         found: list[SweepRun] = []
         violations: dict[str, Violation] = {}
-        if sweep_results.searches(self.config):  # it may choose a point twice
-            job_overrides = list({tuple(filter_overrides(overrides)): overrides for overrides in job_overrides}.values())
+        if not job_overrides:
+            lists = " ".join(word for word in self.config.hydra.overrides.task if re.search(r"[,(]", word))
+            raise UserError.of("argument", lists, "gives no point: a list or range is empty", "name at least one value")
+        count, job_overrides = len(job_overrides), hydra_sweeper.without_repeated(job_overrides)
+        if len(job_overrides) < count and not sweep_results.searches(self.config):  # a search may choose a point twice
+            log.warning("%d points of the sweep have the settings of others: each point is one run", count - len(job_overrides))
         own = [tuple(filter_overrides(overrides)) for overrides in job_overrides]
         for overrides, words, (settings, options) in zip(job_overrides, own, sweep_manifest.split(own), strict=True):
             point = sweep_manifest.point_id(settings)
@@ -144,16 +153,30 @@ class LocalLauncher(ValidatingLauncher):
         Raises:
             SystemExit: a run has failed or was asked to stop, with the exit code of the first one.
         """
+        with self._multirun.removed_unless_started():
+            return self._launch(job_overrides)
+
+    def _launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """See launch()."""
         here = ranks.detect()
         if found := list(sweep_results.violations(self.config, here.world_size)):
             raise UserError(found)
         runs, manifest = self.runs(job_overrides)
-        dry_run = any(run.config.dry_run.enabled for run in runs)
-        if here.rank == 0 and not dry_run:
+        manifest = replace(manifest, config_dirs=tuple(map(str, compose.own_folders(self.config.hydra))))
+        writes = here.rank == 0 and not any(run.config.dry_run.enabled for run in runs)
+
+        def record(number: int, outcome: str) -> None:
+            nonlocal manifest
+            manifest = manifest.with_outcome(runs[number].entry.id, outcome)
+            if writes:
+                manifest.write()
+
+        if writes:
             make_folder(self.folder)
             manifest.write()
-        points, code = local_sweep.execute(_points(runs, manifest), [partial(self._execute, run) for run in runs], here)
-        if here.rank == 0 and not dry_run:
+            self._multirun.started = True
+        points, code = local_sweep.execute(_points(runs, manifest), [partial(self._execute, run) for run in runs], here, record)
+        if writes:
             self.show_table(runs, points, manifest)
         if sweep_results.searches(self.config) and code not in STOPPED:
             return self.results(runs, points, job_overrides)
@@ -190,6 +213,11 @@ class SlurmLauncher(ValidatingLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002 -- numbers are those of the manifest
         """Submit the runs, print the job ids and return. Called by Hydra with the overrides of each run."""
+        with self._multirun.removed_unless_started():
+            return self._launch(job_overrides)
+
+    def _launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """See launch()."""
         runs, manifest = self.runs(job_overrides)
         own = compose.own_folders(self.config.hydra)
         points = [sweep_submission.Point(run.entry, run.config, run.overrides) for run in runs]
@@ -201,6 +229,7 @@ class SlurmLauncher(ValidatingLauncher):
         arguments = compose.arguments_of(self.config.hydra)
         manifest = replace(manifest, config_dirs=tuple(map(str, own)))
         manifest = sweep_submission.submit(points, manifest, own, arguments, self._at_once)
+        self._multirun.started = True
         done = [replace(point, state="ended") if point.steps is None else point for point in _points(runs, manifest)]
         for point, row in zip(points, done, strict=True):
             print(f"{point.state}: {point.entry.run_dir}  {' '.join(row.values)}".rstrip(), flush=True)
@@ -246,25 +275,12 @@ def register() -> None:
 
 def _points(runs: Sequence[SweepRun], manifest: Manifest, states: Sequence[str] | None = None) -> list[Point]:
     """The runs as points of the table, with the settings that not all points of the sweep have, and with their states."""
-    settings = [set(entry.overrides) for entry in manifest.entries.values()]
-    common = set.intersection(*settings) if len(settings) > 1 else set()
+    values = manifest.differing()
     points = []
     for run, state in zip(runs, states or [""] * len(runs), strict=True):
         steps = run.config.training.steps if run.config.stage.name in TRAINING_STAGES else None
-        values = tuple(override for override in run.entry.overrides if override not in common)
-        points.append(Point(Path(run.config.run_dir), values, steps, state))
+        points.append(Point(Path(run.config.run_dir), values[run.entry.id], steps, state))
     return points
-
-
-def _kept(load: Callable[[DictConfig, list[str]], DictConfig]) -> Callable[[DictConfig, list[str]], DictConfig]:
-    """Compose each point once: Hydra's sweeper composes all of them to see whether they do, and then the launcher needs them."""
-    kept: dict[tuple[str, ...], DictConfig] = {}
-
-    def load_once(master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        key = tuple(sweep_overrides)
-        return kept.pop(key) if key in kept else kept.setdefault(key, load(master_config, sweep_overrides))
-
-    return load_once
 
 
 def _check_fork(config: RunConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import re
 import shlex
 import sys
@@ -233,10 +234,20 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
 
 
 def missing(cluster: ClusterConfig) -> list[str]:
-    """Return the keys that the cluster requires (cluster.required) and that are not set."""
+    """Return the keys that the cluster requires (cluster.required) and that are not set, nor as SBATCH_ACCOUNT and the like."""
     given = [option.lstrip("-").partition("=")[0] for option in cluster.sbatch]
+    given += [key for key in cluster.required if os.environ.get(f"SBATCH_{key.upper()}")]
     given += ["partition"] * any(queue.partition for queue in cluster.queues) + ["qos"] * any(queue.qos for queue in cluster.queues)
     return [key for key in cluster.required if getattr(cluster, key, None) is None and key not in given]
+
+
+def not_given(cluster: ClusterConfig) -> list[Violation]:
+    """Return what a job cannot be submitted without: the keys that `missing` returns."""
+    rule = f"is not set, and cluster={cluster.name} requires it (cluster.required)"
+    return [
+        Violation(f"cluster.{key}", None, rule, f"set cluster.{key}=NAME, or cluster.required=[] if Slurm has a default")
+        for key in missing(cluster)
+    ]
 
 
 def warn_of_other_size(cluster: ClusterConfig, stage: str, here: Ranks) -> None:

@@ -74,10 +74,18 @@ def with_limits(cluster: ClusterConfig, partitions: Mapping[str, Limits], qos: M
 
 
 def corrected(cluster: ClusterConfig) -> ClusterConfig:
-    """Return the options of a cluster with the limits that Slurm tells on this machine, and log each difference once."""
+    """Return the options of a cluster with the limits that Slurm tells on this machine, and log each difference once.
+
+    A Slurm that lacks one of its partitions is that of another machine, whose limits are not used.
+    """
     if not cluster.queues:
         return cluster
-    changed, differences = with_limits(cluster, *_asked())
+    partitions, qos = _asked()
+    other = {queue.partition for queue in cluster.queues if queue.partition} - set(partitions)
+    if partitions and other:
+        _warn(f"the Slurm here has no partition {', '.join(sorted(other))}: its limits are not those of cluster={cluster.name}")
+        return cluster
+    changed, differences = with_limits(cluster, partitions, qos)
     for text in differences:
         _warn(text)
     return changed
@@ -87,7 +95,7 @@ def corrected(cluster: ClusterConfig) -> ClusterConfig:
 def _asked() -> tuple[dict[str, Limits], dict[str, Limits]]:
     """The limits of partitions and QoS; empty where Slurm is not installed or does not answer."""
     commands = {
-        "scontrol": ["scontrol", "show", "partition", "--oneliner"],
+        "scontrol": ["scontrol", "--all", "show", "partition", "--oneliner"],
         "sacctmgr": ["sacctmgr", "--noheader", "--parsable2", "show", "qos", f"format={_QOS_FIELDS}"],
     }
     printed = {}

@@ -30,7 +30,9 @@ class _Ending:
     goes_on: bool = True
 
 
-def execute(points: Sequence[Point], runs: Sequence[Callable[[], JobReturn]], ranks: Ranks) -> tuple[list[Point], int]:
+def execute(
+    points: Sequence[Point], runs: Sequence[Callable[[], JobReturn]], ranks: Ranks, record: Callable[[int, str], None]
+) -> tuple[list[Point], int]:
     """Execute runs, and return their points with the reason of each failure, and the exit code of the first one, 0 for none.
 
     A run that fails does not end the sweep of a single process; several ranks could disagree on whether one has failed. A run that was
@@ -40,6 +42,7 @@ def execute(points: Sequence[Point], runs: Sequence[Callable[[], JobReturn]], ra
         points: of the runs.
         runs: execute one each.
         ranks: of this process; rank 0 prints.
+        record: gets the place of each run when it begins, with an empty text, and when it ends, with its state.
     """
     done: list[Point] = []
     code, goes_on = 0, True
@@ -50,11 +53,13 @@ def execute(points: Sequence[Point], runs: Sequence[Callable[[], JobReturn]], ra
         if ranks.rank == 0:
             shown = f"sweep, {number} of {len(points)}: {' '.join(point.values)}".rstrip()
             print(f"{shown} ({point.run_dir})", file=sys.stderr, flush=True)
+        record(number - 1, "")
         ending = _ending_of(run)
         code = code or ending.code
         goes_on = not ending.code or (ending.goes_on and ranks.world_size == 1)
         finished = "finished" if point.steps is None and not ending.code else ""  # the files of a training run say how far it is
         done.append(dataclasses.replace(point, state=ending.reason or finished))
+        record(number - 1, done[-1].state)
     return done, code
 
 

@@ -14,7 +14,7 @@ from pipeline.common import locks
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
-from pipeline.launch import conf_copy, in_use, moldable, queues, sbatch, site, snapshot, stage_chain
+from pipeline.launch import conf_copy, in_use, job, moldable, queues, sbatch, site, snapshot, stage_chain
 from pipeline.launch.stage_chain import Link
 
 log = logging.getLogger("pipeline")
@@ -58,6 +58,8 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
         found.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
     try:
         links = stage_chain.links(config, arguments)
+        if not config.dry_run.enabled:
+            found += {str(v): v for link in links for v in job.not_given(link.cluster)}.values()
         found += queues.too_many([link.cluster for link in links])
     except UserError as error:
         found += error.violations

@@ -37,6 +37,7 @@ class Entry:
         options: settings of its job, group cluster, that all points of a command have; they are not part of the id.
         job: the newest job; None for a point that was not submitted.
         log: the output of that job.
+        outcome: of a run on this machine, "finished" or "failed: REASON"; empty while it runs, and for a job.
     """
 
     id: str
@@ -46,6 +47,12 @@ class Entry:
     options: tuple[str, ...] = ()
     job: int | None = None
     log: str | None = None
+    outcome: str = ""
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The settings for a person: without the plus signs of Hydra's grammar."""
+        return tuple(override.lstrip("+") for override in self.overrides)
 
 
 @dataclass(frozen=True)
@@ -69,14 +76,23 @@ class Manifest:
         return max((entry.number for entry in self.entries.values()), default=-1) + 1
 
     def with_point(self, entry: Entry) -> Manifest:
-        """Return the manifest with a point; one that it has keeps its job."""
+        """Return the manifest with a point; one that it has keeps its job and outcome."""
         known = self.entries.get(entry.id)
-        kept = entry if known is None else replace(entry, job=known.job, log=known.log)
+        kept = entry if known is None else replace(entry, job=known.job, log=known.log, outcome=known.outcome)
         return replace(self, entries=self.entries | {entry.id: kept})
 
     def with_job(self, point: str, job: int, log: str) -> Manifest:
         """Return the manifest with the job that was submitted for a point."""
-        return replace(self, entries=self.entries | {point: replace(self.entries[point], job=job, log=log)})
+        return replace(self, entries=self.entries | {point: replace(self.entries[point], job=job, log=log, outcome="")})
+
+    def with_outcome(self, point: str, outcome: str) -> Manifest:
+        """Return the manifest with the outcome of a run on this machine."""
+        return replace(self, entries=self.entries | {point: replace(self.entries[point], outcome=outcome)})
+
+    def differing(self) -> dict[str, tuple[str, ...]]:
+        """Return the settings that not all points have: id -> "key=value"."""
+        common = set.intersection(*(set(entry.values) for entry in self.entries.values())) if len(self.entries) > 1 else set()
+        return {entry.id: tuple(value for value in entry.values if value not in common) for entry in self.entries.values()}
 
     def other(self, run_dir: str, point: str) -> Entry | None:
         """Return the point with a run directory, if it is another one; None if there is none."""
@@ -161,7 +177,7 @@ def _entries(content: Any) -> Iterator[Entry]:
         yield Entry(**point | {"overrides": tuple(point["overrides"]), "options": tuple(point["options"])})
 
 
-def not_begun(folder: Path) -> str:
+def not_begun(folder: Path) -> list[str]:
     """Return which points of the sweep in a folder have no run yet, or that its manifest is damaged, for a report of its runs.
 
     Empty if there is no such point, or no sweep.
@@ -170,8 +186,14 @@ def not_begun(folder: Path) -> str:
         entries = read(folder).sorted()
     except UserError as error:
         first = error.violations[0]
-        return f"{NAME}: {first.key}={first.value}: {first.rule}"
-    waiting = [entry for entry in entries if not run_files.is_run(folder / Path(entry.run_dir).name)]
-    shown = ", ".join(str(entry.number) for entry in waiting[:_NAMED])
-    more = f" and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
-    return f"points of {NAME} that have not begun: {shown}{more}; tools/sweep status {folder} tells why" if waiting else ""
+        return [f"{NAME}: {first.key}={first.value}: {first.rule}"]
+    without = [entry for entry in entries if not run_files.is_run(folder / Path(entry.run_dir).name)]
+    failed = [entry for entry in without if entry.outcome.startswith("failed")]
+    waiting = [entry for entry in without if not entry.outcome]
+    found = [f"point {entry.number} of {NAME} {entry.outcome}" for entry in failed[:_NAMED]]
+    found += [f"{len(failed) - _NAMED} more points of {NAME} failed before they wrote a file"] if len(failed) > _NAMED else []
+    if waiting:
+        shown = ", ".join(str(entry.number) for entry in waiting[:_NAMED])
+        more = f" and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
+        found.append(f"points of {NAME} that have not begun: {shown}{more}; tools/sweep status {folder} tells why")
+    return found

@@ -14,10 +14,12 @@ from pipeline.launch import job_size, slurm, sweep_manifest, sweep_submission
 from pipeline.launch.sweep_manifest import Entry, Manifest
 from pipeline.launch.sweep_submission import Point
 from pipeline.report import run as runs
-from pipeline.report.run import Run
+from pipeline.report.run import Run, State
 
 #: State of a point whose run directory has no file of a run.
 NOT_STARTED = "not started"
+#: States of a run whose end the manifest may know better: a point that was started again here, and failed before it wrote an event.
+_ENDED = (State.STOPPED, State.FAILED, State.SILENT)
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,27 @@ class PointState:
 
 def read(manifest: Manifest) -> list[PointState]:
     """Return the points of a sweep, in the order of their numbers. Without an answer of Slurm, the files of the runs tell alone."""
-    entries = manifest.sorted()
-    common = set.intersection(*(set(entry.overrides) for entry in entries)) if len(entries) > 1 else set()
+    entries, values = manifest.sorted(), manifest.differing()
     queue = _queue([entry.job for entry in entries if entry.job is not None])
     found = []
     for entry in entries:
         folder = Path(entry.run_dir)
         run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
-        state, reason = (NOT_STARTED, "") if run is None else (str(run.state), run.reason)
-        if entry.job is not None and entry.job in queue:
-            state, reason = queue[entry.job][0].lower(), queue[entry.job][1]
-        found.append(PointState(entry, tuple(word for word in entry.overrides if word not in common), state, reason, run))
+        state, reason = queue.get(entry.job or -1) or _without_job(entry, run)
+        found.append(PointState(entry, values[entry.id], state, reason, run))
     return found
+
+
+def _without_job(entry: Entry, run: Run | None) -> tuple[str, str]:
+    """State and reason of a point that has no job in the queue: what is recorded of its run on this machine, else what its files say."""
+    if entry.outcome and (run is None or run.state in _ENDED):
+        state, _, reason = entry.outcome.partition(": ")
+        return state, reason
+    if run is not None:
+        return str(run.state), "; ".join(filter(None, (run.trouble, run.reason)))
+    if entry.log is not None and Path(entry.log).is_file():
+        return "ended", f"see {entry.log}"
+    return NOT_STARTED, ""
 
 
 def _queue(jobs: Sequence[int]) -> dict[int, tuple[str, str]]:
@@ -62,7 +73,7 @@ def _queue(jobs: Sequence[int]) -> dict[int, tuple[str, str]]:
     except slurm.SlurmError:
         return {}
     lines = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-    return {int(number): (state, "" if reason == "None" else reason) for number, state, reason in lines if int(number) in jobs}
+    return {int(number): (state.lower(), "" if reason == "None" else reason) for number, state, reason in lines if int(number) in jobs}
 
 
 def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[Point]:
@@ -117,5 +128,6 @@ def manifest_of(folder: Path) -> Manifest:
     manifest = sweep_manifest.read(folder)
     if not manifest.entries:
         fix = "name the run_dir of a sweep, the folder above those of its runs"
-        raise UserError.of("SWEEP", str(folder), f"has no {sweep_manifest.NAME}", fix)
+        rule = f"has a {sweep_manifest.NAME} without points" if (folder / sweep_manifest.NAME).exists() else f"has no {sweep_manifest.NAME}"
+        raise UserError.of("SWEEP", str(folder), rule, fix)
     return manifest

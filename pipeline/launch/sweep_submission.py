@@ -70,7 +70,7 @@ def refuse(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | 
     """
     found = {str(v): v for v in also}
     if not any(point.config.dry_run.enabled for point in points):
-        found |= {str(v): v for v in sbatch.absent()}
+        found |= {str(v): v for v in [*sbatch.absent(), *(v for point in points for v in job.not_given(point.options))]}
     for point in points:
         words = [*compose.folder_options(config_dirs), *point.words]
         found |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}

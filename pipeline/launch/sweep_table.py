@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.common import metrics_file
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import atomic_file
+from pipeline.report import comparison
 from pipeline.report import run as runs
-from pipeline.report.run import LOSS_STEPS
+from pipeline.report.run import LOSS_STEPS, Run
+from pipeline.report.table import plain
 
 #: Files in the folder of the sweep.
 MARKDOWN, JSON = "table.md", "table.json"
@@ -45,6 +46,7 @@ class Row:
         step: last step.
         loss: mean training loss of the last steps, nats per target.
         validation_loss: that of the last validation, with its standard error.
+        within_noise: whether the point may be as good as the first one (comparison.Place).
         best_validation_loss: the lowest one, with its step.
         tokens_per_second: as in report/run.py, with which step and losses agree as well.
         run_dir: the run directory.
@@ -60,26 +62,26 @@ class Row:
     best_step: int | None
     tokens_per_second: float | None
     run_dir: str
+    within_noise: bool = False
 
 
-def rows(points: Sequence[Point]) -> list[Row]:
-    """Return the rows, the lowest final validation loss first, else the lowest training loss; runs without a loss are last."""
+def rows(points: Sequence[Point]) -> tuple[list[Row], str]:
+    """Return the rows, the best one first as comparison.compare sorts them, and which is best, in words; empty if none has a loss."""
+    found = [runs.read(point.run_dir) for point in points]
+    places = comparison.compare(found, [point.values for point in points], [point.run_dir.name for point in points])
+    of_run = {run.run_dir: point for run, point in zip(found, points, strict=True)}
+    ordered = [replace(row(of_run[place.run.run_dir], place.run), within_noise=place.within_noise) for place in places]
+    return ordered, comparison.verdict(places) if any(run.loss is not None for run in found) else ""
 
-    def order(row: Row) -> tuple[float, float]:
-        return tuple(math.inf if loss is None else loss for loss in (row.validation_loss, row.loss))  # type: ignore[return-value]
 
-    return sorted(map(row, points), key=order)
-
-
-def row(point: Point) -> Row:
+def row(point: Point, run: Run) -> Row:
     """Return the row of a point."""
-    run = runs.read(point.run_dir)
     validations = metrics_file.columns(metrics_file.read(point.run_dir)).get("validation_loss", [])
     best = min(validations, key=lambda validation: validation[1], default=(None, None))
     step = run.step or None
     return Row(
         values=point.values,
-        state=point.state or _state(point, step),
+        state="; ".join(filter(None, (point.state or _state(point, step), run.trouble))),
         step=step,
         loss=run.loss,
         validation_loss=run.validation_loss,
@@ -108,16 +110,18 @@ def write(folder: Path, points: Sequence[Point]) -> str:
         folder: of the sweep.
         points: its runs.
     """
-    found = rows(points)
+    found, verdict = rows(points)
     with atomic_file(folder / JSON, "w") as handle:
-        json.dump([asdict(row) for row in found], handle, indent=1)
+        json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in found], handle, indent=1, allow_nan=False)
         handle.write("\n")
     head, cells = _cells(found)
     with atomic_file(folder / MARKDOWN, "w") as handle:
         for line in (head, ["---"] * len(head), *cells):
             handle.write(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n")
+        handle.write(f"\n{verdict}\n" if verdict else "")
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in (head, *cells))
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in (head, *cells)]
+    return "\n".join(filter(None, [*lines, verdict]))
 
 
 def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -129,6 +133,7 @@ def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
     columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in found]
     columns["tokens/s"] = ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in found]
+    columns["in the noise"] = ["yes" if row.within_noise and number else "" for number, row in enumerate(found)]
     columns["state"] = [row.state for row in found]
     columns["run_dir"] = [row.run_dir for row in found]
     shown = {name: cells for name, cells in columns.items() if any(cells)}

@@ -17,6 +17,8 @@ from pipeline.report.seen_data import Seen
 SHORT = 110
 #: Corpora that are named in a sentence, and kinds of lost node-hours.
 _NAMED = 4
+#: Settings that changed at a restart and are named in a sentence.
+_SETTINGS = 8
 _GOOD = (State.RUNNING, State.STARTING, State.FINISHED)
 _BAD = (State.FAILED, State.SILENT)
 
@@ -80,6 +82,8 @@ def loss(run: Run, health: Health | None) -> Answer:
     """The trend of the loss, and what is unusual."""
     question = "Is the loss healthy?"
     skipped = f"{count(run.skipped, 'step')} skipped" if run.skipped else ""
+    if run.trouble:
+        return Answer(question, "; ".join(filter(None, (run.trouble, skipped))), "bad")
     if run.loss is None or health is None:
         return Answer(question, "; ".join(filter(None, ("too few steps to tell", skipped))), "bad" if skipped else "")
     change = health.last - health.before
@@ -106,8 +110,10 @@ def restart(run: Run) -> str:
     changes += [f"layout {before.layout or '?'} -> {after.layout or '?'}"] if before.layout != after.layout else []
     both = before.version and after.version and before.version != after.version
     changes += [f"version {before.version} -> {after.version}"] if both else []
+    changes += [short(setting) for setting in after.changed[:_SETTINGS]]
+    changes += [f"{len(after.changed) - _SETTINGS} more settings"] if len(after.changed) > _SETTINGS else []
     head = f"start {len(run.starts)} at {moment(after.begin)} from step {after.step:,}, because: {short(after.cause) or 'unknown'}"
-    return f"{head}; {'; '.join(changes) or 'same nodes and layout'}"
+    return f"{head}; {'; '.join(changes) or 'same nodes, layout and settings'}"
 
 
 def lost(history: History) -> str:
@@ -162,7 +168,7 @@ def lines(history: History, width: int) -> Iterator[str]:
 
 def lines_now(run: Run, width: int) -> Iterator[str]:
     """Yield the part of the terminal view for which the end of the files is enough."""
-    loss_now = (
+    loss_now = run.trouble or (
         "-" if run.loss is None else f"{run.loss:.4f} over the last {LOSS_STEPS} steps; gradient norm {run.grad_norm or math.nan:.3g}"
     )
     skipped = f"; {count(run.skipped, 'step')} skipped" if run.skipped else ""
@@ -170,7 +176,7 @@ def lines_now(run: Run, width: int) -> Iterator[str]:
     found = [
         Answer("Is it alive?", alive(run), _level(run)),
         Answer("When does it end?", end(run)),
-        Answer("Loss", loss_now + skipped, "bad" if skipped else ""),
+        Answer("Loss", loss_now + skipped, "bad" if skipped or run.trouble else ""),
         Answer("What changed at the last restart?", restart(run)),
         Answer("Node-hours", hours),
     ]
@@ -181,8 +187,14 @@ def _more(run: Run) -> list[Answer]:
     """What is shown below the answers."""
     found = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
     found += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
-    found += [Answer("Last error", short(run.error, 400), "bad")] if run.error else []
+    found += last_error(run)
     return [*found, *(Answer("Files", problem, "bad") for problem in run.problems)]
+
+
+def last_error(run: Run) -> list[Answer]:
+    """The last error; one that a run has overcome asks for no attention."""
+    level = "" if run.state in _GOOD else "bad"
+    return [Answer("Last error, overcome" if run.state in _GOOD else "Last error", short(run.error, 400), level)] if run.error else []
 
 
 def _wrapped(found: Iterable[Answer], width: int) -> Iterator[str]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.history import History
 from pipeline.report.run import Run
 
 #: Standard errors that two runs must differ by, so that the difference is not called noise.
 ERRORS = 2.0
+#: Runs that a sentence names at most.
+_NAMED = 4
 #: Settings that differ between runs without a meaning for their result.
 _OWN = ("run_dir", "tracking", "stage.name", "cluster", "dry_run")
 
@@ -36,60 +38,90 @@ class Place:
     error: float | None
     values: tuple[str, ...]
 
+    @property
+    def within_noise(self) -> bool:
+        """Whether the run may be as good as the best one."""
+        return self.behind is not None and (self.behind == 0 or self.behind <= ERRORS * (self.error or 0.0))
 
-def compare(histories: Sequence[History]) -> list[Place]:
-    """Return the runs, the lowest last validation loss first, else the lowest training loss; those without a loss are last."""
 
-    def order(history: History) -> tuple[float, float]:
-        run = history.run
-        return tuple(math.inf if loss is None else loss for loss in (run.validation_loss, run.loss))  # type: ignore[return-value]
+def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Sequence[str] | None = None) -> list[Place]:
+    """Return the runs, the lowest last validation loss first, else the lowest training loss; those without a finite loss are last.
 
-    ordered = sorted(histories, key=order)
-    names = names_of([Path(history.run.run_dir) for history in ordered])
-    values = differing([history.config for history in ordered])
-    best = ordered[0].run
-    return [Place(names[n], one.run, *_behind(one.run, best), values[n]) for n, one in enumerate(ordered)]
+    Args:
+        runs: at least one.
+        values: settings of each of them.
+        names: of the runs; default: names_of their paths.
+    """
+    names = names_of([Path(run.run_dir) for run in runs]) if names is None else names
+    order = sorted(range(len(runs)), key=lambda n: (bool(runs[n].trouble), *rank(runs[n].validation_loss, runs[n].loss)))
+    best = runs[order[0]]
+    return [Place(names[n], runs[n], *_behind(runs[n], best), values[n]) for n in order]
+
+
+def rank(*losses: float | None) -> tuple[float, ...]:
+    """Return the key by which runs are sorted: a loss that is missing, infinite or not a number comes after all others."""
+    return tuple(loss if is_finite(loss) else math.inf for loss in losses)  # type: ignore[misc] # mypy does not narrow by is_finite
+
+
+def is_finite(loss: float | None) -> bool:
+    """Whether a loss is known and a finite number."""
+    return loss is not None and math.isfinite(loss)
 
 
 def _behind(run: Run, best: Run) -> tuple[float | None, float | None]:
     """Difference of the validation losses of two runs, and its standard error."""
-    if run.validation_loss is None or best.validation_loss is None:
+    if run.trouble or not (is_finite(run.validation_loss) and is_finite(best.validation_loss)):
         return None, None
+    assert run.validation_loss is not None and best.validation_loss is not None  # noqa: PT018 -- both are finite
     errors = (run.validation_loss_stderr, best.validation_loss_stderr)
     error = None if run is best or None in errors else math.hypot(*(value or 0.0 for value in errors))
     return run.validation_loss - best.validation_loss, error
 
 
 def verdict(places: Sequence[Place]) -> str:
-    """Return which run is best, and by how much."""
-    best, second = places[0], places[1] if len(places) > 1 else None
-    if best.run.validation_loss is None:
-        if best.run.loss is None:
-            return "no run has a loss yet"
-        return f"{best.name} has the lowest training loss ({best.run.loss:.4f}); no run was validated"
-    if second is None or second.behind is None:
-        return f"{best.name}: {best.run.validation_loss:.4f}; no other run was validated"
-    equal = [place.name for place in places if place.behind == 0]
-    if len(equal) > 1:
-        return f"{', '.join(equal)} have the same validation loss, {best.run.validation_loss:.4f}, which is the lowest"
-    ahead = f"{best.name} has the lowest validation loss ({best.run.validation_loss:.4f}), {second.behind:.4f} below {second.name}"
-    steps = {place.run.validation_step for place in places if place.behind is not None}
-    other = "; the runs were validated at different steps" if len(steps) > 1 else ""
-    if second.error is None:
-        return f"{ahead}; the noise of validation is not known{other}"
-    within = [place.name for place in places[1:] if place.behind is not None and place.behind <= ERRORS * (place.error or 0.0)]
+    """Return which run is best, by how much, and which others may be as good. A run that has lost its finite loss is not counted."""
+    bad = [place.name for place in places if place.run.trouble]
+    end = f"; not counted, without a finite loss: {named(bad)}" if bad else ""
+    return _best(places) + end
+
+
+def _best(places: Sequence[Place]) -> str:
+    """The verdict on the runs that have a loss."""
+    best, others = places[0], [place for place in places[1:] if place.behind is not None]
+    if best.behind is None:
+        if best.run.trouble or not is_finite(best.run.loss):
+            return "no run has a finite loss yet"
+        return f"run {best.name} has the lowest training loss ({best.run.loss:.4f}); no run was validated"
+    head = f"run {best.name} has the lowest validation loss ({best.run.validation_loss:.4f})"
+    if not others:
+        return f"{head}; no other run was validated"
+    steps = {place.run.validation_step for place in (best, *others)}
+    end = "; the runs were validated at different steps" if len(steps) > 1 else ""
+    ahead = f"{head}, lower by {others[0].behind:.4f} than that of run {others[0].name}"
+    if all(place.error is None for place in others):
+        equal = [place.name for place in others if place.behind == 0]
+        if equal:
+            loss = f"{best.run.validation_loss:.4f}"
+            return f"{1 + len(equal)} runs have the lowest validation loss ({loss}): {named([best.name, *equal])}{end}"
+        return f"{ahead}; the noise of validation is not known{end}"
+    within = [place.name for place in others if place.within_noise]
     if not within:
-        return f"{ahead}, more than {ERRORS:g} standard errors ({second.error:.4f} each){other}"
-    return f"{ahead}; within the noise of validation ({ERRORS:g} standard errors) of it: {', '.join(within)}{other}"
+        return f"{ahead}, more than {ERRORS:g} standard errors of the difference ({others[0].error or 0.0:.4f}){end}"
+    noise = f"within the noise ({ERRORS:g} standard errors of the difference)"
+    return f"{head}; {len(within)} of {len(others)} others {'is' if len(within) == 1 else 'are'} {noise}: {named(within)}{end}"
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first names, and how many there are more."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart."""
-    whole = [path.resolve() for path in paths]
-    parts = 1
-    while len({path.parts[-parts:] for path in whole}) < len(set(whole)):
-        parts += 1
-    return [str(Path(*path.parts[-parts:])) for path in whole]
+    """Return the paths below their common folder, as tools/status names them."""
+    whole = [path.absolute() for path in paths]
+    folder = os.path.commonpath([path.parent for path in whole])
+    return [os.path.relpath(path, folder) for path in whole]
 
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:

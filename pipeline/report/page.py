@@ -10,8 +10,8 @@ from typing import Any
 from pipeline.common import charts, page
 from pipeline.common.page import Bar
 from pipeline.common.units import unit_of
-from pipeline.report.answers import Answer, answers, end, moment, short, validation
-from pipeline.report.comparison import Place, compare, names_of, verdict
+from pipeline.report.answers import Answer, answers, end, last_error, moment, short, validation
+from pipeline.report.comparison import Place, compare, differing, names_of, verdict
 from pipeline.report.history import History
 from pipeline.report.run import duration
 from pipeline.report.starts import Start
@@ -36,12 +36,12 @@ def of_run(history: History, also: Sequence[str] = ()) -> str:
     tables += [_spent(history)] if history.spent else []
     tables += [_seen(history)] if history.seen else []
     last = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
-    last += [Answer("Last error", short(run.error, 400), "bad")] if run.error else []
+    last += last_error(run)
     return page.render(
         _TEMPLATE,
         f"Training of {Path(run.run_dir).resolve().name}",
-        verdict=f"{str(run.state).capitalize()}: {end(run)}",
-        level=found[0].level,
+        verdict=f"{str(run.state).capitalize()}: {'; '.join(filter(None, (end(run), run.trouble)))}",
+        level="bad" if run.trouble else found[0].level or "neither",
         more=run.run_dir,
         problems=[*run.problems, *also],
         answers=[*found, *last],
@@ -54,7 +54,7 @@ def of_run(history: History, also: Sequence[str] = ()) -> str:
 
 def of_runs(histories: Sequence[History], also: Sequence[str] = ()) -> str:
     """Return the page that compares runs, at least two; `also` as in of_run."""
-    places = compare(histories)
+    places = compared(histories)
     by_path = {history.run.run_dir: history for history in histories}
     ordered = [by_path[place.run.run_dir] for place in places]
     bad = [place.name for place, history in zip(places, ordered, strict=True) if answers(history)[0].level == "bad"]
@@ -84,6 +84,11 @@ def of_runs(histories: Sequence[History], also: Sequence[str] = ()) -> str:
         first=tables,
         tables=[],
     )
+
+
+def compared(histories: Sequence[History]) -> list[Place]:
+    """Return the runs with the settings in which they differ, the best one first."""
+    return compare([history.run for history in histories], differing([history.config for history in histories]))
 
 
 def _last_end(places: Sequence[Place]) -> str:
@@ -156,7 +161,7 @@ def _late(series: Sequence[charts.Series]) -> list[charts.Series]:
 
 def _starts(starts: Sequence[Start]) -> Table:
     """The table of starts."""
-    head = ["start", "at", "job", "nodes", "from step", "layout", "time", "why it ended"]
+    head = ["start", "at", "job", "nodes", "from step", "layout", "changed settings", "time", "why it ended"]
     rows: list[list[Any]] = [
         [
             number,
@@ -165,6 +170,7 @@ def _starts(starts: Sequence[Start]) -> Table:
             ", ".join(start.nodes) if len(start.nodes) <= 4 else f"{len(start.nodes)}: {start.nodes[0]} to {start.nodes[-1]}",
             start.step,
             start.layout or "-",
+            short(", ".join(start.changed)) or "-",
             "-" if start.end is None else duration(start.end - start.begin),
             short(start.reason) or ("finished" if start.code == 0 else "-"),
         ]

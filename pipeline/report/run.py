@@ -54,7 +54,8 @@ class Run:
         steps: training.steps.
         tokens: training tokens seen up to this step.
         samples: samples seen up to this step.
-        loss: mean training loss of the last LOSS_STEPS steps, nats per target.
+        loss: mean training loss of the last LOSS_STEPS steps, nats per target; not a number if one of them has no finite loss.
+        not_finite: how many of them have none.
         grad_norm: of the last step.
         validation_loss: of the last validation, nats per target. Up to 4 MB of metrics.jsonl are searched for it, about 10,000 steps.
         validation_loss_stderr: its standard error, from reading a sample of the split.
@@ -107,6 +108,12 @@ class Run:
     last_sign: float | None = None
     life: Life = field(default_factory=lambda: life_of([]))
     problems: tuple[str, ...] = ()
+    not_finite: int = 0
+
+    @property
+    def trouble(self) -> str:
+        """What a person must know before the numbers of the run are compared; empty for nothing."""
+        return f"no finite loss in {self.not_finite} of the last {LOSS_STEPS} steps" if self.not_finite else ""
 
 
 def read(run_dir: Path, now: float | None = None) -> Run:
@@ -231,11 +238,11 @@ def duration(seconds: float) -> str:
 def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of the last lines of metrics.jsonl."""
     steps = [line for line in lines if "loss" in line]
-    losses = [line["loss"] for line in steps[-LOSS_STEPS:] if _is_finite(line["loss"])]
+    losses = [line["loss"] if _is_finite(line["loss"]) else math.nan for line in steps[-LOSS_STEPS:]]
     recent = steps[-SPEED_STEPS:]
     seconds = [line["seconds"] for line in recent if _is_finite(line.get("seconds"))]
     rates = [line["tokens_per_second"] for line in recent if _is_finite(line.get("tokens_per_second"))]
-    validations = [line for line in lines if _is_finite(line.get("validation_loss"))]
+    validations = [line for line in lines if isinstance(line.get("validation_loss"), int | float)]
     validation = validations[-1] if validations else {}
     last = steps[-1] if steps else {}
     error = validation.get("validation_loss_stderr")
@@ -244,6 +251,7 @@ def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "tokens": last.get("tokens"),
         "samples": last.get("samples"),
         "loss": statistics.fmean(losses) if losses else None,
+        "not_finite": sum(math.isnan(loss) for loss in losses),
         "grad_norm": last.get("grad_norm"),
         "validation_loss": validation.get("validation_loss"),
         "validation_loss_stderr": error if _is_finite(error) else None,

@@ -51,6 +51,7 @@ class Start:
         version: version and commit of the program; empty if it is unknown.
         ready: when the weights were loaded and training began, seconds since 1970; None if it is unknown.
         cause: why the ranks were started again; empty for the first start.
+        changed: settings that differ from those of the start before, "key: old -> new".
         end: seconds since 1970; None if no end is recorded.
         last: time of its last event.
         end_step: of the newest checkpoint at its end; None if it is unknown.
@@ -58,6 +59,7 @@ class Start:
         failed: whether they failed; a run that goes on later has not.
         reason: why they ended.
         place: node and line of the error.
+        unrecorded: whether its end is not recorded, and only that it wrote something until `end` is known.
     """
 
     begin: float
@@ -68,6 +70,7 @@ class Start:
     version: str = ""
     ready: float | None = None
     cause: str = ""
+    changed: tuple[str, ...] = ()
     end: float | None = None
     last: float = 0.0
     end_step: int | None = None
@@ -75,6 +78,7 @@ class Start:
     failed: bool = False
     reason: str = ""
     place: str = ""
+    unrecorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,10 +187,13 @@ class _Reader:
         start = self._open()
         if start is None or start.ready is not None or start.job is None or start.job is not self._job(event):
             start = self._start(event)
+        self._extend(start, _number(event, "last_written"))
         start.ready = start.last = event["time"]
         start.step = max(int(_number(event, "step") or 0), 0)
         start.layout = _text(event, "layout") or start.layout
         start.version = _text(event, "version")
+        changed = event.get("changed")
+        start.changed = tuple(f"{key}: {old} -> {new}" for key, old, new in changed) if isinstance(changed, list) else ()
         corpora = event.get("corpora")
         if isinstance(corpora, dict):
             self._corpora = {str(name): int(count) for name, count in corpora.items() if isinstance(count, int)}
@@ -201,6 +208,15 @@ class _Reader:
             self._close(start, event, code, failed=code in (1, 2))
         else:
             start.reason, start.place = _text(event, "reason"), _text(event, "where")
+
+    def _extend(self, start: Start, last_written: float | None) -> None:
+        """A start whose end is not recorded lasted at least until metrics.jsonl was written, as the next start found it."""
+        before = next((one for one in reversed(self._starts) if one is not start), None)
+        if last_written is None or before is None or not before.unrecorded or before.end is None:
+            return
+        before.end = max(before.end, min(last_written, start.begin))
+        if before.job is not None and before.job.end is not None and before.job is not start.job:
+            before.job.end = max(before.job.end, min(before.end, start.job.begin if start.job is not None else start.begin))
 
     def _ranks_end(self, event: dict[str, Any]) -> None:
         """All ranks have ended. Without ranks, the preflight left too few nodes."""
@@ -231,11 +247,11 @@ class _Reader:
 
     def _abandon(self, why: str) -> None:
         """An end was not recorded: it is the last event before."""
-        self._problems.append(f"{why}; its node-hours are counted up to its last event")
+        self._problems.append(f"{why}; its node-hours are counted up to what it wrote last")
         self._cause = why
         start = self._open()
         if start is not None:
-            start.end, start.failed, start.reason = start.last, True, why
+            start.end, start.failed, start.reason, start.unrecorded = start.last, True, why, True
         if self._jobs and self._jobs[-1].end is None and why.startswith("job"):
             job = self._jobs[-1]
             last = [one.last for one in self._starts if one.job is job]

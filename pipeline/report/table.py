@@ -117,7 +117,7 @@ def cells_of(run: Run) -> tuple[str, ...]:
         str(run.restarts) if run.starts else "-",
         "-" if run.node_hours is None else f"{run.node_hours:.2f}",
         run.job or "-",
-        short(run.reason, 80),
+        short("; ".join(filter(None, (run.trouble, run.reason))), 80),
     )
 
 
@@ -137,9 +137,9 @@ def as_json(rows: Iterable[Run]) -> str:
 
 def values_of(run: Run) -> dict[str, Any]:
     """The columns of a run."""
-    return {name: _plain(getattr(run, name)) for name in COLUMNS}
+    return {name: plain(getattr(run, name)) for name in COLUMNS}
 
 
-def _plain(value: Any) -> Any:
-    """A value that CSV and JSON have."""
+def plain(value: Any) -> Any:
+    """Return a value that CSV and JSON have: None for a number that is not finite."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -32,10 +32,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     for one in histories if len(histories) == 1 else ():
         print("\n".join(answers.lines(one, width)))
     if len(histories) > 1:
-        places = comparison.compare(histories)
+        places = page.compared(histories)
         print(table.text([place.run for place in places], width))
         print(f"\n{comparison.verdict(places)}")
-    waiting = list(filter(None, (sweep_manifest.not_begun(folder) for folder, _ in _folders(config.run_dir, stage))))
+    waiting = [line for folder, _ in _folders(config.run_dir, stage) for line in sweep_manifest.not_begun(folder)]
     for line in waiting:
         print(line)
     with atomic_file(out, "w") as handle:

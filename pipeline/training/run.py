@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -103,9 +104,10 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))
                 return
+            changed: list[tuple[str, Any, Any]] = []
             if ranks.rank == 0:
                 with run_directory.disk_errors(run_dir):
-                    run_directory.begin_training(config, begin)
+                    changed = run_directory.begin_training(config, begin)
             length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
             flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
             if peak is not None and ranks.rank == 0:
@@ -124,7 +126,9 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             )
             saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
             events = (
-                run_events.recorded(config, layout, hosts, state.step, training_data.samples, parent) if ranks.rank == 0 else nullcontext()
+                run_events.recorded(config, layout, hosts, state.step, training_data.samples, parent, changed)
+                if ranks.rank == 0
+                else nullcontext()
             )
             stages = list(trainer.model.stage_modules())
             stragglers = Stragglers(run_dir, trainer.mesh, stages, hosts, config.cluster.slow_factor, config.tracking.log_every)

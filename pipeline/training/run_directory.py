@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import yaml  # type: ignore[import-untyped] # PyYAML has no types
 from omegaconf import OmegaConf
 
+from pipeline.checkpoint import compatibility
 from pipeline.checkpoint.commit import finish_interrupted
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import artifact, ends
@@ -75,8 +77,8 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minute
     return start, lock
 
 
-def write_config(config: RunConfig) -> None:
-    """Write the resolved configuration to run_dir/config.yaml.
+def write_config(config: RunConfig) -> RunConfig:
+    """Write the resolved configuration to run_dir/config.yaml, and return it.
 
     With tokenizer.chat_template, the tokenizer is written with this template to run_dir/tokenizer, and config.yaml names that folder.
     """
@@ -87,6 +89,17 @@ def write_config(config: RunConfig) -> None:
         config = dataclasses.replace(config, tokenizer=dataclasses.replace(config.tokenizer, path=str(folder)))
     with atomic_file(Path(config.run_dir) / "config.yaml", "w") as handle:
         handle.write(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    return config
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """Return the resolved configuration of an earlier start; empty if there was none, or its file is damaged."""
+    path = run_dir / "config.yaml"
+    try:
+        content = yaml.load(path.read_bytes(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if path.is_file() else None
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def carry_original(config: RunConfig, begin: Path | None) -> None:
@@ -109,19 +122,24 @@ def gather_hosts() -> list[str]:
     return hosts
 
 
-def begin_training(config: RunConfig, begin: Path | None) -> None:
+def begin_training(config: RunConfig, begin: Path | None) -> list[tuple[str, Any, Any]]:
     """Write what a run directory has from the first step on. It is not complete any more: the manifest of a shorter run is removed.
 
     Args:
         config: configuration of the run.
         begin: as in carry_original.
+
+    Returns:
+        The settings that differ from those of the start before: key, old and new value.
     """
     carry_original(config, begin)
-    write_config(config)
+    before = read_config(Path(config.run_dir))
+    written = write_config(config)
     manifest = Path(config.run_dir) / artifact.MANIFEST
     if manifest.is_file():
         manifest.unlink()
         sync_folder(manifest.parent)
+    return compatibility.changed_settings(before, written) if before else []
 
 
 def finish_without_training(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[str, Any] | None) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.checkpoint import catalog
-from pipeline.common import events, git_commit
+from pipeline.common import events, git_commit, metrics_file
 from pipeline.common.errors import INTERRUPTED, RunFailed, ToBeContinued, UserError
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -24,7 +24,13 @@ log = logging.getLogger("pipeline")
 
 @contextmanager
 def recorded(
-    config: RunConfig, layout: Layout, hosts: Sequence[str], step: int, samples: Dataset, parent: dict[str, Any] | None
+    config: RunConfig,
+    layout: Layout,
+    hosts: Sequence[str],
+    step: int,
+    samples: Dataset,
+    parent: dict[str, Any] | None,
+    changed: Sequence[tuple[str, Any, Any]] = (),
 ) -> Iterator[None]:
     """Record the begin and the end of a block that trains. Only rank 0 calls it.
 
@@ -35,11 +41,12 @@ def recorded(
         step: number of steps made before.
         samples: the training data.
         parent: Index.parent of its checkpoints.
+        changed: settings that differ from those of the start before: key, old and new value.
     """
     run_dir = Path(config.run_dir)
     origin = "scratch" if parent is None else f"step {parent['step']} of {parent['path']} ({parent['how']})"
     _report_other_origin(run_dir, origin)
-    folder = run_dir.stat()
+    folder, metrics = run_dir.stat(), run_dir / metrics_file.FILE
     text = f"{layout.axes_text()}, ZeRO {config.parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"
     events.record(
         run_dir,
@@ -51,6 +58,8 @@ def recorded(
         origin=origin,
         version=git_commit.version(),
         corpora=epochs(samples),
+        changed=[list(setting) for setting in changed],
+        last_written=metrics.stat().st_mtime if metrics.is_file() else None,
     )
     try:
         yield

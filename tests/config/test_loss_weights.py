@@ -70,7 +70,7 @@ def test_a_run_may_change_them_also_if_its_checkpoint_has_the_former_keys():
     renamed.update(saved)
     checkpoint = SimpleNamespace(path="step-1", config=saved)
     compatibility.check_same_model(checkpoint, config)
-    changes = {key: (old, new) for key, old, new in compatibility.changed_settings(checkpoint, config)}
+    changes = {key: (old, new) for key, old, new in compatibility.changed_settings(checkpoint.config, config)}
     assert changes["training.bias_update_speed"] == (0.5, 0.0)
     assert changes["training.mtp_loss"] == (0.3, 0.1)
     assert changes["training.balance_loss"] == (0.02, None)

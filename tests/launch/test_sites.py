@@ -144,6 +144,13 @@ def test_limits_that_slurm_tells_replace_those_of_the_file() -> None:
     assert job.placed(changed, "pretrain", 4).time == "12:00:00"
 
 
+def test_the_slurm_of_another_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Frontier has a partition named batch, as many machines have, and one named extended."""
+    monkeypatch.setattr(live, "_asked", lambda: (live.parse_partitions(PARTITIONS), {}))
+    assert live.corrected(at("frontier")) == at("frontier")
+    assert "the Slurm here has no partition extended: its limits are not those of cluster=frontier" in caplog.text
+
+
 def test_a_partition_with_several_entries_only_bounds_them() -> None:
     changed, said = live.with_limits(at("frontier"), live.parse_partitions(PARTITIONS), {})
     assert [queue.max_time for queue in changed.queues] == ["02:00:00", "04:00:00", "04:00:00", "24:00:00"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
-from pipeline.launch import job_memory, sweep_manifest
+from pipeline.launch import job, job_memory, sweep_manifest, sweep_state
 from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
 from tests.training.one_rank import TINY, lines, newest, run
@@ -33,7 +35,7 @@ def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...
         assert message.count(violation) == 1
     assert "Traceback" not in message
     assert not (tmp_path / "shards").exists()
-    assert not list((tmp_path / "sweep").glob("*/"))
+    assert not (tmp_path / "sweep").exists()
 
 
 @pytest.mark.slow
@@ -64,7 +66,7 @@ def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
     assert text.count("#!/bin/bash") == 2
     assert f"--output={tmp_path}/sweep/1/slurm-%j.out" in text
     assert f"run_dir={tmp_path}/sweep/1" in text
-    assert not list((tmp_path / "sweep").glob("*/")), "nothing is written"
+    assert not (tmp_path / "sweep").exists(), "nothing is written"
     assert "dry_run=" not in text, "the printed jobs are those that would be submitted"
 
 
@@ -90,6 +92,46 @@ def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.Monk
 def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path}", "hydra.sweep.subdir=same", *SLURM, expect=2)
     assert "is shared by several runs" in message
+
+
+def test_a_value_that_is_listed_twice_is_one_point(tmp_path: Path) -> None:
+    words = ("-m", "stage=pretrain", f"run_dir={tmp_path}/sweep", "dry_run=true", *SLURM)
+    text = pipeline(*words, "optimizer.lr=1e-3,1e-3,2e-3", "training.seed=1,1")
+    assert "4 points of the sweep have the settings of others" in text
+    assert [line for line in text.splitlines() if line.startswith("#SBATCH --output=")] == [
+        f"#SBATCH --output={tmp_path}/sweep/{number}/slurm-%j.out" for number in (0, 1)
+    ]
+    assert "training.seed=range(0,0): gives no point" in pipeline(*words, "training.seed=range(0,0)", expect=2)
+
+
+def test_what_the_site_requires_is_asked_for_before_the_submission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterConfig(name="site", required=["account", "qos"])
+    assert [violation.key for violation in job.not_given(cluster)] == ["cluster.account", "cluster.qos"]
+    monkeypatch.setenv("SBATCH_ACCOUNT", "project")
+    assert [violation.key for violation in job.not_given(replace(cluster, sbatch=["--qos=short"]))] == []
+    monkeypatch.delenv("SBATCH_ACCOUNT")
+    words = ("-m", "stage=pretrain", "optimizer.lr=1e-3,2e-3", f"run_dir={tmp_path}/sweep", *SLURM, "cluster.required=[account]")
+    assert pipeline(*words, expect=2).count("cluster.account=None: is not set, and cluster=devcluster requires it") == 1
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.slow
+def test_a_local_sweep_says_the_same_of_its_points_everywhere(tokens: Path, tmp_path: Path) -> None:
+    """One point fails before it has written a file, and the settings are those of a folder of the user."""
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    (tmp_path / "own/experiment/short.yaml").write_text("# @package _global_\ntraining: {steps: 2, validate_every: 1}\n")
+    words = ("-m", "stage=pretrain", f"--config-dir={tmp_path}/own", "experiment=short", *TINY, f"data.tokens={tokens},{tmp_path}")
+    printed = pipeline(*words, f"run_dir={tmp_path}/sweep", expect=2)
+    manifest = sweep_manifest.read(tmp_path / "sweep")
+    assert manifest.config_dirs == (f"{tmp_path}/own",)
+    points = sweep_state.read(manifest)
+    assert [point.state for point in points] == ["finished", "failed"]
+    assert f"failed: {points[1].reason}" in printed
+    assert [row["state"] for row in json.loads((tmp_path / "sweep/table.json").read_text())] == ["finished", f"failed: {points[1].reason}"]
+    assert sweep_manifest.not_begun(tmp_path / "sweep") == [f"point 1 of sweep.json failed: {points[1].reason}"]
+    again = replace(manifest.sorted()[1], overrides=("++data.seed=1",))
+    assert again.values == ("data.seed=1",)
+    assert manifest.with_job(manifest.sorted()[1].id, 7, "log").sorted()[1].outcome == ""
 
 
 def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ def test_the_best_run_comes_first(tmp_path):
     points = [Point(tmp_path / str(number), (f"optimizer.lr={lr}",), 3) for number, lr in enumerate((1e-3, 1e-2, 0.1, 1))]
     points[3] = Point(tmp_path / "3", ("optimizer.lr=1", "training.seed=7"), 3, "failed: data.tokens=a|b: is not a folder")
     text = sweep_table.write(tmp_path, points)
-    head, *lines = (line.split("  ") for line in text.splitlines())
+    assert text.endswith("1 of 1 others is within the noise (2 standard errors of the difference): 0")
+    head, *lines = (line.split("  ") for line in text.splitlines()[:-1])
     assert [cell.strip() for cell in head if cell] == [
         *(
             "optimizer.lr",
@@ -42,13 +43,14 @@ def test_the_best_run_comes_first(tmp_path):
             "training loss (last 20)",
             "steps",
             "tokens/s",
+            "in the noise",
             "state",
             "run_dir",
         ),
     ]
     assert [[cell.strip() for cell in line if cell][:-1] for line in lines] == [
         ["0.01", "3.2500 +- 0.2500", "3.2500 (3)", "3.6667", "3", "200", "finished"],
-        ["0.001", "3.5000 +- 0.2500", "2.5000 (2)", "4.0000", "3", "200", "finished"],
+        ["0.001", "3.5000 +- 0.2500", "2.5000 (2)", "4.0000", "3", "200", "yes", "finished"],
         ["0.1", "5.0000", "1", "100", "step 1 of 3"],
         ["1", "7", "failed: data.tokens=a|b: is not a folder"],
     ]
@@ -56,7 +58,7 @@ def test_the_best_run_comes_first(tmp_path):
     assert [row["run_dir"] for row in rows] == [f"{tmp_path}/{number}" for number in (1, 0, 2, 3)]
     assert (rows[1]["best_validation_loss"], rows[1]["best_step"]) == (2.5, 2)
     markdown = (tmp_path / "table.md").read_text().splitlines()
-    assert [line.count("|") for line in markdown] == [10] * 6, "a bar in a cell does not end it"
+    assert [line.count("|") for line in markdown] == [11] * 6 + [0, 0], "a bar in a cell does not end it"
 
 
 def run(outcome: BaseException | None = None) -> JobReturn:
@@ -73,7 +75,9 @@ def run(outcome: BaseException | None = None) -> JobReturn:
 def test_a_failed_run_does_not_end_the_sweep(tmp_path, capsys):
     outcomes = [UserError.of("data.tokens", "x", "is not a folder", "set it"), RuntimeError("out of memory\nmore"), None]
     points = [Point(tmp_path / str(number), (f"training.seed={number}",), 1) for number in range(3)]
-    done, code = local_sweep.execute(points, [lambda outcome=outcome: run(outcome) for outcome in outcomes], ALONE)
+    recorded = []
+    done, code = local_sweep.execute(points, [lambda one=one: run(one) for one in outcomes], ALONE, lambda *one: recorded.append(one))
+    assert recorded == [(0, ""), (0, done[0].state), (1, ""), (1, done[1].state), (2, ""), (2, "")]
     assert [point.state for point in done] == ["failed: data.tokens=x: is not a folder", "failed: RuntimeError: out of memory", ""]
     assert code == 2
     said = capsys.readouterr().err
@@ -90,8 +94,8 @@ def test_a_run_that_stops_or_ranks_that_may_disagree_end_it(outcome, ranks, tmp_
         return run()
 
     points = [Point(tmp_path / name, (), 1) for name in "ab"]
-    done, code = local_sweep.execute(points, [lambda: run(outcome), second], ranks)
+    done, code = local_sweep.execute(points, [lambda: run(outcome), second], ranks, lambda *_: None)
     assert not started
     assert code == (75 if isinstance(outcome, ToBeContinued) else 1)
     assert done[1].state == ""
-    assert sweep_table.rows(done)[1].state == "not started"
+    assert sweep_table.rows(done)[0][1].state == "not started"

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import html
+import math
 import re
 import shutil
 import subprocess
@@ -86,16 +87,26 @@ def compared(tmp_path: Path, losses: dict[str, tuple[float | None, float | None]
 @pytest.mark.parametrize(
     "losses, expected",
     [
-        ({"x": (3.10, 0.01), "y": (3.00, 0.01)}, "y has the lowest validation loss (3.0000), 0.1000 below x, more than 2 standard errors"),
-        ({"x": (3.02, 0.01), "y": (3.00, 0.01)}, "0.0200 below x; within the noise of validation (2 standard errors) of it: x"),
-        ({"x": (3.02, None), "y": (3.00, 0.01)}, "0.0200 below x; the noise of validation is not known"),
-        ({"x": (3.00, 0.01), "y": (3.00, 0.01)}, "x, y have the same validation loss, 3.0000"),
-        ({"x": (None, None), "y": (3.00, 0.01)}, "y: 3.0000; no other run was validated"),
+        (
+            {"x": (3.10, 0.01), "y": (3.00, 0.01)},
+            "run y has the lowest validation loss (3.0000), lower by 0.1000 than that of run x, more than 2 standard errors",
+        ),
+        (
+            {"x": (3.02, 0.01), "y": (3.00, 0.01)},
+            "(3.0000); 1 of 1 others is within the noise (2 standard errors of the difference): x",
+        ),
+        ({"x": (3.02, None), "y": (3.00, 0.01)}, "lower by 0.0200 than that of run x; the noise of validation is not known"),
+        ({"x": (3.00, 0.01), "y": (3.00, 0.01)}, "1 of 1 others is within the noise (2 standard errors of the difference): y"),
+        ({"x": (3.00, None), "y": (3.00, None)}, "2 runs have the lowest validation loss (3.0000): x, y"),
+        ({"x": (3.00, 0.01), **{f"y{n}": (3.01, 0.01) for n in range(9)}}, "9 of 9 others are within the noise"),
+        ({"x": (3.00, 0.01), **{f"y{n}": (3.01, 0.01) for n in range(9)}}, ": y0, y1, y2, y3 and 5 more"),
+        ({"x": (None, None), "y": (3.00, 0.01)}, "run y has the lowest validation loss (3.0000); no other run was validated"),
+        ({"x": (math.nan, 0.01), "y": (3.00, 0.01)}, "run y has the lowest validation loss (3.0000); no other run was validated"),
         ({"x": (None, None), "y": (None, None)}, "x has the lowest training loss"),
     ],
 )
 def test_which_run_is_best(tmp_path: Path, losses: dict, expected: str) -> None:
-    assert expected in comparison.verdict(comparison.compare(compared(tmp_path, losses)))
+    assert expected in comparison.verdict(page.compared(compared(tmp_path, losses)))
 
 
 def test_the_page_of_several_runs(tmp_path: Path) -> None:
@@ -107,10 +118,11 @@ def test_the_page_of_several_runs(tmp_path: Path) -> None:
     printed = pipeline(*command)
     text = (tmp_path / "all.html").read_text()
     found = answered(text)
-    best = "1 has the lowest validation loss (3.0000), 0.0200 below other; within the noise of validation (2 standard errors) of it: other"
+    best = "run sweep/1 has the lowest validation loss (3.0000); 1 of 2 others is within the noise (2 standard errors of the difference)"
+    best += ": other"
     assert found["Which run is best, and by how much?"].startswith(best)
     assert best in printed
-    assert found["Are they alive?"] == "2: see the table"
+    assert found["Are they alive?"] == "sweep/2: see the table"
     assert "optimizer.lr=0.0002" in text
     assert "3.0000 +- 0.0100 at step 50" in text
     assert "0.1000 +- 0.0141" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report import history, run
+from pipeline.report import answers, comparison, history, page, run, table
 from pipeline.report.run import State
 from tests.helpers import pipeline
 from tests.report.builder import BEGIN, events, restarted, steps, validation, write
@@ -101,6 +102,48 @@ def test_a_start_without_a_step_is_not_running(tmp_path: Path) -> None:
     events(tmp_path, JOB, RANKS, (9, "ranks_end", {"code": 1, "failed": True}), (9, "action", {"action": "restart"}))
     events(tmp_path, (10, "ranks_start", {"nodes": ["a"], "step": 30}))
     assert run.read(tmp_path, now=BEGIN + 12).state is State.STARTING
+
+
+def test_a_loss_that_is_not_finite_is_seen_everywhere(tmp_path: Path) -> None:
+    """18 of the last 20 steps; the last validation was before them. The other run is worse, and the best that counts."""
+    lost = [line | {"loss": math.nan} for line in steps(41, 58)]
+    write(tmp_path / "0", [*steps(1, 40), validation(40, 3.0), *lost, *steps(59, 60)])
+    write(tmp_path / "1", [*steps(1, 60), validation(60, 3.5)], lr=2e-3)
+    for name in "01":
+        events(tmp_path / name, JOB, RANKS, (2, "run_start", {"step": 0}))
+    said = "no finite loss in 18 of the last 20 steps"
+    found = [history.read(tmp_path / name) for name in "01"]
+    assert [one.run.trouble for one in found] == [said, ""]
+    shown = {answer.question: answer for answer in answers.answers(found[0])}
+    assert (shown["Is the loss healthy?"].text, shown["Is the loss healthy?"].level) == (said, "bad")
+    text = page.of_run(found[0])
+    assert f"; {said}</b>" in text
+    assert 'class="verdict warning"' in text
+    assert any(said in line for line in answers.lines_now(found[0].run, 100))
+    assert [cell for cell in table.cells_of(found[0].run) if said in cell]
+    assert table.values_of(found[0].run)["loss"] is None
+    best = comparison.verdict(page.compared(found))
+    assert best == "run 1 has the lowest validation loss (3.5000); no other run was validated; not counted, without a finite loss: 0"
+    last = write(tmp_path / "2", [*steps(1, 60), validation(40, 3.0), validation(60, math.nan)])
+    assert not comparison.is_finite(run.read(last).validation_loss), "an older validation is not that of this run"
+
+
+def test_a_killed_start_lasted_until_it_wrote_last(tmp_path: Path) -> None:
+    """Outside of Slurm, and in a job that ended without a record: 60 steps of 1 s, of which the checkpoint had 40."""
+    write(tmp_path, steps(1, 100), done=100)
+    events(tmp_path, (0, "run_start", {"nodes": ["a"], "step": 0}), job=None)
+    again = {"nodes": ["a"], "step": 40, "last_written": BEGIN + 60, "changed": [["optimizer.lr", 0.001, 0.002]]}
+    events(tmp_path, (100, "run_start", again), (160, "run_end", {"code": 0, "step": 100}), job=None)
+    found = history.read(tmp_path)
+    assert [(start.begin - BEGIN, (start.end or 0) - BEGIN) for start in found.run.starts] == [(0, 60), (100, 160)]
+    assert found.run.node_hours == pytest.approx(120 / 3600)
+    assert found.lost == pytest.approx(20 / 3600)
+    assert "optimizer.lr: 0.001 -> 0.002" in answers.restart(found.run)
+    (tmp_path / "events.jsonl").unlink()
+    events(tmp_path, (0, "job_start", {"nodes": ["a"]}), (0, "ranks_start", {"nodes": ["a"]}), (0, "run_start", {"step": 0}), job="7")
+    events(tmp_path, (90, "job_start", {"nodes": ["a"]}), (100, "ranks_start", {"nodes": ["a"]}), (100, "run_start", again), job="8")
+    events(tmp_path, (160, "ranks_end", {"code": 0, "step": 100}), (160, "action", {"action": "end", "code": 0}), job="8")
+    assert [((job.end or 0) - job.begin) for job in run.read(tmp_path).life.jobs] == [60, 70]
 
 
 def test_the_time_that_is_left_and_the_limit_of_the_job(tmp_path: Path) -> None:
@@ -200,13 +243,14 @@ def test_what_training_records(tokens: Path, tmp_path: Path) -> None:
     """A run of four steps that is continued to eight: real files of this version."""
     settings = (*TINY, f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.validation_batches=1", "checkpoint.every=2")
     for count in (4, 8):
-        pipeline(*settings, f"training.steps={count}")
+        pipeline(*settings, f"training.steps={count}", f"optimizer.gradient_clipping={count}")
     found = history.read(tmp_path / "run")
     assert (found.run.state, found.run.step, found.run.restarts, found.run.problems) == (State.FINISHED, 8, 1, ())
     assert [(start.step, start.end_step, start.code, start.layout) for start in found.run.starts] == [
         (0, 4, 0, "data 1, ZeRO 0, micro-batches of 2"),
         (4, 8, 0, "data 1, ZeRO 0, micro-batches of 2"),
     ]
+    assert found.run.starts[1].changed == ("optimizer.gradient_clipping: 4.0 -> 8.0", "training.steps: 4 -> 8")
     assert all(start.version.startswith("0.") for start in found.run.starts)
     assert sum(one.samples for one in found.seen) == 8 * 16
     assert 0 < found.spent[0].node_hours <= (found.run.node_hours or 0)
