@@ -1,13 +1,13 @@
-"""Puts a job back into the queue when the node of its batch script is lost.
+"""Puts a job back into the queue when the node of its batch script is lost, or ends it where it may not be requeued.
 
 Slurm does so itself, except in jobs with --no-kill, which spare nodes and a range of nodes need: there it ends the batch script, and the
-job holds its other nodes until its time limit, with nothing on them.
+job holds its other nodes until its time limit, with nothing on them. The next job of a chain begins when this one has ended.
 
 The supervisor starts a deputy on another node, as a step of its own:
 
     python -m pipeline.launch.deputy JOB HOST PORT RUN_DIR
 
-It listens to the supervisor, and requeues the job when it has heard nothing for SILENCE seconds. Loads no torch.
+It listens to the supervisor, and requeues or cancels the job when it has heard nothing for SILENCE seconds. Loads no torch.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def listen(host: str, port: int, silence: float = SILENCE) -> bool:
 
 
 def main(job: str, host: str, port: str, run_dir: str) -> int:
-    """Wait for the end of the supervisor; requeue the job if it is lost."""
+    """Wait for the end of the supervisor; if it is lost, requeue the job, or cancel it if that is not allowed."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if listen(host, int(port)):
@@ -151,12 +151,22 @@ def main(job: str, host: str, port: str, run_dir: str) -> int:
     reason = f"{host}, the node of the batch script, does not answer"
     with suppress(OSError):  # before the request: Slurm ends this process as well
         allocation.exclude(Path(run_dir), [host], reason)
-    events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=[host])
-    if refused := slurm.requeue(job, [host]):
-        events.record(
-            Path(run_dir), "action", action="end", reason=f"{reason}; the job was not requeued: {refused}", code=1, exclude=[host]
-        )
-    return int(bool(refused))
+    refused = "Requeue=0"
+    if fields.get("Requeue", "1") == "1":
+        events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=[host])
+        if not (refused := slurm.requeue(job, [host])):
+            return 0
+    action = "chain" if has_next(Path(run_dir), job) else "end"
+    events.record(Path(run_dir), "action", action=action, reason=f"{reason}; not requeued: {refused}", code=1, exclude=[host])
+    with suppress(slurm.SlurmError):  # ends this process as well
+        slurm.command(["scancel", job])
+    return 1
+
+
+def has_next(run_dir: Path, job: str) -> bool:
+    """Whether the next job of a chain waits for the end of this one."""
+    chains = [event for event in events.read(run_dir) if event["event"] == "chain" and event.get("job") == job]
+    return bool(chains) and chains[-1].get("next") is not None
 
 
 if __name__ == "__main__":

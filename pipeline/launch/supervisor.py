@@ -110,7 +110,7 @@ class Supervisor:
             self._next = chain.submit(self._config, self._arguments, self._granted, self._fields)
             self._record("chain", next=None if self._next is None else self._next.number)
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
-        if self._run_dir is not None and no_kill and self._can_requeue:
+        if self._run_dir is not None and no_kill:
             self._deputy = Deputy(self._granted.job, self._run_dir)
         while True:
             action = self._launch()
