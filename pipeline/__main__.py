@@ -152,9 +152,12 @@ def report_overrides(command: Command) -> None:
         return
     try:
         config = compose.to_run_config(valid)
-        violations += check.violations(config, layout.job_size(config, ranks.detect().world_size))
-    except UserError as more:
-        violations += more.violations
+        more = check.violations(config, layout.job_size(config, ranks.detect().world_size))
+        if any(violation.key == "cluster" for violation in violations):  # without its file, the number of ranks is not that of the job
+            more = [violation for violation in more if violation.key != "world size"]
+        violations += more
+    except UserError as error:
+        violations += error.violations
     report(UserError(violations))
 
 

@@ -233,6 +233,9 @@ def _violation(override: str, error: Exception | None, composed: DictConfig) -> 
     if re.match(r"hydra[./]", key):
         return Violation(key, value, f"is refused by Hydra: {reason}", "remove it; --cfg=hydra prints Hydra's own keys")
     if re.search("no viable alternative|NoViableAlt|mismatched input|token recognition|extraneous input|Error parsing override", reason):
+        if re.search(r"^,|,\s*,|,$", value) and not re.search(r"""[][(){}'"]""", value):
+            values = ",".join(part.strip() for part in value.split(",") if part.strip())
+            return Violation(key, value, "has an empty value", f"remove the comma that has no value beside it: {key}={values}")
         return Violation(key, value, "contains characters with a special meaning in Hydra", _quotes(key, value))
     if "Ambiguous value" in reason:
         return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
@@ -273,6 +276,8 @@ def _file_violation(group: str, option: str, error: Exception | None, keys: list
         key = path[1] if path else unknown[1]
         return Violation(group, option, f"its file sets {key}: no such key", nearest("", key, keys))
     reason = " ".join(line.strip() for line in text.splitlines()[:2])
+    if wrong := re.search(r"(Value .*?)\s+full_key: (\S+)", text, re.DOTALL):
+        reason = f"{wrong[2]}: {wrong[1]}"
     return Violation(group, option, f"its file does not compose: {reason}", "correct the file, or choose another one")
 
 

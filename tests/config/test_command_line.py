@@ -125,6 +125,7 @@ REFUSED = [
     ),
     ("tracking.name=$(x)", "for the shell: 'tracking.name="),
     ("run_dir=~/x", "contains characters with a special meaning|write run_dir=$HOME/x"),
+    ("-m training.seed=1,,2", "training.seed=1,,2: has an empty value|training.seed=1,2"),
     ("run_dir='~/x'", "would create a folder named ~|write run_dir=$HOME/..."),
     ("data.input=[,x]", "close all brackets, quote the items for Hydra"),
     ("optimizer.lr==3", "write optimizer.lr=3"),

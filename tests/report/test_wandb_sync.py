@@ -63,7 +63,7 @@ def test_all_values_of_a_restarted_run_are_in_one_run(
     assert name == wandb_run.run_id(run_dir)
     assert found == expected
     printed = capsys.readouterr()
-    assert "100 steps sent, up to step 100" in printed.out
+    assert "100 steps written to a new folder in" in printed.out
     assert "metrics.jsonl" in printed.err, "the damaged line is named"
 
 
