@@ -6,10 +6,12 @@ that is finished, fails for good or is canceled cancels it. Jobs that wait for t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipeline.common import events
@@ -22,6 +24,8 @@ log = logging.getLogger("pipeline")
 
 #: Seconds between looks for jobs that wait for this one; those of stage=submit are submitted right after it.
 _MOVES = (0.0, 20.0, 60.0, 600.0)
+#: Seconds after which a submission that failed is tried again: Slurm may be busy, or the user may have as many jobs as allowed.
+_AGAIN = 300.0
 #: sbatch options that the next job takes from the variables of this one.
 _FROM_VARIABLES = {
     "job-name": "SLURM_JOB_NAME",
@@ -83,7 +87,7 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
     try:
         number = slurm.command(command, job.outside(os.environ)).strip().partition(";")[0]
     except slurm.SlurmError as error:
-        log.error("the next job of the chain was not submitted, so the run ends with this one: %s", error)
+        log.error("the next job of the chain was not submitted; tried again in %.0f s: %s", _AGAIN, error)
         return None
     log.info("job %s is the next one of the chain", number)
     return NextJob(granted.job, number)
@@ -94,6 +98,79 @@ def _earlier(run_dir: Path, job: str) -> str | None:
     known = [event.get("next") for event in events.read(run_dir) if event["event"] == "chain" and event.get("job") == job]
     number = known[-1] if known else None
     return number if number is not None and slurm.facts(number).get("JobState") == "PENDING" else None
+
+
+class Chain:
+    """Submits the next job in a thread: the ranks do not wait for Slurm, and what it refuses is tried again.
+
+    Args:
+        submit: submits the job; returns None if that failed.
+        record: gets the id of the job, or None for the first attempt that failed.
+    """
+
+    def __init__(self, submit: Callable[[], NextJob | None], record: Callable[[str | None], None]) -> None:
+        self._submit, self._record = submit, record
+        self._job: NextJob | None = None
+        self._canceled, self._last, self._lock = False, threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        """Submit the job."""
+        for attempt in itertools.count():
+            job = self._submit()
+            with self._lock:
+                canceled, self._job = self._canceled, job
+            if canceled and job is not None:
+                job.cancel()
+            if job is not None or not attempt:
+                self._record(None if job is None else job.number)
+            if job is not None or self._last.wait(_AGAIN):
+                return
+
+    def waits(self) -> bool:
+        """Whether the next job is in the queue, or is now; waits for a submission that goes on. False for a chain that was canceled."""
+        self._join()
+        if self._job is None and not self._canceled and (job := self._submit()) is not None:
+            self._job = job
+            self._record(job.number)
+        return self._job is not None and not self._canceled
+
+    def look(self) -> None:
+        """As NextJob.look, once there is a job."""
+        if self._job is not None and not self._canceled:
+            self._job.look()
+
+    def hand_over(self, exclude: Sequence[str]) -> str:
+        """As NextJob.hand_over, of a chain that waits; returns the id of the next job."""
+        assert self._job is not None
+        self._job.hand_over(exclude)
+        return self._job.number
+
+    def finish(self) -> None:
+        """As NextJob.finish, also of a job that is being submitted."""
+        self._join()
+        if self._job is not None and not self._canceled:
+            self._job.finish()
+
+    def cancel(self) -> None:
+        """As NextJob.cancel, at once; a job that is being submitted is canceled when Slurm has answered."""
+        with self._lock:
+            before, self._canceled = self._canceled, True
+            job = self._job
+        self._last.set()
+        if job is not None and not before:
+            job.cancel()
+
+    def close(self) -> None:
+        """Cancel, and wait for a submission that goes on: no job may be left that nobody knows."""
+        self.cancel()
+        self._join()
+
+    def _join(self) -> None:
+        """Wait for a submission that goes on, and make no further one."""
+        self._last.set()
+        self._thread.join()
 
 
 class NextJob:

@@ -1,7 +1,7 @@
 """Evaluation of the checkpoints of a training run by Slurm jobs that the run submits (evaluation.every).
 
-The run does not wait, and its GPUs train on. A job evaluates all checkpoints that wait for it, so that one job at a time suffices, and a
-checkpoint whose job failed is evaluated by the next one. A checkpoint that waits is kept.
+The run does not wait, neither for the jobs nor for sbatch, and its GPUs train on. A job evaluates all checkpoints that wait for it, so that
+one job at a time suffices, and a checkpoint whose job failed is evaluated by the next one. A checkpoint that waits is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
@@ -33,13 +35,43 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 
 log = logging.getLogger("pipeline")
 
+#: Seconds in which sbatch must answer; nothing waits for it.
+_TIMEOUT = 600
+
 
 def checkpoint_hooks(config: RunConfig, overrides: Sequence[str]) -> CheckpointHooks:
     """Return what the evaluation jobs of a run want of its checkpoints; arguments and errors as those of Schedule."""
     if not config.evaluation.every:
         return CheckpointHooks()
     schedule = Schedule(config, overrides)
-    return CheckpointHooks(writes=schedule.is_due, keeps=schedule.waits, written=schedule.submit)
+    submissions = Submissions(schedule.submit)
+    return CheckpointHooks(writes=schedule.is_due, keeps=schedule.waits, written=submissions.request, finished=submissions.wait)
+
+
+class Submissions:
+    """Submits in a thread, since Slurm may take minutes to answer while all ranks would wait.
+
+    Args:
+        submit: everything that is due; requests during a call are answered by one further call.
+    """
+
+    def __init__(self, submit: Callable[[], None]) -> None:
+        self._submit, self._thread = submit, ThreadPoolExecutor(1, "evaluation-jobs")
+        self._calls: list[Future[None]] = []
+
+    def request(self) -> None:
+        """Submit what is due, soon."""
+        self._calls = [call for call in self._calls if not call.done()]
+        if len(self._calls) < 2:  # one runs, and one follows
+            self._calls.append(self._thread.submit(self._submit))
+
+    def wait(self, seconds: float = sbatch.TIMEOUT) -> None:
+        """Wait for the calls, at most for some seconds: the nodes of the job have nothing to do meanwhile."""
+        if futures.wait(self._calls, seconds).not_done:
+            log.warning("Slurm does not answer: the evaluation of the last checkpoint may not be submitted; stage=evaluate evaluates it")
+        for call in self._calls:
+            if call.done():
+                call.result()
 
 
 class Schedule:
@@ -100,7 +132,7 @@ class Schedule:
                 log.info(
                     "evaluation of %s: job %d (%s)",
                     shown,
-                    sbatch.submit(job.render(planned, self._cluster), self._environment),
+                    sbatch.submit(job.render(planned, self._cluster), self._environment, _TIMEOUT),
                     kind,
                 )
             except (UserError, OSError) as error:

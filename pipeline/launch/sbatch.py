@@ -34,28 +34,31 @@ def _environment(text: str, environment: Mapping[str, str] | None) -> dict[str, 
     return variables
 
 
-def submit(text: str, environment: Mapping[str, str] | None = None) -> int:
+def submit(text: str, environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> int:
     """Submit a batch script and return the job id.
 
     Args:
         text: the script.
         environment: variables of sbatch, which the job inherits; default: those of this process.
+        timeout: seconds.
 
     Raises:
         UserError: sbatch is not installed, timed out, or rejected the job; the message contains the output of sbatch.
     """
-    return int(run(text, ["--parsable"], environment).stdout.strip().split(";")[0])  # "job id" or "job id;cluster"
+    return int(run(text, ["--parsable"], environment, timeout).stdout.strip().split(";")[0])  # "job id" or "job id;cluster"
 
 
-def run(text: str, options: Sequence[str], environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    text: str, options: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT
+) -> subprocess.CompletedProcess[str]:
     """Run sbatch with a script; arguments and errors as those of submit."""
     command, variables = ["sbatch", *options], _environment(text, environment)
     try:
-        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=TIMEOUT, check=False, env=variables)
+        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
     except FileNotFoundError as error:
         raise UserError([_NO_SLURM]) from error
     except subprocess.TimeoutExpired as error:
-        rule = f"sbatch did not respond within {TIMEOUT} s"
+        rule = f"sbatch did not respond within {timeout:.0f} s"
         raise UserError.of("slurm", "sbatch", rule, "check with squeue whether the job was submitted, and try again later") from error
     if result.returncode != 0:
         raise UserError([rejection(result.stderr or f"exit code {result.returncode}", text)])

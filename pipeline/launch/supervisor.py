@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.common import events, signals
@@ -62,7 +63,7 @@ class Supervisor:
         self._blamed: list[str] = []
         self._failures = 0
         self._launches = 0
-        self._next: chain.NextJob | None = None
+        self._next: chain.Chain | None = None
         self._made_run_dir = False
         self._deputy: Deputy | None = None
         self._fields = slurm.facts(granted.job)
@@ -82,7 +83,7 @@ class Supervisor:
             return self._run()
         except (UserError, CheckFailed):
             if self._next is not None:
-                self._next.cancel()
+                self._next.close()
             if self._deputy is not None:
                 self._deputy.close()
             raise
@@ -107,8 +108,8 @@ class Supervisor:
         if (action := self._preflight()) is not None:
             return self._leave(action)
         if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
-            self._next = chain.submit(self._config, self._arguments, self._granted, self._fields)
-            self._record("chain", next=None if self._next is None else self._next.number)
+            submit = partial(chain.submit, self._config, self._arguments, self._granted, self._fields)
+            self._next = chain.Chain(submit, lambda number: self._record("chain", next=number))
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
         if self._run_dir is not None and no_kill:
             self._deputy = Deputy(self._granted.job, self._run_dir)
@@ -193,7 +194,7 @@ class Supervisor:
                 canceled=signal.SIGTERM in signals.received,
                 requeued=requeued,
                 can_requeue=self._can_requeue,
-                chain=self._next is not None,
+                chain=self._next is not None and ended.code != 0 and self._next.waits(),
                 stopped=stopped,
                 phase=(phase := self._placement.next_phase(before, step)),
                 has_phase=phase == self._placement.most(),
@@ -225,7 +226,6 @@ class Supervisor:
             fields = slurm.facts(self._granted.job)
             if not (slurm.is_preempted(fields) or slurm.is_requeued(fields, self._granted.restarts) or slurm.is_out_of_time(fields)):
                 self._next.cancel()  # at once: a job that is canceled may be killed before its ranks have ended
-                self._next = None
         if self._next is not None:
             self._next.look()
         now = time.time()
@@ -247,11 +247,11 @@ class Supervisor:
             time.sleep(REQUEUED)  # Slurm ends this process
             return action.code
         if self._next is not None and action.kind is Kind.CHAIN:
-            self._next.hand_over(action.exclude)
-            self._placement.resize(self._next.number)
-            log.info("job %s continues: %s", self._next.number, action.reason)
+            number = self._next.hand_over(action.exclude)
+            self._placement.resize(number)
+            log.info("job %s continues: %s", number, action.reason)
         elif self._next is not None and action.kind is not Kind.REQUEUED:
-            (self._next.finish if action.code == 0 else self._next.cancel)()
+            (self._next.finish if action.code == 0 else self._next.close)()
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
             run_state.remove_if_unused(self._run_dir)
         return action.code

@@ -103,6 +103,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))
+                if ranks.rank == 0:
+                    hooks.finished()
                 return
             changed: list[tuple[str, Any, Any]] = []
             if ranks.rank == 0:
@@ -151,6 +153,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             unverified = shard_verification.finish([training_data, validation_data])
             if ranks.rank == 0:
                 run_directory.finish(config, state, hosts, parent, unverified)
+                hooks.finished()
     except ToBeContinued:
         dist.barrier()  # the launcher terminates all ranks when the first one exits
         raise

@@ -1,6 +1,7 @@
 """The evaluation jobs that a training run submits, with commands of Slurm that record what they get."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pipeline.config import command_line, compose
 from pipeline.config.rules import evaluation
 from pipeline.evaluation import record
 from pipeline.launch import job
-from pipeline.launch.evaluation_jobs import Schedule
+from pipeline.launch.evaluation_jobs import Schedule, Submissions
 from tests.helpers import ROOT
 from tests.world import configured
 
@@ -90,6 +91,30 @@ def test_a_checkpoint_is_submitted_and_kept_until_it_is_evaluated(tmp_path, monk
     assert jobs.waits(paths[10])
     record.write(run, 10, "tasks", {}, {})
     assert [jobs.waits(paths[step]) for step in (10, 20)] == [False, True]
+
+
+def test_training_does_not_wait_for_a_slow_sbatch(caplog):
+    """While one submission hangs, requests return, and one further submission follows, which covers all of them."""
+    begun, answers, calls = threading.Event(), threading.Event(), []
+
+    def submit() -> None:
+        calls.append(len(calls))
+        begun.set()
+        answers.wait()
+
+    submissions = Submissions(submit)
+    submissions.request()
+    begun.wait()
+    for _ in range(5):
+        submissions.request()
+    submissions.wait(0.01)
+    assert "may not be submitted" in caplog.text
+    answers.set()
+    submissions.wait()
+    assert calls == [0, 1]
+    submissions.request()
+    submissions.wait()
+    assert calls == [0, 1, 2]
 
 
 @pytest.mark.slow
