@@ -15,7 +15,7 @@ from pipeline.config.command_line import Command, key_of, quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import STAGES, TRAINING_STAGES, Evaluate
+from pipeline.config.stages import GPU_STAGES, STAGES, TRAINING_STAGES, Evaluate
 from pipeline.launch import in_use, job, job_memory, job_size, moldable
 
 #: Arguments that no job of the chain gets as they are.
@@ -39,6 +39,16 @@ class Link:
     config: RunConfig
     cluster: ClusterConfig
     world_size: int
+
+
+def idle_gpus(links: Sequence[Link]) -> Iterator[str]:
+    """Yield a line for each data stage that gets several of the nodes with GPUs on which the run trains."""
+    of_training = {link.cluster.partition: link.cluster.nodes for link in links if link.stage in TRAINING_STAGES and link.cluster.hardware}
+    for link in links:
+        if link.stage not in GPU_STAGES and link.cluster.nodes > 1 and link.cluster.partition in of_training:
+            where = f" of the partition {link.cluster.partition}" if link.cluster.partition else ""
+            fix = f"'submit.overrides.{link.stage}=[cluster.partition=NAME,cluster.nodes=1]' names others"
+            yield f"{link.stage} uses no GPU, and gets {link.cluster.nodes} nodes{where} with GPUs; {fix}"
 
 
 def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:

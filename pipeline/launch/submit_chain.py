@@ -40,6 +40,8 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
             log.warning("%s: %s", link.stage, text)
     if text := site.other_architecture(config.cluster):
         log.warning("%s", text)
+    for text in stage_chain.idle_gpus(links):
+        log.warning("%s", text)
     if config.dry_run.enabled:
         print("\n".join(stage_chain.rendered(links, run_dir, snapshot=snapshot.path(run_dir))), end="")
         return

@@ -130,6 +130,18 @@ def test_settings_of_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model=llama-tiny" in convert.arguments
 
 
+def test_data_stages_on_the_nodes_of_the_training_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ("submit.stages=[tokenize,pretrain,convert]", "cluster=juwels", "cluster.nodes=2", "model=llama-tiny", "run_dir=runs/x")
+    (said,) = stage_chain.idle_gpus(composed(*words))
+    assert said.startswith(
+        "tokenize uses no GPU, and gets 2 nodes of the partition booster with GPUs; 'submit.overrides.tokenize=[cluster."
+    )
+    for own in ("cluster.nodes=1", "cluster.partition=batch"):
+        assert list(stage_chain.idle_gpus(composed(*words, f"submit.overrides.tokenize=[{own}]"))) == []
+    assert list(stage_chain.idle_gpus(composed(*(word for word in words if word != "cluster=juwels")))) == []
+
+
 def test_a_range_of_nodes_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = ["submit.stages=[pretrain,convert]", "model=llama-tiny", "cluster.nodes=4", "cluster.spares=1", "run_dir=runs/range"]
