@@ -205,6 +205,9 @@ class ParallelConfig:
         choices=("auto", "on", "off"),
     )
     sequence_parallel: bool = knob(True, "split norms and residuals along the sequence over the tensor ranks")
+    deepspeed: str | None = knob(
+        None, "DeepSpeed configuration (JSON), whose settings become those of the run; what has no counterpart here is refused by name"
+    )
 
     @property
     def model_ranks(self) -> int:
