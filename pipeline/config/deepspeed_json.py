@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.deepspeed_keys import OFF, ONLY, SECTIONS, SETS, WITHOUT_EFFECT, Only
+from pipeline.config.deepspeed_keys import OFF, ONLY, SECTIONS, SETS, VALUES, WITHOUT_EFFECT, Only
 from pipeline.config.deepspeed_sections import AUTO, READERS, dtype
 
 KEY = "parallel.deepspeed"
@@ -46,6 +46,11 @@ class Settings:
         """Set a key of ours, unless the value is "auto"."""
         if value is None or value == AUTO:
             return
+        if (named := VALUES.get(ours)) is not None:
+            if value not in named:
+                self.refuse(key, value, "is not supported", f"set it to {' or '.join(named)}")
+                return
+            value = named[value]
         if isinstance(value, bool) or not isinstance(value, str if ours in _TEXTS else (int, float)):
             self.refuse(
                 key, value, f"is not a {'text' if ours in _TEXTS else 'number'}", f'correct it, or set it to "auto" and {ours} here'
@@ -60,7 +65,7 @@ class Settings:
             self.refuse(key, value, f"contradicts {source}={json.dumps(other)}: both set {ours}", "set both to one value")
 
 
-_TEXTS = ("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype")
+_TEXTS = ("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype", "parallel.offload")
 _INTEGERS = (
     *("training.global_batch_size", "training.micro_batch_size", "training.steps", "optimizer.warmup_steps", "tracking.log_every"),
     *("parallel.zero_stage", "parallel.tensor", "precision.loss_scale_window"),

@@ -24,6 +24,8 @@ class Only:
     fix: str
 
 
+#: Our key -> what a value of the file is called here; others are refused.
+VALUES = {"parallel.offload": {"none": "none", "cpu": "optimizer"}}
 #: Key -> our key, which gets the same value.
 SETS = {
     "train_batch_size": "training.global_batch_size",
@@ -31,6 +33,7 @@ SETS = {
     "gradient_clipping": "optimizer.gradient_clipping",
     "steps_per_print": "tracking.log_every",
     "zero_optimization.stage": "parallel.zero_stage",
+    "zero_optimization.offload_optimizer.device": "parallel.offload",
     "tensor_parallel.autotp_size": "parallel.tensor",
     "wandb.project": "tracking.project",
 }
@@ -96,7 +99,7 @@ WITHOUT_EFFECT = {
     "activation_checkpointing.partition_activations": "parallel.sequence_parallel splits them over the tensor ranks",
     "wandb.enabled": "set tracking=online, offline or disabled",
     **{
-        f"zero_optimization.offload_optimizer.{name}": "the state is copied once a step"
+        f"zero_optimization.offload_optimizer.{name}": "its copies are pinned, and made once a step"
         for name in ("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "pipeline", "cpuadam_cores_perc")
     },
     **{
@@ -121,16 +124,13 @@ ONLY = {
     "activation_checkpointing.cpu_checkpointing": Only(
         (False,), "activations stay on the device", "set it to false, and training.activation_checkpointing=full"
     ),
-    "zero_optimization.offload_optimizer.device": Only(
-        ("none", None), "optimizer state stays on the device", 'set it to "none", and parallel.zero_stage=1 or more'
-    ),
     "zero_optimization.offload_optimizer.nvme_path": Only((None,), "nothing is offloaded to NVMe", "remove it"),
     "zero_optimization.offload_optimizer.ratio": Only((1, 1.0), "all of the optimizer state is in one place", "set it to 1"),
     "zero_optimization.offload_optimizer.super_offload": Only((False,), "is not supported", "set it to false"),
     "zero_optimization.offload_param.device": Only(
         ("none", None), "weights stay on the device", 'set it to "none", and parallel.zero_stage=3 or more tensor and pipeline ranks'
     ),
-    "zero_optimization.cpu_offload": Only((False, None), "optimizer state stays on the device", "set it to false"),
+    "zero_optimization.cpu_offload": Only((False, None), "is deprecated", 'set "offload_optimizer": {"device": "cpu"}'),
     "zero_optimization.cpu_offload_param": Only((False, None), "weights stay on the device", "set it to false"),
     "zero_optimization.cpu_offload_use_pin_memory": Only((False, True, None), "is deprecated", "remove it"),
     "zero_optimization.zenflow": Only((None,), "all weights are updated in every step", "remove it"),

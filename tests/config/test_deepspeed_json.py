@@ -27,7 +27,7 @@ TRAINER = {
     },
     "zero_optimization": {
         "stage": 3,
-        "offload_optimizer": {"device": "none", "pin_memory": True},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
         "offload_param": {"device": "none", "pin_memory": True},
         "overlap_comm": True,
         "contiguous_gradients": True,
@@ -100,7 +100,7 @@ def run(*words, ranks=4):
 def test_auto_leaves_our_settings(file):
     config, refused = run(file(TRAINER), "optimizer.lr=0.002", "precision=fp16")
     assert not refused
-    assert (config.parallel.zero_stage, config.tracking.log_every) == (3, 2000)
+    assert (config.parallel.zero_stage, config.parallel.offload, config.tracking.log_every) == (3, "optimizer", 2000)
     assert (config.precision.loss_scale_window, config.precision.initial_loss_scale) == (500, 4096)
     assert (config.optimizer.schedule, config.optimizer.lr, config.optimizer.beta2) == ("constant", 0.002, 0.95)
     assert (config.training.global_batch_size, config.training.micro_batch_size) == (64, 4)
@@ -169,6 +169,14 @@ def test_command_line_of_a_job_is_composed_again(file):
     ("content", "message"),
     [
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size=8: ZeRO 3 shards weights over all"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            'offload_optimizer.device="nvme": is not supported\n    fix: set it to none or cpu',
+        ),
+        (
+            {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}},
+            "parallel.offload=optimizer: keeps the rank's partition",
+        ),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, 'offload_param.device="cpu": weights stay on the device'),
         ({"optimizer": {"type": "OneBitAdam", "params": {}}}, 'optimizer.type="OneBitAdam": is not an optimizer of this program'),
         ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.1}}}, "weight decay is decoupled"),
