@@ -9,6 +9,7 @@ from pipeline.checkpoint import save
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.rules import check
+from pipeline.config.rules import parallel as rules
 from tests.helpers import run_directory
 from tests.training.test_engine import _save_and_continue, make, train
 from tests.world import configured, unsharded
@@ -100,3 +101,9 @@ def test_a_bucket_is_gathered_before_the_next_one_is_updated(world):
 def test_what_is_refused(words, message):
     found = [str(violation) for violation in check.violations(configured("stage=pretrain", OFFLOAD, *words), 4)]
     assert any(message in text for text in found) if message else not found
+
+
+def test_an_optimizer_that_the_cpu_does_not_step_is_refused():
+    config = configured("stage=pretrain", OFFLOAD)
+    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="other"))
+    assert any("requires an optimizer that the CPU steps" in str(violation) for violation in rules.violations(other))
