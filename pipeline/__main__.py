@@ -177,7 +177,7 @@ def run_one(composed: object, command: Command | None = None) -> None:
     from pipeline.common import ends, git_commit, ranks
     from pipeline.common.errors import CheckFailed, RunFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
-    from pipeline.config import compose, layout
+    from pipeline.config import compose, deepspeed_json, layout
     from pipeline.config.rules import check
     from pipeline.launch import job
 
@@ -195,6 +195,8 @@ def run_one(composed: object, command: Command | None = None) -> None:
         if here.rank == 0:  # stages load PyTorch, which takes seconds on a busy file system
             kind = "dry run of " * config.dry_run.enabled
             log.info("%s%s: run_dir=%s, tannschen %s", kind, config.stage.name, config.run_dir, git_commit.version())
+            for line in deepspeed_json.lines(config.parallel.deepspeed) if config.parallel.deepspeed else ():
+                log.info("%s", line)
         job.warn_of_other_size(config.cluster, config.stage.name, here)
         from pipeline import stages
 

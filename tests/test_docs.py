@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,11 +82,22 @@ SWEEPS = [overrides for overrides, _ in STARTS if "-m" in overrides]
 
 
 @functools.cache
+def example(name: str) -> Path:
+    """A file that a README writes by `echo '...' > NAME`, in a temporary folder."""
+    (content,) = re.findall(rf"^echo '(.*)' > {re.escape(name)}$", README, re.MULTILINE)
+    path = Path(tempfile.mkdtemp()) / name
+    path.write_text(content)
+    return path
+
+
+@functools.cache
 def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
     register()
+    command = parse([word.replace("=ds_config.json", f"={example('ds_config.json')}") for word in overrides])
+    assert not command.violations
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", parse(list(overrides)).overrides, return_hydra_config=False)
+        composed = compose("config", command.overrides, return_hydra_config=False)
     config = to_run_config(composed)
     check.check(config, layout.job_size(config, ranks))
     return config

@@ -176,7 +176,8 @@ class Staging:
         words = [(source.live(kind), ITEM_SIZE[dtype]) for source in sources for kind, dtype in source.part.dtypes.items()]
         if self._stream is None:
             return [word_sum(_bytes(live), size) for live, size in words]
-        found = [live.view(_WORDS[size]).sum(dtype=torch.int32) for live, size in words]
+        # What is in host memory (parallel.offload) is summed there.
+        found = [live.view(_WORDS[size]).sum(dtype=torch.int32).to(self._device, non_blocking=True) for live, size in words]
         sums = torch.stack(found) if found else torch.zeros(0, dtype=torch.int32)
         return sums.to("cpu", non_blocking=True)
 

@@ -17,6 +17,7 @@ from hydra.errors import HydraException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.config import deepspeed_json
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
@@ -81,7 +82,7 @@ def parse(arguments: Sequence[str]) -> Command:
     folders = _own_folders(options)
     # experiment=null is the default, which Hydra accepts in a file only.
     overrides = [_normalized(override) for override in options.overrides if override != "experiment=null"]
-    overrides = [*_entries(overrides), *overrides]
+    overrides, refused_settings = deepspeed_json.expanded([*_entries(overrides), *overrides], [CONF_DIR, *folders])
     if refused := list(_options(options)):
         raise UserError(refused)
     if options.shell_completion:  # Hydra reads the words, which are no overrides
@@ -94,7 +95,7 @@ def parse(arguments: Sequence[str]) -> Command:
     words += [f"--{name}={value}" for name in ("cfg", "package", "info") if (value := getattr(options, name)) is not None]
     return Command(
         [*search, *(override for override in overrides if not violations[override])],
-        [*(violation for found in violations.values() for violation in found), *missing],
+        [*(violation for found in violations.values() for violation in found), *refused_settings, *missing],
         words,
         is_sweep,
         shows,

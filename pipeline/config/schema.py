@@ -205,6 +205,14 @@ class ParallelConfig:
         choices=("auto", "on", "off"),
     )
     sequence_parallel: bool = knob(True, "split norms and residuals along the sequence over the tensor ranks")
+    offload: str = knob(
+        "none",
+        "what is kept in host memory: optimizer: master weights and optimizer state, which the CPU updates (ZeRO 1 to 3)",
+        choices=("none", "optimizer"),
+    )
+    deepspeed: str | None = knob(
+        None, "DeepSpeed configuration (JSON), whose settings become those of the run; what has no counterpart here is refused by name"
+    )
 
     @property
     def model_ranks(self) -> int:

@@ -14,7 +14,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel import device
 from pipeline.parallel.parallelize import partition_model
 from pipeline.planner.parameter_counts import count_model_parameters
-from pipeline.planner.state_memory import frozen_bytes, model_state, state_format_of
+from pipeline.planner.state_memory import ModelState, frozen_bytes, model_state, state_format_of
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,18 @@ def check(config: RunConfig, ranks: Ranks) -> None:
         UserError: with the bytes that are needed at least, and those that are available.
     """
     place = device.choose(ranks.local_rank)
-    sharing = 1 if place.type == "cuda" else ranks.local_size
-    needed, available = sharing * _state_bytes(config, ranks), available_bytes(place)
+    state, frozen = _state(config, ranks)
+    host = torch.device("cpu")
+    if place.type == "cuda":
+        _refuse_beyond(place, state.total + frozen, 1, config)
+        _refuse_beyond(host, state.host, ranks.local_size, config)
+    else:
+        _refuse_beyond(host, state.total + frozen + state.host, ranks.local_size, config)
+
+
+def _refuse_beyond(place: torch.device, each: float, sharing: int, config: RunConfig) -> None:
+    """Refuse what ranks that share a memory need of it in bytes, if it is not available."""
+    needed, available = sharing * each, available_bytes(place)
     if needed <= available:
         return
     model = f"{config.model.family} with {count_model_parameters(config.model):,} parameters"
@@ -46,13 +56,13 @@ def check(config: RunConfig, ranks: Ranks) -> None:
     raise UserError.of("model", model, rule, fix)
 
 
-def _state_bytes(config: RunConfig, ranks: Ranks) -> float:
-    """Return the least bytes of the state of this rank."""
+def _state(config: RunConfig, ranks: Ranks) -> tuple[ModelState, int]:
+    """Return the least state of this rank, and the bytes of its frozen weights."""
     layout = Layout.of(config, ranks.world_size)
     model = partition_model(config, layout, ranks.rank)
     elements = sum(parameter.numel() for parameter in model.pieces if parameter not in model.frozen and parameter.requires_grad)
     trained = _TrainedWeights(elements, layout.data * layout.expert * layout.context)
-    return model_state([trained], state_format_of(config)).total + frozen_bytes(config, model)
+    return model_state([trained], state_format_of(config)), frozen_bytes(config, model)
 
 
 def available_bytes(place: torch.device) -> float:

@@ -122,7 +122,7 @@ def table(planned: JobPlan, used: Used | None) -> Iterator[str]:
     memory = planned.estimate.memory
     yield f"planned peak of a rank (pipeline rank {planned.estimate.pipeline_rank}, the fullest)"
     for name, size in asdict(memory).items():
-        if size:
+        if size and name != "host":
             yield f"  {name:<14}{size / GB:9.2f} GB"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {planned.hardware.memory_gb:.1f} GB"
     if used is None:

@@ -27,10 +27,12 @@ class PeakMemory:
     overhead: float
     frozen: float = 0.0
     """Weights that are not trained, which ZeRO does not shard."""
+    host: float = 0.0
+    """In host memory besides (parallel.offload); not in `total`."""
 
     @property
     def total(self) -> float:
-        """Sum of all kinds of memory."""
+        """Sum of all kinds of memory of the device."""
         return self.frozen + self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.overhead
 
 
@@ -80,6 +82,7 @@ def peak_memory(
         transient=transient,
         overhead=engine.context_bytes + FRAGMENTATION * (in_flight + transient),
         frozen=frozen,
+        host=state.host,
     )
 
 

@@ -90,7 +90,7 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     direction = "backward" if moment.backward else "forward"
     yield f"memory of the fullest rank (pipeline rank {rank}), most in the {direction} pass of {kind}"
     for name, value in asdict(memory).items():
-        if name == "frozen" and not value:
+        if name == "host" or (name == "frozen" and not value):
             continue
         yield f"  {name:<14}{value / GB:9.2f} GB"
         if name == "activations":
@@ -98,6 +98,8 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
                 yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
+    if memory.host:
+        yield f"  {'host memory':<14}{memory.host / GB:9.2f} GB (the updates of the CPU are not in the time of a step)"
 
 
 def time_lines(result: JobPlan) -> Iterator[str]:

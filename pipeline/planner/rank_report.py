@@ -87,6 +87,11 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
         kind = "" if config.lora.quantize == "none" else f", linear layers of the blocks in {config.lora.quantize}"
         yield f"  {'  frozen':<16}{frozen_bytes(config, model) / GIB:9.3f} GiB  of these, not sharded over data ranks{kind}"
     yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
+    if state.host:
+        yield f"  {'optimizer':<16}{0:9.3f} GiB  offloaded"
+        yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
+        yield f"  {'host memory':<16}{state.host / GIB:9.3f} GiB  fp32 {master}{kept}{over}, and buffers of the copies"
+        return
     yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{kept}{over if zero else ''}"
     yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
 

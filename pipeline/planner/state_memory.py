@@ -42,24 +42,32 @@ class StateFormat:
         zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights other than vectors.
         weight_bytes: of a weight in matrix products.
         state_tensors: fp32 tensors that are kept for each weight: those of the optimizer, and the average of training.ema.
+        offload: whether master weights and these tensors are in host memory.
     """
 
     zero_stage: int
     weight_bytes: int = 2
     state_tensors: int = 2
+    offload: bool = False
 
 
 @dataclass(frozen=True)
 class ModelState:
-    """Bytes of a rank at the end of the backward pass, without activations and communication buffers."""
+    """Bytes of a rank at the end of the backward pass, without activations and communication buffers.
+
+    Attributes:
+        weights, gradients, optimizer: on the device.
+        host: in host memory besides (parallel.offload), with the pinned buffers of the copies.
+    """
 
     weights: float
     gradients: float
     optimizer: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """Total bytes."""
+        """Total bytes of the device."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -79,11 +87,15 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     vectors = sum(bucket.elements for bucket in buckets if not bucket.decays or bucket.ranks == 1)
     # Without ZeRO, fp32 weights are their own master copy; DeepSpeed always keeps a separate one.
     master = 0 if zero == 0 and state_format.weight_bytes == FP32 else FP32
-    return ModelState(
-        weights=(vectors if zero == 3 else whole) * state_format.weight_bytes,
-        gradients=(share if zero >= 2 else whole) * gradient_bytes,
-        optimizer=(share if zero else whole) * (master + state_format.state_tensors * FP32),
-    )
+    weights: float = vectors if zero == 3 else whole
+    gradients = share if zero >= 2 else whole
+    optimizer = (share if zero else whole) * (master + state_format.state_tensors * FP32)
+    if not state_format.offload:
+        return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, optimizer)
+    if zero == 3:  # the rounded partitions of the matrices, which are gathered
+        weights += sum(bucket.elements / bucket.ranks for bucket in buckets if bucket.decays and bucket.ranks > 1)
+    buffers = share * (FP32 + state_format.weight_bytes)
+    return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, 0.0, host=optimizer + buffers)
 
 
 def state_tensors(config: RunConfig) -> tuple[str, ...]:
@@ -94,7 +106,7 @@ def state_tensors(config: RunConfig) -> tuple[str, ...]:
 def state_format_of(config: RunConfig) -> StateFormat:
     """Return how the ranks of a job store their weights."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
-    return StateFormat(config.parallel.zero_stage, weight_bytes, len(state_tensors(config)))
+    return StateFormat(config.parallel.zero_stage, weight_bytes, len(state_tensors(config)), config.parallel.offload == "optimizer")
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:

@@ -15,6 +15,7 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
 from pipeline.training.buckets import Bucket
+from pipeline.training.offloaded_update import in_host_memory
 from pipeline.training.weight_gathering import FlatWeights
 
 
@@ -29,14 +30,21 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         buckets: every group is partitioned over the ranks of its bucket.
         materialize: allocates a weight that has no storage; called for one bucket after the other.
         shard_weights: free the matrices after they have been partitioned (ZeRO 3). Vectors are few and remain.
+        offload: keep the master weights in host memory.
     """
 
     bit16_groups_flat: list[Tensor]
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, buckets: list[Bucket], materialize: Callable[[nn.Parameter], None], *, shard_weights: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: list[Bucket],
+        materialize: Callable[[nn.Parameter], None],
+        *,
+        shard_weights: bool,
+        offload: bool = False,
     ) -> None:
-        self._buckets, self._shard_weights = buckets, shard_weights
+        self._buckets, self._shard_weights, self._offload = buckets, shard_weights, offload
         self._materialize = materialize
         self.weights: list[FlatWeights] = []
         names = {parameter: piece.name for bucket in buckets for parameter, piece in bucket.pieces.items()}
@@ -61,7 +69,8 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
     @torch.no_grad()
     def round_weights(self) -> None:
         """Set this rank's partitions of the weights from the fp32 master weights."""
-        kept = [(flat.partition, master) for flat, master in zip(self.weights, self.masters, strict=True) if not flat.freed]
+        both = zip(self.weights, self.masters, strict=True)
+        kept = [(flat.partition, master) for flat, master in both if self._offload or not flat.freed]
         if kept:
             torch._foreach_copy_([partition for partition, _ in kept], [master for _, master in kept])
 
@@ -74,7 +83,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
     def get_partition_info(self, *args: Any) -> Any:
         """Called by DeepSpeed when it has partitioned a group: free its weights under ZeRO 3.
 
-        The master weights then take the place of this rank's partition of them.
+        The master weights then take the place of this rank's partition of them. In host memory, they cannot: a copy remains on the device.
         """
         index = len(self.weights)
         bucket, flat = self._buckets[index], self.bit16_groups_flat[index]
@@ -82,10 +91,17 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         partitions, rank = self.parallel_partitioned_bit16_groups[index], bucket.group.rank()
         freed = self._shard_weights and bucket.decays and bucket.group.size() > 1
         if freed:
-            partitions[rank] = self.single_partition_of_fp32_groups[index].data
+            partitions[rank] = partitions[rank].clone() if self._offload else self.single_partition_of_fp32_groups[index].data
+        if self._offload:
+            master = in_host_memory(self.single_partition_of_fp32_groups[index].detach()).requires_grad_()
+            self.single_partition_of_fp32_groups[index] = master
+            self.optimizer.param_groups[index]["params"] = [master]
         self.weights.append(FlatWeights(bucket, flat, partitions[rank], freed=freed))
         self.weights[-1].free()
         return super().get_partition_info(*args)
+
+    def initialize_optimizer_states(self) -> None:
+        """Create none: WeightUpdate.create_state does. DeepSpeed would allocate a gradient for every partition."""
 
     def _link_all_hp_params(self) -> None:
         """Create no links from weights to master weights, which DeepSpeed's checkpoints use: Engine.fragments finds them by arithmetic."""

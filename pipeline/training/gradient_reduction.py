@@ -40,12 +40,18 @@ class GradientReducer:
         mesh: this rank's process groups.
         reduction: what to leave on the rank, and how often.
         on_complete: called with a bucket when all its gradients of a step, or with PARTITION_EACH of a micro-batch, have been computed.
+        on_reduced: called with a bucket and its reduced gradient of a step, once, on the stream that has computed it.
     """
 
     def __init__(
-        self, buckets: list[Bucket], mesh: Mesh, reduction: Reduction, on_complete: Callable[[Bucket], None] = lambda _: None
+        self,
+        buckets: list[Bucket],
+        mesh: Mesh,
+        reduction: Reduction,
+        on_complete: Callable[[Bucket], None] = lambda _: None,
+        on_reduced: Callable[[Bucket, Tensor], None] = lambda _bucket, _gradient: None,
     ) -> None:
-        self.buckets, self._on_complete = buckets, on_complete
+        self.buckets, self._on_complete, self._on_reduced = buckets, on_complete, on_reduced
         self._mesh, self._reduction = mesh, reduction
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._states = {bucket: _State(bucket, mesh) for bucket in buckets}
@@ -63,9 +69,9 @@ class GradientReducer:
         Args:
             micro_batches: number of backward passes of every stage.
         """
-        passes = 1 if self._reduction is Reduction.PARTITION_EACH else micro_batches
+        passes, reductions = (1, micro_batches) if self._reduction is Reduction.PARTITION_EACH else (micro_batches, 1)
         for state in self._states.values():
-            state.start(passes)
+            state.start(passes, reductions)
         yield
         self._sum_over_stages()
         for state in self._states.values():
@@ -73,6 +79,10 @@ class GradientReducer:
                 self._reduce(state)
         while self._pending:
             self._finish_oldest()
+        with self._side_stream():
+            for state in self._states.values():
+                if state.remaining > 0:  # fewer reductions: a micro-batch without a gradient, or weights of several stages
+                    self._hand_over(state)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -132,8 +142,17 @@ class GradientReducer:
             if state.replicas > 1:
                 result /= state.replicas
             state.reduced = result if state.reduced is None else state.reduced.add_(result)
+            state.remaining -= 1
+            assert state.remaining >= 0, f"{state.bucket.name} was reduced after its last micro-batch"
+            if state.remaining == 0:
+                self._hand_over(state)
         if self._stream is not None and flat is not state.reduced:
             torch.cuda.current_stream().wait_stream(self._stream)
+
+    def _hand_over(self, state: _State) -> None:
+        """The gradient of a step is final."""
+        state.remaining = 0
+        self._on_reduced(state.bucket, self.reduced(state.bucket))
 
     def _side_stream(self) -> AbstractContextManager[Any]:
         """The side stream, after all work that is queued on the current stream."""
@@ -154,6 +173,7 @@ class _State:
         flat: the whole gradient, fp32; None until a gradient arrives.
         missing: number of gradients until the bucket is complete.
         started: whether a collective has been started in this step.
+        remaining: reductions of the step that have not ended.
         reduced: the reduced gradient so far.
     """
 
@@ -169,14 +189,14 @@ class _State:
         self.reduced: Tensor | None = None
         self._device = mesh.device
         self._present: set[nn.Parameter] = set()
-        self._passes = self.missing = 0
+        self._passes = self.missing = self.remaining = 0
         self.started = False
 
-    def start(self, passes: int) -> None:
-        """Expect this number of gradients for every weight."""
+    def start(self, passes: int, reductions: int) -> None:
+        """Expect this number of gradients for every weight until each of the reductions."""
         assert self.flat is None, "the last step has not been finished"
         self.reduced = None
-        self._passes, self.started = passes, False
+        self._passes, self.remaining, self.started = passes, reductions, False
         self.expect()
 
     def expect(self) -> None:

@@ -28,7 +28,7 @@ class FlatWeights:
         bucket: the bucket.
         flat: (elements,), the whole weights; its storage is empty while they are freed.
         partition: (partition_elements,), this rank's weights: a view of `flat` if that is never freed, else the fp32 master weights,
-            which are rounded for every gathering.
+            which are rounded for every gathering, or the rounded weights if the master weights are in host memory.
         freed: whether `flat` is freed after each use.
     """
 
@@ -53,6 +53,11 @@ class FlatWeights:
         if self.bucket.group.size() > 1:
             self._sent = self.partition.to(self.flat.dtype)  # kept until the end of the collective
             self._work = dist.all_gather_into_tensor(self.flat, self._sent, group=self.bucket.group, async_op=True)
+
+    def refresh_present(self) -> None:
+        """Start to gather the partitions, unless that is done before the next use."""
+        if self._present:
+            self.refresh()
 
     def _wait(self) -> None:
         """Wait for the gathering (on a GPU, the current stream waits)."""
@@ -99,11 +104,15 @@ class WeightGatherer:
         # The collectives run one after another: a gathering that is needed first must not be behind others.
         self._weights = list(dict.fromkeys([*used, *self._weights]))
 
+    @property
+    def order(self) -> list[FlatWeights]:
+        """All weights, in the order of their first use."""
+        return self._weights
+
     def refresh(self) -> None:
         """Start to gather weights that are not freed after use: the optimizer has changed them."""
         for flat in self._weights:
-            if flat._present:
-                flat.refresh()
+            flat.refresh_present()
 
     def backward_finished(self, bucket: Bucket) -> None:
         """All gradients of a bucket have been computed in a backward pass."""

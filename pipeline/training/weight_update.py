@@ -62,10 +62,7 @@ class WeightUpdate:
             norm: of the full gradient, without the loss scale; 0-dim.
             gradients: of the master weights, fp32.
         """
-        skipped = is_skipped(norm)
-        self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, self._loss_scale.factor)  # type: ignore[attr-defined]
+        skipped = self._prepare(norm, self._loss_scale.factor)
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
         self.optimizer.step()
@@ -75,6 +72,14 @@ class WeightUpdate:
         self.average.update(skipped)
         self._loss_scale.update(skipped)
         return StepResult(norm, skipped, self._lr.clone())
+
+    def _prepare(self, norm: Tensor, loss_scale: Tensor | None) -> Tensor:
+        """Set the learning rate, clipping and skipping of an update. Returns 1.0 if it is skipped, else 0.0, 0-dim."""
+        skipped = is_skipped(norm)
+        self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
+        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
+        self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, loss_scale)  # type: ignore[attr-defined]
+        return skipped
 
     def state(self, index: int) -> dict[str, Tensor]:
         """A master weight and what is kept for it: the entries of Fragment.tensors, flat views."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -15,10 +15,11 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.training import gradient_clipping
-from pipeline.training.buckets import build_buckets, is_primary_copy, partition_fragments
+from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
+from pipeline.training.offloaded_update import OffloadedUpdate
 from pipeline.training.optimizers import Groups
 from pipeline.training.weight_gathering import WeightGatherer
 from pipeline.training.weight_update import WeightUpdate
@@ -62,11 +63,15 @@ class ZeroEngine(Engine):
         groups: Groups = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0} for b in self._buckets]
         stage = parallel.zero_stage
         self.loss_scale = LossScale(precision, mesh.device)
-        self._update = WeightUpdate(groups, optimizer, training, self.loss_scale, mesh.device)
-        self._zero = BucketZeroOptimizer(self._update.optimizer, self._buckets, model.materialize, shard_weights=stage == 3)
+        self._offloads = parallel.offload == "optimizer"
+        update = OffloadedUpdate if self._offloads else WeightUpdate
+        self._update = update(groups, optimizer, training, self.loss_scale, mesh.device)
+        self._zero = BucketZeroOptimizer(
+            self._update.optimizer, self._buckets, model.materialize, shard_weights=stage == 3, offload=self._offloads
+        )
         self._update.begin(self._zero.masters)
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
-        self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished)
+        self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished, self._begin_offload())
         #: Index of a bucket and slice of its partition, for every weight that counts in the global norm.
         self._primary = [
             (index, where)
@@ -74,6 +79,16 @@ class ZeroEngine(Engine):
             for parameter, where in bucket.partition_slices().items()
             if is_primary_copy(bucket.pieces[parameter], mesh, sharded=True)
         ]
+
+    def _begin_offload(self) -> Callable[[Bucket, Tensor], None]:
+        """Return what is called with the final gradient of a bucket."""
+        if not isinstance(self._update, OffloadedUpdate):
+            return lambda _bucket, _gradient: None
+        update, weights = self._update, self._zero.weights
+        index = {flat.bucket: number for number, flat in enumerate(weights)}
+        order = [index[flat.bucket] for flat in self._gatherer.order]
+        update.begin_weights([flat.partition for flat in weights], order, lambda number: weights[number].refresh_present())
+        return lambda bucket, gradient: update.fetch(index[bucket], gradient)
 
     @contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:
@@ -89,8 +104,9 @@ class ZeroEngine(Engine):
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device))
         result = self._update.step(norm, gradients)
         self._reducer.release()
-        self._zero.round_weights()
-        self._gatherer.refresh()
+        if not self._offloads:  # else each bucket is gathered once the CPU has updated it
+            self._zero.round_weights()
+            self._gatherer.refresh()
         return result
 
     def fragments(self) -> list[Fragment]:

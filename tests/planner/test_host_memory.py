@@ -33,6 +33,22 @@ def test_the_bytes_are_those_of_the_state(monkeypatch):
                     host_memory.check(config, Ranks(0, ranks, 0, ranks))
 
 
+def test_offloaded_state_is_in_the_memory_of_the_node(monkeypatch):
+    """Of four GPUs on a node: bf16 weights and fp32 gradients on the device; 12 bytes, and fp32 and bf16 buffers, on the host."""
+    parameters = 4_769_472
+    config = configured(*SIZES, "parallel.zero_stage=1", "precision=bf16", "parallel.offload=optimizer")
+    monkeypatch.setattr(host_memory.device, "choose", lambda _: torch.device("cuda"))
+    for spare, device, host in ((1.01, 6, 18), (0.99, 6, 18.5), (0.99, 6.5, 18)):
+        free = {"cuda": spare * device * parameters, "cpu": spare * host * parameters}
+        monkeypatch.setattr(host_memory, "available_bytes", lambda place, free=free: free[place.type])
+        if spare > 1:
+            host_memory.check(config, Ranks(0, 4, 0, 4))
+        else:
+            where = "of this GPU" if device == 6 else "of this node, for its 4 ranks"
+            with pytest.raises(UserError, match=where):
+                host_memory.check(config, Ranks(0, 4, 0, 4))
+
+
 def test_a_slurm_job_has_the_memory_that_it_asked_for(monkeypatch):
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "100")
     assert host_memory.available_bytes(torch.device("cpu")) == 100 * 2**20

@@ -77,6 +77,19 @@ def test_frozen_weights_have_no_gradient_and_their_own_size(quantize):
     assert (state.gradients, state.optimizer) == (4 * trained, 12 * trained)
 
 
+def test_offloaded_state_is_named(tmp_path):
+    """ZeRO 3 on 4 ranks in bf16: 2 + 4 bytes of the partition on the device, 12 and buffers of 6 on the host; vectors are replicated."""
+    words = ("stage=pretrain", "dry_run=true", "dry_run.world_size=4", "model=llama-tiny", "parallel.zero_stage=3")
+    text = pipeline(*words, "parallel.offload=optimizer", f"run_dir={tmp_path}")
+    shown = dict(re.findall(r"^  (\w[\w ]*?)  +([\d.]+) GiB", text, re.MULTILINE))
+    weights, gradients, host = (float(shown[name]) for name in ("weights", "gradients", "host memory"))
+    assert gradients == pytest.approx(4_769_472 / 4 * 4 / 2**30, abs=6e-4)
+    assert weights == pytest.approx(gradients / 2, abs=6e-4)
+    assert host == pytest.approx(gradients * 18 / 4, abs=3e-3)
+    assert float(shown["total"]) == pytest.approx(weights + gradients, abs=1.1e-3)
+    assert float(shown["optimizer"]) == 0
+
+
 def test_the_default_world_size_is_that_of_the_cluster():
     text = pipeline(*LARGE[:3], "parallel.tensor=4", "training.global_batch_size=64", "cluster.nodes=4", "cluster.tasks_per_node=4")
     assert "\nrank 0 of 16\n" in f"\n{text}"

@@ -11,6 +11,7 @@ from pipeline.config.rules import (
     cluster,
     data,
     dedup,
+    deepspeed,
     dry_run,
     evaluation,
     lora,
@@ -26,7 +27,7 @@ from pipeline.config.rules import (
     training,
 )
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import PARALLEL_STAGES, Plan, Rehearse, plans_other_layouts
+from pipeline.config.stages import PARALLEL_STAGES, TRAINING_STAGES, Plan, Rehearse, plans_other_layouts
 
 #: Groups whose keys occur in rules between keys, which assume that every value is in its range.
 _RELATED = ("clean", "cluster", "data", "dedup", "dry_run", "model", "tokenizer", "parallel", "training")
@@ -67,6 +68,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
     if name == "train_tokenizer":
         found += tokenizer.violations(config.tokenizer)
+    if name in (*PARALLEL_STAGES, *TRAINING_STAGES) and name != "evaluate":
+        found += deepspeed.violations(config, world_size)
     if name in PARALLEL_STAGES and name != "evaluate":  # its model is that of the checkpoint: evaluation_violations
         found += training.warmup_violations(config.training)
         if name in ("plan", "rehearse") and job.stage.name == "finetune":

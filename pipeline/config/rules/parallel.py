@@ -10,6 +10,9 @@ from pipeline.config.layout import Layout, may_compile, reused_weights, stages_p
 from pipeline.config.schema import ParallelConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 
+#: Optimizers whose state may be in host memory.
+OFFLOADED = ("adamw",)
+
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules between the layout, the model and the sequences."""
@@ -17,6 +20,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _expert(config)
     yield from _context(config)
     yield from pipeline(config)
+    yield from _offload(config)
     yield from _without_effect(config)
 
 
@@ -143,6 +147,18 @@ def _zbv_weights(config: RunConfig) -> Iterator[Violation]:
             rule = f"splits the backward pass of a stage, and stage {stage} of {layout.stage_count} shares {reused}"
             yield Violation("parallel.schedule", "zbv", rule, "choose 1f1b or interleaved, or more pipeline ranks with fewer blocks each")
             return
+
+
+def _offload(config: RunConfig) -> Iterator[Violation]:
+    """Optimizer state in host memory: partitions of it, which an optimizer of the CPU updates."""
+    if config.parallel.offload == "none":
+        return
+    if config.parallel.zero_stage == 0:
+        rule = "keeps the rank's partition of the optimizer state in host memory, and ZeRO 0 has no partitions"
+        yield Violation("parallel.offload", config.parallel.offload, rule, "set parallel.zero_stage to 1, 2 or 3")
+    if config.optimizer.name not in OFFLOADED:
+        rule = f"requires an optimizer that the CPU steps, and optimizer.name={config.optimizer.name}"
+        yield Violation("parallel.offload", config.parallel.offload, rule, f"set optimizer.name to {' or '.join(OFFLOADED)}, or remove it")
 
 
 def _without_effect(config: RunConfig) -> Iterator[Violation]:

@@ -29,6 +29,7 @@ INPUTS = (
     "tokenizer.source",
     "tokenizer.compare",
     "lora.adapter",
+    "parallel.deepspeed",
     "checkpoint.fork",
     "checkpoint.initialize_from",
     "evaluation.task_folder",
