@@ -32,7 +32,17 @@ from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import hydra_sweeper, job_size, local_sweep, moldable, sweep_manifest, sweep_results, sweep_submission, sweep_table
+from pipeline.launch import (
+    hydra_sweeper,
+    job_size,
+    local_sweep,
+    moldable,
+    sweep_manifest,
+    sweep_results,
+    sweep_state,
+    sweep_submission,
+    sweep_table,
+)
 from pipeline.launch.sweep_manifest import Entry, Manifest
 from pipeline.launch.sweep_table import Point
 
@@ -128,9 +138,11 @@ class ValidatingLauncher(Launcher):
         return found, manifest
 
     def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: Manifest) -> None:
-        """Write and print the table of the runs so far, to which these are added."""
+        """Write and print the table of all points: these runs, those of earlier batches, and those of earlier commands."""
         self._done |= {run.config.run_dir: (run, point.state) for run, point in zip(runs, points, strict=True)}
         done = _points([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
+        known = {entry.id for entry in (run.entry for run, _ in self._done.values())}
+        done += [sweep_state.row_of(point) for point in sweep_state.read(manifest) if point.entry.id not in known]
         print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
 
     def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:

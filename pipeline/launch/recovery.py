@@ -125,7 +125,9 @@ def decide(now: Situation) -> Action:
     if now.first is None and now.code == _INVALID:  # the ranks could not record why
         return Action(Kind.END, now.code, "the ranks refused their settings or inputs, see above")
     if now.failures >= now.most_failures:
-        return Action(Kind.END, now.code, f"{now.failures} failures in a row without a further checkpoint (cluster.max_retries)")
+        why = "" if now.first is None else f": {now.first.reason}"
+        count = f"failure {now.failures} of {now.most_failures} since the last checkpoint (cluster.max_retries)"
+        return Action(Kind.END, now.code, f"{count}{why}")
     if not (now.progress or _is_passing(now)):
         return Action(Kind.END, now.code, "the ranks failed before a checkpoint was written, and not because of a node")
     return _again(now)

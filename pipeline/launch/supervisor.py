@@ -81,11 +81,15 @@ class Supervisor:
         """
         try:
             return self._run()
-        except (UserError, CheckFailed):
+        except Exception as error:
             if self._next is not None:
                 self._next.close()
             if self._deputy is not None:
                 self._deputy.close()
+            if not isinstance(error, UserError | CheckFailed):  # a defect, or a run directory that was damaged meanwhile
+                self._record(
+                    "action", action=str(Kind.END), reason=f"{type(error).__name__}: {error}".partition("\n")[0], code=1, exclude=[]
+                )
             raise
 
     def _run(self) -> int:

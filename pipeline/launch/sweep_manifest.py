@@ -104,7 +104,8 @@ class Manifest:
         Raises:
             UserError: the disk is full.
         """
-        content = {"config_dirs": self.config_dirs, "points": [asdict(entry) for entry in self.sorted()]}
+        points = [asdict(entry) | {"run_dir": _stored(self.folder, entry.run_dir)} for entry in self.sorted()]
+        content = {"config_dirs": self.config_dirs, "points": points}
         with report_disk_full(self.folder), atomic_file(self.folder / NAME, "w") as handle:
             json.dump(content, handle, indent=1)
             handle.write("\n")
@@ -147,7 +148,7 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = list(_entries(content))
+        found = [replace(entry, run_dir=_found(folder, entry.run_dir)) for entry in _entries(content)]
     except FileNotFoundError:
         return Manifest(folder, {})
     except (ValueError, KeyError, TypeError) as error:
@@ -164,6 +165,21 @@ def read(folder: Path) -> Manifest:
         )
     folders = content.get("config_dirs", ()) if isinstance(content, dict) else ()
     return Manifest(folder, {entry.id: entry for entry in found}, tuple(folders))
+
+
+#: What a run directory in the folder of the sweep begins with in the manifest, so that the folder can be moved and copied.
+_INSIDE = "./"
+
+
+def _stored(folder: Path, run_dir: str) -> str:
+    """A run directory as the manifest has it."""
+    path = Path(run_dir)
+    return _INSIDE + path.relative_to(folder).as_posix() if path.is_relative_to(folder) else run_dir
+
+
+def _found(folder: Path, stored: str) -> str:
+    """A run directory of a manifest in a folder."""
+    return str(folder / stored.removeprefix(_INSIDE)) if stored.startswith(_INSIDE) else stored
 
 
 def _entries(content: Any) -> Iterator[Entry]:

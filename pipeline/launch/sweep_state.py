@@ -10,7 +10,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import compose
 from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
-from pipeline.launch import job_size, slurm, sweep_manifest, sweep_submission
+from pipeline.launch import job_size, slurm, sweep_manifest, sweep_submission, sweep_table
 from pipeline.launch.sweep_manifest import Entry, Manifest
 from pipeline.launch.sweep_submission import Point
 from pipeline.report import run as runs
@@ -64,6 +64,13 @@ def _without_job(entry: Entry, run: Run | None) -> tuple[str, str]:
     if entry.log is not None and Path(entry.log).is_file():
         return "ended", f"see {entry.log}"
     return NOT_STARTED, ""
+
+
+def row_of(point: PointState) -> sweep_table.Point:
+    """Return a point of an earlier command for the table of its sweep."""
+    steps = None if point.run is None else point.run.steps
+    state = "" if point.state == State.FINISHED and steps is not None else ": ".join(filter(None, (point.state, point.reason)))
+    return sweep_table.Point(Path(point.entry.run_dir), point.values, steps, state)
 
 
 def _queue(jobs: Sequence[int]) -> dict[int, tuple[str, str]]:

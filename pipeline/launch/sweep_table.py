@@ -42,7 +42,7 @@ class Row:
 
     Attributes:
         values: as in Point.
-        state: as in Point, else finished, "step N of M", or not started.
+        state: as in Point, else finished, the state of the run with "step N of M", or not started.
         step: last step.
         loss: mean training loss of the last steps, nats per target.
         validation_loss: that of the last validation, with its standard error.
@@ -81,7 +81,7 @@ def row(point: Point, run: Run) -> Row:
     step = run.step or None
     return Row(
         values=point.values,
-        state="; ".join(filter(None, (point.state or _state(point, step), run.trouble))),
+        state="; ".join(filter(None, (point.state or _state(point, run), run.trouble))),
         step=step,
         loss=run.loss,
         validation_loss=run.validation_loss,
@@ -93,14 +93,16 @@ def row(point: Point, run: Run) -> Row:
     )
 
 
-def _state(point: Point, step: int | None) -> str:
+def _state(point: Point, run: Run) -> str:
     """How far a run is, by its files."""
     manifest = point.run_dir / MANIFEST
     if point.steps is None:
         return "not started"
     if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= point.steps:
         return "finished"
-    return "not started" if step is None else f"step {step:,} of {point.steps:,}"
+    if not run.step:
+        return "not started"
+    return f"{run.state}: step {run.step:,} of {point.steps:,}" if run.starts else f"step {run.step:,} of {point.steps:,}"
 
 
 def write(folder: Path, points: Sequence[Point]) -> str:

@@ -90,10 +90,12 @@ def loss(run: Run, health: Health | None) -> Answer:
     trend = "flat" if abs(change) <= 2 * health.error else "falling" if change < 0 else "rising"
     noise = f"{change:+.4f} +- {health.error:.4f} from the {health.steps:,} steps before to the last {health.steps:,}"
     spikes = f"{count(len(health.spikes), 'spike')}, the last at step {health.spikes[-1]:,}" if health.spikes else "no spikes"
+    diverged = health.last > health.begin + 2 * health.error
+    above = f"above the {health.begin:.4f} of its first {health.steps:,} steps" if diverged else ""
     lost_steps = f"{count(health.not_finite, 'step')} without a finite loss" if health.not_finite else ""
-    text = f"{run.loss:.4f} over the last {LOSS_STEPS} steps, {trend} ({noise}); {spikes}"
-    bad = trend == "rising" or skipped or lost_steps or (health.spikes and run.step - health.spikes[-1] < health.steps)
-    return Answer(question, "; ".join(filter(None, (text, skipped, lost_steps))), "bad" if bad else "good")
+    text = f"{run.loss:.4f} over the last {min(LOSS_STEPS, health.count)} steps, {trend} ({noise}); {spikes}"
+    bad = trend == "rising" or diverged or skipped or lost_steps or (health.spikes and run.step - health.spikes[-1] < health.steps)
+    return Answer(question, "; ".join(filter(None, (text, above, skipped, lost_steps))), "bad" if bad else "good")
 
 
 def restart(run: Run) -> str:

@@ -91,10 +91,10 @@ def _best(places: Sequence[Place]) -> str:
     if best.behind is None:
         if best.run.trouble or not is_finite(best.run.loss):
             return "no run has a finite loss yet"
-        return f"run {best.name} has the lowest training loss ({best.run.loss:.4f}); no run was validated"
+        return f"run {best.name} has the lowest training loss ({best.run.loss:.4f}); no run has a validation loss"
     head = f"run {best.name} has the lowest validation loss ({best.run.validation_loss:.4f})"
     if not others:
-        return f"{head}; no other run was validated"
+        return f"{head}; no other run has one"
     steps = {place.run.validation_step for place in (best, *others)}
     end = "; the runs were validated at different steps" if len(steps) > 1 else ""
     ahead = f"{head}, lower by {others[0].behind:.4f} than that of run {others[0].name}"

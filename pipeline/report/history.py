@@ -17,7 +17,7 @@ from pipeline.report import run_files
 from pipeline.report.run import Run
 from pipeline.report.seen_data import Seen, seen
 
-#: Losses of a block: a spike is a loss more than SPIKE robust standard deviations above the median of the block before.
+#: Most losses of a block: a spike is a loss more than SPIKE robust standard deviations above the median of the block before.
 BLOCK, SPIKE = 100, 8.0
 #: Steps of the two means that are compared at the end of a run, at most.
 TREND_STEPS = 500
@@ -49,16 +49,20 @@ class Health:
 
     Attributes:
         last, before: mean loss of the last `steps` steps, and of as many before them, nats per target.
-        error: standard error of their difference, with steps taken as independent.
+        begin: mean loss of the first `steps` steps.
+        error: standard error of the difference of `last` and `before`, with steps taken as independent.
         steps: of each mean.
+        count: steps with a finite loss.
         not_finite: steps of metrics.jsonl without a finite loss.
-        spikes: steps whose loss is more than SPIKE robust standard deviations above the median of the BLOCK losses before its block.
+        spikes: steps whose loss is more than SPIKE robust standard deviations above the median of the block of losses before its own.
     """
 
     last: float
     before: float
+    begin: float
     error: float
     steps: int
+    count: int
     not_finite: int
     spikes: tuple[int, ...]
 
@@ -183,15 +187,18 @@ def health(lines: Sequence[dict[str, Any]]) -> Health | None:
     count = min(TREND_STEPS, len(finite) // 4)
     last, before = ([loss for _, loss in some] for some in (finite[-count:], finite[-2 * count : -count]))
     error = math.sqrt((statistics.variance(last) + statistics.variance(before)) / count)
-    return Health(statistics.fmean(last), statistics.fmean(before), error, count, len(trained) - len(finite), _spikes(finite))
+    begin = statistics.fmean(loss for _, loss in finite[:count])
+    means = statistics.fmean(last), statistics.fmean(before), begin
+    return Health(*means, error, count, len(finite), len(trained) - len(finite), _spikes(finite))
 
 
 def _spikes(losses: Sequence[tuple[int, float]]) -> tuple[int, ...]:
     """The steps that are spikes (Health.spikes)."""
     found: list[int] = []
-    for begin in range(BLOCK, len(losses), BLOCK):
-        before = [loss for _, loss in losses[begin - BLOCK : begin]]
+    size = min(BLOCK, len(losses) // 4)
+    for begin in range(size, len(losses), size):
+        before = [loss for _, loss in losses[begin - size : begin]]
         middle = statistics.median(before)
         deviation = 1.4826 * statistics.median(abs(loss - middle) for loss in before)
-        found += [step for step, loss in losses[begin : begin + BLOCK] if loss > middle + SPIKE * deviation > middle]
+        found += [step for step, loss in losses[begin : begin + size] if loss > middle + SPIKE * deviation > middle]
     return tuple(found)

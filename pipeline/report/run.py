@@ -135,12 +135,19 @@ def read(run_dir: Path, now: float | None = None) -> Run:
     numbers = _numbers(lines.content)
     steps = training.get("steps") if isinstance(training.get("steps"), int) else None
     done = None if manifest is None else manifest["totals"].get("step")
+    incomplete = []
     if isinstance(done, int) and (steps is None or done >= steps):
         state, reason = State.FINISHED, f"{done:,} steps"
+        if numbers["step"] < done:
+            end = f"ends at step {numbers['step']:,}" if numbers["step"] else "is missing, or has no step"
+            incomplete = [f"{metrics_file.FILE} {end}, and the run at step {done:,}"]
+            numbers["step"] = done
     else:
         minutes = training.get("timeout_minutes")
         patience = 60 * (GRACE_MINUTES + (minutes if isinstance(minutes, int | float) else _TIMEOUT_MINUTES))
         state, reason = _state(life, written if numbers["step"] else None, last_sign, now, patience)
+        if state is State.STOPPED and life.starts and life.starts[-1].code == 0 and steps is not None and numbers["step"] >= steps:
+            state, reason = State.FINISHED, f"{numbers['step']:,} steps"  # its manifest is damaged or was removed
     job = life.jobs[-1] if life.jobs else None
     per_step = numbers["seconds_per_step"]
     left = None if state is not State.RUNNING or steps is None or per_step is None else max(steps - numbers["step"], 0) * per_step
@@ -163,7 +170,15 @@ def read(run_dir: Path, now: float | None = None) -> Run:
         error=f"{failed[-1].reason}{f' ({failed[-1].place})' if failed[-1].place else ''}" if failed else None,
         last_sign=last_sign,
         life=life,
-        problems=(*config_problems, *manifest_problems, *events.problems, *lines.problems, *life.problems, *_missing(life, config)),
+        problems=(
+            *config_problems,
+            *manifest_problems,
+            *events.problems,
+            *lines.problems,
+            *incomplete,
+            *life.problems,
+            *_missing(life, config),
+        ),
     )
 
 

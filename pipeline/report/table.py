@@ -34,13 +34,16 @@ _NAMED = 4
 _THREADS = 16
 
 
-def runs_below(folder: Path, depth: int = DEPTH) -> list[Path]:
+def runs_below(folder: Path, depth: int = DEPTH, above: tuple[str, ...] = ()) -> list[Path]:
     """Return the run directories in a folder, in the order of their names; the folder itself if it is one. No run is looked into.
 
     Args:
         folder: which exists.
         depth: levels of subfolders.
+        above: real paths of the folders that led here: a symbolic link to one of them is not followed.
     """
+    if (real := os.path.realpath(folder)) in above:
+        return []
     if run_files.is_run(folder):
         return [folder]
     if depth == 0:
@@ -50,7 +53,8 @@ def runs_below(folder: Path, depth: int = DEPTH) -> list[Path]:
             inside = [entry.name for entry in entries if entry.name not in _NEVER and entry.name[0] != "." and entry.is_dir()]
     except OSError:  # a folder of someone else, or one that was removed in the meantime
         return []
-    return [found for name in sorted(inside, key=lambda name: (len(name), name)) for found in runs_below(folder / name, depth - 1)]
+    names = sorted(inside, key=lambda name: (len(name), name))
+    return [found for name in names for found in runs_below(folder / name, depth - 1, (*above, real))]
 
 
 def read_all(run_dirs: Sequence[Path], now: float | None = None) -> list[Run]:

@@ -129,6 +129,10 @@ def test_a_local_sweep_says_the_same_of_its_points_everywhere(tokens: Path, tmp_
     assert f"failed: {points[1].reason}" in printed
     assert [row["state"] for row in json.loads((tmp_path / "sweep/table.json").read_text())] == ["finished", f"failed: {points[1].reason}"]
     assert sweep_manifest.not_begun(tmp_path / "sweep") == [f"point 1 of sweep.json failed: {points[1].reason}"]
+    pipeline(*words[:-1], f"data.tokens={tokens}", f"run_dir={tmp_path}/sweep")
+    assert len(json.loads((tmp_path / "sweep/table.json").read_text())) == 2, "also the point that this command does not have"
+    moved = (tmp_path / "sweep").rename(tmp_path / "moved")
+    assert [point.state for point in sweep_state.read(sweep_manifest.read(moved))] == ["finished", "failed"]
     again = replace(manifest.sorted()[1], overrides=("++data.seed=1",))
     assert again.values == ("data.seed=1",)
     assert manifest.with_job(manifest.sorted()[1].id, 7, "log").sorted()[1].outcome == ""

@@ -100,8 +100,8 @@ def compared(tmp_path: Path, losses: dict[str, tuple[float | None, float | None]
         ({"x": (3.00, None), "y": (3.00, None)}, "2 runs have the lowest validation loss (3.0000): x, y"),
         ({"x": (3.00, 0.01), **{f"y{n}": (3.01, 0.01) for n in range(9)}}, "9 of 9 others are within the noise"),
         ({"x": (3.00, 0.01), **{f"y{n}": (3.01, 0.01) for n in range(9)}}, ": y0, y1, y2, y3 and 5 more"),
-        ({"x": (None, None), "y": (3.00, 0.01)}, "run y has the lowest validation loss (3.0000); no other run was validated"),
-        ({"x": (math.nan, 0.01), "y": (3.00, 0.01)}, "run y has the lowest validation loss (3.0000); no other run was validated"),
+        ({"x": (None, None), "y": (3.00, 0.01)}, "run y has the lowest validation loss (3.0000); no other run has one"),
+        ({"x": (math.nan, 0.01), "y": (3.00, 0.01)}, "run y has the lowest validation loss (3.0000); no other run has one"),
         ({"x": (None, None), "y": (None, None)}, "x has the lowest training loss"),
     ],
 )

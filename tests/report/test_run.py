@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from pathlib import Path
 
@@ -123,9 +124,26 @@ def test_a_loss_that_is_not_finite_is_seen_everywhere(tmp_path: Path) -> None:
     assert [cell for cell in table.cells_of(found[0].run) if said in cell]
     assert table.values_of(found[0].run)["loss"] is None
     best = comparison.verdict(page.compared(found))
-    assert best == "run 1 has the lowest validation loss (3.5000); no other run was validated; not counted, without a finite loss: 0"
+    assert best == "run 1 has the lowest validation loss (3.5000); no other run has one; not counted, without a finite loss: 0"
     last = write(tmp_path / "2", [*steps(1, 60), validation(40, 3.0), validation(60, math.nan)])
     assert not comparison.is_finite(run.read(last).validation_loss), "an older validation is not that of this run"
+
+
+@pytest.mark.parametrize("lines, said", [(45, "ends at step 45"), (0, "is missing, or has no step")])
+def test_a_finished_run_without_all_of_its_metrics(tmp_path: Path, lines: int, said: str) -> None:
+    write(tmp_path, steps(1, lines), done=100)
+    found = run.read(tmp_path)
+    assert (found.state, found.step) == (State.FINISHED, 100)
+    assert f"metrics.jsonl {said}, and the run at step 100" in found.problems
+
+
+def test_a_finished_run_with_a_damaged_manifest(tmp_path: Path) -> None:
+    write(tmp_path, steps(1, 100), done=100)
+    events(tmp_path, (0, "run_start", {"step": 0}), (100, "run_end", {"code": 0, "step": 100}), job=None)
+    (tmp_path / "manifest.json").write_text("{")
+    found = run.read(tmp_path)
+    assert (found.state, found.reason) == (State.FINISHED, "100 steps")
+    assert "manifest.json is damaged, or no stage wrote it" in found.problems
 
 
 def test_a_killed_start_lasted_until_it_wrote_last(tmp_path: Path) -> None:
@@ -228,14 +246,24 @@ def test_a_folder_without_files(tmp_path: Path) -> None:
         ([3 + 0.002 * n + 0.01 * (n % 7) for n in range(1, 801)], True, 0, 0),
         ([9.0 if n == 700 else 3 - 0.001 * n + 0.01 * (n % 7) for n in range(1, 801)], False, 1, 0),
         ([None if n == 700 else 3 - 0.001 * n + 0.01 * (n % 7) for n in range(1, 801)], False, 0, 1),
+        ([25.0 if n in (70, 71) else 5.6 - 0.001 * n + 0.01 * (n % 7) for n in range(1, 91)], False, 2, 0),
     ],
-    ids=["falls", "rises", "spike", "not finite"],
+    ids=["falls", "rises", "spike", "not finite", "short"],
 )
 def test_health_of_the_loss(losses: list[float | None], rises: bool, spikes: int, missing: int) -> None:
     found = history.health([{"step": n, "loss": loss} for n, loss in enumerate(losses, start=1)])
     assert found is not None
     assert (found.last - found.before > 2 * found.error, len(found.spikes), found.not_finite) == (rises, spikes, missing)
-    assert found.spikes in ((), (700,))
+    assert found.spikes in ((), (700,), (70, 71))
+
+
+def test_a_loss_above_that_of_the_first_steps_is_not_healthy(tmp_path: Path) -> None:
+    """It has jumped, and falls again: neither rising nor a spike of single steps."""
+    write(tmp_path, [line | {"loss": line["loss"] if line["step"] < 40 else 700.0 - line["step"]} for line in steps(1, 100)], done=100)
+    found = answers.loss(*(lambda one: (one.run, one.health))(history.read(tmp_path)))
+    assert "falling" in found.text
+    assert re.search(r"above the \d\.\d{4} of its first 25 steps", found.text)
+    assert found.level == "bad"
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
@@ -105,7 +106,11 @@ def test_last_values_over_a_setting(plot, tmp_path):
         "model.hidden=8 optimizer.lr 0.01: 3 +- 0.25",
     ]
     code, printed = plot(tmp_path, "--over", "optimizer.beta1")
-    assert (code, "--over optimizer.beta1: 0 does not differ" in printed.replace(f"{tmp_path.name}/", "")) == (2, True), printed
+    said = "0 does not differ from the others in it; the runs differ in model.hidden, optimizer.lr"
+    assert (code, f"--over optimizer.beta1: {said}" in printed.replace(f"{tmp_path.name}/", "")) == (2, True), printed
+    shutil.copytree(tmp_path / "0", tmp_path / "again")
+    assert plot(tmp_path, "--over", "optimizer.lr", "--out", tmp_path / "over.html")[0] == 0
+    assert (tmp_path / "over.html").read_text().count("model.hidden=8 (") > 0, "a run with the same settings is not hidden"
 
 
 def test_refusals(plot, sweep, tmp_path):

@@ -47,6 +47,14 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
+def test_a_loop_of_links_and_a_loss_that_is_no_number(runs: Path) -> None:
+    (runs / "lr sweep/all").symlink_to(runs)
+    write(runs / "nan", [*steps(1, 30), validation(30, float("nan"))], total=90)
+    names = [row["run_dir"].rpartition("/")[2] for row in json.loads(tool("status", runs, "--json", "--sort", "validation_loss"))]
+    assert names[:2] == ["done", "now"]
+    assert sorted(names[2:]) == ["10", "nan"]
+
+
 def test_the_table(runs: Path) -> None:
     lines = tool("status", runs).splitlines()
     assert lines[0] == f"{runs}: 1 running, 1 finished, 1 silent"

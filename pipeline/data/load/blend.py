@@ -71,7 +71,8 @@ def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -
     problems = []
     for name, taken, count in zip(sorted(data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
         most = data.blend[name].max_epochs
-        log.info("blend: %s %.2f %% of %s samples, %.3f epochs", name, 100 * taken / total, f"{total:,}", taken / count)
+        share = f"{100 * taken / total:.2f} % of the {total:,} samples of a run with these settings"
+        log.info("blend: %s %s, %.3f epochs", name, share, taken / count)
         if most is not None and taken > most * count:
             rule = f"the run's {total:,} samples use {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
             fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
