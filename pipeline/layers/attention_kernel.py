@@ -61,6 +61,7 @@ class Case:
         aligned: whether the mask is not causal, or there are as many queries as keys.
         grad: whether gradients are needed.
         flash_3: whether FlashAttention 3 is installed, on Hopper.
+        deterministic: whether PyTorch is told to use deterministic algorithms (training.deterministic).
     """
 
     device: str
@@ -73,6 +74,7 @@ class Case:
     aligned: bool = True
     grad: bool = True
     flash_3: bool = False
+    deterministic: bool = False
 
 
 def choose(case: Case) -> Kernel:
@@ -115,8 +117,11 @@ def _flash_applies(case: Case) -> bool:
 
 
 def _cudnn_applies(case: Case) -> bool:
-    """cuDNN, where it is faster than FlashAttention 2: Hopper and Blackwell of data centers, which also have DeepSeek's head widths."""
-    if case.dtype not in _HALF or not (case.capability == _HOPPER or case.capability[0] == 10):
+    """cuDNN, where it is faster than FlashAttention 2: Hopper and Blackwell of data centers, which also have DeepSeek's head widths.
+
+    PyTorch has no deterministic backward pass of it.
+    """
+    if case.deterministic or case.dtype not in _HALF or not (case.capability == _HOPPER or case.capability[0] == 10):
         return False
     widths = case.head_dim, case.value_dim
     return (max(widths) <= 128 or widths == (192, 128)) and all(width % 8 == 0 for width in widths)
@@ -178,7 +183,8 @@ def case(
     cuda = device == "cuda"
     capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
     flash_3 = capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
-    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic)
 
 
 @cache

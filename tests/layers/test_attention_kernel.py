@@ -41,6 +41,10 @@ CHOICES = [
     (gpu(AMPERE, 192, 128), "flash_2", "flash"),
     (gpu(AMPERE, 192, 128, masked=True), "flex", "unfused"),
     (gpu(AMPERE, 64, 128), "efficient", "unfused"),
+    # Deterministic: cuDNN has no such backward pass.
+    (gpu(HOPPER, deterministic=True), "flash_2", "flash"),
+    (gpu(BLACKWELL, 192, 128, deterministic=True), "flash_2", "flash"),
+    (gpu(HOPPER, flash_3=True, deterministic=True), "flash_3", "flash"),
     # Documents, windows, prefixes, ALiBi; and biases of T5.
     (gpu(HOPPER, masked=True), "flex", "unfused"),
     (gpu(AMPERE, masked=True, dtype=FP32), "flex", "unfused"),
