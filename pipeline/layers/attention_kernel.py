@@ -34,12 +34,13 @@ PartialKernel = Literal["flash", "flash_cpu", "unfused"]
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _MAX_FLASH_HEAD_DIM = 256
-_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_FLASH, _CUDNN, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+#: Kernel -> PyTorch's backends by priority, each once: while torch.compile traces, PyTorch writes a longer list beyond the end of its own.
 _BACKENDS = {
-    "flash_3": SDPBackend.FLASH_ATTENTION,
-    "flash_2": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash_3": [_FLASH, _CUDNN, _EFFICIENT],
+    "flash_2": [_FLASH, _CUDNN, _EFFICIENT],
+    "cudnn": [_CUDNN, _FLASH, _EFFICIENT],
+    "efficient": [_EFFICIENT, _FLASH, _CUDNN],
 }
 
 #: The cases whose choice was logged.
@@ -149,7 +150,7 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None
         k, v = repeat_kv(q, k, v)
     padded_v = pad_values(q, v) if kernel in ("flash_2", "flash_3") else v
     # If the installed libraries lack the chosen kernel, PyTorch takes the next fused one, and raises an error if there is none.
-    with sdpa_kernel([_BACKENDS[kernel], *_FUSED], set_priority=True):
+    with sdpa_kernel(_BACKENDS[kernel], set_priority=True):
         return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
 
 

@@ -169,3 +169,20 @@ def test_contracts_of_the_flash_kernels(kernel, device, value_dim):
     assert passed_lse.is_contiguous()
     assert passed_grad.transpose(1, 2).is_contiguous(), "the layout (batch, queries, heads, value_dim)"
     assert passed_out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("capability", "bias", "first"), [(HOPPER, False, "cudnn"), (AMPERE, False, "flash"), (HOPPER, True, "efficient")])
+def test_compiled_blocks_set_each_backend_once(monkeypatch, capability, bias, first):
+    """PyTorch removes repeated backends in eager mode only; a list that is too long is written beyond the end of its own."""
+    import torch.nn.attention
+
+    given = []
+    monkeypatch.setattr(torch.nn.attention, "_sdpa_kernel", lambda backends, set_priority=False: given.append((backends, set_priority)))
+    monkeypatch.setattr(attention_kernel, "case", lambda *_: gpu(capability, bias=bias))
+    q, k, v = torch.randn(3, 1, 2, 8, 128).unbind()
+    mask = Mask(bias=torch.zeros(1, 2, 8, 8)) if bias else Mask()
+    torch._dynamo.reset()
+    torch.compile(lambda q, k, v: automatic(q, k, v, mask), backend="eager", fullgraph=True)(q, k, v)
+    wanted = [[backend.name.lower() for backend in backends] for backends, priority in given if priority]
+    assert wanted[0][0].startswith(first)
+    assert all(len(set(backends)) == len(backends) for backends in wanted)
