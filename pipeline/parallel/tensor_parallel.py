@@ -160,7 +160,11 @@ def local_positions(
         positions = torch.arange(tokens.shape[1], device=tokens.device)
     if segments is None and module.segments is not None:
         segments = torch.zeros_like(tokens)
-    return tokens, *(None if full is None else full.chunk(group.size(), dim=-1)[group.rank()] for full in (positions, segments))
+
+    def local(full: Tensor | None) -> Tensor | None:
+        return None if full is None else full.chunk(group.size(), dim=-1)[group.rank()]
+
+    return tokens, local(positions), local(segments)
 
 
 class VocabParallelHead(nn.Module):

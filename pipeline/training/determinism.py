@@ -52,7 +52,7 @@ def enable(environment: MutableMapping[str, str] = os.environ) -> None:
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # it costs a pass over every new tensor
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
-    torch.backends.mkldnn.deterministic = True
+    torch.backends.mkldnn.deterministic = True  # type: ignore[assignment] # as its property is declared
 
 
 def violations(environment: MutableMapping[str, str]) -> Iterator[Violation]:
