@@ -45,6 +45,8 @@ _BACKENDS = {
 
 #: The cases whose choice was logged.
 _LOGGED: set[Case] = set()
+#: The cases of ring attention that were warned of.
+_WARNED: set[Case] = set()
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,18 @@ def _choose_and_log(*facts: Any) -> Kernel:
         described = ", ".join([str(given.dtype).removeprefix("torch."), f"head width {widths}", *rules])
         cost = "; no fused kernel applies, so the (queries, keys) scores are allocated" if kernel == "math" else ""
         log.info("attention kernel: %s (%s)%s", kernel, described, cost)
+    return kernel
+
+
+def partial_kernel(*facts: Any) -> PartialKernel:
+    """Choose the kernel of partial attention, and warn once for each case for which a GPU has none that is fused."""
+    given = case(*facts)
+    kernel = choose_partial(given)
+    if kernel == "unfused" and given.device == "cuda" and given not in _WARNED:
+        _WARNED.add(given)
+        masked = ", masked" if given.masked else ""
+        text = "ring attention has no fused kernel for this mask, dtype or head width (%s, head width %d%s): the unfused formula takes 10"
+        log.warning(f"{text} to 30 times as long; parallel.context_kind=ulysses has one", given.dtype, given.head_dim, masked)
     return kernel
 
 

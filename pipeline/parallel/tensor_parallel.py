@@ -36,8 +36,8 @@ RegionBoundary = Callable[[Tensor], Tensor]
 
 #: Whether the product of a RowParallelLinear is being computed: selective activation checkpointing saves its sum over the ranks instead.
 _PARTIAL_PRODUCT: ContextVar[bool] = ContextVar("partial product", default=False)
-#: The operators of nn.Linear.
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+#: The operators of nn.Linear, and that of experts on a GPU.
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
 
 
 class RowParallelLinear(nn.Module):

@@ -186,3 +186,15 @@ def test_compiled_blocks_set_each_backend_once(monkeypatch, capability, bias, fi
     wanted = [[backend.name.lower() for backend in backends] for backends, priority in given if priority]
     assert wanted[0][0].startswith(first)
     assert all(len(set(backends)) == len(backends) for backends in wanted)
+
+
+def test_a_ring_without_a_fused_kernel_is_announced_once(monkeypatch, caplog):
+    monkeypatch.setattr(attention_kernel, "case", lambda masked: gpu(HOPPER, masked=masked))
+    monkeypatch.setattr(attention_kernel, "_WARNED", set())
+    with caplog.at_level(logging.WARNING, "pipeline"):
+        assert attention_kernel.partial_kernel(False) == "flash"
+        assert [attention_kernel.partial_kernel(True) for _ in range(2)] == ["unfused", "unfused"]
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "ring attention has no fused kernel for this mask, dtype or head width"
+    ]
+    assert "parallel.context_kind=ulysses" in caplog.text
