@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.layers.attention import repeat_kv, sdpa
-from pipeline.layers.flex import flex
+from pipeline.layers.attention import plain, repeat_kv, sdpa
+from pipeline.layers.flex import block_mask, flex
 from pipeline.layers.mask import Mask
 
 log = logging.getLogger("pipeline")
@@ -154,6 +154,24 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None
     # If the installed libraries lack the chosen kernel, PyTorch takes the next fused one, and raises an error if there is none.
     with sdpa_kernel(_BACKENDS[kernel], set_priority=True):
         return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
+
+
+def prepare(core: Any, mask: Mask, window: int | None) -> None:
+    """Compute what a core derives from the documents of a mask, once and outside of the blocks, which would all compute it if compiled.
+
+    Args:
+        core: of a layer with self-attention; nothing is done for the cores of context parallelism and of LongLoRA, which change the mask.
+        mask: of the blocks.
+        window: of the layer.
+    """
+    documents = mask.documents
+    if documents is None or mask.key_documents is not None or core not in (automatic, flex, sdpa, plain):
+        return
+    batch, tokens = documents.shape
+    if core is flex or (core is automatic and documents.is_cuda and mask.bias is None):
+        block_mask(mask, (batch, tokens, tokens), documents.device, window)
+    else:
+        mask.visible(tokens, tokens, documents.device, window)
 
 
 def pad_values(q: Tensor, v: Tensor) -> Tensor:

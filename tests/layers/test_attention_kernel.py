@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.layers import attention_kernel, partial_attention
+from pipeline.layers import attention_kernel, flex, partial_attention
 from pipeline.layers.attention import plain
 from pipeline.layers.attention_kernel import Case, automatic, case, choose, choose_partial, facts_of
 from pipeline.layers.mask import Mask
@@ -198,3 +198,30 @@ def test_a_ring_without_a_fused_kernel_is_announced_once(monkeypatch, caplog):
         "ring attention has no fused kernel for this mask, dtype or head width"
     ]
     assert "parallel.context_kind=ulysses" in caplog.text
+
+
+def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outside(monkeypatch):
+    """Other documents in each step: one graph, without a search for masked blocks, and the result of the formula."""
+    graphs = []
+
+    def record(graph, inputs):  # noqa: ARG001 - a compiler
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    block = torch.compile(lambda q, k, v, mask: flex.flex(q, k, v, mask), backend=record, fullgraph=True)
+    made = []
+    compute = flex._block_mask
+    monkeypatch.setattr(flex, "_block_mask", lambda *arguments: made.append(1) or compute(*arguments))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        documents = (torch.rand(2, 128, generator=generator) < 0.1).int().cumsum(1, dtype=torch.int32)
+        q, k, v = torch.randn(3, 2, 2, 128, 16, generator=generator).unbind()
+        mask = Mask(documents=documents)
+        attention_kernel.prepare(flex.flex, mask, None)
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(block(q, k, v, mask), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+    assert not any("sort" in operation for operation in graphs[0])
+    assert len(made) == 2, "once a step"
