@@ -110,6 +110,12 @@ class TrainingConfig:
     compile: str = knob(
         "auto", "compile the blocks with torch.compile; auto compiles on a GPU, but not with zbv", choices=("auto", "on", "off")
     )
+    deterministic: bool = knob(
+        False,
+        "runs of a job on the same GPUs, software and layout are equal in every bit: deterministic algorithms of PyTorch (attention, "
+        "scattered sums, generated kernels), cuDNN and cuBLAS (CUBLAS_WORKSPACE_CONFIG), no attention of cuDNN, no sums in switches "
+        "(NCCL_NVLS_ENABLE=0, NCCL_COLLNET_ENABLE=0); an operation without such an algorithm fails by name. Slower",
+    )
     validate_every: int = knob(0, "steps between validations; 0 validates only at the end", unit="steps", at_least=0)
     validation_batches: int | None = knob(
         8,

@@ -2,7 +2,8 @@
 
 A rendered job runs the modules and lines itself, before the batch script of the stage, which needs its Python. A job of plain
 `sbatch slurm/STAGE.sbatch cluster=NAME` knows its cluster only when the supervisor has composed the configuration: there the supervisor
-runs them, and takes over the variables that they set. In both, the supervisor sets cluster.environment and starts the ranks.
+runs them, and takes over the variables that they set. In both, the supervisor sets cluster.environment, completes it by defaults
+(rank_environment.py) and starts the ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import GPU_STAGES
+from pipeline.launch import rank_environment
 
 #: Variable of a job whose text has run the modules and lines of a cluster: its name.
 READY = "PIPELINE_SITE"
@@ -54,6 +56,7 @@ def prepare(config: RunConfig | None) -> None:
     if config.stage.name in GPU_STAGES and cluster.fabric and os.environ.get("FI_PROVIDER") == "tcp":
         del os.environ["FI_PROVIDER"]  # slurm/sites/local.sh sets it for MPI, and NCCL over libfabric would use TCP as well
     os.environ.update(cluster.environment)
+    rank_environment.complete(os.environ, config)
 
 
 def _variables_after(cluster: ClusterConfig) -> dict[str, str]:

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.layers.attention import repeat_kv, sdpa
-from pipeline.layers.flex import flex
+from pipeline.layers.attention import plain, repeat_kv, sdpa
+from pipeline.layers.flex import block_mask, flex
 from pipeline.layers.mask import Mask
 
 log = logging.getLogger("pipeline")
@@ -34,16 +34,19 @@ PartialKernel = Literal["flash", "flash_cpu", "unfused"]
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
 _MAX_FLASH_HEAD_DIM = 256
-_FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+_FLASH, _CUDNN, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
+#: Kernel -> PyTorch's backends by priority, each once: while torch.compile traces, PyTorch writes a longer list beyond the end of its own.
 _BACKENDS = {
-    "flash_3": SDPBackend.FLASH_ATTENTION,
-    "flash_2": SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "flash_3": [_FLASH, _CUDNN, _EFFICIENT],
+    "flash_2": [_FLASH, _CUDNN, _EFFICIENT],
+    "cudnn": [_CUDNN, _FLASH, _EFFICIENT],
+    "efficient": [_EFFICIENT, _FLASH, _CUDNN],
 }
 
 #: The cases whose choice was logged.
 _LOGGED: set[Case] = set()
+#: The cases of ring attention that were warned of.
+_WARNED: set[Case] = set()
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Case:
         aligned: whether the mask is not causal, or there are as many queries as keys.
         grad: whether gradients are needed.
         flash_3: whether FlashAttention 3 is installed, on Hopper.
+        deterministic: whether PyTorch is told to use deterministic algorithms (training.deterministic).
     """
 
     device: str
@@ -73,6 +77,7 @@ class Case:
     aligned: bool = True
     grad: bool = True
     flash_3: bool = False
+    deterministic: bool = False
 
 
 def choose(case: Case) -> Kernel:
@@ -115,8 +120,11 @@ def _flash_applies(case: Case) -> bool:
 
 
 def _cudnn_applies(case: Case) -> bool:
-    """cuDNN, where it is faster than FlashAttention 2: Hopper and Blackwell of data centers, which also have DeepSeek's head widths."""
-    if case.dtype not in _HALF or not (case.capability == _HOPPER or case.capability[0] == 10):
+    """cuDNN, where it is faster than FlashAttention 2: Hopper and Blackwell of data centers, which also have DeepSeek's head widths.
+
+    PyTorch has no deterministic backward pass of it.
+    """
+    if case.deterministic or case.dtype not in _HALF or not (case.capability == _HOPPER or case.capability[0] == 10):
         return False
     widths = case.head_dim, case.value_dim
     return (max(widths) <= 128 or widths == (192, 128)) and all(width % 8 == 0 for width in widths)
@@ -144,8 +152,26 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None
         k, v = repeat_kv(q, k, v)
     padded_v = pad_values(q, v) if kernel in ("flash_2", "flash_3") else v
     # If the installed libraries lack the chosen kernel, PyTorch takes the next fused one, and raises an error if there is none.
-    with sdpa_kernel([_BACKENDS[kernel], *_FUSED], set_priority=True):
+    with sdpa_kernel(_BACKENDS[kernel], set_priority=True):
         return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
+
+
+def prepare(core: Any, mask: Mask, window: int | None) -> None:
+    """Compute what a core derives from the documents of a mask, once and outside of the blocks, which would all compute it if compiled.
+
+    Args:
+        core: of a layer with self-attention; nothing is done for the cores of context parallelism and of LongLoRA, which change the mask.
+        mask: of the blocks.
+        window: of the layer.
+    """
+    documents = mask.documents
+    if documents is None or mask.key_documents is not None or core not in (automatic, flex, sdpa, plain):
+        return
+    batch, tokens = documents.shape
+    if core is flex or (core is automatic and documents.is_cuda and mask.bias is None):
+        block_mask(mask, (batch, tokens, tokens), documents.device, window)
+    else:
+        mask.visible(tokens, tokens, documents.device, window)
 
 
 def pad_values(q: Tensor, v: Tensor) -> Tensor:
@@ -178,7 +204,8 @@ def case(
     cuda = device == "cuda"
     capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
     flash_3 = capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
-    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic)
 
 
 @cache
@@ -203,6 +230,18 @@ def _choose_and_log(*facts: Any) -> Kernel:
         described = ", ".join([str(given.dtype).removeprefix("torch."), f"head width {widths}", *rules])
         cost = "; no fused kernel applies, so the (queries, keys) scores are allocated" if kernel == "math" else ""
         log.info("attention kernel: %s (%s)%s", kernel, described, cost)
+    return kernel
+
+
+def partial_kernel(*facts: Any) -> PartialKernel:
+    """Choose the kernel of partial attention, and warn once for each case for which a GPU has none that is fused."""
+    given = case(*facts)
+    kernel = choose_partial(given)
+    if kernel == "unfused" and given.device == "cuda" and given not in _WARNED:
+        _WARNED.add(given)
+        masked = ", masked" if given.masked else ""
+        text = "ring attention has no fused kernel for this mask, dtype or head width (%s, head width %d%s): the unfused formula takes 10"
+        log.warning(f"{text} to 30 times as long; parallel.context_kind=ulysses has one", given.dtype, given.head_dim, masked)
     return kernel
 
 

@@ -18,7 +18,7 @@ from pipeline.layers.mask import Mask
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
     """See Core (layers/attention.py)."""
     positions = mask.token_positions(q.shape[2], k.shape[2], q.device)
-    blocks = mask.cached(("flex", window), lambda: _block_mask(q, k, mask, positions, window))
+    blocks = block_mask(mask, (q.shape[0], q.shape[2], k.shape[2]), q.device, window)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     attention, _ = _functions(q.is_cuda)
     return attention(q, k, v, score_mod=_score_mod(mask, positions), block_mask=blocks, **options)
@@ -34,12 +34,26 @@ def _functions(compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask)
 
 
-def _block_mask(q: Tensor, k: Tensor, mask: Mask, positions: tuple[Tensor, Tensor], window: int | None) -> Any:
-    """Return the BlockMask, None when nothing is masked."""
-    if not mask.causal and not mask.has_rules(k.shape[2], window):
+def block_mask(mask: Mask, shape: tuple[int, int, int], device: torch.device, window: int | None) -> Any:
+    """Return the BlockMask, None when nothing is masked; computed once for all layers, if the first call is outside of compiled blocks.
+
+    Args:
+        mask: see Mask.
+        shape: (batch, queries, keys).
+        device: of the mask.
+        window: as in Mask.visible.
+    """
+    return mask.cached(("flex", window), lambda: _block_mask(mask, shape, device, window))
+
+
+def _block_mask(mask: Mask, shape: tuple[int, int, int], device: torch.device, window: int | None) -> Any:
+    """See block_mask."""
+    batch, queries, keys = shape
+    if not mask.causal and not mask.has_rules(keys, window):
         return None
-    _, create = _functions(q.is_cuda)
-    return create(_mask_mod(mask, positions, window), q.shape[0], None, q.shape[2], k.shape[2], device=q.device)
+    _, create = _functions(device.type == "cuda")
+    positions = mask.token_positions(queries, keys, device)
+    return create(_mask_mod(mask, positions, window), batch, None, queries, keys, device=device)
 
 
 def _mask_mod(mask: Mask, positions: tuple[Tensor, Tensor], window: int | None) -> Callable[..., Tensor]:

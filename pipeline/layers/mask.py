@@ -42,11 +42,11 @@ class Mask:
     def cached(self, name: Hashable, compute: Callable[[], Any]) -> Any:
         """Return the result of `compute`, cached under `name`: blocks share the mask and compute what they derive from it once.
 
-        A compiled block computes it itself: within recomputation, torch.compile does not support writing to a shared dict.
+        A compiled block computes what is not there itself: within recomputation, torch.compile does not support writing to a shared dict.
         """
-        if torch.compiler.is_compiling():
-            return compute()
         if name not in self._cache:
+            if torch.compiler.is_compiling():
+                return compute()
             self._cache[name] = compute()
         return self._cache[name]
 

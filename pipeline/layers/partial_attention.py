@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pipeline.layers.attention_kernel import PartialKernel, case, choose_partial, facts_of, pad_values
+from pipeline.layers.attention_kernel import PartialKernel, facts_of, pad_values, partial_kernel
 from pipeline.layers.mask import Mask
 
 #: Maximum number of elements of the score tensor, if no fused kernel applies; queries are processed in chunks to stay below it.
@@ -29,7 +29,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None =
     Returns:
         The output (batch, heads, queries, value_dim) and L (batch, heads, queries); zeros and -inf for a query whose keys are all masked.
     """
-    kernel = choose_partial(case(*facts_of(q, k, v, mask, window)))
+    kernel = partial_kernel(*facts_of(q, k, v, mask, window))
     if kernel != "unfused":
         return flash_forward(kernel, q, k, v, causal=mask.causal, scale=scale)
     outputs, lses = [], []
@@ -67,7 +67,7 @@ def backward(
     Returns:
         Contributions to the gradients of q, k and v.
     """
-    kernel = choose_partial(case(*facts_of(q, k, v, mask, window)))
+    kernel = partial_kernel(*facts_of(q, k, v, mask, window))
     if kernel != "unfused":
         return flash_backward(kernel, grad, q, k, v, out, lse, causal=mask.causal, scale=scale)
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.attention_kernel import prepare
 from pipeline.layers.batch import Batch
 from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.embedding import Embedding, OutputHead
@@ -139,6 +140,8 @@ class Stack(nn.Module):
         """Return the output of the last block, (batch, sequence, hidden), and the context of the blocks; arguments as in forward."""
         # Do not take the sequence length from x: under sequence parallelism, x is a slice along the sequence.
         context = self.attention_context(batch)
+        for block in self.blocks.values():
+            prepare(getattr(block.attention, "core", None), context.mask, getattr(block.attention, "window", None))
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
         for block in self.blocks.values():

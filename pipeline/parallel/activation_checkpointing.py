@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -63,6 +64,8 @@ class Result:
 
 def kind_of(operation: Any) -> Kind | None:
     """The kind of an operation whose result may be kept, None for others."""
+    if isinstance(operation, HigherOrderOperator):  # by name: the import of flex attention loads the compiler
+        return "attention" if operation.name() == "flex_attention" else None
     return "product" if tensor_parallel.is_saved_product(operation) else _SAVED_OPS.get(operation)
 
 

@@ -6,7 +6,6 @@
 | reduce: all-reduce | identity |
 | gather_sequence: all-gather | reduce-scatter |
 | reduce_scatter_sequence: reduce-scatter | all-gather |
-| scatter_sequence: local slice of the sequence | all-gather |
 | scatter_heads: local slice of the heads | all-gather |
 | gather_columns: all-gather | reduce-scatter |
 | reduce_scatter_columns: reduce-scatter | all-gather |
@@ -63,11 +62,6 @@ def _reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """(batch, sequence, hidden), summed over the ranks -> the local (batch, sequence / ranks, hidden)."""
     chunks = torch.cat(torch.split(tensor, tensor.shape[1] // group.size(), dim=1))
     return _result(_OPS.reduce_scatter_tensor(chunks, "sum", group.size(), group.group_name))
-
-
-def _local_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """(batch, sequence, hidden) -> the local (batch, sequence / ranks, hidden); a copy, since a view would keep the whole sequence."""
-    return tensor.chunk(group.size(), dim=1)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def _local_heads(tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -171,11 +165,6 @@ def gather_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
 def reduce_scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Leave a tensor-parallel region to activations that are sharded along the sequence."""
     return _conjugate_pair(tensor, group, _reduce_scatter_sequence, _all_gather_sequence)
-
-
-def scatter_sequence(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Shard replicated activations along the sequence."""
-    return _conjugate_pair(tensor, group, _local_sequence, _all_gather_sequence)
 
 
 def scale_gradient(tensor: Tensor, group: ProcessGroup) -> Tensor:

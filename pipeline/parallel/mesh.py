@@ -18,8 +18,8 @@ from torch.distributed import ProcessGroup
 
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout
+from pipeline.parallel import cpu_affinity, rehearsed_group
 from pipeline.parallel import device as rank_device
-from pipeline.parallel import rehearsed_group
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
 INPUT_OUTPUT = 6.0
@@ -91,6 +91,7 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
     device = rank_device.choose(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        cpu_affinity.bind(device)
     allow_many_connections()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:

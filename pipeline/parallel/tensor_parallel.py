@@ -22,7 +22,7 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.linear import Linear, Projection, project
-from pipeline.layers.lora import dropout_of
+from pipeline.layers.lora import LoRALinear, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -36,8 +36,8 @@ RegionBoundary = Callable[[Tensor], Tensor]
 
 #: Whether the product of a RowParallelLinear is being computed: selective activation checkpointing saves its sum over the ranks instead.
 _PARTIAL_PRODUCT: ContextVar[bool] = ContextVar("partial product", default=False)
-#: The operators of nn.Linear.
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+#: The operators of nn.Linear, and that of experts on a GPU.
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
 
 
 class RowParallelLinear(nn.Module):
@@ -133,20 +133,38 @@ class ParallelRMSNorm(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """The rows of the embedding from `first_token` on; tokens of other ranks embed to zero, and the sum over ranks is the lookup."""
+    """The rows of the embedding from `first_token` on; tokens of other ranks embed to zero, and `leave` sums over ranks."""
 
-    def __init__(self, weight: nn.Parameter, first_token: int, group: ProcessGroup) -> None:
+    def __init__(self, weight: nn.Parameter, first_token: int, leave: RegionBoundary) -> None:
         super().__init__()
         self.weight = weight
         self.first_token = first_token
-        self.group = group
+        self.leave = leave
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, sequence) -> (batch, sequence, hidden)."""
+        """(batch, sequence) -> (batch, sequence, hidden), with sequence parallelism the local (batch, sequence / ranks, hidden)."""
         local = tokens - self.first_token
         out_of_range = (local < 0) | (local >= self.weight.shape[0])
         rows = F.embedding(local.masked_fill(out_of_range, 0), self.weight)
-        return collectives.reduce(rows.masked_fill(out_of_range.unsqueeze(-1), 0.0), self.group)
+        return self.leave(rows.masked_fill(out_of_range.unsqueeze(-1), 0.0))
+
+
+def local_positions(
+    module: nn.Module, args: tuple[Tensor | None, ...], group: ProcessGroup
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the arguments of an Embedding whose output is sharded along the sequence: all tokens, but local positions and segments."""
+    assert isinstance(module, Embedding)
+    tokens, positions, segments = (*args, None, None)[:3]
+    assert tokens is not None
+    if positions is None and (module.positions is not None or module.sinusoids is not None):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    if segments is None and module.segments is not None:
+        segments = torch.zeros_like(tokens)
+
+    def local(full: Tensor | None) -> Tensor | None:
+        return None if full is None else full.chunk(group.size(), dim=-1)[group.rank()]
+
+    return tokens, local(positions), local(segments)
 
 
 class VocabParallelHead(nn.Module):
@@ -230,6 +248,8 @@ def apply(
             if roles[name] == "row":
                 if isinstance(linear, FakeQuantizedLinear):
                     linear.reduce_max = partial(collectives.all_reduce, group=group, op="max")
+                if isinstance(linear, LoRALinear):
+                    linear.lora.input_slices, linear.lora.input_slice = group.size(), group.rank()
                 setattr(module, name, RowParallelLinear(linear, leave))
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):
@@ -246,9 +266,9 @@ def apply(
             module.register_forward_hook(lambda _, args, output: collectives.scatter_heads(output, group))  # noqa: ARG005 - hook's signature
         if isinstance(module, Embedding):
             weight = module.tokens.weight
-            module.tokens = VocabParallelEmbedding(weight, pieces[weight].start(0), group)  # type: ignore[arg-type, index, assignment]
+            module.tokens = VocabParallelEmbedding(weight, pieces[weight].start(0), leave)  # type: ignore[arg-type, index, assignment]
             if sequence:
-                module.register_forward_hook(lambda _, args, output: collectives.scatter_sequence(output, group))  # noqa: ARG005 - as above
+                module.register_forward_pre_hook(partial(local_positions, group=group))
 
 
 def fuse_collectives(group: ProcessGroup) -> None:
@@ -269,8 +289,6 @@ def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:
     """Whether the gradient of a weight is partial on each tensor rank and must be summed.
 
     True for weights that are replicated within a tensor-parallel region. With sequence parallelism also for weights that are applied to
-    the local tokens: norms, and the biases added after a region. The weights of an embedding are applied before the sequence is sharded.
+    the local tokens: norms, biases added after a region, and embeddings of positions and segments.
     """
-    if piece.role == "partial":
-        return True
-    return sequence and not piece.is_sliced_along("tensor") and ".embed." not in f".{piece.name}"
+    return piece.role == "partial" or (sequence and not piece.is_sliced_along("tensor"))

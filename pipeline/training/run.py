@@ -30,6 +30,7 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
 from pipeline.training import (
     choose_saver,
+    determinism,
     epochs,
     loop,
     node_phases,
@@ -72,7 +73,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
 
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
-            use by another job; during training: too many steps are skipped, or a checkpoint cannot be written.
+            use by another job, an environment variable contradicts training.deterministic; during training: too many steps are skipped,
+            or a checkpoint cannot be written.
         ToBeContinued: a signal or the file `stop` ended the job, or the run needs other nodes, and a checkpoint has been written.
     """
     signals.record_end()
@@ -85,6 +87,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
+    if config.training.deterministic:
+        determinism.enable()
     process = choose_saver.start_writer(config.checkpoint, ranks)
     device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
     try:

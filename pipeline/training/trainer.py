@@ -112,7 +112,7 @@ class Trainer:
         return self._global_mean(torch.zeros((), device=self.mesh.device), sums=self._measured(size))[2]
 
     def _seed_dropout(self, step: int) -> None:
-        """Seed the random numbers of a step: ranks with the same samples drop the same elements, others draw their own."""
+        """Seed the random numbers of a step: tensor ranks drop the elements that one process would drop, others draw their own."""
         where = self.mesh.coordinates
         place = (self._config.training.seed, step, where.pipeline, where.data, where.expert, where.context)
         torch.manual_seed(xxh3_64_intdigest(repr(place).encode()))

@@ -30,6 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.common import ends
+from pipeline.parallel import flight_recorder
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import INPUT_OUTPUT
 
@@ -174,12 +175,13 @@ class Watchdog:
         ends.record(EXIT_CODE, f"no progress for {self._waited:.0f} s in phase {state['phase']!r}: {reason}", **blamed)
 
     def _leave(self, examples: list[dict[str, Any]]) -> None:
-        """Print the stacks of the ranks that the others wait for, on their hosts, and exit. Does not return."""
+        """Print the stacks of the ranks that the others wait for, on their hosts, write the collectives of this one, and exit."""
         for state in examples:
             if state["rank"] == self._rank:
                 faulthandler.dump_traceback(sys.stderr, all_threads=True)
             elif state["host"] == self._state["host"]:
                 _print_stacks(state["pid"])
+        flight_recorder.dump(self._rank)
         time.sleep(3)  # the launcher terminates all ranks when the first one exits
         os._exit(EXIT_CODE)
 

@@ -7,7 +7,7 @@ import torch
 import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.layers import attention_kernel, partial_attention
+from pipeline.layers import attention_kernel, flex, partial_attention
 from pipeline.layers.attention import plain
 from pipeline.layers.attention_kernel import Case, automatic, case, choose, choose_partial, facts_of
 from pipeline.layers.mask import Mask
@@ -41,6 +41,10 @@ CHOICES = [
     (gpu(AMPERE, 192, 128), "flash_2", "flash"),
     (gpu(AMPERE, 192, 128, masked=True), "flex", "unfused"),
     (gpu(AMPERE, 64, 128), "efficient", "unfused"),
+    # Deterministic: cuDNN has no such backward pass.
+    (gpu(HOPPER, deterministic=True), "flash_2", "flash"),
+    (gpu(BLACKWELL, 192, 128, deterministic=True), "flash_2", "flash"),
+    (gpu(HOPPER, flash_3=True, deterministic=True), "flash_3", "flash"),
     # Documents, windows, prefixes, ALiBi; and biases of T5.
     (gpu(HOPPER, masked=True), "flex", "unfused"),
     (gpu(AMPERE, masked=True, dtype=FP32), "flex", "unfused"),
@@ -165,3 +169,59 @@ def test_contracts_of_the_flash_kernels(kernel, device, value_dim):
     assert passed_lse.is_contiguous()
     assert passed_grad.transpose(1, 2).is_contiguous(), "the layout (batch, queries, heads, value_dim)"
     assert passed_out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("capability", "bias", "first"), [(HOPPER, False, "cudnn"), (AMPERE, False, "flash"), (HOPPER, True, "efficient")])
+def test_compiled_blocks_set_each_backend_once(monkeypatch, capability, bias, first):
+    """PyTorch removes repeated backends in eager mode only; a list that is too long is written beyond the end of its own."""
+    import torch.nn.attention
+
+    given = []
+    monkeypatch.setattr(torch.nn.attention, "_sdpa_kernel", lambda backends, set_priority=False: given.append((backends, set_priority)))
+    monkeypatch.setattr(attention_kernel, "case", lambda *_: gpu(capability, bias=bias))
+    q, k, v = torch.randn(3, 1, 2, 8, 128).unbind()
+    mask = Mask(bias=torch.zeros(1, 2, 8, 8)) if bias else Mask()
+    torch._dynamo.reset()
+    torch.compile(lambda q, k, v: automatic(q, k, v, mask), backend="eager", fullgraph=True)(q, k, v)
+    wanted = [[backend.name.lower() for backend in backends] for backends, priority in given if priority]
+    assert wanted[0][0].startswith(first)
+    assert all(len(set(backends)) == len(backends) for backends in wanted)
+
+
+def test_a_ring_without_a_fused_kernel_is_announced_once(monkeypatch, caplog):
+    monkeypatch.setattr(attention_kernel, "case", lambda masked: gpu(HOPPER, masked=masked))
+    monkeypatch.setattr(attention_kernel, "_WARNED", set())
+    with caplog.at_level(logging.WARNING, "pipeline"):
+        assert attention_kernel.partial_kernel(False) == "flash"
+        assert [attention_kernel.partial_kernel(True) for _ in range(2)] == ["unfused", "unfused"]
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "ring attention has no fused kernel for this mask, dtype or head width"
+    ]
+    assert "parallel.context_kind=ulysses" in caplog.text
+
+
+def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outside(monkeypatch):
+    """Other documents in each step: one graph, without a search for masked blocks, and the result of the formula."""
+    graphs = []
+
+    def record(graph, inputs):  # noqa: ARG001 - a compiler
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    torch._dynamo.reset()
+    block = torch.compile(lambda q, k, v, mask: flex.flex(q, k, v, mask), backend=record, fullgraph=True)
+    made = []
+    compute = flex._block_mask
+    monkeypatch.setattr(flex, "_block_mask", lambda *arguments: made.append(1) or compute(*arguments))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        documents = (torch.rand(2, 128, generator=generator) < 0.1).int().cumsum(1, dtype=torch.int32)
+        q, k, v = torch.randn(3, 2, 2, 128, 16, generator=generator).unbind()
+        mask = Mask(documents=documents)
+        attention_kernel.prepare(flex.flex, mask, None)
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(block(q, k, v, mask), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1
+    assert not any("sort" in operation for operation in graphs[0])
+    assert len(made) == 2, "once a step"

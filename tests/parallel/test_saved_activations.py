@@ -4,13 +4,14 @@ import gc
 
 import pytest
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check as rules
-from pipeline.parallel.activation_checkpointing import Result, fill
+from pipeline.parallel.activation_checkpointing import Result, checkpoint_and_compile, fill, kind_of
 from tests.world import configured, tiny, trainer
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, SEQUENCE, RANKS = 32, 88, 4, 4, 67, 2, 8, 2
@@ -91,6 +92,42 @@ def test_a_block_keeps_at_most_its_budget(worlds, share):
         assert full <= found <= budget
         assert (found > full) == (share > 0), "the budget is used"
         assert gradients == pytest.approx(expected, rel=1e-5)
+
+
+def expert_products(mode: str) -> int:
+    """How often a backward pass with a checkpoint has computed grouped products that its forward pass computed."""
+    from pipeline.layers.moe import grouped_mm
+
+    class Products(nn.Module):
+        """Of gate and down, as on a GPU."""
+
+        def forward(self, x, first, second, counts):
+            return grouped_mm(grouped_mm(x, first, counts).sigmoid(), second, counts)
+
+    class Counted(TorchDispatchMode):
+        """Counts grouped products."""
+
+        found = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.found += function is torch.ops.aten._grouped_mm.default
+            return function(*arguments, **(options or {}))
+
+    block = Products()
+    checkpoint_and_compile(block, mode, compiled=False)
+    x, first, second = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((32, 16), (2, 24, 16), (2, 16, 24)))
+    y = block(x, first, second, torch.tensor([20, 12]))
+    with Counted() as counted:
+        y.float().sum().backward()
+    return counted.found - 4  # the gradients of two inputs and two weights
+
+
+def test_selective_recomputation_keeps_grouped_products_and_flex_attention():
+    import torch.nn.attention.flex_attention
+
+    assert (expert_products("full"), expert_products("selective")) == (1, 0), "the second one is not needed again"
+    assert kind_of(torch.ops.higher_order.flex_attention) == "attention"
+    assert kind_of(torch.ops.higher_order.cond) is None
 
 
 def test_reductions_are_kept_before_attention_and_attention_before_products():

@@ -150,9 +150,9 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
 
 
 def dropped(layout: str) -> list[float]:
-    """Losses with dropout of the inputs of column-parallel layers, which all tensor ranks have; and of an evaluation."""
+    """Losses with dropout of the inputs of all linear layers of the blocks; and of an evaluation."""
     words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
-    more = ("lora.dropout=0.5", "lora.targets=[*.query,*.up]", "++lora.rank_pattern={}", "++lora.alpha_pattern={}")
+    more = ("lora.dropout=0.5", "++lora.rank_pattern={}", "++lora.alpha_pattern={}")
     config, mine = trainer(*settings("llama", *more, *words))
     numbers = []
     for step in (0, 1, 0):
@@ -162,8 +162,8 @@ def dropped(layout: str) -> list[float]:
     return numbers
 
 
-def test_dropout_is_the_same_on_tensor_ranks_and_when_it_is_recomputed(worlds):
-    """Not with several data ranks: they draw numbers of their own."""
+def test_tensor_ranks_drop_the_elements_that_one_process_drops_also_when_they_are_recomputed(worlds):
+    """A row-parallel layer has other columns of its input on each rank. Several data ranks draw numbers of their own."""
     alone = worlds(1).run(dropped, "zero_stage=0")[0]
     for layout in (
         "tensor=2 zero_stage=0",

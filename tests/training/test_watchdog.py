@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
@@ -106,3 +107,12 @@ def test_without_a_result_a_rank_compares_in_the_end(watching, caplog):
     with pytest.raises(LeftError):
         alone._find_slowest()
     assert "the run waits for rank 9" in caplog.text
+
+
+def test_a_run_that_the_watchdog_ends_has_written_its_collectives(watching, tmp_path, monkeypatch):
+    """As PyTorch would when the collective times out, a minute later."""
+    monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/run/flight_recorder/rank_")
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: b"record", raising=False)
+    with pytest.raises(LeftError):
+        watching(0)._find_slowest()
+    assert (tmp_path / "run/flight_recorder/rank_0").read_bytes() == b"record"
