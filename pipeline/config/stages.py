@@ -188,7 +188,11 @@ class Plan(StageConfig):
 class Rehearse(StageConfig):
     """One rank of a planned training job on its CUDA path, on a machine without a GPU."""
 
-    world_size: int | None = knob(None, "ranks of the planned job; default: cluster.nodes x cluster.tasks_per_node", at_least=1)
+    world_size: int | None = knob(
+        None,
+        "ranks of the planned job; default: cluster.nodes x cluster.tasks_per_node; nodes have one GPU unless the latter says otherwise",
+        at_least=1,
+    )
     rank: int | None = knob(None, "rank to rehearse; default: the first rank with the most memory, as planned", at_least=0)
     steps: int = knob(3, "optimizer steps", unit="steps", at_least=1, at_most=1000)
     python: str | None = knob(

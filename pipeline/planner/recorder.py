@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pipeline.parallel import ring_attention  # noqa: F401 - registers its operator
 from pipeline.planner import operator_kinds
 from pipeline.planner.operations import AttentionCall, Collective, Kind, Operation, Phase, Product
 

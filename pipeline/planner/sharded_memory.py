@@ -29,9 +29,9 @@ def beside_passes(
     gathered = [_gathered(own, state_format) for own in held]
     is_table = [part.name == "embed" for part in parts]  # its backward pass reads no weights
     reduced = [0.0] * engine.pending + _reductions(held, engine, compiled=compiled)
-    pending = sum(reduced[len(reduced) - engine.pending :])
     beside = [(0.0, 0.0)] * len(parts)
-    complete: list[float] = []
+    complete = reduced[len(reduced) - engine.pending :]
+    pending = sum(complete)
     for index in reversed(range(len(parts))):
         following, preceding = gathered[index + 1 : index + 2], [] if index == 0 or is_table[index - 1] else gathered[index - 1 : index]
         filled = sum(_gradients(held[index], engine))
@@ -39,15 +39,10 @@ def beside_passes(
             gathered[index] + sum(following) + pending,
             (0.0 if is_table[index] else gathered[index] + sum(preceding))
             + (0.0 if engine.fused_loss and parts[index].name == "head" else filled)
-            + _in_flight(complete, pending, engine),
+            + sum(complete[len(complete) - engine.pending :]),
         )
         complete += _gradients(held[index], engine)
     return beside
-
-
-def _in_flight(complete: list[float], before: float, engine: EngineModel) -> float:
-    """Bytes of the whole gradients whose reductions are in flight, the last ones of `complete`; `before` any of the micro-batch."""
-    return sum(complete[-engine.pending :]) if complete and engine.pending else before
 
 
 def _reductions(held: list[list[PlannedBucket]], engine: EngineModel, *, compiled: bool) -> list[float]:

@@ -128,3 +128,28 @@ def test_weights_and_gradients_beside_the_head_of_zero_3_are_its_own_and_the_las
     assert forward == 2 * head + 4 * (block + embed)
     assert backward == forward + 2 * matrices[f"0 {len(parts) - 2}"]
     assert beside_passes(parts, 0, buckets, StateFormat(1), EngineModel(), compiled=True)[-1] == (0.0, 0.0)
+
+
+def test_gradients_in_flight_are_the_last_two_that_a_run_reduces():
+    """Those of the vectors are complete before the embedding's if blocks are not compiled; the head's is saved by its forward pass.
+
+    The last block's pass has the head's and the embedding's beside it: the latter is the last one of the micro-batch before.
+    """
+    config = configured("model=llama-tiny")
+    traced, layout, zero_3 = trace(config), Layout.of(config, 2), StateFormat(3)
+    parts, buckets = traced.stage_parts(layout, 0), planned_buckets(traced, layout, [0])
+    matrices = {where: bucket.elements for bucket in buckets if bucket.decays for where in bucket.parts}
+
+    def beside(engine: EngineModel, *, compiled: bool) -> list[tuple[float, float]]:
+        return beside_passes(parts, 0, buckets, zero_3, engine, compiled=compiled)
+
+    def head(engine: EngineModel, *, compiled: bool) -> tuple[float, float]:
+        return beside(engine, compiled=compiled)[-1]
+
+    forward, backward = head(EngineModel(), compiled=False)
+    assert head(EngineModel(), compiled=True)[0] - forward == 4 * matrices["0 1"]
+    assert head(EngineModel(pending=0), compiled=False)[0] == forward - 4 * matrices["0 0"]
+    assert head(EngineModel(fused_loss=False), compiled=False) == (forward, backward + 4 * matrices[f"0 {len(parts) - 1}"])
+    whole, nothing_pending = beside(EngineModel(), compiled=True), beside(EngineModel(pending=0), compiled=True)
+    assert whole[-2][1] - nothing_pending[-2][1] == 4 * (matrices["0 0"] + matrices[f"0 {len(parts) - 1}"])
+    assert whole[-3][1] - nothing_pending[-3][1] == 4 * (matrices[f"0 {len(parts) - 1}"] + matrices[f"0 {len(parts) - 2}"])
