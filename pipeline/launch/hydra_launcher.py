@@ -248,6 +248,8 @@ class SlurmLauncher(ValidatingLauncher):
         if not self._wait:
             return []
         sweep_results.wait(points, manifest)
+        states = {point.entry.id: sweep_state.row_of(point).state for point in sweep_state.read(manifest)}
+        done = [replace(row, state=row.state or states[run.entry.id]) for run, row in zip(runs, done, strict=True)]
         self.show_table(runs, done, manifest)
         results = self.results(runs, done, job_overrides)
         if sweep_results.searches(self.config):

@@ -33,7 +33,7 @@ def violations(cluster: ClusterConfig, least: int, most: int) -> Iterator[Violat
     """Yield why no queue fits a job; arguments as those of `placed`. A partition or QoS that is in no entry is left to Slurm."""
     candidates, queue = _candidates(cluster), _first_fit(cluster, least, most)
     if cluster.time == LONGEST and (not candidates or (queue is not None and queue.max_time is None)):
-        yield Violation("cluster.time", LONGEST, "needs an entry of cluster.queues with max_time", "set cluster.time=HOURS:MINUTES:SECONDS")
+        yield _no_longest(cluster)
     elif candidates and queue is None:
         nodes = f"{least}-{most}" if least < most else str(most)
         wanted = "" if cluster.time == LONGEST else f" and {cluster.time}"
@@ -41,6 +41,17 @@ def violations(cluster: ClusterConfig, least: int, most: int) -> Iterator[Violat
         rule = f"fits no queue of cluster={cluster.name} with {nodes} nodes{wanted}: {limits}"
         fix = "change cluster.nodes or cluster.time, or set cluster.partition or cluster.qos to one that is not listed"
         yield Violation("cluster.nodes", nodes, rule, fix)
+
+
+def _no_longest(cluster: ClusterConfig) -> Violation:
+    """Why cluster.time=longest has no value."""
+    chosen = [name for name in ("partition", "qos") if getattr(cluster, name)]
+    known = "; ".join(map(described, cluster.queues)) or "it has none"
+    rule, fix = f"needs an entry of cluster.queues with max_time: {known}", "set cluster.time=HOURS:MINUTES:SECONDS"
+    if not (chosen and cluster.queues):
+        return Violation("cluster.time", LONGEST, rule, fix)
+    given = " and ".join(f"cluster.{name}={getattr(cluster, name)}" for name in chosen)
+    return Violation("cluster.time", LONGEST, f"{rule}; none has {given}", f"correct cluster.{chosen[-1]}, or {fix}")
 
 
 def too_many(jobs: Sequence[ClusterConfig]) -> Iterator[Violation]:

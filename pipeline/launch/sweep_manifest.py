@@ -37,7 +37,7 @@ class Entry:
         options: settings of its job, group cluster, that all points of a command have; they are not part of the id.
         job: the newest job; None for a point that was not submitted.
         log: the output of that job.
-        outcome: of a run on this machine, "finished" or "failed: REASON"; empty while it runs, and for a job.
+        outcome: of a run on this machine, "finished" or "failed: REASON"; "canceled" for a job that tools/sweep canceled; else empty.
     """
 
     id: str

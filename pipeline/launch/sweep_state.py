@@ -115,7 +115,7 @@ def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str
 
 
 def cancel(manifest: Manifest) -> list[int]:
-    """Cancel the jobs of a sweep that wait or run, and return their ids.
+    """Cancel the jobs of a sweep that wait or run, which is recorded in its manifest, and return their ids.
 
     Raises:
         slurm.SlurmError: scancel failed.
@@ -123,6 +123,10 @@ def cancel(manifest: Manifest) -> list[int]:
     jobs = sorted(_queue([entry.job for entry in manifest.entries.values() if entry.job is not None]))
     if jobs:
         slurm.command(["scancel", *map(str, jobs)])
+        for entry in manifest.sorted():
+            if entry.job in jobs:
+                manifest = manifest.with_outcome(entry.id, "canceled")
+        manifest.write()
     return jobs
 
 

@@ -91,6 +91,9 @@ def test_a_job_that_fits_no_queue_is_refused_with_the_list() -> None:
     assert job.violations(at("frontier", nodes=92, time="12:00:00", partition="reserved"), "pretrain", ROOT) == []
     unknown = job.violations(at("frontier", partition="reserved"), "pretrain", ROOT)
     assert [violation.key for violation in unknown] == ["cluster.time"]
+    assert "partition batch: 1-91 nodes" in unknown[0].rule
+    assert unknown[0].rule.endswith("; none has cluster.partition=reserved")
+    assert unknown[0].fix == "correct cluster.partition, or set cluster.time=HOURS:MINUTES:SECONDS"
 
 
 def test_more_jobs_than_a_queue_accepts_are_refused() -> None:

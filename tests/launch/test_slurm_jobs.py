@@ -321,6 +321,9 @@ def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, 
     assert f"canceled 2 jobs: {numbers[0]} {numbers[2]}" in tool("sweep", "cancel", tmp_path / "sweep")
     for number in numbers[::2]:
         ended(number)
+    assert re.findall(r"^(\d) .* (canceled|not started)", tool("sweep", "status", tmp_path / "sweep"), re.MULTILINE) == [
+        ("0", "canceled"), ("1", "not started"), ("2", "canceled"),
+    ]  # fmt: skip
     again = tool("sweep", "resubmit", tmp_path / "sweep", "--points", "1", "2").splitlines()
     assert [line.partition(": ")[2] for line in again] == [f"{tmp_path}/sweep/1", f"{tmp_path}/sweep/2"]
     assert again[0].startswith("finished")
