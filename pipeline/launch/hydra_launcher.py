@@ -7,12 +7,11 @@ hydra/sweeper=optuna needs it.
 
 from __future__ import annotations
 
-import copy
 import logging
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -31,7 +30,6 @@ from pipeline.common.metrics_file import FILE as METRICS
 from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import (
     hydra_sweeper,
     job_size,
@@ -44,29 +42,13 @@ from pipeline.launch import (
     sweep_table,
 )
 from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_runs import SweepRun, check_fork, points_of, without_hydra
 from pipeline.launch.sweep_table import Point
 
 log = logging.getLogger("pipeline")
 
 #: Module name under which Hydra imports the plugins.
 PLUGIN = "hydra_plugins.tannschen"
-
-
-@dataclass(frozen=True)
-class SweepRun:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: command-line overrides, without those of Hydra itself.
-        composed: configuration composed by Hydra, with the run_dir of this run.
-        config: the same configuration as dataclasses.
-        entry: its place in the manifest of the sweep.
-    """
-
-    overrides: tuple[str, ...]
-    composed: DictConfig
-    config: RunConfig
-    entry: Entry
 
 
 class ValidatingLauncher(Launcher):
@@ -124,9 +106,9 @@ class ValidatingLauncher(Launcher):
                 rule = f"has a run that is not of this sweep: {sweep_manifest.NAME} does not list it"
                 violations[entry.run_dir] = Violation("run_dir", entry.run_dir, rule, "choose another run_dir for the sweep")
             try:
-                config = compose.to_run_config(_without_hydra(composed))
+                config = compose.to_run_config(without_hydra(composed))
                 check.check(*self.sized(config, filter_overrides(overrides)))
-                _check_fork(config)
+                check_fork(config)
                 found.append(SweepRun(words, composed, config, entry))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}
@@ -140,7 +122,7 @@ class ValidatingLauncher(Launcher):
     def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: Manifest) -> None:
         """Write and print the table of all points: these runs, those of earlier batches, and those of earlier commands."""
         self._done |= {run.config.run_dir: (run, point.state) for run, point in zip(runs, points, strict=True)}
-        done = _points([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
+        done = points_of([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
         known = {entry.id for entry in (run.entry for run, _ in self._done.values())}
         done += [sweep_state.row_of(point) for point in sweep_state.read(manifest) if point.entry.id not in known]
         print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
@@ -187,7 +169,7 @@ class LocalLauncher(ValidatingLauncher):
             make_folder(self.folder)
             manifest.write()
             self._multirun.started = True
-        points, code = local_sweep.execute(_points(runs, manifest), [partial(self._execute, run) for run in runs], here, record)
+        points, code = local_sweep.execute(points_of(runs, manifest), [partial(self._execute, run) for run in runs], here, record)
         if writes:
             self.show_table(runs, points, manifest)
         if sweep_results.searches(self.config) and code not in STOPPED:
@@ -197,14 +179,19 @@ class LocalLauncher(ValidatingLauncher):
         return []
 
     def _execute(self, run: SweepRun) -> JobReturn:
-        """Execute a run."""
-        return run_job(
+        """Execute a run. Hydra makes its run directory, which a dry run does not need."""
+        folder = Path(run.config.run_dir)
+        is_new = not folder.exists()
+        result = run_job(
             hydra_context=self.hydra_context,
             task_function=self.task_function,
             config=run.composed,
             job_dir_key="run_dir",
             job_subdir_key=None,
         )
+        if is_new and run.config.dry_run.enabled and not any(folder.iterdir()):
+            folder.rmdir()
+        return result
 
 
 class SlurmLauncher(ValidatingLauncher):
@@ -242,7 +229,7 @@ class SlurmLauncher(ValidatingLauncher):
         manifest = replace(manifest, config_dirs=tuple(map(str, own)))
         manifest = sweep_submission.submit(points, manifest, own, arguments, self._at_once)
         self._multirun.started = True
-        done = [replace(point, state="ended") if point.steps is None else point for point in _points(runs, manifest)]
+        done = [replace(point, state="ended") if point.steps is None else point for point in points_of(runs, manifest)]
         for point, row in zip(points, done, strict=True):
             print(f"{point.state}: {point.entry.run_dir}  {' '.join(row.values)}".rstrip(), flush=True)
         if not self._wait:
@@ -285,34 +272,3 @@ def register() -> None:
         launcher.__module__ = PLUGIN
         plugins.register(launcher)
         store.store(group="hydra/launcher", name=name, node={"_target_": f"{PLUGIN}.{launcher.__name__}", **keys}, provider="pipeline")
-
-
-def _points(runs: Sequence[SweepRun], manifest: Manifest, states: Sequence[str] | None = None) -> list[Point]:
-    """The runs as points of the table, with the settings that not all points of the sweep have, and with their states."""
-    values = manifest.differing()
-    points = []
-    for run, state in zip(runs, states or [""] * len(runs), strict=True):
-        steps = run.config.training.steps if run.config.stage.name in TRAINING_STAGES else None
-        points.append(Point(Path(run.config.run_dir), values[run.entry.id], steps, state))
-    return points
-
-
-def _check_fork(config: RunConfig) -> None:
-    """Refuse a point whose checkpoint.fork is not there, except in a dry run, or if its job waits for another one, which may write it.
-
-    Raises:
-        UserError: see there; or no step is left to train.
-    """
-    waits = any(option.startswith(("--dependency", "-d")) for option in config.cluster.sbatch)
-    if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is not None and not (waits or config.dry_run.enabled):
-        from pipeline.training import starting_checkpoint as starting  # loads torch
-
-        starting.parent_of(config, starting.starting_checkpoint(Path(config.run_dir), config.checkpoint))
-
-
-def _without_hydra(composed: DictConfig) -> DictConfig:
-    """Return the configuration without the node hydra."""
-    task = copy.deepcopy(composed)
-    with open_dict(task):
-        del task["hydra"]
-    return task

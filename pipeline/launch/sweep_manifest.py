@@ -148,12 +148,14 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = [replace(entry, run_dir=_found(folder, entry.run_dir)) for entry in _entries(content)]
+        found = [_in_place(folder, entry) for entry in _entries(content)]
     except FileNotFoundError:
         return Manifest(folder, {})
     except (ValueError, KeyError, TypeError) as error:
         fix = "restore it, or choose another run_dir"
         raise UserError.of("run_dir", str(folder), f"has a {NAME} that cannot be read: {type(error).__name__}: {error}", fix) from error
+    if len({entry.number for entry in found}) < len(found):
+        raise UserError.of("run_dir", str(folder), f"has a {NAME} in which two points have one number", f"restore {path}")
     edited = [entry for entry in found if entry.id != point_id(entry.overrides)]
     if edited:
         fix = f"restore {path}, or remove these points from it and start the sweep again"
@@ -177,9 +179,13 @@ def _stored(folder: Path, run_dir: str) -> str:
     return _INSIDE + path.relative_to(folder).as_posix() if path.is_relative_to(folder) else run_dir
 
 
-def _found(folder: Path, stored: str) -> str:
-    """A run directory of a manifest in a folder."""
-    return str(folder / stored.removeprefix(_INSIDE)) if stored.startswith(_INSIDE) else stored
+def _in_place(folder: Path, entry: Entry) -> Entry:
+    """A point of the manifest in a folder. In a copy of the folder of a sweep, it has no job: that is the one of the original."""
+    if not entry.run_dir.startswith(_INSIDE):
+        return entry
+    run_dir = folder / entry.run_dir.removeprefix(_INSIDE)
+    is_copy = entry.log is not None and Path(entry.log).parent != run_dir.absolute()
+    return replace(entry, run_dir=str(run_dir), job=None if is_copy else entry.job, log=None if is_copy else entry.log)
 
 
 def _entries(content: Any) -> Iterator[Entry]:

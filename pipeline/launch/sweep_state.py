@@ -20,6 +20,8 @@ from pipeline.report.run import Run, State
 NOT_STARTED = "not started"
 #: States of a run whose end the manifest may know better: a point that was started again here, and failed before it wrote an event.
 _ENDED = (State.STOPPED, State.FAILED, State.SILENT)
+#: States of a run that needs a job.
+_ALIVE = (State.RUNNING, State.STARTING)
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,14 @@ class PointState:
 def read(manifest: Manifest) -> list[PointState]:
     """Return the points of a sweep, in the order of their numbers. Without an answer of Slurm, the files of the runs tell alone."""
     entries, values = manifest.sorted(), manifest.differing()
-    queue = _queue([entry.job for entry in entries if entry.job is not None])
+    queue = _queue() if any(entry.job is not None for entry in entries) else None
     found = []
     for entry in entries:
         folder = Path(entry.run_dir)
         run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
-        state, reason = queue.get(entry.job or -1) or _without_job(entry, run)
+        state, reason = (queue or {}).get(entry.job or -1) or _without_job(entry, run)
+        if queue is not None and run is not None and run.state in _ALIVE and run.job is not None and int(run.job) not in queue:
+            state, reason = str(State.FAILED), f"job {run.job} ended without a record: killed, or its first node was lost"
         found.append(PointState(entry, values[entry.id], state, reason, run))
     return found
 
@@ -73,14 +77,14 @@ def row_of(point: PointState) -> sweep_table.Point:
     return sweep_table.Point(Path(point.entry.run_dir), point.values, steps, state)
 
 
-def _queue(jobs: Sequence[int]) -> dict[int, tuple[str, str]]:
-    """The jobs that wait or run: id -> state and reason; empty if there is no Slurm."""
+def _queue() -> dict[int, tuple[str, str]] | None:
+    """The jobs of this user that wait or run: id -> state and reason; None if Slurm does not answer."""
     try:
-        printed = slurm.command(["squeue", "--me", "--noheader", "--format=%A|%T|%r"]) if jobs else ""
+        printed = slurm.command(["squeue", "--me", "--noheader", "--format=%A|%T|%r"])
     except slurm.SlurmError:
-        return {}
+        return None
     lines = (line.split("|", 2) for line in printed.splitlines() if line.count("|") >= 2)
-    return {int(number): (state.lower(), "" if reason == "None" else reason) for number, state, reason in lines if int(number) in jobs}
+    return {int(number): (state.lower(), "" if reason == "None" else reason) for number, state, reason in lines}
 
 
 def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[Point]:
@@ -120,7 +124,8 @@ def cancel(manifest: Manifest) -> list[int]:
     Raises:
         slurm.SlurmError: scancel failed.
     """
-    jobs = sorted(_queue([entry.job for entry in manifest.entries.values() if entry.job is not None]))
+    own = {entry.job for entry in manifest.entries.values() if entry.job is not None}
+    jobs = sorted(own & set(_queue() or {}))
     if jobs:
         slurm.command(["scancel", *map(str, jobs)])
         for entry in manifest.sorted():

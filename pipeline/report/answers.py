@@ -72,7 +72,7 @@ def end(run: Run) -> str:
     if run.state is State.FINISHED:
         return f"{progress}, ended {moment(run.last_sign)}"
     if run.seconds_left is None or run.last_sign is None or run.seconds_per_step is None:
-        return f"{progress}; not before it runs again"
+        return f"{progress}; not known before {'its next steps' if run.state is State.STARTING else 'it runs again'}"
     at = run.last_sign + run.seconds_left
     text = f"{progress}, {duration(run.seconds_left)} left at {run.seconds_per_step:.3g} s a step: {moment(at)}"
     return f"{text}, after the time limit of its job ({moment(run.limit)})" if run.limit is not None and run.limit < at else text
@@ -109,7 +109,8 @@ def restart(run: Run) -> str:
     changes = [f"nodes {len(before.nodes)} -> {len(after.nodes)}"] if len(before.nodes) != len(after.nodes) else []
     changes += [f"without {', '.join(gone[:_NAMED])}"] if gone else []
     changes += [f"with {', '.join(new[:_NAMED])}"] if new else []
-    changes += [f"layout {before.layout or '?'} -> {after.layout or '?'}"] if before.layout != after.layout else []
+    known = before.layout and after.layout
+    changes += [f"layout {before.layout} -> {after.layout}"] if known and before.layout != after.layout else []
     both = before.version and after.version and before.version != after.version
     changes += [f"version {before.version} -> {after.version}"] if both else []
     changes += [short(setting) for setting in after.changed[:_SETTINGS]]

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
+from pipeline.config.command_line import key_of, quoted
 from pipeline.config.layout import job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
@@ -28,7 +29,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
         config = finetuning.complete(config, world_size, overrides=compose.task_arguments())
-    arguments = compose.task_arguments()
+    own = f"run_dir={quoted(config.run_dir)}"  # in a sweep that of the point
+    arguments = [own if key_of(word) == "run_dir" else word for word in compose.task_arguments()]
     cluster = live.corrected(config.cluster)
     if violations := [*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)]:
         raise UserError(violations)

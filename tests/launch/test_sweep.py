@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import re
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +16,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
 from pipeline.launch import job, job_memory, sweep_manifest, sweep_state
 from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
+from tests.report import builder
 from tests.training.one_rank import TINY, lines, newest, run
 from tests.world import configured
 
@@ -136,6 +142,43 @@ def test_a_local_sweep_says_the_same_of_its_points_everywhere(tokens: Path, tmp_
     again = replace(manifest.sorted()[1], overrides=("++data.seed=1",))
     assert again.values == ("data.seed=1",)
     assert manifest.with_job(manifest.sorted()[1].id, 7, "log").sorted()[1].outcome == ""
+
+
+def test_points_by_what_slurm_says_and_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point 0 is in the queue; 1 was killed with its supervisor; 2 has ended without a file of a run. A copy has no jobs."""
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho '5|RUNNING|None'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    manifest = sweep_manifest.Manifest(tmp_path / "sweep", {})
+    for number in range(3):
+        values, run_dir = (f"training.seed={number}",), tmp_path / "sweep" / str(number)
+        point = sweep_manifest.point_id(values)
+        manifest = manifest.with_point(sweep_manifest.Entry(point, number, str(run_dir), values))
+        manifest = manifest.with_job(point, 5 + number, str(run_dir / f"slurm-{number}.out"))
+        run_dir.mkdir(parents=True)
+        (run_dir / f"slurm-{number}.out").touch()
+    manifest.write()
+    builder.write(tmp_path / "sweep/1", builder.steps(1, 3))
+    begun = time.time() - builder.BEGIN
+    builder.events(tmp_path / "sweep/1", (begun, "job_start", {"nodes": ["a"]}), (begun, "ranks_start", {"nodes": ["a"]}), job="6")
+    states = [(point.state, point.reason) for point in sweep_state.read(sweep_manifest.read(tmp_path / "sweep"))]
+    assert states[0] == ("running", "")
+    assert states[1] == ("failed", "job 6 ended without a record: killed, or its first node was lost")
+    assert states[2] == ("ended", f"see {tmp_path}/sweep/2/slurm-2.out")
+    shutil.copytree(tmp_path / "sweep", tmp_path / "copy")
+    copied = sweep_manifest.read(tmp_path / "copy")
+    assert [(entry.run_dir, entry.job) for entry in copied.sorted()] == [(f"{tmp_path}/copy/{number}", None) for number in range(3)]
+    assert sweep_state.cancel(copied) == [], "the jobs are those of the original"
+    text = (tmp_path / "sweep/sweep.json").read_text()
+    (tmp_path / "sweep/sweep.json").write_text(text.replace('"number": 2', '"number": 1'))
+    with pytest.raises(UserError, match="two points have one number"):
+        sweep_manifest.read(tmp_path / "sweep")
+
+
+def test_the_dry_run_of_a_local_sweep_names_the_run_directory_of_each_point(tmp_path: Path) -> None:
+    text = pipeline("-m", "stage=pretrain", "model=llama-tiny", "training.seed=1,2", f"run_dir={tmp_path}/sweep", "dry_run=true")
+    assert re.findall(r"sbatch .*run_dir=(\S+)", text) == [f"{tmp_path}/sweep/0", f"{tmp_path}/sweep/1"]
+    assert not (tmp_path / "sweep").exists()
 
 
 def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
