@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +64,11 @@ def complete(environment: MutableMapping[str, str], config: RunConfig) -> None:
     if config.stage.name in TRAINING_STAGES:
         file = Path(config.run_dir).absolute() / FLIGHT_RECORDER
         defaults["TORCH_FR_DUMP_TEMP_FILE"] = Default(str(file), "the record is in the run directory", ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",))
+    add(environment, defaults)
+
+
+def add(environment: MutableMapping[str, str], defaults: Mapping[str, Default]) -> None:
+    """Set the variables that neither the environment nor another name of the same setting has."""
     for name, default in defaults.items():
         if not any(environment.get(each) for each in (name, *default.others)):
             environment[name] = default.value

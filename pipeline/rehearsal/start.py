@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from pipeline.config.hardware import Hardware
+from pipeline.launch import rank_environment
 from pipeline.rehearsal import driver, interpreter
 
 #: Environment variable of the process that rehearses: path of the driver.
@@ -35,6 +36,7 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None) -> int:
     if _is_this(python):
         library = driver.build(hardware)
         environment |= {**driver.environment(library), ACTIVE: str(library)}
+        rank_environment.add(environment, rank_environment.NVIDIA_DEFAULTS)  # the allocator of the job
     return subprocess.run([python, "-m", "pipeline", *arguments], env=environment, check=False).returncode
 
 
