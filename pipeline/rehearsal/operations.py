@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,7 +24,9 @@ from pipeline.config.hardware import Hardware
 from pipeline.parallel.rehearsed_group import Call
 from pipeline.planner.collective_time import Group, collective_time
 from pipeline.planner.operations import Kind
-from pipeline.rehearsal.operator_work import accesses, work_of
+from pipeline.rehearsal import flex_attention
+from pipeline.rehearsal.early_stop import EarlyStop, without_exceptions
+from pipeline.rehearsal.operator_work import OperatorWork, accesses, work_of
 from pipeline.rehearsal.record import Allocate, Entry, EventRecord, Free, HostWait, Mark, RecordStream, StreamWait, Work
 from pipeline.rehearsal.source_lines import PACKAGE, SourceLines
 
@@ -53,12 +56,15 @@ class Recorder(TorchDispatchMode):
         hardware: the GPU, whose times the work gets.
         axes: global ranks of a group -> mesh axis.
         folder: whose lines of code are recorded.
+        stop: whether a recomputation is past its end: what still runs is not recorded, but for its memory.
     """
 
-    def __init__(self, hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Path = PACKAGE) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Path, stop: EarlyStop) -> None:
         super().__init__()
         self.entries: list[Entry] = []
-        self._hardware, self._axes = hardware, axes
+        self._hardware, self._axes, self._stop = hardware, axes, stop
         self._lines = SourceLines(folder)
         self._started, self._spent = time.perf_counter(), 0.0
         self._device = torch.cuda.current_device()
@@ -69,7 +75,7 @@ class Recorder(TorchDispatchMode):
 
     def collective(self, call: Call) -> None:
         """A collective was queued; the listener of the process group."""
-        if call.stream is None:
+        if call.stream is None or self._stop.is_past:
             return
         began = time.perf_counter()
         now, seconds = self._now(), self._seconds(call)
@@ -85,12 +91,13 @@ class Recorder(TorchDispatchMode):
             self._record_stream(*args)
             return operator(*args, **kwargs)
         place, before = len(self.entries), self._now()
-        if operator.namespace == "pipeline":  # an operator of this package, whose kernel calls others: they are recorded
+        if getattr(operator, "namespace", "") == "pipeline":  # an operator of this package, whose kernel calls others: they are recorded
             with self:
                 return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
-        result = operator(*args, **kwargs)
+        result = flex_attention.run(operator, args) if isinstance(operator, HigherOrderOperator) else operator(*args, **kwargs)
         began = time.perf_counter()
-        self._operator(operator, args, kwargs, result, place, before)
+        if not self._stop.is_past:
+            self._operator(operator, args, kwargs, result, place, before)
         self._spent += time.perf_counter() - began
         return result
 
@@ -102,7 +109,10 @@ class Recorder(TorchDispatchMode):
         if operator is _FUNCTIONAL_ALL_REDUCE:  # reduces a copy of its argument
             operator, kwargs = torch.ops.aten.clone.default, {}
             args = args[:1]
-        work = work_of(operator, args, kwargs, result, self._hardware)
+        if isinstance(operator, HigherOrderOperator):
+            work: OperatorWork | None = flex_attention.work(operator, args, result, self._hardware)
+        else:
+            work = work_of(operator, args, kwargs, result, self._hardware)
         if work is None:
             return
         site, stream = self._lines.here(), torch._C._cuda_getCurrentRawStream(self._device)
@@ -133,11 +143,13 @@ class Recorder(TorchDispatchMode):
 
     def event_recorded(self, event: int, stream: int) -> None:
         """An event was recorded."""
-        self.entries.append(EventRecord(self._now(), event, stream, self._lines.here()))
+        if not self._stop.is_past:
+            self.entries.append(EventRecord(self._now(), event, stream, self._lines.here()))
 
     def event_waited(self, event: int, stream: int) -> None:
         """A stream waits for an event."""
-        self.entries.append(StreamWait(self._now(), event, stream, self._lines.here()))
+        if not self._stop.is_past:
+            self.entries.append(StreamWait(self._now(), event, stream, self._lines.here()))
 
     def device_waited(self) -> None:
         """The host waits for the device."""
@@ -166,6 +178,7 @@ class _Trace:
 
     def __init__(self) -> None:
         self.active: Recorder | None = None
+        self.stop = EarlyStop()
         self._registered = False
 
     def register(self) -> None:
@@ -174,6 +187,7 @@ class _Trace:
             return
         self._registered = True
         torch._C._activate_gpu_trace()
+        self.stop = without_exceptions()
         _gpu_trace.register_callback_for_event_record(self._tell(Recorder.event_recorded))
         _gpu_trace.register_callback_for_event_wait(self._tell(Recorder.event_waited))
         _gpu_trace.register_callback_for_memory_allocation(self._tell(Recorder.allocated))
@@ -206,7 +220,7 @@ def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Pa
     """
     _TRACE.register()
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=MOST_ALLOCATIONS)
-    recorder = Recorder(hardware, axes, folder)
+    recorder = Recorder(hardware, axes, folder, _TRACE.stop)
     recorder.entries += _allocated_earlier()
     _TRACE.active = recorder
     try:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline.config.hardware import Hardware
 from pipeline.planner import operator_kinds
@@ -77,7 +78,7 @@ def work_of(operator: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
         if not (is_written and overwrites):
             inputs += found
     made = [tensor for tensor in operator_kinds.tensors(result) if not any(tensor is one for one in changed)]
-    on_device = [[tensor for tensor in some if tensor.is_cuda] for some in (inputs, changed + made)]
+    on_device = [[tensor for tensor in some if tensor.is_cuda and not isinstance(tensor, FakeTensor)] for some in (inputs, changed + made)]
     if not any(on_device):
         return None
     short = operator_kinds.short_name(operator)

@@ -14,8 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.config import hardware
+from pipeline.layers.attention_kernel import automatic
+from pipeline.layers.mask import Mask
 from pipeline.parallel import rehearsed_group
 from pipeline.rehearsal.analysis import Findings, analyze
 from pipeline.rehearsal.operations import recorded
@@ -82,6 +85,47 @@ def products_of_a_layer() -> list[tuple[str, str]]:
     return [(entry.name, entry.site) for entry in entries if isinstance(entry, Work) and entry.kind == "product"]
 
 
+class Doubled(torch.autograd.Function):
+    """A function of autograd that saves its result, and frees memory after that."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x + x
+        context.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return context.saved_tensors[0] * gradient
+
+
+def recomputed_products() -> list[str]:
+    """Products of a step that recomputes two of them and Doubled, after which nothing is needed."""
+    first, second, x = (torch.ones(64, 64, device="cuda", requires_grad=True) for _ in range(3))
+
+    def step(_: bool) -> None:
+        checkpoint(lambda: Doubled.apply(x @ first) @ second, use_reentrant=False).sum().backward()
+
+    entries, _ = observed(step, False)
+    return [entry.name for entry in entries if isinstance(entry, Work) and entry.kind == "product"]
+
+
+def document_attention() -> list[tuple[str, int]]:
+    """(operator, whether it writes as much as the scores would be) of attention with a document mask, forward and backward."""
+    q = torch.ones(1, 2, 512, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = Mask(causal=True, documents=torch.zeros(1, 512, device="cuda", dtype=torch.int32))
+
+    def step(_: bool) -> None:
+        automatic(q, q, q, mask).sum().backward()
+
+    entries, _ = observed(step, False)
+    return [
+        (entry.name, sum(access.end - access.begin for access in entry.writes) >= 2 * 512 * 512)
+        for entry in entries
+        if isinstance(entry, Work) and entry.kind == "attention"
+    ]
+
+
 def summary(scenario: Callable[[bool], None], planted: bool) -> dict[str, Any]:
     _, found = observed(scenario, planted)
     return {
@@ -94,5 +138,8 @@ if __name__ == "__main__":
     rehearsed_group.initialize(0, 4)
     scenarios = (missing_wait, freed_buffer, late_gather, host_wait)
     result: dict[str, Any] = {one.__name__: [summary(one, planted) for planted in (False, True)] for one in scenarios}
-    print(json.dumps({**result, "products": products_of_a_layer()}), flush=True)
+    print(
+        json.dumps({**result, "products": products_of_a_layer(), "recomputed": recomputed_products(), "documents": document_attention()}),
+        flush=True,
+    )
     os._exit(0)  # a thread of autograd may still end, which ends the process with an error while Python is finalized

@@ -130,6 +130,22 @@ def values() -> dict[str, object]:
     return {"rate": rate.item(), "checks": checks, "norm": norm, "token": torch.arange(5).cuda()[3].item()}
 
 
+def attention_order() -> dict[str, object]:
+    """The first and the second call of attention in a process, with a bias, for which the memory-efficient kernel is chosen."""
+    from pipeline.layers.attention_kernel import automatic
+    from pipeline.layers.mask import Mask
+
+    q = torch.empty(2, 8, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    mask = Mask(causal=False, bias=torch.empty(1, 8, 64, 64, device="cuda", dtype=torch.bfloat16))
+    names = []
+    for _ in range(2):
+        node = automatic(q, q, q, mask).grad_fn
+        while node.name() == "AliasBackward0":
+            node = node.next_functions[0][0]
+        names.append(node.name())
+    return {"kernels": names}
+
+
 def low_precision() -> dict[str, object]:
     """Products in 8 bits, scaled by tensor and by row, and grouped products, forward and backward."""
     record, bf16 = DeviceRecord(), {"device": "cuda", "dtype": torch.bfloat16}

@@ -110,6 +110,10 @@ def test_products_in_8_bits_and_grouped_products_launch():
     assert on_driver("low_precision") == expected
 
 
+def test_the_first_call_of_attention_runs_the_chosen_kernel():
+    assert on_driver("attention_order")["kernels"] == ["ScaledDotProductEfficientAttentionBackward0"] * 2
+
+
 def test_a_function_that_is_not_known_is_named():
     result = on_driver("refused")
     assert "the driver without a GPU has no answer for it" in result["error"]

@@ -51,3 +51,12 @@ def test_products_of_a_backward_pass_have_the_line_of_the_forward_pass(found: di
     assert names == ("aten::mm",) * 3
     assert len(set(sites)) == 1
     assert sites[0].startswith("faults.py:")
+
+
+def test_a_recomputation_is_recorded_up_to_what_is_needed(found: dict[str, Any]) -> None:
+    """Two products forward, the first one of them again, and two gradients of each."""
+    assert found["recomputed"] == ["aten::mm"] * (2 + 1 + 4)
+
+
+def test_attention_with_documents_is_one_kernel(found: dict[str, Any]) -> None:
+    assert found["documents"] == [["flex_attention", False], ["flex_attention_backward", False]]
