@@ -16,13 +16,6 @@ from tests.rehearsal import test_contract
 from tests.rehearsal.matrix import CASES, FAMILIES, FEATURES, JOB, PARTS, WORLD, parts, table, words
 from tests.world import configured
 
-#: Case -> why it fails on today's code.
-FAILS = {
-    "encoder-decoder: zero 3, sequence, selective, compile": "torch.compile of a T5 block: PyTorch has no available kernel for attention whose "
-    "bias has a gradient, while it traces with fake tensors (layers/attention_kernel.py, kernel efficient)",
-}
-
-
 def is_refused(*settings: str) -> bool:
     """Whether the rules of the configuration refuse a rehearsal."""
     try:
@@ -60,9 +53,7 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.xfail(strict=True, reason=FAILS[case])) if case in FAILS else case for case in CASES]
-)
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.long
 @test_contract.pytestmark[1]
 @test_contract.pytestmark[2]
