@@ -16,6 +16,7 @@ from tests.rehearsal import test_contract
 from tests.rehearsal.matrix import CASES, FAMILIES, FEATURES, JOB, PARTS, WORLD, parts, table, words
 from tests.world import configured
 
+
 def is_refused(*settings: str) -> bool:
     """Whether the rules of the configuration refuse a rehearsal."""
     try:
