@@ -52,10 +52,17 @@ def read(manifest: Manifest) -> list[PointState]:
         folder = Path(entry.run_dir)
         run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
         state, reason = (queue or {}).get(entry.job or -1) or _without_job(entry, run)
-        if queue is not None and run is not None and run.state in _ALIVE and run.job is not None and int(run.job) not in queue:
-            state, reason = str(State.FAILED), f"job {run.job} ended without a record: killed, or its first node was lost"
+        if run is not None and queue is not None and (job := _job_of(run)) is not None and int(job) not in queue:
+            state, reason = str(State.FAILED), f"job {job} ended without a record: killed, or its first node was lost"
         found.append(PointState(entry, values[entry.id], state, reason, run))
     return found
+
+
+def _job_of(run: Run) -> str | None:
+    """The job that a run needs, as its files say; None if it does not run, or runs outside of Slurm."""
+    jobs = run.life.jobs
+    last = run.starts[-1].job if run.starts else jobs[-1] if jobs else None
+    return last.id if last is not None and run.state in _ALIVE else None
 
 
 def _without_job(entry: Entry, run: Run | None) -> tuple[str, str]:

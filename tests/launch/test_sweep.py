@@ -165,6 +165,9 @@ def test_points_by_what_slurm_says_and_by_their_files(tmp_path: Path, monkeypatc
     assert states[0] == ("running", "")
     assert states[1] == ("failed", "job 6 ended without a record: killed, or its first node was lost")
     assert states[2] == ("ended", f"see {tmp_path}/sweep/2/slurm-2.out")
+    builder.events(tmp_path / "sweep/1", (time.time() - builder.BEGIN, "run_start", {"nodes": ["a"], "step": 0}), job=None)
+    again = sweep_state.read(sweep_manifest.read(tmp_path / "sweep"))[1]
+    assert again.state == "starting", "somebody continues it outside of Slurm"
     shutil.copytree(tmp_path / "sweep", tmp_path / "copy")
     copied = sweep_manifest.read(tmp_path / "copy")
     assert [(entry.run_dir, entry.job) for entry in copied.sorted()] == [(f"{tmp_path}/copy/{number}", None) for number in range(3)]
