@@ -232,7 +232,7 @@ def _settle_order() -> None:
 def _choose_and_log(*facts: Any) -> Kernel:
     """Choose the kernel, and log the choice once for each case."""
     given = case(*facts)
-    if given.device == "cuda":
+    if given.device == "cuda" and torch.cuda.is_available():  # else the tensors are fake
         _settle_order()
     kernel = choose(given)
     if given not in _LOGGED:
