@@ -16,7 +16,6 @@ from pipeline.launch import in_use, sbatch, sweep_table
 from pipeline.launch.sbatch import QueuedJob
 from pipeline.launch.sweep_manifest import Manifest
 from pipeline.launch.sweep_submission import Point
-from pipeline.report import comparison
 from pipeline.report import run as runs
 
 log = logging.getLogger("pipeline")
@@ -53,7 +52,7 @@ def result(point: sweep_table.Point, overrides: Sequence[str]) -> JobReturn:
         overrides: of Hydra.
     """
     row = sweep_table.row(point, runs.read(point.run_dir))
-    if row.state == "finished" and comparison.is_finite(row.validation_loss):
+    if row.state == "finished" and runs.is_finite(row.validation_loss):
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=row.validation_loss)
     why = row.state if row.state != "finished" else "it has no validation loss; set training.validate_every"
     return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=RunFailed(f"{row.run_dir}: {why}"))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.run import Run
+from pipeline.report.run import Run, is_finite
 
 #: Standard errors that two runs must differ by, so that the difference is not called noise.
 ERRORS = 2.0
@@ -60,19 +60,13 @@ def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Seque
 
 def rank(*losses: float | None) -> tuple[float, ...]:
     """Return the key by which runs are sorted: a loss that is missing, infinite or not a number comes after all others."""
-    return tuple(loss if is_finite(loss) else math.inf for loss in losses)  # type: ignore[misc] # mypy does not narrow by is_finite
-
-
-def is_finite(loss: float | None) -> bool:
-    """Whether a loss is known and a finite number."""
-    return loss is not None and math.isfinite(loss)
+    return tuple(loss if is_finite(loss) else math.inf for loss in losses)
 
 
 def _behind(run: Run, best: Run) -> tuple[float | None, float | None]:
     """Difference of the validation losses of two runs, and its standard error."""
     if run.trouble or not (is_finite(run.validation_loss) and is_finite(best.validation_loss)):
         return None, None
-    assert run.validation_loss is not None and best.validation_loss is not None  # noqa: PT018 -- both are finite
     errors = (run.validation_loss_stderr, best.validation_loss_stderr)
     error = None if run is best or None in errors else math.hypot(*(value or 0.0 for value in errors))
     return run.validation_loss - best.validation_loss, error

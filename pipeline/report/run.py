@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from pipeline.common import metrics_file
 from pipeline.common.errors import STOPPED
@@ -253,10 +253,10 @@ def duration(seconds: float) -> str:
 def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
     """The numbers of the last lines of metrics.jsonl."""
     steps = [line for line in lines if "loss" in line]
-    losses = [line["loss"] if _is_finite(line["loss"]) else math.nan for line in steps[-LOSS_STEPS:]]
+    losses = [line["loss"] if is_finite(line["loss"]) else math.nan for line in steps[-LOSS_STEPS:]]
     recent = steps[-SPEED_STEPS:]
-    seconds = [line["seconds"] for line in recent if _is_finite(line.get("seconds"))]
-    rates = [line["tokens_per_second"] for line in recent if _is_finite(line.get("tokens_per_second"))]
+    seconds = [line["seconds"] for line in recent if is_finite(line.get("seconds"))]
+    rates = [line["tokens_per_second"] for line in recent if is_finite(line.get("tokens_per_second"))]
     validations = [line for line in lines if isinstance(line.get("validation_loss"), int | float)]
     validation = validations[-1] if validations else {}
     last = steps[-1] if steps else {}
@@ -269,7 +269,7 @@ def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "not_finite": sum(math.isnan(loss) for loss in losses),
         "grad_norm": last.get("grad_norm"),
         "validation_loss": validation.get("validation_loss"),
-        "validation_loss_stderr": error if _is_finite(error) else None,
+        "validation_loss_stderr": error if is_finite(error) else None,
         "validation_step": validation.get("step"),
         "tokens_per_second": statistics.median(rates) if rates else None,
         "seconds_per_step": statistics.fmean(seconds) if seconds else None,
@@ -278,7 +278,7 @@ def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
