@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         self.entries: list[Entry] = []
         self._hardware, self._axes, self._stop = hardware, axes, stop
         self._lines = SourceLines(folder)
-        self._started, self._spent = time.perf_counter(), 0.0
+        self._started, self._spent = time.process_time(), 0.0
         self._device = torch.cuda.current_device()
 
     def mark(self, name: str) -> None:
@@ -79,12 +79,12 @@ class Recorder(TorchDispatchMode):
         """A collective was queued; the listener of the process group."""
         if call.stream is None or self._stop.is_past:
             return
-        began = time.perf_counter()
+        began = time.process_time()
         now, seconds = self._now(), self._seconds(call)
         reads, writes = (tuple(accesses(ranges)) for ranges in (call.reads, call.writes))
         axis, site = self._axes.get(call.ranks, "world"), self._lines.here()
         self.entries.append(Work(now, "collective", call.name, call.stream, site, seconds, 1, reads, writes, axis, call.size))
-        self._spent += time.perf_counter() - began
+        self._spent += time.process_time() - began
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record its work."""
@@ -107,21 +107,21 @@ class Recorder(TorchDispatchMode):
                 self._overlap(operator, args, place)
             return result
         result = flex_attention.run(operator, args) if isinstance(operator, HigherOrderOperator) else operator(*args, **kwargs)
-        began = time.perf_counter()
+        began = time.process_time()
         if not self._stop.is_past:
             self._operator(operator, args, kwargs, result, place, before)
-        self._spent += time.perf_counter() - began
+        self._spent += time.process_time() - began
         return result
 
     def compiled(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
         """A kernel of compiled code is launched; see compiled_kernels.Told."""
         if self._stop.is_past:
             return
-        began = time.perf_counter()
+        began = time.process_time()
         work, stream = compiled_kernels.work_of(kernel, arguments, self._hardware), torch._C._cuda_getCurrentRawStream(self._device)
         name, site = compiled_kernels.name_of(kernel), self._lines.here(in_function=True)
         self.entries.append(Work(self._now(), work.kind, name, stream, site, work.seconds, 1, work.reads, work.writes))
-        self._spent += time.perf_counter() - began
+        self._spent += time.process_time() - began
 
     def _overlap(self, operator: Any, args: Any, place: int) -> None:
         """Record the parts of a fused product as they run on GPUs."""
@@ -165,8 +165,8 @@ class Recorder(TorchDispatchMode):
         return collective_time(_TIMED_AS[call.name], call.size, where, self._hardware)
 
     def _now(self) -> float:
-        """Seconds since the begin of the record, without those of recording."""
-        return time.perf_counter() - self._started - self._spent
+        """CPU seconds of the process since the begin of the record, without those of recording: others may slow the machine down."""
+        return time.process_time() - self._started - self._spent
 
     # Calls of CUDA, as PyTorch's trace tells of them.
 
