@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.common.knobs import knob
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import PrecisionConfig
 
@@ -99,6 +100,18 @@ def of_device(device_name: str) -> Hardware | None:
     """Return the hardware whose `device` matches a name of torch.cuda.get_device_name, ignoring case; None if no file does."""
     files = map(load, names())
     return next((file for file in files if file.device and re.fullmatch(file.device, device_name, re.IGNORECASE)), None)
+
+
+def of_cluster(cluster: ClusterConfig) -> Hardware:
+    """Return the hardware of a cluster, with its nodes and network.
+
+    Raises:
+        UserError: cluster.hardware is not set, or names no file.
+    """
+    if cluster.hardware is None:
+        fix = f"set it to one of {', '.join(names())}, or add a file to conf/hardware/"
+        raise UserError.of("cluster.hardware", "null", "stage=plan requires the GPU of the nodes", fix)
+    return with_node(load(cluster.hardware), gpus_per_node=max(1, cluster.tasks_per_node), network_gb_s=cluster.network_gb_s)
 
 
 def with_node(hardware: Hardware, *, gpus_per_node: int = 0, network_gb_s: float = 0.0) -> Hardware:

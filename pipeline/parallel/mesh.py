@@ -128,6 +128,7 @@ def init_rehearsed(rank: int, world_size: int) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rehearsed_group.initialize(rank, world_size)
+    rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())
     return device
 
 

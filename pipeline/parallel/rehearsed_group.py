@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, Work
+from torch._C._distributed_c10d import Work
 
 from pipeline.parallel.rehearsed_contents import fill
+from pipeline.parallel.rehearsed_store import CountingStore
 from pipeline.parallel.rehearsed_work import RehearsedWork
 
 #: Name of the backend.
@@ -51,6 +52,7 @@ class Call:
 Listener = Callable[[Call], None]
 
 _listener: Listener | None = None
+_store: CountingStore | None = None
 
 
 def listen(listener: Listener | None) -> None:
@@ -63,7 +65,14 @@ def initialize(rank: int, world_size: int) -> None:
     """Initialize the default process group of a job of which only this rank exists."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=HashStore())
+    global _store
+    _store = CountingStore()
+    dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=_store)
+
+
+def store_requests() -> dict[str, int]:
+    """Return request -> number of those that this rank has made to the rendezvous store."""
+    return {} if _store is None else dict(_store.requests)
 
 
 def is_initialized() -> bool:
@@ -101,6 +110,7 @@ class RehearsedGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg] # the form for subclasses
         self._rank, self._size, self.ranks, self._name = rank, size, ranks, name
         self._streams: dict[int, torch.cuda.Stream] = {}
+        self._has_collectives = False
 
     def rank(self) -> int:
         """Rank of this process in the group."""
@@ -109,6 +119,11 @@ class RehearsedGroup(dist.ProcessGroup):
     def size(self) -> int:
         """Number of ranks."""
         return self._size
+
+    @property
+    def communicators(self) -> int:
+        """Communicators of NCCL that the calls of this rank would have created: of the group, and of each pair of ranks."""
+        return int(self._has_collectives) + len(self._streams.keys() - {-1})
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Name of the backend."""
@@ -228,6 +243,7 @@ class RehearsedGroup(dist.ProcessGroup):
             self._tell(name, inputs, outputs, None)
             fill(name, inputs, outputs, self._rank, self._size, opts, splits)
             return RehearsedWork(None, [], outputs)
+        self._has_collectives = True
         if not opts.asyncOp:
             self._tell(name, inputs, outputs, torch.cuda.current_stream())
             if then is not None:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeline.common.errors import UserError
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
@@ -63,12 +62,7 @@ def hardware_of(config: RunConfig) -> Hardware:
     Raises:
         UserError: cluster.hardware is not set, or names no file.
     """
-    cluster = config.cluster
-    if cluster.hardware is None:
-        fix = f"set it to one of {', '.join(hardware_files.names())}, or add a file to conf/hardware/"
-        raise UserError.of("cluster.hardware", "null", "stage=plan requires the GPU of the nodes", fix)
-    hardware = hardware_files.load(cluster.hardware)
-    return hardware_files.with_node(hardware, gpus_per_node=max(1, cluster.tasks_per_node), network_gb_s=cluster.network_gb_s)
+    return hardware_files.of_cluster(config.cluster)
 
 
 def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace | None = None) -> JobPlan:

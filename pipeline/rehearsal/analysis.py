@@ -99,7 +99,7 @@ class Findings:
 
     def _unknown(self) -> list[str]:
         """What a replay of one rank cannot know."""
-        found = ["waits for slower ranks", "kernels that slow each other down", "what torch.compile fuses"]
+        found = ["waits for slower ranks", "kernels that slow each other down"]
         return ["waits for other pipeline stages (the bubble)", *found] if self.pipelined else found
 
 

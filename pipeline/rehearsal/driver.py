@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError
 from pipeline.config.hardware import Hardware
 from pipeline.rehearsal import driver_source
@@ -97,13 +98,29 @@ def _assigned(text: str, name: str) -> str:
 
 
 def imported(folder: Path) -> set[str]:
-    """The functions of CUDA's libraries that torch and Triton use and that the driver replaces."""
+    """The functions of CUDA's libraries that torch and Triton use and that the driver replaces.
+
+    The libraries have some GB, so that what is read from them is cached for as long as they do not change.
+    """
+    libraries = sorted(folder.glob("lib*.so"))
+    changed = [(library.name, library.stat().st_size, library.stat().st_mtime_ns) for library in libraries]
+    cached = cache_folder() / "symbols" / hashlib.sha256(f"{folder}{changed}".encode()).hexdigest()[:16]
+    if not cached.exists():
+        make_folder(cached.parent)
+        with atomic_file(cached, "w") as handle:
+            handle.write("\n".join(sorted(_imported_by(folder, libraries))))
+    names = set(cached.read_text().split())
+    return {name for name in names | triton_functions() if not name.startswith(driver_source.REAL)}
+
+
+def _imported_by(folder: Path, libraries: list[Path]) -> set[str]:
+    """The functions that torch's libraries import or look up."""
     names: set[str] = set()
-    for library in sorted(folder.glob("lib*.so")):
+    for library in libraries:
         names |= set(re.findall(r" U ((?:__cuda|cu|nccl)[A-Za-z]\w*)", tool("nm", "-D", "--undefined-only", str(library))))
     looked_up = (folder / "libc10_cuda.so").read_bytes()  # functions of the driver and of NVML, by name
     names |= {name.decode() for name in re.findall(rb"\0((?:cu|nvml)[A-Z][A-Za-z0-9]+(?:_v\d)?)(?=\0)", looked_up)}
-    return {name for name in names | triton_functions() if not name.startswith(driver_source.REAL)}
+    return names
 
 
 def triton_functions() -> set[str]:

@@ -104,6 +104,8 @@ def state_bytes(trainer: Trainer) -> tuple[int, int]:
     weights = _storages(tensor for value in model for tensor in _tensors(value))
     saved = [value for fragment in trainer.engine.fragments() for value in fragment.tensors.values()]
     optimizer = _storages(tensor for value in saved for tensor in _tensors(value))
+    # Under ZeRO 3, the rounded partitions if the master weights are in host memory; else the partitions are the master weights.
+    weights |= {address: size for address, size in _storages(trainer.engine.partitions()).items() if address not in optimizer}
     own = {address: size for address, size in optimizer.items() if address not in weights}
     return sum(weights.values()), sum(own.values())
 

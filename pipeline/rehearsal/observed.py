@@ -21,6 +21,7 @@ from pipeline.parallel.rehearsed_group import Call
 from pipeline.rehearsal.analysis import Findings, analyze
 from pipeline.rehearsal.axis_names import axis_names
 from pipeline.rehearsal.calls import DeviceCalls, Launches
+from pipeline.rehearsal.compiled_kernels import SeenKernels, launches_told
 from pipeline.rehearsal.memory import BETWEEN, Moments
 from pipeline.rehearsal.operations import Recorder, recorded
 from pipeline.rehearsal.record import STEP
@@ -40,21 +41,25 @@ class Seen:
     """What was seen of the steps.
 
     Attributes:
-        seconds: of the host in each step, in Trainer.train.
+        seconds: of the host in each step, in Trainer.train: CPU seconds of this process.
+        first_step: seconds of the first step by the clock, with those in which it is compiled.
         calls: collectives of the observed step, in order.
         launches: of the timed step.
         waits: (function, line of code) -> number of waits of the host in the observed step.
         kernels: name -> launches in the observed step.
+        generated: kernels of the compiler in the observed step.
         block: launches of the forward pass of one block.
         findings: of the last two recorded steps; None if they were not recorded.
         has_forward: whether a forward pass of the observed step has ended.
     """
 
     seconds: list[float] = field(default_factory=list)
+    first_step: float = 0.0
     calls: list[Call] = field(default_factory=list)
     launches: Launches = field(default_factory=Launches)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
+    generated: SeenKernels = field(default_factory=SeenKernels)
     block: Launches | None = None
     has_forward: bool = False
     findings: Findings | None = None
@@ -103,7 +108,7 @@ class ObservedTrainer(Trainer):
         self._moments.note(BETWEEN)
         self._observing = True
         try:
-            with self._device.recorded(self.seen.waits, self.seen.kernels):
+            with self._device.recorded(self.seen.waits, self.seen.kernels), launches_told(self.seen.generated.launched):
                 result = self._timed_step(tokens, batch, requests, step)
         finally:
             rehearsed_group.listen(None)
@@ -121,7 +126,7 @@ class ObservedTrainer(Trainer):
     def _recorded_step(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, StepResult]:
         """A step whose operators are recorded; after the last one, the record is analyzed."""
         if self._recorder is None:
-            self._recording.enter_context(self._device.unlimited())  # compiled code runs eagerly, and needs more memory
+            self._recording.enter_context(self._device.unlimited())  # recomputations run to their end, and need more memory
             self._recorder = self._recording.enter_context(recorded(self._hardware, axis_names(self.mesh)))
             rehearsed_group.listen(self._recorder.collective)
         self._recorder.mark(STEP)
@@ -135,10 +140,11 @@ class ObservedTrainer(Trainer):
         return result
 
     def _timed_step(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, StepResult]:
-        """A step whose seconds are noted."""
-        started = time.perf_counter()
+        """A step whose seconds are noted: of the CPU, since other processes may slow the machine down, and nothing waits for the device."""
+        began, started = time.perf_counter(), time.process_time()
         result = super().train(tokens, batch, requests, step)
-        self.seen.seconds.append(time.perf_counter() - started)
+        self.seen.seconds.append(time.process_time() - started)
+        self.seen.first_step = self.seen.first_step or time.perf_counter() - began
         log.info("rehearse: step %d: %.2f s of the host", self._number, self.seen.seconds[-1])
         if self._number == self._timed:
             self.seen.launches = self._device.launches()

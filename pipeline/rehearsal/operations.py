@@ -2,7 +2,7 @@
 
 Operators are seen by a dispatch mode, in autograd's threads too; events, waits of the host and the caching allocator by PyTorch's trace of
 its CUDA calls, which its stream sanitizer uses; collectives by the listener of the process group. A dispatch mode sees nothing of
-compiled kernels: while it records, compiled code runs eagerly, and the record has its operators one by one, unfused.
+compiled kernels, which are seen where Inductor's code launches them (compiled_kernels.py). Nothing is compiled while it records.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +25,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.parallel.rehearsed_group import Call
 from pipeline.planner.collective_time import Group, collective_time
 from pipeline.planner.operations import Kind
-from pipeline.rehearsal import flex_attention
+from pipeline.rehearsal import compiled_kernels, flex_attention, fused_products
 from pipeline.rehearsal.early_stop import EarlyStop, without_exceptions
 from pipeline.rehearsal.operator_work import OperatorWork, accesses, work_of
 from pipeline.rehearsal.record import Allocate, Entry, EventRecord, Free, HostWait, Mark, RecordStream, StreamWait, Work
@@ -46,6 +47,7 @@ _TIMED_AS: dict[str, Kind] = {
     "receive": "send",
 }
 _RECORD_STREAM = torch.ops.aten.record_stream.default
+_MATMUL = torch.ops.aten.matmul.default
 _FUNCTIONAL_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
@@ -66,7 +68,7 @@ class Recorder(TorchDispatchMode):
         self.entries: list[Entry] = []
         self._hardware, self._axes, self._stop = hardware, axes, stop
         self._lines = SourceLines(folder)
-        self._started, self._spent = time.perf_counter(), 0.0
+        self._started, self._spent = time.process_time(), 0.0
         self._device = torch.cuda.current_device()
 
     def mark(self, name: str) -> None:
@@ -77,29 +79,56 @@ class Recorder(TorchDispatchMode):
         """A collective was queued; the listener of the process group."""
         if call.stream is None or self._stop.is_past:
             return
-        began = time.perf_counter()
+        began = time.process_time()
         now, seconds = self._now(), self._seconds(call)
         reads, writes = (tuple(accesses(ranges)) for ranges in (call.reads, call.writes))
         axis, site = self._axes.get(call.ranks, "world"), self._lines.here()
         self.entries.append(Work(now, "collective", call.name, call.stream, site, seconds, 1, reads, writes, axis, call.size))
-        self._spent += time.perf_counter() - began
+        self._spent += time.process_time() - began
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator and record its work."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if operator is _RECORD_STREAM:
             self._record_stream(*args)
             return operator(*args, **kwargs)
-        place, before = len(self.entries), self._now()
-        if getattr(operator, "namespace", "") == "pipeline":  # an operator of this package, whose kernel calls others: they are recorded
+        if operator is graphsafe_run_with_rng_state:  # compiled code calls an operator that it computes again; values mean nothing here
+            kwargs.pop("rng_state")
             with self:
-                return operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
+                return args[0](*args[1:], **kwargs)
+        if operator is _MATMUL:  # called below autograd, which has not taken it apart
+            with self:
+                return operator.decompose(*args, **kwargs)
+        place, before = len(self.entries), self._now()
+        if (namespace := getattr(operator, "namespace", "")) in ("pipeline", fused_products.NAMESPACE):
+            with self:  # the kernel of such an operator calls others: they are recorded
+                result = operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *args, **kwargs)
+            if namespace == fused_products.NAMESPACE:
+                self._overlap(operator, args, place)
+            return result
         result = flex_attention.run(operator, args) if isinstance(operator, HigherOrderOperator) else operator(*args, **kwargs)
-        began = time.perf_counter()
+        began = time.process_time()
         if not self._stop.is_past:
             self._operator(operator, args, kwargs, result, place, before)
-        self._spent += time.perf_counter() - began
+        self._spent += time.process_time() - began
         return result
+
+    def compiled(self, kernel: Any, arguments: tuple[Any, ...]) -> None:
+        """A kernel of compiled code is launched; see compiled_kernels.Told."""
+        if self._stop.is_past:
+            return
+        began = time.process_time()
+        work, stream = compiled_kernels.work_of(kernel, arguments, self._hardware), torch._C._cuda_getCurrentRawStream(self._device)
+        name, site = compiled_kernels.name_of(kernel), self._lines.here(in_function=True)
+        self.entries.append(Work(self._now(), work.kind, name, stream, site, work.seconds, 1, work.reads, work.writes))
+        self._spent += time.process_time() - began
+
+    def _overlap(self, operator: Any, args: Any, place: int) -> None:
+        """Record the parts of a fused product as they run on GPUs."""
+        names = [argument.name for argument in operator._schema.arguments]
+        if "group_name" in names[: len(args)]:
+            ranks = fused_products.ranks_of(args[names.index("group_name")])
+            self.entries[place:] = fused_products.overlapped(self.entries[place:], ranks, self._hardware)
 
     def _operator(self, operator: Any, args: Any, kwargs: Any, result: Any, place: int, before: float) -> None:
         """Record the work of an operator: after what it allocated, and before what it waited for or sent."""
@@ -136,8 +165,8 @@ class Recorder(TorchDispatchMode):
         return collective_time(_TIMED_AS[call.name], call.size, where, self._hardware)
 
     def _now(self) -> float:
-        """Seconds since the begin of the record, without those of recording."""
-        return time.perf_counter() - self._started - self._spent
+        """CPU seconds of the process since the begin of the record, without those of recording: others may slow the machine down."""
+        return time.process_time() - self._started - self._spent
 
     # Calls of CUDA, as PyTorch's trace tells of them.
 
@@ -224,7 +253,9 @@ def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Pa
     recorder.entries += _allocated_earlier()
     _TRACE.active = recorder
     try:
-        with torch.compiler.set_stance("force_eager"), recorder:
+        # A dispatch mode changes the dispatch keys, which are guarded: compiled code is taken by the guards that tell its versions apart.
+        compiled = torch.compiler.set_stance("eager_on_recompile", skip_guard_eval_unsafe=True)
+        with compiled, compiled_kernels.launches_told(recorder.compiled), recorder:
             yield recorder
     finally:
         _TRACE.active = None

@@ -65,7 +65,7 @@ def work_of(operator: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
         result: what it returned.
         hardware: the GPU.
     """
-    if operator_kinds.is_free(operator):
+    if operator_kinds.is_free(operator) or operator_kinds.short_name(operator) in operator_kinds.ALIASES:
         return None
     written, overwrites = _signature(operator)
     inputs: list[Tensor] = []

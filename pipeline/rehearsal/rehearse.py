@@ -29,6 +29,7 @@ from pipeline.rehearsal.host_copy import HostCopySaver
 from pipeline.rehearsal.memory import ByKind, Moments
 from pipeline.rehearsal.observed import RECORDED, ObservedTrainer, Seen
 from pipeline.rehearsal.random_data import RandomTokens
+from pipeline.rehearsal.start_up import StartUp
 from pipeline.training import loop
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics
@@ -50,7 +51,7 @@ class Rehearsal:
         state: bytes of weights and of optimizer state.
         saved: bytes that a save copies to the host.
         random: whether the tokens were random.
-        build_seconds: from the first process group to the trainer.
+        start_up: of the rank.
         host_peak: most bytes of host memory of this process.
         unknown: functions that the driver does not know.
     """
@@ -62,7 +63,7 @@ class Rehearsal:
     state: tuple[int, int]
     saved: int
     random: bool
-    build_seconds: float
+    start_up: StartUp
     host_peak: int
     unknown: list[str]
 
@@ -72,7 +73,7 @@ def fullest_rank(layout: Layout, planned: JobPlan) -> int:
     return layout.rank(Coordinates(planned.estimate.pipeline_rank, 0, 0, 0, 0))
 
 
-def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside: int, moments: Moments) -> Rehearsal:
+def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside: int, moments: Moments, imports: float = 0.0) -> Rehearsal:
     """Build one rank of a job and run steps, one more while a checkpoint is copied, and a validation.
 
     Args:
@@ -82,36 +83,43 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
         steps: number of steps.
         outside: bytes of the device that are not PyTorch's.
         moments: to which memory is noted, also if the rehearsal fails.
+        imports: seconds that the imports of this process took.
 
     Raises:
         UserError: the data cannot be read.
         OutOfMemoryError: the rank does not fit on the device.
     """
+    start_up, started = StartUp({"imports": imports}), time.perf_counter()
     device = meshes.init_rehearsed(rank, world_size)
     try:
-        return _rehearse(config, Layout.of(config, world_size), device, steps, outside, moments)
+        return _rehearse(config, Layout.of(config, world_size), device, steps, outside, moments, start_up, started)
     finally:
         meshes.destroy_process_group()  # the planner creates one of its own
 
 
-def _rehearse(config: RunConfig, layout: Layout, device: torch.device, steps: int, outside: int, moments: Moments) -> Rehearsal:
-    """Rehearse in the process group of the job; arguments and errors as of rehearse."""
+def _rehearse(
+    config: RunConfig, layout: Layout, device: torch.device, steps: int, outside: int, moments: Moments, start_up: StartUp, started: float
+) -> Rehearsal:
+    """Rehearse in the process group of the job, which is made since `started`; arguments and errors as of rehearse."""
     VALUES.missing = True
-    calls, started = DeviceCalls(outside), time.perf_counter()
+    calls = DeviceCalls(outside)
     torch.cuda.reset_peak_memory_stats()
     mesh = meshes.build_mesh(layout, device, config.training.timeout_minutes)
+    start_up.seconds["groups"], started = time.perf_counter() - started, time.perf_counter()
     trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps, hardware=hardware_of(config))
     saver = HostCopySaver(trainer, device, moments)
     moments.note("start")
-    seconds = time.perf_counter() - started
-    log.info("rehearse: built rank %d in %.1f s", mesh.rank, seconds)
+    start_up.seconds["trainer"] = time.perf_counter() - started
+    log.info("rehearse: built rank %d in %.1f s", mesh.rank, start_up.seconds["groups"] + start_up.seconds["trainer"])
     data, is_random = _data(config, mesh.rank, layout.world_size)
     with closing(saver), tempfile.TemporaryDirectory() as folder, rehearsed_group.without_shared_memory(mesh.tensor):
         _train(config, trainer, data, saver, steps, Path(folder))
         state = memory.state_bytes(trainer)
+        start_up.count()
+    start_up.seconds["first step"] = trainer.seen.first_step
     kinds = memory.by_kind(moments, state, outside)
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Rehearsal(mesh, moments, kinds, trainer.seen, state, saver.bytes, is_random, seconds, host, calls.record.unknown())
+    return Rehearsal(mesh, moments, kinds, trainer.seen, state, saver.bytes, is_random, start_up, host, calls.record.unknown())
 
 
 def _data(config: RunConfig, rank: int, world_size: int) -> tuple[Objective, bool]:

@@ -18,6 +18,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.rehearsed_group import Call
 from pipeline.planner.plan import JobPlan
 from pipeline.rehearsal.axis_names import axis_names
+from pipeline.rehearsal.compiled_kernels import GeneratedKernel
 from pipeline.rehearsal.memory import BETWEEN, Moments
 from pipeline.rehearsal.rehearse import Rehearsal
 
@@ -26,6 +27,8 @@ GB = 1e9
 HOST_BOUND = 0.8
 #: Most lines of host waits, and of kernels.
 LINES = 8
+#: Generated kernels that are printed, besides those that spill.
+WORST = 3
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ def host_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
     seen, step = found.seen, planned.estimate.step_time
     seconds = host_seconds(found)
     verdict = "host-bound" if seconds > HOST_BOUND * step else "not host-bound"
-    yield f"host: {seconds:.2f} s a step, the GPU {step:.2f} s as planned: {verdict} (this machine; start-up {found.build_seconds:.1f} s)"
+    yield f"host: {seconds:.2f} s a step, the GPU {step:.2f} s as planned: {verdict} (this machine)"
+    yield from found.start_up.lines()
     per_block = "" if seen.block is None else f"; forward pass of a block: {seen.block.kernels:,} kernels, {seen.block.products:,} products"
     made = seen.launches
     counts = f"{made.kernels:,} kernels, {made.products:,} products, {made.copies:,} copies, {made.events:,} events"
@@ -116,10 +120,24 @@ def host_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
         breaks = sum(made_by_compiler["breaks"].values())
         yield f"compiled: {made_by_compiler['graphs']} graphs, {breaks} breaks"
         yield from (f"  {count:5} x {reason}" for reason, count in made_by_compiler["breaks"].items())
+    yield from generated_lines(seen.generated.found())
     yield f"waits of the host for the device in a step: {sum(seen.waits.values())}"
     for (name, line), count in seen.waits.most_common(LINES):
         yield f"  {count:5} x {line or '(no line of this package)'}  {name}"
     yield f"host memory: {found.host_peak / GB:.2f} GB; a save copies {found.saved / GB:.2f} GB to the host"
+
+
+def generated_lines(kernels: list[GeneratedKernel]) -> Iterator[str]:
+    """Yield the generated kernels with the most registers, and all that spill."""
+    if not kernels:
+        return
+    spilled = [kernel for kernel in kernels if kernel.spills]
+    launches = sum(kernel.launches for kernel in kernels)
+    yield f"generated kernels: {len(kernels)}, {launches:,} launches a step, {len(spilled) or 'none'} with spills"
+    most = sorted(kernels, key=lambda kernel: -kernel.registers)[:WORST]
+    for kernel in dict.fromkeys((*spilled, *most)):
+        where = f"{kernel.registers} registers, {kernel.spills} spilled, {kernel.shared:,} bytes of shared memory, {kernel.warps} warps"
+        yield f"  {kernel.name}: {where}; {kernel.launches:,} launches of {kernel.bytes / 1e6:,.1f} MB"
 
 
 def compiled() -> dict[str, Any] | None:
@@ -160,18 +178,19 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             "host_peak": found.host_peak,
         },
         "steps": {
-            "build_seconds": found.build_seconds,
             "step_seconds": seen.seconds,
             "seconds": host_seconds(found),
             "planned_step_seconds": step,
             "is_bound": host_seconds(found) > HOST_BOUND * step,
             "waits": [{"call": name, "line": line, "count": count} for (name, line), count in seen.waits.most_common()],
         },
+        "start_up": {**dataclasses.asdict(found.start_up), "until_first_step": found.start_up.until_first_step},
         "launches": {
             "step": dataclasses.asdict(seen.launches),
             "block_forward": None if seen.block is None else dataclasses.asdict(seen.block),
             "kernels": dict(seen.kernels.most_common()),
             "compiled": compiled(),
+            "generated": [dataclasses.asdict(kernel) for kernel in seen.generated.found()],
         },
         "collectives": [
             {"axis": axis, "name": name, "beside": beside, "count": count, "bytes": size}

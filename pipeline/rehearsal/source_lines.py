@@ -32,8 +32,12 @@ class SourceLines:
         name = code.co_filename
         return name.removeprefix(self._folder) if name.startswith(self._folder) and not name.startswith(_REHEARSAL) else ""
 
-    def here(self) -> str:
-        """The innermost line of the package on the stack, "training/loop.py:101"; that of the forward pass in a node of autograd; or ""."""
+    def here(self, *, in_function: bool = False) -> str:
+        """The innermost line of the package on the stack, "training/loop.py:101"; that of the forward pass in a node of autograd; or "".
+
+        Args:
+            in_function: whether this is the forward pass of a function of autograd: without gradients, and after its node was made.
+        """
         frame = sys._getframe(1)
         while frame is not None:
             if (found := self._files.get(frame.f_code)) is None:
@@ -44,7 +48,7 @@ class SourceLines:
             frame = frame.f_back  # type: ignore[assignment] # None at the outermost frame
         else:
             return self._of_forward()
-        if torch.is_grad_enabled() and threading.get_ident() == self._thread:
+        if (in_function or torch.is_grad_enabled()) and threading.get_ident() == self._thread:
             self._forward[torch._C._autograd._get_sequence_nr() - 1] = line
         return line
 

@@ -117,7 +117,7 @@ def html(findings: Findings) -> str:
     pictures = [picture(findings, "The whole step", first, end)]
     if until - begin < end - first:
         pictures.append(picture(findings, f"From {1e3 * (begin - first):,.1f} to {1e3 * (until - first):,.1f} ms", begin, until))
-    used = {name for _, spans in _rows(findings) for name in (span.name for span in spans)}
+    used = {span.name for _, spans in _rows(findings) for span in spans if span.begin < end and span.end > first}
     legend = [(_color(name), name) for name in (*COLORS, *sorted(used - {*COLORS})) if name in used] + [
         (color, name) for name, color in WAITS.items()
     ]

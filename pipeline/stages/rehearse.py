@@ -13,7 +13,7 @@ from pipeline.common import ends
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import compose
+from pipeline.config import compose, hardware
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.planned import planned_job
 from pipeline.config.schema import RunConfig
@@ -42,9 +42,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if start.is_active():
         _rehearse(config, stage)
         return
-    from pipeline.planner.plan import hardware_of
-
-    if code := start.again(compose.task_arguments(), hardware_of(config), stage.python):
+    if code := start.again(compose.task_arguments(), hardware.of_cluster(config.cluster), stage.python):
         sys.exit(code)
 
 
@@ -53,31 +51,32 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     from pipeline.planner import out_of_memory
     from pipeline.planner.engine_model import engine_model
     from pipeline.planner.out_of_memory import Used
-    from pipeline.planner.plan import hardware_of, plan
-    from pipeline.rehearsal import report, timeline
+    from pipeline.planner.plan import plan
+    from pipeline.rehearsal import report, start_up, timeline
     from pipeline.rehearsal.memory import Moments
     from pipeline.rehearsal.rehearse import fullest_rank, rehearse
     from pipeline.training import finetuning
 
+    imports = start_up.process_age()
     started, world_size, job = time.perf_counter(), job_size(config, 1), planned_job(config)
     if job.stage.name == "finetune":
         job = finetuning.planned(job, world_size)
-    hardware = hardware_of(job)
-    planned = plan(job, world_size, hardware)
+    gpu = hardware.of_cluster(job.cluster)
+    planned = plan(job, world_size, gpu)
     layout = Layout.of(job, world_size)
     rank = fullest_rank(layout, planned) if stage.rank is None else stage.rank
     log.info("rehearse: %s on %d ranks, %s, rank %d", job.model.family, world_size, layout.axes_text(), rank)
     outside = int(engine_model(job.parallel.zero_stage).context_bytes)
     moments = Moments()
     try:
-        found = rehearse(job, world_size, rank, stage.steps, outside, moments)
+        found = rehearse(job, world_size, rank, stage.steps, outside, moments, imports)
     except RuntimeError as error:
         if (of_gpu := out_of_memory.of_device(error)) is None:
             raise
         lines = [f"rehearse: rank {rank} does not fit: {out_of_memory.wanted(of_gpu)}", f"  at {ends.where(of_gpu)}"]
         lines += out_of_memory.table(planned, Used.of_this_gpu())
         _write(config, report.without_memory(planned, rank, moments, lines[0], compose.task_arguments()))
-        raise CheckFailed("\n".join([*lines, *out_of_memory.fixes(job, world_size, hardware)])) from error
+        raise CheckFailed("\n".join([*lines, *out_of_memory.fixes(job, world_size, gpu)])) from error
     _write(config, report.content(found, planned, compose.task_arguments(), time.perf_counter() - started))
     print("\n".join(report.lines(found, planned)))
     if found.seen.findings is not None:

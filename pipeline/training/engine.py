@@ -65,6 +65,10 @@ class Engine(ABC):
     def fragments(self) -> list[Fragment]:
         """This rank's fragments of weights and optimizer state."""
 
+    def partitions(self) -> list[Tensor]:
+        """This rank's partition of the weights of each bucket, as it is gathered; empty if weights are not partitioned."""
+        return []
+
     @abstractmethod
     def updates(self) -> int:
         """Optimizer updates so far, without skipped steps."""

@@ -120,6 +120,10 @@ class ZeroEngine(Engine):
         ]
         return learned + fixed_fragments(self.model, self._mesh)
 
+    def partitions(self) -> list[Tensor]:
+        """See Engine."""
+        return [flat.partition for flat in self._zero.weights]
+
     def updates(self) -> int:
         """See Engine."""
         return self._update.updates()

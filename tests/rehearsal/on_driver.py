@@ -5,6 +5,7 @@ The process prints a line of JSON. test_contract.py starts it and checks the lin
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -14,7 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from pipeline.config import hardware
+from pipeline.rehearsal.compiled_kernels import SeenKernels, launches_told
 from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
+from pipeline.rehearsal.operations import recorded
+from pipeline.rehearsal.record import Work
 
 HIDDEN, FFN, HEADS, LENGTH = 1024, 2816, 8, 2048
 
@@ -85,7 +90,7 @@ def block() -> dict[str, object]:
 
 
 def compiled() -> dict[str, object]:
-    """A step of a compiled block, and the registers of a kernel of Triton."""
+    """A step of a compiled block, the registers of a kernel of Triton, and the work of a recorded step."""
     import triton
     import triton.language as tl
 
@@ -98,7 +103,14 @@ def compiled() -> dict[str, object]:
     kernel = double[(4,)](torch.empty(1000, device="cuda"), 1000, size=256)
     model.compile()
     steps = [step(model, record) for _ in range(2)]
-    return {"step": steps[1], "registers": kernel.n_regs, "spills": kernel.n_spills}
+    seen = SeenKernels()
+    with launches_told(seen.launched):
+        step(model, record)
+    with recorded(hardware.load("h100"), {}) as recorder:
+        step(model, record)
+    work = [(entry.kind, entry.name) for entry in recorder.entries if isinstance(entry, Work)]
+    generated = [dataclasses.asdict(one) for one in seen.found()]
+    return {"step": steps[1], "registers": kernel.n_regs, "spills": kernel.n_spills, "work": work, "generated": generated}
 
 
 def memory() -> dict[str, object]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,3 +129,12 @@ def test_compiled_kernels_launch():
     assert result["step"]["unknown"] == []
     assert 8 <= result["registers"] <= 64
     assert result["spills"] == 0
+    recorded = Counter(name for _, name in result["work"] if name.startswith("triton_"))
+    assert recorded == kernels, "a recorded step runs what is compiled"
+    assert Counter(kind for kind, _ in result["work"])["product"] == sum(result["step"]["products"].values())
+    assert {one["name"]: one["launches"] for one in result["generated"]} == kernels
+    hidden = 2048 * 1024 * 2
+    for one in result["generated"]:
+        assert 8 <= one["registers"] <= 255
+        assert one["spills"] == 0
+        assert hidden <= one["bytes"] <= 16 * hidden, one

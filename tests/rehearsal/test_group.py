@@ -126,3 +126,18 @@ def test_a_pipelined_rank_trains_a_step(group_of, rank, sends, receives):
     assert float(result.skipped) == 0
     changed = [not torch.equal(old, new) for old, new in zip(before, trainer.model.parameters(), strict=True)]
     assert any(changed)
+
+
+def test_requests_to_the_store_are_counted(group_of):
+    group_of(1, 3)
+    store = dist.distributed_c10d._get_default_store()
+    before = rehearsed_group.store_requests()
+    store.set("a", "b")
+    assert store.get("a") == b"b"
+    assert store.add("n", 2) == 2
+    after = rehearsed_group.store_requests()
+    assert {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)} == {
+        "set": 1,
+        "get": 1,
+        "add": 1,
+    }

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.config import hardware
+from pipeline.rehearsal.fused_products import overlapped
 from pipeline.rehearsal.record import Allocate, Entry, EventRecord, Free, HostWait, RecordStream, StreamWait, Work, WorkKind
 from pipeline.rehearsal.replay import replay
 from pipeline.rehearsal.step_time import step_time
@@ -114,3 +118,20 @@ def test_memory_that_streams_still_use_is_held() -> None:
     assert found.sites == {"reduce.py:9": 300}
     bounded = [Free(e.time, e.address, e.site) if isinstance(e, Free) else e for e in entries if not isinstance(e, RecordStream)]
     assert replay(bounded).memory.held == 0
+
+
+@pytest.mark.parametrize("sent, end", [(4.0, 8.0), (14.0, 16.0)], ids=["products take longer", "the collective takes longer"])
+@pytest.mark.parametrize("gathers", [True, False], ids=["gather", "reduce"])
+def test_fused_products_run_beside_their_collective(gathers: bool, sent: float, end: float) -> None:
+    """Of 4 ranks: the product of one shard (2 of 8 seconds) is before or after the collective, the others are beside it."""
+    product = replace(kernel(0, 8), kind="product", name="aten::mm")
+    work = replace(collective(0, sent, "tensor"), name="all_gather" if gathers else "reduce_scatter")
+    beside = [EventRecord(0, 1, 0, ""), StreamWait(0, 1, 7, ""), work, EventRecord(0, 2, 7, ""), StreamWait(0, 2, 0, "")]
+    copied = [] if gathers else [kernel(0, 1)]
+    entries = [*beside, product] if gathers else [product, *copied, *beside]
+    assert replay(entries).seconds == 8 + sent + len(copied)
+    found = replay(overlapped(entries, 4, hardware.load("h100")))
+    summed = sum(placed.end - placed.begin for placed in found.work if placed.work.name.startswith("sum"))
+    assert found.seconds - summed == pytest.approx(end)
+    assert (summed > 0) == (not gathers)
+    assert sum(placed.work.seconds for placed in found.work if placed.work.kind == "product") == pytest.approx(8)
