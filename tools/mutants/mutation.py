@@ -39,7 +39,6 @@ class Edit:
         text = path.read_text(encoding="utf-8")
         if (count := text.count(self.old)) != 1:
             raise EditError(f"{self.file}: this text occurs {count} times, not once:\n{self.old}")
-        path.unlink()  # the copy may share its inode with the original
         path.write_text(text.replace(self.old, self.new), encoding="utf-8")
 
 

@@ -83,7 +83,8 @@ class Trials:
         if certified.code == 1 and certified.failures:
             return result(KILLED, certified.failures[0], differences, certified.seconds)
         if certified.code:
-            return result(FAILED, f"certify, exit code {certified.code}: {jobs.last_line(certified.output)}", differences, certified.seconds)
+            said = f"certify, exit code {certified.code}: {jobs.last_line(certified.output)}"
+            return result(FAILED, said, differences, certified.seconds)
         if self.run_time_checks and jobs.pretrain(tree, job, own / "checked", *self.run_time_checks):
             return result(KILLED, "while training: " + jobs.last_line((own / "checked.txt").read_text()), differences, certified.seconds)
         return result(SURVIVED, "", differences, certified.seconds)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from tools.mutants.models import DEEPSEEK, LLAMA, TRANSFORMER
 from tools.mutants.mutation import Edit, Mutant
 
-TRAINER, TENSOR, REDUCTION = "pipeline/training/trainer.py", "pipeline/parallel/tensor_parallel.py", "pipeline/training/gradient_reduction.py"
+TRAINER, TENSOR, REDUCTION = (
+    "pipeline/training/trainer.py",
+    "pipeline/parallel/tensor_parallel.py",
+    "pipeline/training/gradient_reduction.py",
+)
 #: Packed documents end with padding, which has no targets: counts of targets differ by rank.
 PADDED = "data.packing=best_fit"
 
@@ -100,7 +104,8 @@ MUTANTS = (
             Edit(
                 "pipeline/data/load/objectives/causal.py",
                 '            arrays["targets"] = np.where(padding,',
-                '            padding = self._kept = padding | getattr(self, "_kept", False)\n            arrays["targets"] = np.where(padding,',
+                '            padding = self._kept = padding | getattr(self, "_kept", False)\n'
+                '            arrays["targets"] = np.where(padding,',
             ),
         ),
     ),

@@ -89,7 +89,8 @@ MUTANTS = (
         edits=(
             Edit(
                 TENSOR,
-                "        def gather_and_project(x: Tensor) -> tuple[Tensor, ...]:\n            return tuple(fused_project(enter(x), *linears))\n",
+                "        def gather_and_project(x: Tensor) -> tuple[Tensor, ...]:\n"
+                "            return tuple(fused_project(enter(x), *linears))\n",
                 "        calls: list[int] = []\n\n"
                 "        def gather_and_project(x: Tensor) -> tuple[Tensor, ...]:\n"
                 "            calls.append(1)\n"
@@ -174,9 +175,7 @@ MUTANTS = (
         ranks=2,
         words=(*LLAMA, *CONTEXT_2),
         edits=(
-            Edit(
-                RING, "grad_k, grad_v = next_grad.wait().split(widths, dim=3)", "grad_v, grad_k = next_grad.wait().split(widths, dim=3)"
-            ),
+            Edit(RING, "grad_k, grad_v = next_grad.wait().split(widths, dim=3)", "grad_v, grad_k = next_grad.wait().split(widths, dim=3)"),
         ),
         exact=False,
     ),

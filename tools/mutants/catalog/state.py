@@ -15,7 +15,7 @@ MUTANTS = (
         bug=47,
         what="every asynchronous checkpoint has the weights of the first one",
         ranks=1,
-        words=(*LLAMA, "parallel.zero_stage=0", "checkpoint.every=1", "checkpoint.async_save=on"),
+        words=(*LLAMA, "parallel.zero_stage=0", "checkpoint.every=1"),
         edits=(
             Edit(
                 "pipeline/checkpoint/staging.py",
@@ -32,7 +32,7 @@ MUTANTS = (
         bug=48,
         what="the copy of a checkpoint is made while the next steps change the weights",
         ranks=1,
-        words=(*LLAMA, "parallel.zero_stage=0", "checkpoint.every=1", "checkpoint.async_save=on"),
+        words=(*LLAMA, "parallel.zero_stage=0", "checkpoint.every=1"),
         edits=(
             Edit("pipeline/checkpoint/async_save.py", "            self._snapshot.wait()\n", ""),
             Edit(
