@@ -20,7 +20,7 @@ from tools.mutants.mutation import copy_tree
 FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "qwen2.5", "qwen3", "gpt", "gpt1", "opt", "bloom", "mistral", "mixtral", "deepseek", "gemma3"), ()),
     **dict.fromkeys(("olmo2", "smollm3", "apertus", "bert", "roberta", "t5"), ()),
-    "transformer": ("data.pairs.train=[{pairs}]",),
+    "transformer": ("data.pairs.train=[{pairs}]", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520"),
 }
 EXPERTS, CAUSAL_ONLY = ("mixtral", "deepseek"), ("bert", "roberta", "t5", "transformer")
 #: Largest number of ranks that hold one copy of the model; certify trains on at most twice as many.

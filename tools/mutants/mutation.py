@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,11 @@ class Mutant:
     edits: tuple[Edit, ...]
     resumed: tuple[str, ...] | None = None
     exact: bool = True
+
+    @property
+    def digest(self) -> str:
+        """A short text that is equal for equal mutants: a row of another one is not kept."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:12]
 
 
 def copy_tree(folder: Path, edits: tuple[Edit, ...] = ()) -> Path:

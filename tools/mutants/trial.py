@@ -24,7 +24,7 @@ class Result:
     """A row of the table.
 
     Attributes:
-        name, bug: of the mutant.
+        name, bug, digest: of the mutant.
         verdict: see above.
         effect: what differs in its training -> largest relative difference.
         found_by: the line that found it, or why there is no verdict.
@@ -39,6 +39,7 @@ class Result:
     found_by: str
     seconds: float
     all_seconds: float
+    digest: str = ""
 
 
 class Trials:
@@ -66,7 +67,7 @@ class Trials:
         job = Job(mutant.ranks, mutant.words, mutant.resumed, self._files)
 
         def result(verdict: str, found_by: str, differences: dict[str, float], seconds: float = 0.0) -> Result:
-            return Result(mutant.name, mutant.bug, verdict, differences, found_by, seconds, time.monotonic() - started)
+            return Result(mutant.name, mutant.bug, verdict, differences, found_by, seconds, time.monotonic() - started, mutant.digest)
 
         right = self._undisturbed(job)
         if right is None:

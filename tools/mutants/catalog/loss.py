@@ -11,7 +11,7 @@ TRAINER, TENSOR, REDUCTION = (
     "pipeline/training/gradient_reduction.py",
 )
 #: Packed documents end with padding, which has no targets: counts of targets differ by rank.
-PADDED = "data.packing=best_fit"
+PADDED = ("data.packing=best_fit", "data.tokens={padded}", "training.sequence_length=64")
 
 MUTANTS = (
     Mutant(
@@ -19,7 +19,10 @@ MUTANTS = (
         bug=1,
         what="label smoothing spreads over the rank's rows of the output matrix",
         ranks=2,
-        words=(*TRANSFORMER, "data.pairs.train=[{pairs}]", "model.label_smoothing=0.1", "parallel.tensor=2", "parallel.zero_stage=0"),
+        words=(
+            *(*TRANSFORMER, "model.vocab_size=520", "model.label_smoothing=0.1", "parallel.tensor=2", "parallel.zero_stage=0"),
+            *("data.pairs.train=[{pairs}]", "tokenizer.path={masked_tokenizer}"),
+        ),
         edits=(Edit(TENSOR, "            vocabulary=self.vocabulary,\n", "            vocabulary=self.weight.shape[0],\n"),),
     ),
     Mutant(
@@ -56,7 +59,7 @@ MUTANTS = (
         bug=3,
         what="every data rank divides by its own number of targets",
         ranks=2,
-        words=(*LLAMA, PADDED, "parallel.zero_stage=0"),
+        words=(*LLAMA, *PADDED, "parallel.zero_stage=0"),
         edits=(
             Edit(
                 TRAINER,
@@ -99,7 +102,7 @@ MUTANTS = (
         bug=6,
         what="the mask of padding is kept and changed in place: more targets are ignored in every batch",
         ranks=1,
-        words=(*LLAMA, PADDED, "data.prefetch=1", "parallel.zero_stage=0"),
+        words=(*LLAMA, *PADDED, "data.prefetch=1", "parallel.zero_stage=0"),
         edits=(
             Edit(
                 "pipeline/data/load/objectives/causal.py",
@@ -129,7 +132,7 @@ MUTANTS = (
         bug=8,
         what="targets are counted over the context ranks, not over the data ranks",
         ranks=4,
-        words=(*LLAMA, PADDED, "parallel.context=2", "parallel.zero_stage=1"),
+        words=(*LLAMA, *PADDED, "parallel.context=2", "parallel.zero_stage=1"),
         edits=(
             Edit(
                 TRAINER,

@@ -95,7 +95,7 @@ MUTANTS = (
                 "        def gather_and_project(x: Tensor) -> tuple[Tensor, ...]:\n"
                 "            calls.append(1)\n"
                 "            full = enter(x)\n"
-                "            return tuple(fused_project(full if len(calls) == 1 else full.roll(x.shape[1], dims=1), *linears))\n",
+                "            return tuple(fused_project(full.roll(x.shape[1] * (len(calls) > 1), dims=1), *linears))\n",
             ),
         ),
         exact=False,
