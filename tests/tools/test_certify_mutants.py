@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import random
 import re
@@ -16,7 +17,7 @@ from tools.mutants import configurations, effect, jobs, report
 from tools.mutants.catalog import MUTANTS
 from tools.mutants.mutation import Edit, EditError, Mutant, copy_tree
 from tools.mutants.public import BUGS, HEADINGS
-from tools.mutants.trial import FAILED, INEFFECTIVE, KILLED, STOPPED, SURVIVED, Result
+from tools.mutants.trial import FAILED, INEFFECTIVE, KILLED, STOPPED, SURVIVED, Result, telling
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
@@ -81,6 +82,17 @@ def test_what_fails_the_tool(verdicts: list[str], fails: bool) -> None:
     assert report.is_failure(rows) is fails
     for verdict, row in {row.verdict: row for row in rows}.items():
         assert (row.name in report.summary(rows, 1.0)) == (verdict in (SURVIVED, INEFFECTIVE, FAILED))
+
+
+def test_the_line_that_names_a_weight_is_shown() -> None:
+    loss, weight = "loss in fp32: differs by 1e-2 (step 1)", "gradient in fp32: differs by 1e-2 (norm.weight)"
+    assert telling([loss, weight]) == weight
+    assert telling([loss]) == loss
+
+
+def test_a_changed_mutant_has_another_digest() -> None:
+    assert len({mutant.digest for mutant in MUTANTS}) == len(MUTANTS)
+    assert dataclasses.replace(MUTANTS[0], ranks=3).digest != MUTANTS[0].digest
 
 
 def test_random_configurations_have_every_family_and_axis() -> None:

@@ -82,7 +82,7 @@ class Trials:
             return result(INEFFECTIVE, "", differences)
         certified = jobs.certify(tree, job, own / "certificate")
         if certified.code == 1 and certified.failures:
-            return result(KILLED, certified.failures[0], differences, certified.seconds)
+            return result(KILLED, telling(certified.failures), differences, certified.seconds)
         if certified.code:
             said = f"certify, exit code {certified.code}: {jobs.last_line(certified.output)}"
             return result(FAILED, said, differences, certified.seconds)
@@ -109,6 +109,11 @@ class Trials:
         code = processes.call(self._original, lambda: effect.write_tensors(run_dir, right, path), own / "tensors.txt")
         found = effect.scalars(run_dir, right)
         return found | (json.loads(path.read_text()) if code == 0 else {"checkpoints": float("inf")})
+
+
+def telling(failures: list[str]) -> str:
+    """The line of a certificate that names a weight, else the first one."""
+    return next((failure for failure in failures if failure.startswith("gradient")), failures[0])
 
 
 def from_json(values: dict[str, object]) -> Result:
