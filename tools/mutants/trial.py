@@ -75,7 +75,10 @@ class Trials:
         # Without run-time checks: they are tried below, and would end the run before its effect is seen.
         code = jobs.pretrain(tree, job, own / "run", *(f"{jobs.RUN_TIME_KEY}=0" for _ in self.run_time_checks))
         if code:
-            said = jobs.last_line((own / "run.txt").read_text())
+            output = (own / "run.txt").read_text()
+            said = jobs.last_line(output)
+            if "Traceback" in output or code == 124:  # a mutant that crashes or hangs is no silent mistake, and says nothing of certify
+                return result(FAILED, f"the mutant crashes: {said}", {})
             return result(STOPPED, f"pretrain, exit code {code}: {said}", {"exit code": float("inf")})
         differences = self._differences(own, own / "run", right)
         if not differences or max(differences.values()) < effect.SMALLEST:
