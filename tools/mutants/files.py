@@ -1,0 +1,64 @@
+"""The files that the jobs read: token shards, those with the special tokens of BERT, those of short documents, and pairs of sentences."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.faults.data import WORDS, make_tokens
+from tools.mutants.mutation import ROOT
+
+#: Files of a folder of `make`: name in braces -> path.
+NAMES = {
+    "tokens": "causal/tokens",
+    "tokenizer": "causal/tokenizer",
+    "masked": "masked/tokens",
+    "masked_tokenizer": "masked/tokenizer",
+    "padded": "padded/tokens",
+    "pairs": "pairs.tsv",
+}
+_DONE = "done"
+
+
+def make(folder: Path) -> dict[str, Path]:
+    """Return the files by their name in braces; they are made once.
+
+    Raises:
+        RuntimeError: a stage failed; with what it printed.
+    """
+    found = {name: folder / path for name, path in NAMES.items()}
+    if (folder / _DONE).exists():
+        return found
+    (folder / "causal").mkdir(parents=True, exist_ok=True)
+    (folder / "masked").mkdir(exist_ok=True)
+    make_tokens(folder / "causal")
+    masked = ("tokenizer=bert", f"tokenizer.path={found['masked_tokenizer']}", f"data.shards={folder / 'causal/shards'}")
+    _stage("train_tokenizer", *masked, "tokenizer.vocab_size=520", "tokenizer.report=false")
+    _stage("tokenize", *masked, f"data.tokens={found['masked']}")
+    _padded(folder, found["tokenizer"])
+    chance = random.Random(0)
+    texts = [" ".join(chance.choices(WORDS, k=chance.randint(2, 6))) for _ in range(600)]
+    found["pairs"].write_text("".join(f"{text}\t{' '.join(reversed(text.split()))}\n" for text in texts))
+    (folder / _DONE).touch()
+    return found
+
+
+def _padded(folder: Path, tokenizer: Path) -> None:
+    """Token shards of documents of which no two fit into a sequence of 64 tokens: best-fit packing has to pad each."""
+    chance, text = random.Random(1), folder / "padded/text"
+    text.mkdir(parents=True, exist_ok=True)
+    documents = (json.dumps({"text": " ".join(chance.choices(WORDS, k=chance.randint(33, 55)))}) for _ in range(300))
+    (text / "documents.jsonl").write_text("\n".join(documents) + "\n")
+    shards = folder / "padded/shards"
+    small = ("data.validation_fraction=0.1", "clean=none", "dedup=none")
+    _stage("shard", f"data.input=[{text}]", f"data.shards={shards}", *small)
+    _stage("tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder / 'padded/tokens'}")
+
+
+def _stage(name: str, *settings: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pipeline", f"stage={name}", *settings], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"stage={name} failed:\n{done.stdout}{done.stderr}")

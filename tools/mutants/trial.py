@@ -1,0 +1,125 @@
+"""The trial of a mutant: its effect, then whether certify or a check of the training itself finds it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.mutants import effect, jobs, processes
+from tools.mutants.jobs import Job
+from tools.mutants.mutation import ROOT, Mutant, copy_tree
+
+#: Verdicts: certify found it; the training stopped by itself; nobody found it; it changes nothing; the tool could not judge it.
+KILLED, STOPPED, SURVIVED, INEFFECTIVE, FAILED = "killed", "stopped", "survived", "no effect", "failed"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of the table.
+
+    Attributes:
+        name, bug, digest: of the mutant.
+        verdict: see above.
+        effect: what differs in its training -> largest relative difference.
+        found_by: the line that found it, or why there is no verdict.
+        seconds: of certify.
+        all_seconds: of the trial.
+    """
+
+    name: str
+    bug: int
+    verdict: str
+    effect: dict[str, float]
+    found_by: str
+    seconds: float
+    all_seconds: float
+    digest: str = ""
+
+
+class Trials:
+    """Runs trials in a folder, in which the runs without a mutant are kept.
+
+    Args:
+        folder: of the runs.
+        files: as in Job.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
+        self._folder, self._files = folder, files
+        self._original = copy_tree(folder / "original")
+        has_checks = "check_replicas_every" in (ROOT / "pipeline/config/schema.py").read_text()
+        #: Overrides with which a run checks its copies after every step; none if it cannot.
+        self.run_time_checks = (f"{jobs.RUN_TIME_KEY}=1",) if has_checks else ()
+
+    def run(self, mutant: Mutant) -> Result:
+        """Return the row of a mutant."""
+        started = time.monotonic()
+        own = self._folder / "mutant"
+        shutil.rmtree(own, ignore_errors=True)
+        own.mkdir()
+        tree = copy_tree(own / "tree", mutant.edits)
+        job = Job(mutant.ranks, mutant.words, mutant.resumed, self._files)
+
+        def result(verdict: str, found_by: str, differences: dict[str, float], seconds: float = 0.0) -> Result:
+            return Result(mutant.name, mutant.bug, verdict, differences, found_by, seconds, time.monotonic() - started, mutant.digest)
+
+        right = self._undisturbed(job)
+        if right is None:
+            return result(FAILED, "the job fails without the mutant", {})
+        # Without run-time checks: they are tried below, and would end the run before its effect is seen.
+        code = jobs.pretrain(tree, job, own / "run", *(f"{jobs.RUN_TIME_KEY}=0" for _ in self.run_time_checks))
+        if code:
+            output = (own / "run.txt").read_text()
+            said = jobs.last_line(output)
+            if "Traceback" in output or code == 124:  # a mutant that crashes or hangs is no silent mistake, and says nothing of certify
+                return result(FAILED, f"the mutant crashes: {said}", {})
+            return result(STOPPED, f"pretrain, exit code {code}: {said}", {"exit code": float("inf")})
+        differences = self._differences(own, own / "run", right)
+        if not differences or max(differences.values()) < effect.SMALLEST:
+            return result(INEFFECTIVE, "", differences)
+        certified = jobs.certify(tree, job, own / "certificate")
+        if certified.code == 1 and certified.failures:
+            return result(KILLED, telling(certified.failures), differences, certified.seconds)
+        if certified.code:
+            said = f"certify, exit code {certified.code}: {jobs.last_line(certified.output)}"
+            return result(FAILED, said, differences, certified.seconds)
+        if self.run_time_checks and jobs.pretrain(tree, job, own / "checked", *self.run_time_checks):
+            return result(KILLED, "while training: " + jobs.last_line((own / "checked.txt").read_text()), differences, certified.seconds)
+        return result(SURVIVED, "", differences, certified.seconds)
+
+    def _undisturbed(self, job: Job) -> Path | None:
+        """The run directory of the job without a mutant, None if it fails."""
+        key = json.dumps([job.ranks, job.words, job.resumed])
+        run_dir = self._folder / "undisturbed" / hashlib.sha256(key.encode()).hexdigest()[:16]
+        done = run_dir.with_suffix(".done")
+        if not done.exists():
+            run_dir.parent.mkdir(exist_ok=True)
+            shutil.rmtree(run_dir, ignore_errors=True)
+            if jobs.pretrain(self._original, job, run_dir):
+                return None
+            done.touch()
+        return run_dir
+
+    def _differences(self, own: Path, run_dir: Path, right: Path) -> dict[str, float]:
+        """In what a run differs from the right one."""
+        path = own / "tensors.json"
+        code = processes.call(self._original, lambda: effect.write_tensors(run_dir, right, path), own / "tensors.txt")
+        found = effect.scalars(run_dir, right)
+        return found | (json.loads(path.read_text()) if code == 0 else {"checkpoints": float("inf")})
+
+
+def telling(failures: list[str]) -> str:
+    """The line of a certificate that names a weight, else the first one."""
+    return next((failure for failure in failures if failure.startswith("gradient")), failures[0])
+
+
+def from_json(values: dict[str, object]) -> Result:
+    """Return a row that was written as JSON."""
+    names = {field.name for field in dataclasses.fields(Result)}
+    return Result(**{name: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
