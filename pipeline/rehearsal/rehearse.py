@@ -19,7 +19,7 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.layers.moe import VALUES
+from pipeline.layers.row_counts import VALUES
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
