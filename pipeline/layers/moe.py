@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch._compile import _disable_dynamo  # as torch.compiler.disable, which i
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
+from pipeline.layers.row_counts import counts_on_host
 
 
 class RoutedExperts(nn.Module):
@@ -61,31 +61,6 @@ class Experts(RoutedExperts):
         product = grouped_mm if grouped else loop_mm
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
-
-
-@dataclass
-class Values:
-    """What the devices of this process compute.
-
-    Attributes:
-        missing: they compute no values (a rehearsal): every expert is taken to get the same number of rows.
-    """
-
-    missing: bool = False
-
-
-VALUES = Values()
-
-
-def counts_on_host(counts: Tensor, rows: int) -> list[int]:
-    """Read numbers of rows, which synchronizes with the device; equal numbers where there are no values, as in the planner.
-
-    Args:
-        counts: int64 (n,).
-        rows: their sum, if every row belongs to an expert.
-    """
-    found = counts.tolist() if not counts.is_meta else []
-    return [rows // len(counts)] * len(counts) if counts.is_meta or VALUES.missing else found
 
 
 @_disable_dynamo  # the number of rows of each expert changes with every micro-batch

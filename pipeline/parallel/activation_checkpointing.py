@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from pipeline.config.run_parts import LayoutConfig
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.moe import moe_layers
+from pipeline.layers.row_counts import ReadCounts
 from pipeline.layers.stack import Stack
 from pipeline.parallel import ring_attention, tensor_parallel  # noqa: F401 - ring_attention registers its operator
 from pipeline.parallel.mesh import Mesh
@@ -88,6 +90,8 @@ def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept:
         options: dict[str, Any] = {"preserve_rng_state": dropout_of(block) > 0}
         if mode == "selective":
             options["context_fn"] = _contexts(None if kept is None else {(result.kind, result.index) for result in kept})
+        if breaks:
+            options["context_fn"] = _with_counts(options.get("context_fn"))
         block.forward = _checkpointed(block.forward, options)
     if compiled and not breaks:
         block.compile()
@@ -121,6 +125,32 @@ def _contexts(kept: set[tuple[Kind, int]] | None) -> Callable[[], Any]:
         return create_selective_checkpoint_contexts(policy)
 
     return contexts
+
+
+def _with_counts(contexts: Callable[[], Any] | None) -> Callable[[], Any]:
+    """A context_fn of `checkpoint` that adds to another one: MoE layers wait for their numbers of rows in the forward pass only."""
+
+    def both() -> Any:
+        sizes: list[list[int]] = []
+        forward, recompute = contexts() if contexts is not None else (nullcontext(), nullcontext())
+        return _Nested(forward, ReadCounts(sizes, again=False)), _Nested(recompute, ReadCounts(sizes, again=True))
+
+    return both
+
+
+class _Nested:
+    """Two contexts as one, which may be entered again if these may: a graph that is kept is recomputed in each of its backward passes."""
+
+    def __init__(self, outer: Any, inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
 
 
 def choose(stage: Stack, config: LayoutConfig, mesh: Mesh, dtype: torch.dtype) -> dict[str, list[Result]]:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, which imports the compiler at once
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import Experts, RoutedExperts, counts_on_host, inverse_permutation, moe_layers, permute
+from pipeline.layers.moe import Experts, RoutedExperts, inverse_permutation, moe_layers, permute
+from pipeline.layers.row_counts import counts_on_host
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 

@@ -15,7 +15,7 @@ from pipeline.rehearsal.replay import Memory, Replay, replay
 from pipeline.rehearsal.step_time import StepTime, step_time
 from pipeline.rehearsal.waits import LateGather, SiteWait, host_waits, late_gathers
 
-#: Lines of code of an idle device that are printed.
+#: Lines of code that are printed: of an idle device, and of the most launches.
 _SITES = 5
 
 
@@ -33,6 +33,7 @@ class Findings:
         late_gathers: collectives behind others that are needed later.
         races: accesses without an order.
         collectives: of the last step, (axis, name) -> number, bytes and seconds.
+        launches: line of code -> kernels of the last step, most first.
         pipelined: whether other pipeline stages exist, for which this one may wait.
     """
 
@@ -45,6 +46,7 @@ class Findings:
     late_gathers: list[LateGather]
     races: list[Race]
     collectives: dict[tuple[str, str], tuple[int, int, float]]
+    launches: dict[str, int]
     pipelined: bool
 
     def lines(self) -> Iterator[str]:
@@ -52,6 +54,8 @@ class Findings:
         yield from self._time_lines()
         for wait in self.waits:
             yield f"  host waits for the device: {wait.count} x {wait.site or '?'} ({wait.name}), {1e3 * wait.seconds:.2f} ms"
+        for site, count in list(self.launches.items())[:_SITES]:
+            yield f"  launches at {site or '?'}: {count:,}"
         yield f"memory that record_stream holds: at most {self.memory.held / 1e9:.2f} GB if the host runs ahead{self._held_text()}"
         for gather in self.late_gathers:
             where = f"{gather.count} x {gather.name} ({gather.axis}) at {gather.site or '?'}, used at {gather.user or '?'}"
@@ -73,6 +77,7 @@ class Findings:
                 for (axis, name), (count, size, seconds) in self.collectives.items()
             ],
             "host_waits": [asdict(wait) for wait in self.waits],
+            "launches": self.launches,
             "run_ahead_memory": asdict(self.memory),
             "late_gathers": [asdict(gather) for gather in self.late_gathers],
             "races": [asdict(race) for race in self.races],
@@ -119,7 +124,11 @@ def analyze(entries: Sequence[Entry], hardware: Hardware, host_seconds: float | 
     sizes: Counter[tuple[str, str]] = Counter()
     seconds: dict[tuple[str, str], float] = {}
     last = max((number for number, entry in enumerate(entries) if isinstance(entry, Mark) and entry.name == STEP), default=0)
-    work = [entry for entry in entries[last:] if isinstance(entry, Work) and entry.kind == "collective"]
+    queued = [entry for entry in entries[last:] if isinstance(entry, Work)]
+    launches: Counter[str] = Counter()
+    for entry in queued:
+        launches[entry.site] += entry.launches
+    work = [entry for entry in queued if entry.kind == "collective"]
     for entry in work:
         key = entry.axis, entry.name
         counts[key] += 1
@@ -135,6 +144,7 @@ def analyze(entries: Sequence[Entry], hardware: Hardware, host_seconds: float | 
         late_gathers(entries),
         races(entries),
         {key: (counts[key], sizes[key], seconds[key]) for key in counts},
+        dict(launches.most_common()),
         any(entry.axis == "pipeline" for entry in work),
     )
 

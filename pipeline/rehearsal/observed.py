@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,7 @@ class Seen:
         kernels: name -> launches in the observed step.
         generated: kernels of the compiler in the observed step.
         block: launches of the forward pass of one block.
+        kept: index of a block -> bytes that are allocated more when the next one begins, in the first forward pass of the observed step.
         findings: of the last two recorded steps; None if they were not recorded.
         has_forward: whether a forward pass of the observed step has ended.
     """
@@ -61,6 +64,7 @@ class Seen:
     kernels: Counter[str] = field(default_factory=Counter)
     generated: SeenKernels = field(default_factory=SeenKernels)
     block: Launches | None = None
+    kept: dict[int, int] = field(default_factory=dict)
     has_forward: bool = False
     findings: Findings | None = None
 
@@ -90,10 +94,11 @@ class ObservedTrainer(Trainer):
         self._recorder: Recorder | None = None
         stage = next(iter(self.model.stage_modules()))
         stage.register_forward_hook(self._forward_ended)
-        self._block_began: Launches | None = None
-        block = next(iter(stage.blocks.values()))
-        block.register_forward_pre_hook(self._block_begins)
-        block.register_forward_hook(self._block_ended)
+        self._allocated: dict[int, int] = {}
+        for index, block in stage.blocks.items():
+            # Around the compiled call: torch.compile would trace hooks of the module, and compile it again when they do something else.
+            call = block._compiled_call_impl or block._call_impl
+            block._compiled_call_impl = partial(self._block, int(index), call)
 
     def train(self, tokens: Tensor, batch: Batch, requests: Sequence[bool] = (), step: int = 0) -> tuple[Tensor, StepResult]:
         """See Trainer."""
@@ -165,12 +170,15 @@ class ObservedTrainer(Trainer):
 
         return noted
 
-    def _block_begins(self, *_: object) -> None:
-        """Count from here the launches of the first forward pass of a block in the observed step."""
-        if self._observing and self.seen.block is None:
-            self._block_began = self._device.launches()
-
-    def _block_ended(self, *_: object) -> None:
-        """Count up to here."""
-        if self._block_began is not None:
-            self.seen.block, self._block_began = self._device.launches() - self._block_began, None
+    def _block(self, index: int, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a block; in the first forward pass of the observed step, note its launches and what it leaves allocated."""
+        if not self._observing or self.seen.has_forward or index in self._allocated:
+            return call(*args, **options)
+        self._allocated[index] = torch.cuda.memory_allocated()
+        if index - 1 in self._allocated:
+            self.seen.kept[index - 1] = self._allocated[index] - self._allocated[index - 1]
+        began = self._device.launches()
+        result = call(*args, **options)
+        if self.seen.block is None:
+            self.seen.block = self._device.launches() - began
+        return result

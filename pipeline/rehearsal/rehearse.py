@@ -6,6 +6,7 @@ import logging
 import resource
 import tempfile
 import time
+from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,13 +19,14 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.layers.moe import VALUES
+from pipeline.layers.row_counts import VALUES
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
 from pipeline.planner.plan import JobPlan, hardware_of
-from pipeline.rehearsal import memory
+from pipeline.rehearsal import graph_breaks, memory
 from pipeline.rehearsal.calls import DeviceCalls
+from pipeline.rehearsal.graph_breaks import GraphBreak
 from pipeline.rehearsal.host_copy import HostCopySaver
 from pipeline.rehearsal.memory import ByKind, Moments
 from pipeline.rehearsal.observed import RECORDED, ObservedTrainer, Seen
@@ -54,6 +56,7 @@ class Rehearsal:
         start_up: of the rank.
         host_peak: most bytes of host memory of this process.
         unknown: functions that the driver does not know.
+        breaks: of graphs of torch.compile -> count.
     """
 
     mesh: Mesh
@@ -66,6 +69,7 @@ class Rehearsal:
     start_up: StartUp
     host_peak: int
     unknown: list[str]
+    breaks: Counter[GraphBreak]
 
 
 def fullest_rank(layout: Layout, planned: JobPlan) -> int:
@@ -112,14 +116,16 @@ def _rehearse(
     start_up.seconds["trainer"] = time.perf_counter() - started
     log.info("rehearse: built rank %d in %.1f s", mesh.rank, start_up.seconds["groups"] + start_up.seconds["trainer"])
     data, is_random = _data(config, mesh.rank, layout.world_size)
-    with closing(saver), tempfile.TemporaryDirectory() as folder, rehearsed_group.without_shared_memory(mesh.tensor):
+    alone = rehearsed_group.without_shared_memory(mesh.tensor)
+    with closing(saver), tempfile.TemporaryDirectory() as folder, alone, graph_breaks.listening() as breaks:
         _train(config, trainer, data, saver, steps, Path(folder))
         state = memory.state_bytes(trainer)
         start_up.count()
     start_up.seconds["first step"] = trainer.seen.first_step
     kinds = memory.by_kind(moments, state, outside)
     host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Rehearsal(mesh, moments, kinds, trainer.seen, state, saver.bytes, is_random, start_up, host, calls.record.unknown())
+    unknown = calls.record.unknown()
+    return Rehearsal(mesh, moments, kinds, trainer.seen, state, saver.bytes, is_random, start_up, host, unknown, breaks)
 
 
 def _data(config: RunConfig, rank: int, world_size: int) -> tuple[Objective, bool]:

@@ -8,7 +8,6 @@ import platform
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from pipeline.common.git_commit import commit
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.rehearsed_group import Call
 from pipeline.planner.plan import JobPlan
+from pipeline.rehearsal.against_plan import blocks, compared, difference_lines
 from pipeline.rehearsal.axis_names import axis_names
 from pipeline.rehearsal.compiled_kernels import GeneratedKernel
 from pipeline.rehearsal.memory import BETWEEN, Moments
@@ -29,37 +29,6 @@ HOST_BOUND = 0.8
 LINES = 8
 #: Generated kernels that are printed, besides those that spill.
 WORST = 3
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A kind of memory as rehearsed and as planned, bytes."""
-
-    rehearsed: float
-    planned: float
-
-    @property
-    def difference(self) -> float | None:
-        """The plan over the rehearsal, as a share of the rehearsal; None for nothing."""
-        return self.planned / self.rehearsed - 1 if self.rehearsed else None
-
-
-def compared(found: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
-    """Return each kind of memory as rehearsed and as planned.
-
-    `passes` are gradients, activations, gathered weights and temporary tensors, `peak` all tensors without the workspaces of libraries,
-    `overhead` these, CUDA, NCCL and fragmentation.
-    """
-    kinds, memory = found.kinds, planned.estimate.memory
-    peak = kinds.weights + kinds.optimizer + kinds.passes
-    return {
-        "weights": Compared(kinds.weights, memory.weights + memory.frozen),
-        "optimizer": Compared(kinds.optimizer, memory.optimizer),
-        "passes": Compared(kinds.passes, memory.gradients + memory.activations + memory.transient),
-        "peak": Compared(peak, memory.total - memory.overhead),
-        "overhead": Compared(kinds.libraries + kinds.fragmentation + kinds.outside, memory.overhead),
-        "total": Compared(kinds.total, memory.total),
-    }
 
 
 def collectives(calls: list[Call], mesh: Mesh) -> dict[tuple[str, str, bool], tuple[int, int]]:
@@ -100,6 +69,7 @@ def memory_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
     for name, both in compared(found, planned).items():
         percent = "" if both.difference is None or name == "overhead" else f"  {100 * both.difference:+.1f} %"
         yield f"  {name:<14}{both.rehearsed / GB:10.2f}{both.planned / GB:10.2f}{percent}"
+    yield from difference_lines(found, planned)
     capacity = planned.hardware.memory_gb
     outside = found.kinds.outside / GB
     yield f"  headroom {capacity - found.kinds.total / GB:.1f} of {capacity:.1f} GB ({outside:.1f} GB are assumed for CUDA and NCCL)"
@@ -116,10 +86,9 @@ def host_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
     made = seen.launches
     counts = f"{made.kernels:,} kernels, {made.products:,} products, {made.copies:,} copies, {made.events:,} events"
     yield f"launches a step: {counts}{per_block}"
-    if (made_by_compiler := compiled()) is not None:
-        breaks = sum(made_by_compiler["breaks"].values())
-        yield f"compiled: {made_by_compiler['graphs']} graphs, {breaks} breaks"
-        yield from (f"  {count:5} x {reason}" for reason, count in made_by_compiler["breaks"].items())
+    if (graphs := compiled_graphs()) or found.breaks:
+        yield f"compiled: {graphs} graphs, {found.breaks.total()} breaks"
+        yield from (f"  {count:5} x {where}" for where, count in found.breaks.most_common())
     yield from generated_lines(seen.generated.found())
     yield f"waits of the host for the device in a step: {sum(seen.waits.values())}"
     for (name, line), count in seen.waits.most_common(LINES):
@@ -140,14 +109,13 @@ def generated_lines(kernels: list[GeneratedKernel]) -> Iterator[str]:
         yield f"  {kernel.name}: {where}; {kernel.launches:,} launches of {kernel.bytes / 1e6:,.1f} MB"
 
 
-def compiled() -> dict[str, Any] | None:
-    """What torch.compile made: number of graphs, and reason -> number of the breaks between them; None if nothing was compiled."""
+def compiled_graphs() -> int:
+    """The number of graphs that torch.compile has made."""
     if "torch._dynamo" not in sys.modules:
-        return None
+        return 0
     from torch._dynamo.utils import counters
 
-    graphs = counters["stats"].get("unique_graphs", 0)
-    return {"graphs": graphs, "breaks": dict(counters["graph_break"])} if graphs else None
+    return int(counters["stats"].get("unique_graphs", 0))
 
 
 def host_seconds(found: Rehearsal) -> float:
@@ -173,6 +141,7 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
                 name: {"rehearsed": both.rehearsed, "planned": both.planned, "difference": both.difference}
                 for name, both in compared(found, planned).items()
             },
+            "blocks": dataclasses.asdict(blocks(found, planned)),
             "outside": found.kinds.outside,
             "saved": found.saved,
             "host_peak": found.host_peak,
@@ -189,7 +158,10 @@ def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: f
             "step": dataclasses.asdict(seen.launches),
             "block_forward": None if seen.block is None else dataclasses.asdict(seen.block),
             "kernels": dict(seen.kernels.most_common()),
-            "compiled": compiled(),
+            "compiled": {
+                "graphs": compiled_graphs(),
+                "breaks": [{**dataclasses.asdict(one), "count": count} for one, count in found.breaks.most_common()],
+            },
             "generated": [dataclasses.asdict(kernel) for kernel in seen.generated.found()],
         },
         "collectives": [

@@ -188,7 +188,7 @@ class _State:
         self.flat: Tensor | None = None
         self.reduced: Tensor | None = None
         self._device = mesh.device
-        self._present: set[nn.Parameter] = set()
+        self._sums: dict[nn.Parameter, Tensor] = {}  # views of `flat`
         self._passes = self.missing = self.remaining = 0
         self.started = False
 
@@ -204,35 +204,34 @@ class _State:
         self.missing = self._passes * len(self.bucket.pieces)
 
     def add(self, parameter: nn.Parameter) -> None:
-        """Move a weight's gradient into the flat gradient; later ones are added there by autograd."""
-        if parameter not in self._present:
-            gradient = parameter.grad
-            assert gradient is not None
-            if gradient.dtype == torch.float32 and gradient.numel() == self.bucket.elements and gradient.is_contiguous():
-                self.flat = gradient.view(-1)  # the only weight: the output head, whose loss computes an fp32 gradient
-            else:
-                view = self.bucket.view(self._allocated(), parameter)
-                view.copy_(gradient)
-                parameter.grad = view
-            self._present.add(parameter)
+        """Move a weight's gradient into the flat gradient, and leave none at the weight.
+
+        torch.compile breaks the graph at a weight whose gradient has another dtype, and blocks may be compiled after a backward pass.
+        """
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        if (total := self._sums.get(parameter)) is not None:
+            total.add_(gradient)
+        elif gradient.dtype == torch.float32 and gradient.numel() == self.bucket.elements and gradient.is_contiguous():
+            self.flat = gradient.view(-1)  # the only weight: the output head, whose loss computes an fp32 gradient
+            self._sums[parameter] = gradient
+        else:
+            self._sums[parameter] = self.bucket.view(self._allocated(), parameter).copy_(gradient)
         self.missing -= 1
 
     def complete(self) -> Tensor:
         """The whole gradient, zeros for weights without one."""
         flat, end = self._allocated(), 0
         for parameter, piece in self.bucket.pieces.items():
-            if parameter not in self._present:
-                self.bucket.view(flat, parameter).zero_()
-                self._present.add(parameter)
+            if parameter not in self._sums:
+                self._sums[parameter] = self.bucket.view(flat, parameter).zero_()
             end += piece.elements
         flat[end:].zero_()
         return flat
 
     def free(self) -> None:
         """Drop the whole gradient."""
-        for parameter in self.bucket.pieces:
-            parameter.grad = None
-        self._present.clear()
+        self._sums.clear()
         self.flat = None
 
     def _allocated(self) -> Tensor:

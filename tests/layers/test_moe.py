@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import VALUES, Experts, MoE, counts_on_host, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
+from pipeline.layers.moe import Experts, MoE, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
 from pipeline.layers.router import AuxLoss, Router
+from pipeline.layers.row_counts import VALUES, counts_on_host
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
 

@@ -148,6 +148,15 @@ def test_a_moe_layer_is_compiled_up_to_the_dispatch(worlds, model, checkpointing
     assert all("function marked as skipped" in reason for reason in reasons), reasons
 
 
+def test_weights_have_no_gradient_of_another_dtype_when_blocks_are_compiled(worlds):
+    """Parts of the blocks are compiled in the second micro-batch, after gradients have been accumulated in fp32."""
+    settings = ("precision=bf16", "parallel.zero_stage=1", "training.global_batch_size=8", "training.activation_checkpointing=none")
+    ((losses, graphs, _, _, reasons),) = worlds(1).run(compiled_run, settings, DEEPSEEK)
+    assert all(0 < loss < 10 for loss in losses)
+    assert graphs[-1] > 0
+    assert not any("dtype mismatch" in reason for reason in reasons), reasons
+
+
 def test_compilation_of_all_axes_together(worlds):
     """Tensor x context x recomputation, and the losses of the same run without compilation."""
     layout = ("parallel.tensor=2", "parallel.context=2", "training.activation_checkpointing=selective", "training.document_mask=true")

@@ -153,6 +153,32 @@ def _events(layout):
     return events, sizes
 
 
+def _reads(recompute):
+    """How often the numbers of rows are read in three steps, and the losses."""
+    config, mine = make(*MIXTRAL, "parallel.expert=2", "parallel.zero_stage=1", f"training.activation_checkpointing={recompute}")
+    reads, losses = [], []
+    tolist = torch.Tensor.tolist
+
+    def counted(tensor):
+        if tensor.dtype == torch.int64:
+            reads.append(len(tensor))
+        return tolist(tensor)
+
+    with mock.patch.object(torch.Tensor, "tolist", counted):
+        for step in range(3):
+            tokens = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
+            losses.append(float(mine.train(*causal(*share(mine, tokens)))[0]))
+    return len(reads), losses
+
+
+def test_a_recomputation_does_not_wait_for_the_numbers_of_rows_again(world):
+    """It has them from the forward pass; the losses are the same."""
+    kept, losses = world.run(_reads, "none")[0]
+    assert kept > 0
+    for recompute in ("full", "selective"):
+        assert world.run(_reads, recompute)[0] == (kept, losses)
+
+
 def test_the_shared_expert_computes_while_tokens_travel(world):
     """Rows go to the experts and return; so do their gradients."""
     events, sizes = world.run(_events, ())[0]

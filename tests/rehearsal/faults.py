@@ -67,6 +67,43 @@ def host_wait(planted: bool) -> None:
         loss.item()  # FIRST
 
 
+def host_wait_list(planted: bool) -> None:
+    counts = torch.ones(8, device="cuda")
+    if planted:
+        counts.tolist()  # FIRST
+
+
+def host_wait_index(planted: bool) -> None:
+    x = torch.ones(1 << 10, device="cuda")
+    positive = x > 0
+    if planted:
+        x[positive].sum()  # FIRST
+    x.where(positive, 0).sum()
+
+
+def host_wait_nonzero(planted: bool) -> None:
+    x = torch.ones(1 << 10, device="cuda")
+    if planted:
+        x.nonzero()  # FIRST
+
+
+def host_wait_copy(planted: bool) -> None:
+    x = torch.ones(1 << 10, device="cuda")
+    kept = torch.empty(1 << 10, pin_memory=True)
+    kept.copy_(x, non_blocking=True)
+    if planted:
+        x.cpu()  # FIRST
+
+
+def host_wait_device(planted: bool) -> None:
+    torch.ones(1 << 10, device="cuda").sum()
+    if planted:
+        torch.cuda.synchronize()  # FIRST
+
+
+HOST_WAITS = (host_wait, host_wait_list, host_wait_index, host_wait_nonzero, host_wait_copy, host_wait_device)
+
+
 def observed(scenario: Callable[[bool], None], planted: bool) -> tuple[list[Entry], Findings]:
     with recorded(GPU, {(0, 1, 2, 3): "data"}, Path(__file__).parent) as recorder:
         rehearsed_group.listen(recorder.collective)
@@ -136,7 +173,7 @@ def summary(scenario: Callable[[bool], None], planted: bool) -> dict[str, Any]:
 
 if __name__ == "__main__":
     rehearsed_group.initialize(0, 4)
-    scenarios = (missing_wait, freed_buffer, late_gather, host_wait)
+    scenarios = (missing_wait, freed_buffer, late_gather, *HOST_WAITS)
     result: dict[str, Any] = {one.__name__: [summary(one, planted) for planted in (False, True)] for one in scenarios}
     print(
         json.dumps({**result, "products": products_of_a_layer(), "recomputed": recomputed_products(), "documents": document_attention()}),

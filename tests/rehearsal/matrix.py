@@ -217,8 +217,8 @@ def generate(case: str, folder: Path) -> None:
     (folder / "rehearsal.json").write_text(json.dumps(content))
 
 
-def run(case: str, folder: Path) -> dict[str, Any]:
-    """Rehearse a case in a forked process; returns its exit code, its seconds of CPU and what it printed."""
+def run(case: str, folder: Path, function: Callable[[str, Path], None]) -> dict[str, Any]:
+    """Call a function with a case and a folder in a forked process; returns its exit code, its seconds of CPU and what it printed."""
     folder.mkdir(parents=True)
     if not (process := os.fork()):
         with open(folder / "log", "w") as log:
@@ -226,7 +226,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
             os.dup2(log.fileno(), 2)
         code = 1
         try:
-            (generate if "generation" in parts(case)[1] else rehearse)(case, folder)
+            function(case, folder)
             code = 0
         except BaseException:
             import traceback
@@ -239,8 +239,8 @@ def run(case: str, folder: Path) -> dict[str, Any]:
     return {"case": case, "code": code, "seconds": used.ru_utime + used.ru_stime, "log": text[-6000:]}
 
 
-def main(folder: Path, cases: list[str]) -> None:
-    """Rehearse cases, with all imports done once."""
+def import_all() -> None:
+    """Import what forked processes use."""
     import deepspeed  # noqa: F401
     from torch._inductor import compile_fx  # noqa: F401
     from torch.nn.attention import flex_attention  # noqa: F401
@@ -251,8 +251,13 @@ def main(folder: Path, cases: list[str]) -> None:
     from pipeline.stages import rehearse as stage  # noqa: F401
     from pipeline.training import loop  # noqa: F401
 
+
+def main(folder: Path, cases: list[str]) -> None:
+    """Rehearse cases, with all imports done once."""
+    import_all()
     for number, case in enumerate(cases):
-        print(json.dumps(run(case, folder / str(number))), flush=True)
+        function = generate if "generation" in parts(case)[1] else rehearse
+        print(json.dumps(run(case, folder / str(number), function)), flush=True)
 
 
 if __name__ == "__main__":

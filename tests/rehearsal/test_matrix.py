@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +35,26 @@ def test_every_pair_is_rehearsed_or_refused(family: str) -> None:
     assert not any(is_refused(*words(case)) for case in CASES if parts(case)[0] == family and "generation" not in parts(case)[1])
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
-    """Case -> its exit code, what it printed, and its rehearsal.json. Prints the table of the matrix: see it with pytest -s."""
-    folder = tmp_path_factory.mktemp("matrix")
+def rehearsed(script: str, cases: Sequence[str], folder: Path) -> dict[str, dict[str, Any]]:
+    """Run cases by a script of this folder; case -> its exit code, what it printed, and its rehearsal.json."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANNSCHEN_CACHE", str(folder / "cache"))
         variables = {**test_contract.variables_of.__wrapped__("h100"), "PIPELINE_REHEARSAL": "1", "DS_ACCELERATOR": "cuda"}
     variables |= {"PYTHONPATH": str(test_contract.ROOT), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    command = [test_contract.PYTHON, Path(__file__).with_name("matrix.py"), folder, *CASES]
+    command = [test_contract.PYTHON, Path(__file__).with_name(script), folder, *cases]
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = {}
     for number, line in enumerate(line for line in done.stdout.splitlines() if line.startswith("{")):
         result, written = json.loads(line), folder / str(number) / "rehearsal.json"
         found[result["case"]] = {**result, "report": json.loads(written.read_text()) if written.exists() else {}}
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
+    """Case -> its exit code, what it printed, and its rehearsal.json. Prints the table of the matrix: see it with pytest -s."""
+    found = rehearsed("matrix.py", CASES, tmp_path_factory.mktemp("matrix"))
     passed = {case: "x" if result["code"] else "+" for case, result in found.items()}
     print("\n" + "\n".join([*table(passed), f"{sum(result['seconds'] for result in found.values()):.0f} s of CPU"]))
     return found

@@ -42,8 +42,12 @@ def test_a_planted_race_is_found(found: dict[str, Any], name: str, kinds: set[st
     assert line(name, "SECOND") in {second for _, _, second in wrong["races"]}
 
 
-def test_a_wait_of_the_host_is_found(found: dict[str, Any]) -> None:
-    assert found["host_wait"] == [NONE, {"races": [], "waits": [[line("host_wait", "FIRST"), 1]]}]
+@pytest.mark.parametrize("how", ["", "_list", "_index", "_nonzero", "_copy", "_device"])
+def test_a_wait_of_the_host_is_found(found: dict[str, Any], how: str) -> None:
+    right, wrong = found[f"host_wait{how}"]
+    assert right == NONE
+    assert wrong["races"] == []
+    assert [site for site, _ in wrong["waits"]] == [line(f"host_wait{how}", "FIRST")]
 
 
 def test_products_of_a_backward_pass_have_the_line_of_the_forward_pass(found: dict[str, Any]) -> None:
