@@ -53,6 +53,9 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
             }
             for comparison in certificate.comparisons
         ],
+        "parts": {
+            part.part: {"covered": part.covered, "not_covered": part.not_covered, "failures": part.failures} for part in certificate.parts
+        },
         "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy")} | {"python": platform.python_version()},
         "commit": commit(),
         "host": socket.gethostname(),

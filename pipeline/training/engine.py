@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -64,6 +65,10 @@ class Engine(ABC):
     @abstractmethod
     def fragments(self) -> list[Fragment]:
         """This rank's fragments of weights and optimizer state."""
+
+    @abstractmethod
+    def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
+        """This rank's pieces of the trained weights as the forward pass reads them. Collective: weights that are freed are gathered."""
 
     @abstractmethod
     def updates(self) -> int:

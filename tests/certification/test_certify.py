@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from pipeline import __main__
-from pipeline.certification import certificate
+from pipeline.certification import certificate, tolerances
 from pipeline.certification.comparison import QUANTITIES, Difference, Outcome, differences
 from pipeline.certification.distributed import RanksFailedError
-from pipeline.stages.certify import SPOIL
-from tests.helpers import pipeline
+from tests.certification import faults
+from tests.certification.faults import with_fault
 from tests.test_imports import SOURCES, imports
 
 #: A job of 16 ranks whose small version has four.
@@ -33,12 +33,16 @@ NORM = "blocks.0.mlp_norm.weight"
 def certify(worlds, monkeypatch, tmp_path, capsys):
     """`certify(*overrides)`: the exit code of the command line, what it printed, and the certificate. Ranks are those of the tests."""
 
+    planted: Any = None
+
     def in_world(size: int, function: Callable[..., None], *arguments: object, seconds: float, watch: Callable[[], None]) -> None:
         assert seconds == 600
-        worlds(size).run(function, *arguments)
+        worlds(size).run(*(function,) if planted is None else (with_fault, planted, function), *arguments)
         watch()
 
-    def run(*overrides: str, ranks: Callable[..., None] = in_world) -> tuple[int, str, dict[str, Any]]:
+    def run(*overrides: str, ranks: Callable[..., None] = in_world, fault: Any = None) -> tuple[int, str, dict[str, Any]]:
+        nonlocal planted
+        planted = fault
         monkeypatch.setattr(certificate, "preload", lambda: None)
         monkeypatch.setattr(certificate, "run_ranks", ranks)
         monkeypatch.setattr(sys, "argv", ["pipeline", *overrides, f"run_dir={tmp_path}"])
@@ -76,16 +80,25 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     assert written["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
 
 
-@pytest.mark.world
-def test_a_wrong_gradient_is_not_certified(tmp_path: Path) -> None:
-    """The ranks are those that the stage starts. One gradient is scaled by 1.01, of a weight on one of two tensor ranks."""
-    words = (*JOB[:2], "parallel.tensor=2", "stage.world_size=2", "stage.steps=3", "precision=fp32")
-    printed = pipeline(*words, f"run_dir={tmp_path}", env={SPOIL: NORM}, expect=1)
-    assert re.search(rf"gradient in fp32: differs by \d.\de-0[23] \({NORM}\)", printed), printed
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        (faults.wrong_gradient, rf"gradient in fp32: differs by \d.\de-0[23] \({NORM}\)"),
+        (
+            faults.clipped_on_one_tensor_rank,
+            rf"copies: fp32: step 1: {NORM} \(.*exp_avg, .*\) differs along the tensor axis: ranks 0 and 1",
+        ),
+        (faults.second_moments_are_not_loaded, r"state: fp32: step 2, loaded in the same layout: \S+ \(exp_avg_sq\)"),
+        (faults.schedule_restarts_at_resume, r"state: fp32: step 3, continued from step 2: \S+ \(.*\) differs from the uninterrupted run"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_is_not_certified(certify, tmp_path: Path, fault: Callable[[], Any], expected: str) -> None:
+    code, printed, written = certify(*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", fault=fault)
+    assert code == 1, printed
+    assert re.search(expected, printed), printed
     assert "Traceback" not in printed
-    written = json.loads((tmp_path / "certificate.json").read_text())
     assert written["certified"] is False
-    assert written["comparisons"][0]["differences"]["gradient"]["where"] == NORM
     assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
 
 
@@ -153,9 +166,9 @@ def test_a_plain_loop_that_diverges_certifies_nothing() -> None:
         return Outcome([loss], [loss], {kind: {"norm.weight": torch.full((2,), loss)} for kind in ("gradient", "moment", "weight")})
 
     exact = dict.fromkeys(QUANTITIES, Difference(math.inf, "step 1"))
-    assert len(certificate.compare_fp32(outcome(math.nan), outcome(math.nan), exact).failures()) == len(QUANTITIES)
-    assert len(certificate.compare_low("bf16", outcome(math.nan), outcome(math.nan), outcome(1.0)).failures()) == len(QUANTITIES)
-    assert not certificate.compare_low("bf16", outcome(1.001), outcome(1.0), outcome(1.0)).failures()
+    assert len(tolerances.compare_fp32(outcome(math.nan), outcome(math.nan), exact).failures()) == len(QUANTITIES)
+    assert len(tolerances.compare_low("bf16", outcome(math.nan), outcome(math.nan), outcome(1.0)).failures()) == len(QUANTITIES)
+    assert not tolerances.compare_low("bf16", outcome(1.001), outcome(1.0), outcome(1.0)).failures()
 
 
 def test_the_reference_shares_no_code_with_the_engines() -> None:

@@ -1,0 +1,81 @@
+"""Mistakes of a trainer, planted in the ranks of a certificate from outside: each replaces one function while the ranks work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute by what `make` makes of it."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def wrong_gradient(weight: str = "blocks.0.mlp_norm.weight") -> Any:
+    """One of two tensor ranks scales the gradient of a weight by 1.01."""
+    from pipeline.training.trainer import Trainer
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, config: Any, mesh: Any, model: Any = None) -> None:
+            original(self, config, mesh, model)
+            for parameter, piece in self.model.pieces.items():
+                if piece.name == weight and mesh.coordinates.tensor == 0:
+                    parameter.register_hook(lambda gradient: gradient * 1.01)
+
+        return init
+
+    return replaced(Trainer, "__init__", make)
+
+
+def clipped_on_one_tensor_rank() -> Any:
+    """Replicated vectors are clipped on even ranks only, those with the primary copy (DeepSpeed#1801, BLOOM-176B)."""
+    from pipeline.training.weight_update import WeightUpdate
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, norm: torch.Tensor, gradients: Any) -> Any:
+            if dist.get_rank() % 2:
+                gradients[-1].mul_(2)  # the last bucket: vectors
+            return original(self, norm, gradients)
+
+        return step
+
+    return replaced(WeightUpdate, "step", make)
+
+
+def second_moments_are_not_loaded() -> Any:
+    """A resumed optimizer begins with second moments of zero."""
+    from pipeline.checkpoint import load_any_layout
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(checkpoint: Any, fragments: Any) -> None:
+            original(checkpoint, fragments)
+            for fragment in fragments:
+                if "exp_avg_sq" in fragment.tensors:
+                    fragment.tensors["exp_avg_sq"].zero_()
+
+        return load
+
+    return replaced(load_any_layout, "load", make)
+
+
+def schedule_restarts_at_resume() -> Any:
+    """The learning rate and the optimizer's step count begin again after loading."""
+    from pipeline.training.weight_update import WeightUpdate
+
+    return replaced(WeightUpdate, "loaded", lambda original: lambda self, updates: original(self, 0))  # noqa: ARG005
+
+
+def with_fault(fault: Callable[[], Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function with the fault."""
+    with fault():
+        return function(*arguments)
