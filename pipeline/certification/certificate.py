@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from pipeline.certification import data_order
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
 from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping
@@ -61,7 +62,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     low = [own] if own != "fp32" and "precision" not in skip else []
     saved = None if "state" in skip else (low or ["fp32"])[-1]
     passes = 3 + 2 * len(low)  # the plain loop in fp32 and fp64, the ranks, and ranks and plain loop in the job's precision
-    reports = left_out(skip)
+    reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     try:
         with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
             small, reference, rounding = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)

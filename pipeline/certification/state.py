@@ -64,7 +64,7 @@ def saved_steps(config: RunConfig) -> tuple[int, int]:
 
 def state_after(config: RunConfig, step: int) -> TrainState:
     """Return the progress of a run after a step, without the engine's counters."""
-    return TrainState(step, sum(warmup.batch_size(config.training, before) for before in range(step)))
+    return TrainState(step, warmup.samples(config.training, step))
 
 
 class Saving:

@@ -303,7 +303,7 @@ READS: dict[str, tuple[str, ...]] = {
     "convert_tokens": ("data", "tokenizer"),
     "pretrain": _TRAINING,
     "finetune": (*_TRAINING, "tokenizer"),
-    "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
+    "certify": ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "tokenizer", "cluster"),
     "plan": ("model", "training", "parallel", "precision", "cluster"),
     "rehearse": _TRAINING,
     "preflight": ("cluster",),

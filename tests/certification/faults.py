@@ -75,6 +75,51 @@ def schedule_restarts_at_resume() -> Any:
     return replaced(WeightUpdate, "loaded", lambda original: lambda self, updates: original(self, 0))  # noqa: ARG005
 
 
+def data_ranks_read_the_same() -> Any:
+    """Every data rank reads the samples of the first one."""
+    from pipeline.training.batch_loader import BatchLoader
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *arguments: Any) -> None:
+            original(self, *arguments)
+            self._rank = 0
+
+        return init
+
+    return replaced(BatchLoader, "__init__", make)
+
+
+def resumed_run_repeats_samples() -> Any:
+    """A loader that begins after the first step reads from the first sample on (accelerate#4071)."""
+    from pipeline.training.batch_loader import BatchLoader
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, first, steps, *more: original(self, first if len(steps) > 1 or steps[0] == 0 else 0, steps, *more)
+
+    return replaced(BatchLoader, "training", make)
+
+
+def epoch_repeats_a_sequence() -> Any:
+    """The permutation of an epoch maps two indices to one sequence."""
+    from pipeline.data.load import samples
+
+    return replaced(samples, "permute", lambda original: lambda *arguments: original(*arguments) // 2 * 2)
+
+
+def targets_are_the_tokens() -> Any:
+    """Targets are not shifted."""
+    from pipeline.data.load.objectives.causal import Causal
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def arrays(self: Any, indices: Any) -> Any:
+            found = original(self, indices)
+            return {**found, "targets": found["tokens"]}
+
+        return arrays
+
+    return replaced(Causal, "arrays", make)
+
+
 def with_fault(fault: Callable[[], Any], function: Callable[..., Any], *arguments: Any) -> Any:
     """Run a function with the fault."""
     with fault():
