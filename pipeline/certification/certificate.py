@@ -129,8 +129,8 @@ def table(certificate: Certificate) -> list[str]:
 
 
 def coverage(certificate: Certificate) -> list[str]:
-    """Return what every part has compared, and what it has not, as lines."""
-    lines = []
+    """Return what was shrunk, and what every part has compared and what it has not, as lines."""
+    lines = ["shrunk: " + ", ".join(f"{change.key} {change.planned} -> {change.small}" for change in certificate.small.changes)]
     for part in certificate.parts:
         lines += [f"{part.part}: {line}" for line in part.covered]
         lines += [f"{part.part}: not covered: {line}" for line in part.not_covered]

@@ -17,6 +17,10 @@ from pipeline.config.schema import RunConfig, StageConfig
 HEAD_WIDTH = 8
 SEQUENCE = 16
 VOCABULARY = 96
+BLOCKS = 2
+"""Blocks of every kind that a pipeline stage keeps."""
+MOST_RANKS = 16
+"""Ranks of the small job. Rings and expert groups that need more have two ranks."""
 LARGEST_WARMUP = 2
 """Number of entries of a warm-up that are kept."""
 
@@ -45,8 +49,9 @@ class Shrunk:
 def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     """Return the small version of a job.
 
-    Every parallel axis in use keeps its smallest factor (2 for even sizes), and 1F1B three pipeline ranks if it has them, so that one
-    holds neither the embedding nor the head. Whatever divides planned sizes then divides small ones: a legal job stays legal.
+    Every parallel axis in use keeps its smallest factor (2 for even sizes), a ring and an expert group one above 2, and 1F1B three pipeline
+    ranks if it has them, so that one holds neither the embedding nor the head. Whatever divides planned sizes then divides small ones: a
+    legal job stays legal.
 
     Args:
         planned: a legal configuration of pretraining for this world size.
@@ -56,7 +61,7 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     before = Layout.of(planned, world_size)
     data = min(before.data, 2)
     small = dataclasses.replace(planned, stage=StageConfig(name="pretrain"))
-    small = _shrink_axes(small)
+    small = _shrink_axes(small, data)
     small = _shrink_schedule(small, steps)
     small = _shrink_sequence(small)
     small = _shrink_layers(small, planned, before)
@@ -84,15 +89,21 @@ def _plain(value: Any) -> object:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _factor(size: int) -> int:
-    """Return the smallest divisor above 1 of an axis in use; 1 of an axis not in use."""
-    return next((divisor for divisor in range(2, size + 1) if size % divisor == 0), 1)
+def _factor(size: int, above: int = 1) -> int:
+    """Return the smallest divisor of an axis larger than `above`; the smallest above 1 if there is none, 1 of an axis not in use."""
+    divisors = [divisor for divisor in range(2, size + 1) if size % divisor == 0]
+    return next((divisor for divisor in divisors if divisor > above), min(divisors, default=1))
 
 
-def _shrink_axes(small: RunConfig) -> RunConfig:
+def _shrink_axes(small: RunConfig, data: int) -> RunConfig:
+    """Keep the smallest factor of each axis; of rings and expert groups one above 2, as far as MOST_RANKS allow."""
     parallel = small.parallel
     sizes: dict[str, Any] = {f"parallel.{axis}": _factor(getattr(parallel, axis)) for axis in ("tensor", "context", "expert")}
     sizes["parallel.pipeline"] = min(parallel.pipeline, 3 if parallel.schedule == "1f1b" else 2)
+    for axis in ("context", "expert"):
+        larger = {**sizes, f"parallel.{axis}": _factor(getattr(parallel, axis), above=2)}
+        if math.prod(larger.values()) * data <= MOST_RANKS:
+            sizes = larger
     if parallel.stages_per_rank is not None:
         sizes["parallel.stages_per_rank"] = min(parallel.stages_per_rank, 2)
     return knobs.changed(small, sizes)
@@ -143,19 +154,32 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
 
 
 def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunConfig:
-    """Keep a layer per stage, one more if the planned stages differ in size, and layers of every kind."""
+    """Keep BLOCKS of every kind per stage, as far as the planned stages have them; one more if the planned stages differ in size."""
     model: Any = small.model
-    stages = small.parallel.pipeline * stages_per_rank(small.parallel)
-    layers = min(planned.model.layers, max(2, stages + (planned.model.layers % before.stage_count != 0)))
-    sizes = {"model.layers": layers}
+    wanted = planned.model.layers
+    sizes: dict[str, Any] = {}
+    kinds = 1
     for name in ("sliding_window_pattern", "no_rope_layer_interval"):
-        if 2 < getattr(model, name, 0) <= planned.model.layers:
-            sizes[f"model.{name}"] = 2
+        if 1 < getattr(model, name, 0) <= wanted:
+            sizes[f"model.{name}"] = kinds = 2
+    stages = small.parallel.pipeline * stages_per_rank(small.parallel)
+    per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))
+    layers = max(2, stages * per_stage + (wanted % before.stage_count != 0))
+    if planned.parallel.layers_per_stage:
+        uneven = _few_of_stages(planned.parallel.layers_per_stage, stages)
+        sizes["parallel.layers_per_stage"], layers = uneven, sum(uneven)
+    layers = sizes["model.layers"] = min(wanted, layers)
     if dense := getattr(model, "dense_layers", 0):
-        sizes["model.dense_layers"] = layers if dense == planned.model.layers else 1
+        sizes["model.dense_layers"] = layers if dense == wanted else min(dense, BLOCKS, layers - 1)
     if encoder := getattr(model, "encoder_layers", None):
-        sizes["model.encoder_layers"] = min(max(1, round(encoder / planned.model.layers * layers)), layers - 1)
+        sizes["model.encoder_layers"] = min(max(1, round(encoder / wanted * layers)), layers - 1)
     return knobs.changed(small, sizes)
+
+
+def _few_of_stages(blocks: list[int], stages: int) -> list[int]:
+    """Return the number of blocks of few stages, the first and the last one among them; larger stages stay larger."""
+    chosen = [blocks[round(index * (len(blocks) - 1) / max(1, stages - 1))] for index in range(stages)]
+    return [min(count, BLOCKS) + (count > min(blocks) and count > BLOCKS) for count in chosen]
 
 
 def _shrink_heads(small: RunConfig, planned: RunConfig) -> RunConfig:
