@@ -18,11 +18,14 @@ from pipeline.certification.parts import PartReport, left_out, merged
 from pipeline.certification.ranks_work import STEPS, RankResult, Work, continue_elsewhere, in_folder, train_all
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk, shrink
-from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low
+from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low, largest_drift
 from pipeline.common.progress import Progress
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
+
+#: Runs of the plain loop with perturbed initial weights, in low precisions.
+PERTURBED = 2
 
 
 @dataclass(frozen=True)
@@ -58,20 +61,23 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     preload()
     torch.set_num_threads(1)
     small = shrink(planned, world_size, steps)
-    own = planned.precision.dtype
+    own = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
     low = [own] if own != "fp32" and "precision" not in skip else []
     saved = None if "state" in skip else (low or ["fp32"])[-1]
-    passes = 3 + 2 * len(low)  # the plain loop in fp32 and fp64, the ranks, and ranks and plain loop in the job's precision
+    # The plain loop in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
+    passes = 3 + (2 + PERTURBED + (own == "fp8")) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     try:
         with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
-            small, reference, rounding = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
-            configs = {dtype: in_precision(small.config, dtype) for dtype in ("fp32", *low)}
+            plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
+            small = plain.small
+            configs = {name: small.config if name == "fp8" else in_precision(small.config, name) for name in ("fp32", *low)}
             runs = _train_ranks(small.world_size, Work(configs, folder, copies="copies" not in skip, saved=saved), seconds, progress)
-            found = [compare_fp32(runs["fp32"].outcome, reference, rounding)]
-            for dtype in low:
-                plain = train_plain(configs[dtype], DTYPES[dtype], after_step=progress.advance)
-                found.append(compare_low(dtype, runs[dtype].outcome, plain, reference))
+            drift = largest_drift(small.config)
+            found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift)]
+            if low:
+                found.append(_compare_low(own, configs[own], runs[own].outcome, plain.reference, progress))
+                reports.append(PartReport("precision", [f"losses, gradients, moments and weights in {own}, {found[-1].method}"]))
             for dtype, run in runs.items():
                 reports += [report.inside(dtype) for report in run.reports]
             if saved is not None:
@@ -81,6 +87,16 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     parts = merged(reports)
     failures = [failure for comparison in found for failure in comparison.failures()]
     return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
+
+
+def _compare_low(name: str, config: RunConfig, run: Outcome, precise: Outcome, progress: Progress) -> Comparison:
+    """Compare the layout with the plain loop in the job's precision; `precise` is the plain loop in fp32."""
+    dtype, advance = DTYPES[config.precision.dtype], progress.advance
+    reference = train_plain(config, dtype, after_step=advance)
+    if name == "fp8":
+        precise = train_plain(in_precision(config, config.precision.dtype), dtype, after_step=advance)
+    perturbed = [train_plain(config, dtype, perturbed=seed, after_step=advance) for seed in range(PERTURBED)]
+    return compare_low(name, run, reference, [precise, *perturbed])
 
 
 def _train_ranks(size: int, work: Work, seconds: float, progress: Progress) -> dict[str, RankResult]:
@@ -120,12 +136,17 @@ def table(certificate: Certificate) -> list[str]:
     lines = [f"{'largest relative difference':<30}" + "".join(f"{name:>10}" for name in names)]
     for comparison in certificate.comparisons:
         rows = {
-            f"{comparison.dtype}: rounding": [d.value for d in comparison.rounding.values()],
-            f"{comparison.dtype}: tolerance": list(comparison.tolerances.values()),
-            f"{comparison.dtype}: layout": [d.value for d in comparison.found.values()],
+            f"{comparison.dtype}: rounding": {name: d.value for name, d in comparison.rounding.items()},
+            f"{comparison.dtype}: tolerance": comparison.tolerances,
+            f"{comparison.dtype}: layout": {name: d.value for name, d in comparison.found.items()},
         }
-        lines += [f"  {title:<28}" + "".join(f"{value:10.1e}" for value in values) for title, values in rows.items()]
+        lines += [f"  {title:<28}" + "".join(_cell(values.get(name)) for name in names) for title, values in rows.items()]
     return lines
+
+
+def _cell(value: float | None) -> str:
+    """Return a column of the table; empty for what was not compared."""
+    return f"{value:10.1e}" if value is not None else " " * 10
 
 
 def coverage(certificate: Certificate) -> list[str]:

@@ -26,6 +26,9 @@ LARGEST_WARMUP = 2
 
 #: Sizes of multi-head latent attention: key -> width.
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": HEAD_WIDTH, "qk_rope_head_dim": 4, "v_head_dim": HEAD_WIDTH}
+#: The same with fp8, whose products require sizes that are multiples of 16 on every rank.
+FP8_WIDTH = 16
+FP8_LATENT = {"q_lora_rank": 32} | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), FP8_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -164,6 +167,9 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
             sizes[f"model.{name}"] = kinds = 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
     per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))
+    if planned.precision.fp8 != "none":  # at least two blocks between those whose products stay bf16
+        sizes["precision.fp8_exclude_layers"] = excluded = min(planned.precision.fp8_exclude_layers, 1)
+        per_stage = max(per_stage, -(-(2 * excluded + 2) // stages))
     layers = max(2, stages * per_stage + (wanted % before.stage_count != 0))
     if planned.parallel.layers_per_stage:
         uneven = _few_of_stages(planned.parallel.layers_per_stage, stages)
@@ -205,14 +211,16 @@ def _shrink_widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     model: Any = small.model
     wanted, tensor = planned.model, small.parallel.tensor
     sizes: dict[str, Any] = {}
-    width = HEAD_WIDTH  # of hidden, per head
+    fp8 = planned.precision.fp8 != "none"
+    head_width, latent, unit = (FP8_WIDTH, FP8_LATENT, FP8_WIDTH * tensor) if fp8 else (HEAD_WIDTH, LATENT, tensor)
+    width = head_width  # of hidden, per head
     if _has(model, "kv_lora_rank"):
-        width = 2 * HEAD_WIDTH
-        sizes |= {f"model.{name}": min(value, size) for name, size in LATENT.items() if (value := getattr(model, name)) is not None}
+        width = 2 * head_width
+        sizes |= {f"model.{name}": min(value, size) for name, size in latent.items() if (value := getattr(model, name)) is not None}
     elif getattr(model, "head_width", None) is not None:
-        sizes["model.head_width"] = HEAD_WIDTH
+        sizes["model.head_width"] = head_width
         attention = wanted.heads * wanted.head_dim
-        width = HEAD_WIDTH if attention == wanted.hidden else HEAD_WIDTH // 2 if attention > wanted.hidden else 3 * HEAD_WIDTH // 2
+        width = head_width if attention == wanted.hidden else head_width // 2 if attention > wanted.hidden else 3 * head_width // 2
         width = min(width, max(1, wanted.hidden // wanted.heads))
     hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
     if getattr(model, "embed_width", None) is not None:
@@ -220,7 +228,7 @@ def _shrink_widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     for name in ("ffn_hidden", "expert_ffn_hidden"):
         if _has(model, name):
             value = getattr(wanted, name)
-            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / tensor)) * tensor)
+            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / unit)) * unit)
     uneven = wanted.vocab_size % planned.parallel.tensor != 0
     sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
     return knobs.changed(small, sizes)
