@@ -77,7 +77,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
             found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift)]
             if low:
                 found.append(_compare_low(own, configs[own], runs[own].outcome, plain.reference, progress))
-                reports.append(PartReport("precision", [f"losses, gradients, moments and weights in {own}, {found[-1].method}"]))
+                reports.append(PartReport("precision", [f"layout and plain loop in {own}; bounds from {PERTURBED + 1} perturbed runs"]))
             for dtype, run in runs.items():
                 reports += [report.inside(dtype) for report in run.reports]
             if saved is not None:

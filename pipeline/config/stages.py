@@ -301,7 +301,7 @@ READS: dict[str, tuple[str, ...]] = {
     "train_tokenizer": ("tokenizer", "data"),
     "tokenize": ("data", "tokenizer"),
     "convert_tokens": ("data", "tokenizer"),
-    "pretrain": _TRAINING,
+    "pretrain": (*_TRAINING, "certify"),
     "finetune": (*_TRAINING, "tokenizer"),
     "certify": ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "tokenizer", "cluster"),
     "plan": ("model", "training", "parallel", "precision", "cluster"),

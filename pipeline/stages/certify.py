@@ -16,10 +16,9 @@ from pipeline.config import compose
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Certify
+from pipeline.launch.certified import FILE
 
 log = logging.getLogger("pipeline")
-
-FILE = "certificate.json"
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
