@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.certification import data_order
+from pipeline.certification import data_order, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
 from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping
@@ -67,6 +67,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     # The plain loop in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
     passes = 3 + (2 + PERTURBED + (own == "fp8")) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
+    reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
     try:
         with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,32 @@ def targets_are_the_tokens() -> Any:
         return arrays
 
     return replaced(Causal, "arrays", make)
+
+
+def pieces_leave_a_gap() -> Any:
+    """The last tensor rank's piece of a weight is one row too short."""
+    from pipeline.parallel import pieces
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def slice_weight(name: str, shape: Any, role: str, axes: Any) -> Any:
+            piece = original(name, shape, role, axes)
+            size, rank = axes.get("tensor", (1, 0))
+            cut = tuple(
+                dataclasses.replace(s, stop=s.stop - 1) if s.axis == "tensor" and rank == size - 1 and name.endswith("key.weight") else s
+                for s in piece.slices
+            )
+            return dataclasses.replace(piece, slices=cut)
+
+        return slice_weight
+
+    return replaced(pieces, "slice_weight", make)
+
+
+def partitions_are_too_short() -> Any:
+    """A bucket is not padded up to a multiple of its ranks."""
+    from pipeline.training import buckets
+
+    return replaced(buckets, "padded_elements", lambda _: lambda elements, ranks: elements // ranks * ranks)
 
 
 def with_fault(fault: Callable[[], Any], function: Callable[..., Any], *arguments: Any) -> Any:
