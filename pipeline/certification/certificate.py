@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from pipeline.certification import data_order, shapes
+from pipeline.certification import data_order, exported, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
 from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
+from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
 from pipeline.certification.ranks_work import STEPS, RankResult, Work, continue_elsewhere, in_folder, train_all
 from pipeline.certification.reference import train_plain
@@ -83,10 +84,15 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
                 reports += [report.inside(dtype) for report in run.reports]
             if saved is not None:
                 reports.append(_continue_elsewhere(configs[saved], runs[saved].outcome, found[-1].tolerances["loss"], folder, seconds))
+                if not reports[-1].failures:
+                    reports.append(exported.report(in_folder(configs[saved], folder)))
     except RanksFailedError as error:
         return Certificate(small, [], [str(error)], error.details, merged(reports))
     parts = merged(reports)
     failures = [failure for comparison in found for failure in comparison.failures()]
+    if found[0].failures():
+        where = begins(configs["fp32"], small.world_size, runs["fp32"].outcome, plain.reference, found[0].tolerances)
+        failures.insert(0, f"begins at {where}")
     return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
 
 

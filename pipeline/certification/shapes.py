@@ -92,7 +92,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     found.failures += [f"{name} is not a weight of the model in one process" for name in sorted(held - whole.keys())]
     if layout.pipeline <= len(_some(layout.pipeline)):
         found.failures += [f"{name} is on no pipeline rank" for name in sorted(whole.keys() - held)]
-    pieces = {name: _pieces(layout, piece) for name, piece in whole.items()}
+    pieces = {name: pieces_by_rank(layout, piece) for name, piece in whole.items()}
     for name, parts in pieces.items():
         found.failures += [f"{name}: {problem}" for problem in _tiling(whole[name].full_shape, parts)]
     found.failures += _heads(config, layout, pieces)
@@ -109,7 +109,7 @@ def _some(count: int) -> list[int]:
     return sorted({0, min(1, count - 1), count // 2, count - 1})
 
 
-def _pieces(layout: Layout, whole: Piece) -> dict[tuple[int, int], Piece]:
+def pieces_by_rank(layout: Layout, whole: Piece) -> dict[tuple[int, int], Piece]:
     """Return the pieces of a weight by tensor and expert rank, by the function that partitions the model."""
     return {
         (tensor, expert): pieces_of_ranks.slice_weight(

@@ -38,6 +38,11 @@ def wrong_gradient(weight: str = "blocks.0.mlp_norm.weight") -> Any:
     return replaced(Trainer, "__init__", make)
 
 
+def wrong_gradient_of_one_piece() -> Any:
+    """As wrong_gradient, of a weight that is divided."""
+    return wrong_gradient("blocks.1.attention.query.weight")
+
+
 def clipped_on_one_tensor_rank() -> Any:
     """Replicated vectors are clipped on even ranks only, those with the primary copy (DeepSpeed#1801, BLOOM-176B)."""
     from pipeline.training.weight_update import WeightUpdate
@@ -119,6 +124,21 @@ def targets_are_the_tokens() -> Any:
         return arrays
 
     return replaced(Causal, "arrays", make)
+
+
+def gradients_scaled_in_bf16() -> Any:
+    """Gradients are 1.5 times too large, in bf16 only."""
+    from pipeline.training.trainer import Trainer
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, config: Any, mesh: Any, model: Any = None) -> None:
+            original(self, config, mesh, model)
+            for parameter in self.model.pieces if config.precision.dtype == "bf16" else ():
+                parameter.register_hook(lambda gradient: gradient * 1.5)
+
+        return init
+
+    return replaced(Trainer, "__init__", make)
 
 
 def pieces_leave_a_gap() -> Any:

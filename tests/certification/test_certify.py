@@ -76,6 +76,9 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     assert {"key": "parallel.tensor", "from": 4, "to": 2} in written["small"]["shrunk"]
     assert written["small"]["layout"]["data"] == 2
     assert written["planned"]["layout"]["data"] == 4
+    assert list(written["parts"]) == ["copies", "state", "data", "precision", "shapes"]
+    assert any("stock transformers" in line for line in written["parts"]["state"]["covered"])
+    assert written["parts"]["data"]["not_covered"] == ["no data was checked: data.tokens=work/tokens is not there"]
     assert written["planned"]["overrides"][:2] == ["stage=certify", "model=llama-tiny"]
     assert written["planned"]["config"]["model"]["layers"] == 4
     assert written["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
@@ -85,6 +88,8 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     "fault, expected",
     [
         (faults.wrong_gradient, rf"gradient in fp32: differs by \d.\de-0[23] \({NORM}\)"),
+        (faults.wrong_gradient, rf"- begins at step 1, backward, {NORM}: \d.\de-0[23]\n"),
+        (faults.wrong_gradient_of_one_piece, r"- begins at step 1, backward, blocks.1.attention.query.weight, tensor rank 0: 1.0e-02\n"),
         (
             faults.clipped_on_one_tensor_rank,
             rf"copies: fp32: step 1: {NORM} \(.*exp_avg, .*\) differs along the tensor axis: ranks 0 and 1",
@@ -101,6 +106,15 @@ def test_a_fault_is_not_certified(certify, tmp_path: Path, fault: Callable[[], A
     assert "Traceback" not in printed
     assert written["certified"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
+
+
+def test_a_fault_in_the_precision_of_the_job(certify) -> None:
+    words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,data,shapes]")
+    code, printed, written = certify(*words, fault=faults.gradients_scaled_in_bf16)
+    assert code == 1
+    assert re.search(r"norm in bf16: differs by 5.0e-01", printed), printed
+    assert "in fp32: differs" not in printed
+    assert written["parts"]["copies"]["not_covered"] == ["left out by stage.skip=copies"]
 
 
 def test_ranks_that_fail(certify) -> None:
