@@ -117,6 +117,22 @@ def test_a_fault_in_the_precision_of_the_job(certify) -> None:
     assert written["parts"]["copies"]["not_covered"] == ["left out by stage.skip=copies"]
 
 
+@pytest.mark.parametrize(
+    "fault, expected",
+    [
+        (faults.data_ranks_read_the_same, "data: step 1: the data ranks read other tokens than one process"),
+        (faults.pieces_leave_a_gap, "shapes: blocks.0.attention.key.weight: its pieces along dim 0 leave a gap"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_at_the_size_of_the_job(certify, tokens: Path, fault: Callable[[], Any], expected: str) -> None:
+    """It is planted in this process, which has the parts that need no ranks."""
+    with fault():
+        code, printed, _ = certify(*JOB, "stage.skip=[copies,state,precision]", f"data.tokens={tokens}")
+    assert code == 1, printed
+    assert expected in printed
+
+
 def test_ranks_that_fail(certify) -> None:
     def fail(*_: object, **__: object) -> None:
         raise RanksFailedError("rank 1: RuntimeError: a collective differs", "Traceback ...")
