@@ -43,5 +43,8 @@ def report(config: RunConfig) -> PartReport:
     except CheckFailed as failed:
         found.failures.append(f"export: {failed}")
         return found
+    except RuntimeError as error:  # kernels of transformers do not support all small sizes
+        found.not_covered.append(f"logits of an export: transformers computes none at these sizes ({str(error).splitlines()[0]})")
+        return found
     found.covered.append(f"exported, and the logits of {architecture} of stock transformers compared with those of the plain model")
     return found
