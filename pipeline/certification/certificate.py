@@ -2,72 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from pipeline.certification import shrink as shrinking
-from pipeline.certification.comparison import QUANTITIES, Difference, Outcome, differences
-from pipeline.certification.distributed import RanksFailedError, preload, run_ranks, train_in_layout
+from pipeline.certification import data_order, exported, shapes
+from pipeline.certification import state as saved_state
+from pipeline.certification.comparison import QUANTITIES, Outcome
+from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping
+from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
+from pipeline.certification.first_difference import begins
+from pipeline.certification.parts import PartReport, left_out, merged
+from pipeline.certification.ranks_work import STEPS, RankResult, Work, continue_elsewhere, in_folder, train_all
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk, shrink
+from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low, largest_drift
 from pipeline.common.progress import Progress
+from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
 
-log = logging.getLogger("pipeline")
-
-#: Smallest tolerance in fp32, as that of tools/numerics.
-FP32_FLOOR = 1e-5
-#: The tolerance is this multiple of the rounding error of the plain loop, if that is larger than the floor.
-FP32_FACTOR = 10
-#: Largest tolerance: above it, a wrong gradient would pass.
-FP32_CEILING = 1e-3
-#: As FP32_FACTOR, for lower precisions.
-LOW_FACTOR = 4
-#: Rounding error of a bf16 number.
-LOW_FLOOR = 2.0**-8
-#: Largest tolerance in lower precisions, also if the plain loop diverges.
-LOW_CEILING = 0.5
-#: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
-#: rounding, or a token whose experts are equally likely, changes gradients by more.
-SEEDS = 4
-#: The file in which rank 0 counts its steps.
-STEPS = "steps"
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The differences between the layout and the plain loop in one precision.
-
-    Attributes:
-        dtype: of weights and activations of both.
-        method: what the tolerance is, for readers.
-        rounding: the differences between the plain loop in this precision and in a higher one.
-        tolerances: quantity -> largest difference that passes.
-        found: quantity -> largest difference.
-    """
-
-    dtype: str
-    method: str
-    rounding: dict[str, Difference]
-    tolerances: dict[str, float]
-    found: dict[str, Difference]
-
-    def failures(self) -> list[str]:
-        """Return a line for every quantity above its tolerance."""
-        return [
-            f"{name} in {self.dtype}: differs by {found.value:.1e} ({found.where}), tolerance {self.tolerances[name]:.1e}"
-            for name, found in self.found.items()
-            if not found.value <= self.tolerances[name]
-        ]
+#: Runs of the plain loop with perturbed initial weights, in low precisions.
+PERTURBED = 2
 
 
 @dataclass(frozen=True)
@@ -77,17 +36,20 @@ class Certificate:
     Attributes:
         small: the job that was trained.
         comparisons: in every precision; none if the ranks failed.
-        failures: a line for each quantity above its tolerance, or why the ranks failed; empty for a certified job.
+        failures: a line for each quantity above its tolerance and for each difference that a part has found, or why the ranks failed;
+            empty for a certified job.
         details: the traceback of a rank that failed.
+        parts: what every part has compared, and what it has not.
     """
 
     small: Shrunk
     comparisons: list[Comparison]
     failures: list[str]
     details: str = ""
+    parts: list[PartReport] = field(default_factory=list)
 
 
-def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, spoil: str | None = None) -> Certificate:
+def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, skip: Sequence[str] = ()) -> Certificate:
     """Train the small version of a job in its layout, on ranks of this machine, and in a plain loop, and compare.
 
     Args:
@@ -95,110 +57,84 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
         world_size: ranks of the planned job.
         steps: of the small run.
         seconds: time limit of the ranks.
-        spoil: as in train_in_layout.
+        skip: parts that are left out.
     """
     preload()
     torch.set_num_threads(1)
     small = shrink(planned, world_size, steps)
-    precisions = list(dict.fromkeys(["fp32", planned.precision.dtype]))
-    passes = 2 + len(precisions) + len(precisions[1:])  # the plain loop in fp32 and fp64, the ranks, and the plain loop in low precisions
+    own = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
+    low = [own] if own != "fp32" and "precision" not in skip else []
+    saved = None if "state" in skip else (low or ["fp32"])[-1]
+    # The plain loop in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
+    passes = 3 + (2 + PERTURBED + (own == "fp8")) * len(low)
+    reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
+    reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
     try:
-        with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress:
-            small, reference, rounding = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
-            configs = {precision: in_precision(small.config, precision) for precision in precisions}
-            runs = train_ranks(small.world_size, configs, spoil, seconds, progress)
-            found = [compare_fp32(runs.pop("fp32"), reference, rounding)]
+        with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
+            plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
+            small = plain.small
+            configs = {name: small.config if name == "fp8" else in_precision(small.config, name) for name in ("fp32", *low)}
+            runs = _train_ranks(small.world_size, Work(configs, folder, copies="copies" not in skip, saved=saved), seconds, progress)
+            drift = largest_drift(small.config)
+            found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift)]
+            if low:
+                found.append(_compare_low(own, configs[own], runs[own].outcome, plain.reference, progress))
+                reports.append(PartReport("precision", [f"layout and plain loop in {own}; bounds from {PERTURBED + 1} perturbed runs"]))
             for dtype, run in runs.items():
-                plain = train_plain(configs[dtype], DTYPES[dtype], after_step=progress.advance)
-                found.append(compare_low(dtype, run, plain, reference))
+                reports += [report.inside(dtype) for report in run.reports]
+            if saved is not None:
+                reports.append(_continue_elsewhere(configs[saved], runs[saved].outcome, found[-1].tolerances["loss"], folder, seconds))
+                if not reports[-1].failures:
+                    reports.append(exported.report(in_folder(configs[saved], folder)))
     except RanksFailedError as error:
-        return Certificate(small, [], [str(error)], error.details)
-    return Certificate(small, found, [failure for comparison in found for failure in comparison.failures()])
+        return Certificate(small, [], [str(error)], error.details, merged(reports))
+    parts = merged(reports)
+    failures = [failure for comparison in found for failure in comparison.failures()]
+    if found[0].failures():
+        where = begins(configs["fp32"], small.world_size, runs["fp32"].outcome, plain.reference, found[0].tolerances)
+        failures.insert(0, f"begins at {where}")
+    return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
 
 
-def train_ranks(size: int, configs: Mapping[str, RunConfig], spoil: str | None, seconds: float, progress: Progress) -> dict[str, Outcome]:
-    """Train every configuration on ranks of this machine, and return the outcomes by name; arguments as in certify."""
-    with tempfile.TemporaryDirectory() as folder:
-        seen, steps = 0, Path(folder, STEPS)
-
-        def report() -> None:
-            nonlocal seen
-            counted = steps.stat().st_size if steps.exists() else 0
-            progress.advance(counted - seen)
-            seen = counted
-
-        run_ranks(size, train_all, configs, folder, spoil, seconds=seconds, watch=report)
-        report()
-        return {name: torch.load(f"{folder}/{name}", weights_only=False) for name in configs}
+def _compare_low(name: str, config: RunConfig, run: Outcome, precise: Outcome, progress: Progress) -> Comparison:
+    """Compare the layout with the plain loop in the job's precision; `precise` is the plain loop in fp32."""
+    dtype, advance = DTYPES[config.precision.dtype], progress.advance
+    reference = train_plain(config, dtype, after_step=advance)
+    if name == "fp8":
+        precise = train_plain(in_precision(config, config.precision.dtype), dtype, after_step=advance)
+    perturbed = [train_plain(config, dtype, perturbed=seed, after_step=advance) for seed in range(PERTURBED)]
+    return compare_low(name, run, reference, [precise, *perturbed])
 
 
-def train_all(configs: Mapping[str, RunConfig], folder: str, spoil: str | None) -> None:
-    """Train every configuration on this rank; rank 0 writes the outcomes, and a byte for each finished step."""
-    writes = dist.get_rank() == 0
-    with open(Path(folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
-        for name, config in configs.items():
-            outcome = train_in_layout(config, spoil, after_step=lambda: steps.write(b"."))
-            if writes:
-                torch.save(outcome, f"{folder}/{name}")
+def _train_ranks(size: int, work: Work, seconds: float, progress: Progress) -> dict[str, RankResult]:
+    """Train every configuration on ranks of this machine, and return the results by name; arguments as in certify."""
+    seen, steps = 0, Path(work.folder, STEPS)
+
+    def report() -> None:
+        nonlocal seen
+        counted = steps.stat().st_size if steps.exists() else 0
+        progress.advance(counted - seen)
+        seen = counted
+
+    run_ranks(size, train_all, work, seconds=seconds, watch=report)
+    report()
+    return {name: torch.load(f"{work.folder}/{name}", weights_only=False) for name in work.configs}
 
 
-def in_precision(config: RunConfig, dtype: str) -> RunConfig:
-    """Return the configuration with another precision.dtype, and without fp8: a layout rounds other numbers to 8 bits than a process."""
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none"))
-
-
-def with_active_clipping(planned: RunConfig, small: Shrunk, progress: Progress) -> Shrunk:
-    """Lower the clipping threshold below the first gradient norm of the small model if it is above: clipping is then compared, too."""
-    threshold = small.config.optimizer.gradient_clipping
-    plain = train_plain(in_precision(small.config, "fp32"), steps=1, after_step=progress.advance) if threshold else None
-    norm = plain.norms[0] if plain else 0.0
-    if norm > threshold or not threshold:
-        return small
-    config = dataclasses.replace(small.config, optimizer=dataclasses.replace(small.config.optimizer, gradient_clipping=norm / 2))
-    return Shrunk(config, small.world_size, shrinking.changes(planned, config))
-
-
-def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> tuple[Shrunk, Outcome, dict[str, Difference]]:
-    """Choose the seed of the initial weights, so that rounding errors hide nothing.
-
-    Returns:
-        The small version with that seed, the outcome of its plain loop in fp32, and the differences between fp32 and fp64.
-    """
-    tried: list[tuple[float, RunConfig, Outcome, dict[str, Difference]]] = []
-    for seed in range(planned.training.seed, planned.training.seed + SEEDS):
-        if tried:
-            progress.extend(2 * small.config.training.steps)
-        config = dataclasses.replace(small.config, training=dataclasses.replace(small.config.training, seed=seed))
-        fp32 = in_precision(config, "fp32")
-        reference = train_plain(fp32, after_step=progress.advance)
-        rounding = differences(reference, train_plain(fp32, torch.float64, after_step=progress.advance))
-        tried.append((max(found.value for found in rounding.values()), config, reference, rounding))
-        if tried[-1][0] <= FP32_FLOOR:
+def _continue_elsewhere(config: RunConfig, run: Outcome, tolerance: float, folder: str, seconds: float) -> PartReport:
+    """Continue the saved run in another layout, and compare its losses with those of the uninterrupted run."""
+    first = saved_state.saved_steps(config)[-1]
+    if not Path(in_folder(config, folder).run_dir, saved_state.UNSHARDED).exists():
+        return PartReport("state", failures=[f"no checkpoint of step {first} was written"])
+    other, size = saved_state.other_layout(config)
+    run_ranks(size, continue_elsewhere, other, folder, seconds=seconds, watch=lambda: None)
+    report, losses = torch.load(f"{folder}/elsewhere", weights_only=False)
+    for step, (loss, expected) in enumerate(zip(losses, run.losses[first:], strict=True), first + 1):
+        if not abs(loss - expected) <= tolerance * abs(expected):
+            layout = Layout.of(other, size).axes_text()
+            report.failures.append(f"step {step}, continued in {layout}: loss {loss:.6g}, {expected:.6g} without interruption")
             break
-    _, config, reference, rounding = min(tried, key=lambda entry: entry[0])
-    return Shrunk(config, small.world_size, shrinking.changes(planned, config)), reference, rounding
-
-
-def compare_fp32(run: Outcome, reference: Outcome, rounding: dict[str, Difference]) -> Comparison:
-    """Compare in fp32: the same arithmetic in another order, so that differences are rounding errors."""
-    tolerances = {name: min(max(FP32_FLOOR, FP32_FACTOR * found.value), FP32_CEILING) for name, found in rounding.items()}
-    method = (
-        f"layout and plain loop in fp32; tolerance {FP32_FLOOR:g}, or {FP32_FACTOR} x the difference of the plain loop in fp32 and fp64, "
-        f"at most {FP32_CEILING:g}"
-    )
-    return Comparison("fp32", method, rounding, tolerances, differences(run, reference))
-
-
-def compare_low(dtype: str, run: Outcome, reference: Outcome, precise: Outcome) -> Comparison:
-    """Compare in a low precision: the order of additions changes the rounding of every activation, and in MoE layers also the routing."""
-    rounding = differences(reference, precise, together=True)
-    tolerances = {name: min(LOW_FACTOR * max(found.value, LOW_FLOOR), LOW_CEILING) for name, found in rounding.items()}
-    method = (
-        f"layout in {dtype}, plain loop in {dtype} with fp32 gradients and master weights, all weights together; tolerance "
-        f"{LOW_FACTOR} x the difference of the plain loop in {dtype} and fp32, from {LOW_FACTOR * LOW_FLOOR:.1e} to {LOW_CEILING:g}; finds "
-        "wrong scales and lost updates, while the comparison in fp32 finds the wrong gradient of a single weight"
-    )
-    return Comparison(dtype, method, rounding, tolerances, differences(run, reference, together=True))
+    return report
 
 
 def table(certificate: Certificate) -> list[str]:
@@ -207,9 +143,23 @@ def table(certificate: Certificate) -> list[str]:
     lines = [f"{'largest relative difference':<30}" + "".join(f"{name:>10}" for name in names)]
     for comparison in certificate.comparisons:
         rows = {
-            f"{comparison.dtype}: rounding": [d.value for d in comparison.rounding.values()],
-            f"{comparison.dtype}: tolerance": list(comparison.tolerances.values()),
-            f"{comparison.dtype}: layout": [d.value for d in comparison.found.values()],
+            f"{comparison.dtype}: rounding": {name: d.value for name, d in comparison.rounding.items()},
+            f"{comparison.dtype}: tolerance": comparison.tolerances,
+            f"{comparison.dtype}: layout": {name: d.value for name, d in comparison.found.items()},
         }
-        lines += [f"  {title:<28}" + "".join(f"{value:10.1e}" for value in values) for title, values in rows.items()]
+        lines += [f"  {title:<28}" + "".join(_cell(values.get(name)) for name in names) for title, values in rows.items()]
+    return lines
+
+
+def _cell(value: float | None) -> str:
+    """Return a column of the table; empty for what was not compared."""
+    return f"{value:10.1e}" if value is not None else " " * 10
+
+
+def coverage(certificate: Certificate) -> list[str]:
+    """Return what was shrunk, and what every part has compared and what it has not, as lines."""
+    lines = ["shrunk: " + ", ".join(f"{change.key} {change.planned} -> {change.small}" for change in certificate.small.changes)]
+    for part in certificate.parts:
+        lines += [f"{part.part}: {line}" for line in part.covered]
+        lines += [f"{part.part}: not covered: {line}" for line in part.not_covered]
     return lines

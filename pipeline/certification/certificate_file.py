@@ -14,6 +14,7 @@ from pipeline.certification.comparison import Difference
 from pipeline.common.git_commit import commit
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.launch import certified
 
 
 def content(config: RunConfig, layout: Layout, overrides: list[str], certificate: Certificate, seconds: float) -> dict[str, Any]:
@@ -53,6 +54,10 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
             }
             for comparison in certificate.comparisons
         ],
+        "data": {} if any(part.part == "data" and part.not_covered for part in certificate.parts) else certified.data_of(config),
+        "parts": {
+            part.part: {"covered": part.covered, "not_covered": part.not_covered, "failures": part.failures} for part in certificate.parts
+        },
         "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy")} | {"python": platform.python_version()},
         "commit": commit(),
         "host": socket.gethostname(),

@@ -12,6 +12,11 @@ from torch import Tensor
 #: Adam's first moments and the weights after the last step. Moments are compared because Adam's updates are invariant to the scale of a
 #: gradient, and the moments are not. With training.ema, "average" follows: that of the weights.
 QUANTITIES = ("loss", "norm", "gradient", "moment", "weight")
+#: What follows if the gradient of a weight is zero in exact arithmetic: its size relative to that of all weights, and how far rounding
+#: errors, which Adam scales to updates of full size, have moved the weight, relative to the most that they can.
+ZERO, DRIFT = "zero", "drift"
+#: A gradient is zero if it is at most this fraction of that of all weights in fp64.
+EXACT = 1e-11
 
 
 @dataclass
@@ -46,20 +51,42 @@ class Difference:
     where: str
 
 
-def differences(run: Outcome, reference: Outcome, *, together: bool = False) -> dict[str, Difference]:
+def differences(
+    run: Outcome, reference: Outcome, *, together: bool = False, zero: frozenset[str] = frozenset(), drift: float = math.inf
+) -> dict[str, Difference]:
     """Return the largest difference of every quantity.
-
-    Key biases are not compared: softmax is invariant to a shift of all scores, so their gradient is zero up to rounding, and Adam scales
-    rounding errors to updates of full size.
 
     Args:
         run: a training.
         reference: the other one.
         together: compare all weights as one vector, not each by itself.
+        zero: weights whose gradient is zero in exact arithmetic, as that of a key's bias, since softmax is invariant to a shift of all
+            scores. Their relative differences are those of rounding errors. Compared are instead, as ZERO, their gradients and moments
+            relative to those of all weights, and, as DRIFT, the difference of the weights relative to `drift`.
+        drift: the largest difference that updates from rounding errors can cause.
     """
     found = {"loss": _of_scalars(run.losses, reference.losses), "norm": _of_scalars(run.norms, reference.norms)}
-    found |= {kind: _of_tensors(run.tensors[kind], values, together) for kind, values in reference.tensors.items()}
-    return {quantity: found[quantity] for quantity in dict.fromkeys((*QUANTITIES, *found))}
+    found |= {kind: _of_tensors(run.tensors[kind], values, together, zero) for kind, values in reference.tensors.items()}
+    quantities = {quantity: found[quantity] for quantity in dict.fromkeys((*QUANTITIES, *found))}
+    return quantities | (_of_zeros(run, reference, sorted(zero), drift) if zero else {})
+
+
+def zero_gradients(precise: Outcome) -> frozenset[str]:
+    """Return the weights whose gradient is zero in exact arithmetic, from a training in fp64."""
+    gradients = precise.tensors["gradient"]
+    largest = math.hypot(*(float(gradient.norm()) for gradient in gradients.values()))
+    return frozenset(name for name, gradient in gradients.items() if float(gradient.norm()) <= EXACT * largest)
+
+
+def _of_zeros(run: Outcome, reference: Outcome, names: list[str], drift: float) -> dict[str, Difference]:
+    """Return the differences of weights whose gradient is zero in exact arithmetic."""
+    sizes = []
+    for kind in ("gradient", "moment"):
+        whole = math.hypot(*(float(values.norm()) for values in reference.tensors[kind].values()))
+        sizes += [(_ratio(float(run.tensors[kind][name].norm()), whole), name) for name in names if name in run.tensors[kind]]
+    before, after = reference.tensors["weight"], run.tensors["weight"]
+    changes = [(_ratio(float((after[name] - before[name]).abs().max()), drift), name) for name in names if name in after]
+    return {ZERO: _largest(sizes), DRIFT: _largest(changes)}
 
 
 def _of_scalars(values: list[float], expected: list[float]) -> Difference:
@@ -67,10 +94,10 @@ def _of_scalars(values: list[float], expected: list[float]) -> Difference:
     return _largest((_ratio(abs(a - b), abs(b)), f"step {step}") for step, (a, b) in enumerate(pairs, 1))
 
 
-def _of_tensors(values: dict[str, Tensor], expected: dict[str, Tensor], together: bool) -> Difference:
+def _of_tensors(values: dict[str, Tensor], expected: dict[str, Tensor], together: bool, zero: frozenset[str]) -> Difference:
     if values.keys() != expected.keys():
         return Difference(math.inf, f"weights of only one training: {', '.join(sorted(values.keys() ^ expected.keys()))}")
-    names = [name for name in expected if not name.endswith(".key.bias")]
+    names = [name for name in expected if name not in zero]
     sizes = {name: (float((values[name] - expected[name]).norm()), float(expected[name].norm())) for name in names}
     if together:
         return Difference(_ratio(*(math.hypot(*norms) for norms in zip(*sizes.values(), strict=True))), "all weights")

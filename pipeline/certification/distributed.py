@@ -1,4 +1,4 @@
-"""Training in a parallel layout, by the code that pretraining runs; and local ranks to run it on."""
+"""Local ranks on the CPU of this machine."""
 
 from __future__ import annotations
 
@@ -7,85 +7,16 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from pipeline.certification.batches import random_batches, split
-from pipeline.certification.comparison import Outcome
-from pipeline.certification.reference import initial_noise
-from pipeline.checkpoint.fragments import Fragment, insert_fragment
-from pipeline.checkpoint.native import EMA
-from pipeline.config.layout import Layout
-from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.training.trainer import Trainer
 
 #: Modules that take a rank seconds to import, the last one with DeepSpeed's engines. They are imported once, not once per rank.
-PRELOAD = ["pipeline.certification.distributed", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
-#: Entries of Fragment.tensors -> key of Outcome.tensors.
-KINDS = {"weight": "weight", "exp_avg": "moment"}
-
-
-def train_in_layout(config: RunConfig, spoil: str | None = None, *, after_step: Callable[[], object] = lambda: None) -> Outcome:
-    """Train in the layout of the configuration on the CPU. Collective; every rank returns the same result.
-
-    Args:
-        config: of the run, valid for the world size.
-        spoil: the name of a weight whose gradients tensor rank 0 scales by 1.01, to show that a wrong gradient is found.
-        after_step: called after every step.
-    """
-    mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
-    model = parallelize(config, mesh)
-    for weight in model.pieces:
-        model.materialize(weight)
-    with torch.no_grad():
-        for parameter, piece in (*model.pieces.items(), *model.fixed.items()):
-            parameter += piece.narrow(initial_noise(piece.name, piece.full_shape))
-    trainer = Trainer(config, mesh, model)
-    if spoil and mesh.coordinates.tensor == 0:
-        _scale_gradients(model, spoil, 1.01)
-    losses, norms = [], []
-    gradients: dict[str, torch.Tensor] = {}
-    fixed = {piece.name for piece in model.fixed.values()}
-    for step, (tokens, batch) in enumerate(random_batches(config)):
-        mine, fields = split(tokens, batch, mesh.layout.batch_shards)[mesh.layout.batch_shard(mesh.coordinates)]
-        loss, result = trainer.train(mine, fields, step=step)
-        losses.append(float(loss))
-        norms.append(float(result.gradient_norm))
-        if not gradients:  # the first moments after one step
-            moments = _gather(trainer.engine.fragments(), {"exp_avg": "moment"}, fixed)["moment"]
-            gradients = {name: moment / (1 - config.optimizer.beta1) for name, moment in moments.items()}
-        after_step()
-    kinds = KINDS if config.training.ema is None else {**KINDS, EMA: "average"}
-    return Outcome(losses, norms, {"gradient": gradients, **_gather(trainer.engine.fragments(), kinds, fixed)})
-
-
-def _scale_gradients(model: LocalModel, name: str, factor: float) -> None:
-    for parameter, piece in model.pieces.items():
-        if piece.name == name:
-            parameter.register_hook(lambda gradient: gradient * factor)
-
-
-def _gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the unsharded tensors of each kind by name. Collective. The weights in `fixed` have no moments; missing elements are nan."""
-    owned = [
-        (f.piece, f.start, {kind: f.tensors[kind].detach().clone() for kind in kinds if kind == "weight" or f.piece.name not in fixed})
-        for f in fragments
-        if f.replica == 0
-    ]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, owned)
-    full: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds.values()}
-    for piece, start, tensors in (fragment for rank in gathered for fragment in rank):
-        for kind, values in tensors.items():
-            weight = full[kinds[kind]].setdefault(piece.name, torch.full(piece.full_shape, torch.nan))
-            insert_fragment(weight, piece, start, values)
-    return full
+PRELOAD = ["pipeline.certification.ranks_work", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
 
 
 class RanksFailedError(Exception):

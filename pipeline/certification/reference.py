@@ -5,6 +5,7 @@ It uses the model of the package and nothing of its engines, process groups or t
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -36,7 +37,12 @@ def initial_noise(name: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def train_plain(
-    config: RunConfig, dtype: torch.dtype = torch.float32, steps: int | None = None, *, after_step: Callable[[], object] = lambda: None
+    config: RunConfig,
+    dtype: torch.dtype = torch.float32,
+    steps: int | None = None,
+    *,
+    perturbed: int | None = None,
+    after_step: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Train the model of a run on random batches in a plain loop.
 
@@ -45,6 +51,7 @@ def train_plain(
         dtype: of weights and activations. The initial weights are those of fp32 for every dtype. Master weights, gradients and moments
             are fp32, or fp64 for an fp64 model.
         steps: number of steps; training.steps when None.
+        perturbed: seed of a random change of every initial weight by at most a rounding error of the dtype; None for no change.
         after_step: called after every step.
     """
 
@@ -53,7 +60,7 @@ def train_plain(
             yield tokens, with_loss_scale(batch)
             after_step()
 
-    return plain_loop(config, _build(config, dtype), batches(), dtype=dtype)
+    return plain_loop(config, _build(config, dtype, perturbed), batches(), dtype=dtype)
 
 
 def plain_loop(
@@ -123,14 +130,32 @@ def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: B
     return loss * batch["loss_scale"][0] / targets.numel()
 
 
-def _build(config: RunConfig, dtype: torch.dtype) -> nn.Module:
-    """Return the full model with its initial weights, fp32 or fp64."""
+def _build(config: RunConfig, dtype: torch.dtype, perturbed: int | None) -> nn.Module:
+    """Return the full model with its initial weights, fp32 or fp64; with precision.fp8, with 8-bit products."""
     model = registry.build(config.model)
     initialize(model, config.model, config.training.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(initial_noise(name, tuple(parameter.shape)))
+        if perturbed is not None:
+            generator, unit = torch.Generator().manual_seed(perturbed), torch.finfo(dtype).eps / 2
+            for parameter in model.parameters():
+                parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+    if config.precision.fp8 != "none":
+        _use_fp8(model, config)
     return model.to(dtype) if dtype == torch.float64 else model
+
+
+def _use_fp8(model: nn.Module, config: RunConfig) -> None:
+    """Multiply 8-bit numbers, emulated, in the linear layers of the blocks but the first and last precision.fp8_exclude_layers."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    excluded, layers = config.precision.fp8_exclude_layers, config.model.layers
+    inner = [f"blocks.{index}." for index in range(excluded, layers - excluded)]
+    recipe = dataclasses.replace(Float8LinearConfig.from_recipe_name(config.precision.fp8), emulate=True)
+    convert_to_float8_training(
+        model, config=recipe, module_filter_fn=lambda module, name: isinstance(module, nn.Linear) and name.startswith(tuple(inner))
+    )
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

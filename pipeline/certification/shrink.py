@@ -17,11 +17,18 @@ from pipeline.config.schema import RunConfig, StageConfig
 HEAD_WIDTH = 8
 SEQUENCE = 16
 VOCABULARY = 96
+BLOCKS = 2
+"""Blocks of every kind that a pipeline stage keeps."""
+MOST_RANKS = 16
+"""Ranks of the small job. Rings and expert groups that need more have two ranks."""
 LARGEST_WARMUP = 2
 """Number of entries of a warm-up that are kept."""
 
 #: Sizes of multi-head latent attention: key -> width.
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": HEAD_WIDTH, "qk_rope_head_dim": 4, "v_head_dim": HEAD_WIDTH}
+#: The same with fp8, whose products require sizes that are multiples of 16 on every rank.
+FP8_WIDTH = 16
+FP8_LATENT = {"q_lora_rank": 32} | dict.fromkeys(("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), FP8_WIDTH)
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,9 @@ class Shrunk:
 def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     """Return the small version of a job.
 
-    Every parallel axis in use keeps its smallest factor (2 for even sizes), and 1F1B three pipeline ranks if it has them, so that one
-    holds neither the embedding nor the head. Whatever divides planned sizes then divides small ones: a legal job stays legal.
+    Every parallel axis in use keeps its smallest factor (2 for even sizes), a ring and an expert group one above 2, and 1F1B three pipeline
+    ranks if it has them, so that one holds neither the embedding nor the head. Whatever divides planned sizes then divides small ones: a
+    legal job stays legal.
 
     Args:
         planned: a legal configuration of pretraining for this world size.
@@ -56,7 +64,7 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     before = Layout.of(planned, world_size)
     data = min(before.data, 2)
     small = dataclasses.replace(planned, stage=StageConfig(name="pretrain"))
-    small = _shrink_axes(small)
+    small = _shrink_axes(small, data)
     small = _shrink_schedule(small, steps)
     small = _shrink_sequence(small)
     small = _shrink_layers(small, planned, before)
@@ -84,15 +92,21 @@ def _plain(value: Any) -> object:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _factor(size: int) -> int:
-    """Return the smallest divisor above 1 of an axis in use; 1 of an axis not in use."""
-    return next((divisor for divisor in range(2, size + 1) if size % divisor == 0), 1)
+def _factor(size: int, above: int = 1) -> int:
+    """Return the smallest divisor of an axis larger than `above`; the smallest above 1 if there is none, 1 of an axis not in use."""
+    divisors = [divisor for divisor in range(2, size + 1) if size % divisor == 0]
+    return next((divisor for divisor in divisors if divisor > above), min(divisors, default=1))
 
 
-def _shrink_axes(small: RunConfig) -> RunConfig:
+def _shrink_axes(small: RunConfig, data: int) -> RunConfig:
+    """Keep the smallest factor of each axis; of rings and expert groups one above 2, as far as MOST_RANKS allow."""
     parallel = small.parallel
     sizes: dict[str, Any] = {f"parallel.{axis}": _factor(getattr(parallel, axis)) for axis in ("tensor", "context", "expert")}
     sizes["parallel.pipeline"] = min(parallel.pipeline, 3 if parallel.schedule == "1f1b" else 2)
+    for axis in ("context", "expert"):
+        larger = {**sizes, f"parallel.{axis}": _factor(getattr(parallel, axis), above=2)}
+        if math.prod(larger.values()) * data <= MOST_RANKS:
+            sizes = larger
     if parallel.stages_per_rank is not None:
         sizes["parallel.stages_per_rank"] = min(parallel.stages_per_rank, 2)
     return knobs.changed(small, sizes)
@@ -143,19 +157,35 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
 
 
 def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunConfig:
-    """Keep a layer per stage, one more if the planned stages differ in size, and layers of every kind."""
+    """Keep BLOCKS of every kind per stage, as far as the planned stages have them; one more if the planned stages differ in size."""
     model: Any = small.model
-    stages = small.parallel.pipeline * stages_per_rank(small.parallel)
-    layers = min(planned.model.layers, max(2, stages + (planned.model.layers % before.stage_count != 0)))
-    sizes = {"model.layers": layers}
+    wanted = planned.model.layers
+    sizes: dict[str, Any] = {}
+    kinds = 1
     for name in ("sliding_window_pattern", "no_rope_layer_interval"):
-        if 2 < getattr(model, name, 0) <= planned.model.layers:
-            sizes[f"model.{name}"] = 2
+        if 1 < getattr(model, name, 0) <= wanted:
+            sizes[f"model.{name}"] = kinds = 2
+    stages = small.parallel.pipeline * stages_per_rank(small.parallel)
+    per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))
+    if planned.precision.fp8 != "none":  # at least two blocks between those whose products stay bf16
+        sizes["precision.fp8_exclude_layers"] = excluded = min(planned.precision.fp8_exclude_layers, 1)
+        per_stage = max(per_stage, -(-(2 * excluded + 2) // stages))
+    layers = max(2, stages * per_stage + (wanted % before.stage_count != 0))
+    if planned.parallel.layers_per_stage:
+        uneven = _few_of_stages(planned.parallel.layers_per_stage, stages)
+        sizes["parallel.layers_per_stage"], layers = uneven, sum(uneven)
+    layers = sizes["model.layers"] = min(wanted, layers)
     if dense := getattr(model, "dense_layers", 0):
-        sizes["model.dense_layers"] = layers if dense == planned.model.layers else 1
+        sizes["model.dense_layers"] = layers if dense == wanted else min(dense, BLOCKS, layers - 1)
     if encoder := getattr(model, "encoder_layers", None):
-        sizes["model.encoder_layers"] = min(max(1, round(encoder / planned.model.layers * layers)), layers - 1)
+        sizes["model.encoder_layers"] = min(max(1, round(encoder / wanted * layers)), layers - 1)
     return knobs.changed(small, sizes)
+
+
+def _few_of_stages(blocks: list[int], stages: int) -> list[int]:
+    """Return the number of blocks of few stages, the first and the last one among them; larger stages stay larger."""
+    chosen = [blocks[round(index * (len(blocks) - 1) / max(1, stages - 1))] for index in range(stages)]
+    return [min(count, BLOCKS) + (count > min(blocks) and count > BLOCKS) for count in chosen]
 
 
 def _shrink_heads(small: RunConfig, planned: RunConfig) -> RunConfig:
@@ -181,14 +211,16 @@ def _shrink_widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     model: Any = small.model
     wanted, tensor = planned.model, small.parallel.tensor
     sizes: dict[str, Any] = {}
-    width = HEAD_WIDTH  # of hidden, per head
+    fp8 = planned.precision.fp8 != "none"
+    head_width, latent, unit = (FP8_WIDTH, FP8_LATENT, FP8_WIDTH * tensor) if fp8 else (HEAD_WIDTH, LATENT, tensor)
+    width = head_width  # of hidden, per head
     if _has(model, "kv_lora_rank"):
-        width = 2 * HEAD_WIDTH
-        sizes |= {f"model.{name}": min(value, size) for name, size in LATENT.items() if (value := getattr(model, name)) is not None}
+        width = 2 * head_width
+        sizes |= {f"model.{name}": min(value, size) for name, size in latent.items() if (value := getattr(model, name)) is not None}
     elif getattr(model, "head_width", None) is not None:
-        sizes["model.head_width"] = HEAD_WIDTH
+        sizes["model.head_width"] = head_width
         attention = wanted.heads * wanted.head_dim
-        width = HEAD_WIDTH if attention == wanted.hidden else HEAD_WIDTH // 2 if attention > wanted.hidden else 3 * HEAD_WIDTH // 2
+        width = head_width if attention == wanted.hidden else head_width // 2 if attention > wanted.hidden else 3 * head_width // 2
         width = min(width, max(1, wanted.hidden // wanted.heads))
     hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
     if getattr(model, "embed_width", None) is not None:
@@ -196,7 +228,7 @@ def _shrink_widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     for name in ("ffn_hidden", "expert_ffn_hidden"):
         if _has(model, name):
             value = getattr(wanted, name)
-            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / tensor)) * tensor)
+            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / unit)) * unit)
     uneven = wanted.vocab_size % planned.parallel.tensor != 0
     sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
     return knobs.changed(small, sizes)

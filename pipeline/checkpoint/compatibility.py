@@ -22,7 +22,19 @@ log = logging.getLogger("pipeline")
 _HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
 #: Parts of the configuration whose changes are not named at a resume: they do not change training, or may not differ.
 _NOT_OF_TRAINING = frozenset(
-    {"run_dir", "stage", "model", "clean", "dedup", "evaluation", "cluster", "submit", "tracking", "dry_run"}  # clean, dedup: stage=shard
+    {
+        "run_dir",
+        "stage",
+        "model",
+        "clean",
+        "dedup",
+        "evaluation",
+        "cluster",
+        "submit",
+        "certify",
+        "tracking",
+        "dry_run",
+    }  # clean, dedup: stage=shard
 )
 #: Settings of lora that decide which weights a run has, and trains.
 _ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")

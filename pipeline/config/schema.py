@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
+from pipeline.config.certificate import CertificateConfig
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.data import DataConfig, DedupConfig, RampupConfig, ScheduledWeight, TokenizerConfig, WarmupConfig
@@ -358,6 +359,7 @@ class RunConfig:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     submit: SubmitConfig = field(default_factory=SubmitConfig)
+    certify: CertificateConfig = field(default_factory=CertificateConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     dry_run: DryRunConfig = field(default_factory=DryRunConfig)
 

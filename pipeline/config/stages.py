@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pipeline.common.knobs import knob
 from pipeline.config.schema import StageConfig
 
+#: Parts of a certificate besides the comparison in fp32, which is always made.
+CERTIFICATE_PARTS = ("copies", "state", "data", "precision", "shapes")
+
 
 @dataclass(frozen=True)
 class CheckpointReader(StageConfig):
@@ -163,6 +166,12 @@ class Certify(StageConfig):
         None, "ranks of the planned job; default: cluster.nodes x cluster.tasks_per_node, or two data ranks if that is 1", at_least=1
     )
     steps: int = knob(6, "optimizer steps to train and compare", at_least=3, at_most=1000)
+    skip: list[str] = knob(
+        [],
+        "parts of the certificate to leave out: bits of all copies of the weights (copies), saving and resuming (state), data.tokens "
+        "(data), the job's own precision (precision), rules that depend on full sizes (shapes)",
+        choices=CERTIFICATE_PARTS,
+    )
     timeout_minutes: float = knob(
         10.0, "time after which the local ranks are stopped and the job is not certified", unit="minutes", above=0
     )
@@ -292,9 +301,9 @@ READS: dict[str, tuple[str, ...]] = {
     "train_tokenizer": ("tokenizer", "data"),
     "tokenize": ("data", "tokenizer"),
     "convert_tokens": ("data", "tokenizer"),
-    "pretrain": _TRAINING,
+    "pretrain": (*_TRAINING, "certify"),
     "finetune": (*_TRAINING, "tokenizer"),
-    "certify": ("model", "training", "optimizer", "parallel", "precision", "cluster"),
+    "certify": ("model", "data", "training", "optimizer", "parallel", "precision", "checkpoint", "tokenizer", "cluster"),
     "plan": ("model", "training", "parallel", "precision", "cluster"),
     "rehearse": _TRAINING,
     "preflight": ("cluster",),

@@ -16,7 +16,7 @@ from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import GPU_STAGES, STAGES, TRAINING_STAGES, Evaluate
-from pipeline.launch import in_use, job, job_memory, job_size, moldable
+from pipeline.launch import certified, in_use, job, job_memory, job_size, moldable
 
 #: Arguments that no job of the chain gets as they are.
 _OWN = r"[+~]*(stage|submit|dry_run|run_dir)[.=]"
@@ -132,6 +132,8 @@ def _link_violations(link: Link, before: Sequence[Link], after: Sequence[Link]) 
     yield from _model_violations(link, before)
     yield from moldable.violations(link.config, link.arguments)
     yield from job_memory.violations(link.config, link.arguments)
+    if link.stage == "pretrain" and not any(other.stage == "certify" for other in before):  # else pretrain itself asks for it
+        yield from certified.violations(link.config, link.world_size)
     for key, folder in _inputs(link.config):
         writers = [other.stage for other in after if folder == _output(other.config)]
         if writers and not folder.exists() and not any(folder == _output(other.config) for other in before):

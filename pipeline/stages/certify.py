@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 
-from pipeline.certification.certificate import certify, table
+from pipeline.certification.certificate import certify, coverage, table
 from pipeline.certification.certificate_file import content
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
@@ -17,12 +16,9 @@ from pipeline.config import compose
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Certify
+from pipeline.launch.certified import FILE
 
 log = logging.getLogger("pipeline")
-
-FILE = "certificate.json"
-SPOIL = "PIPELINE_CERTIFY_SPOIL"
-"""Environment variable of the tests: the name of a weight whose gradients one rank scales, so that the certificate is refused."""
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
@@ -42,7 +38,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     layout = Layout.of(config, world_size)
     log.info("certify: %s on %d ranks, %s, ZeRO %d", config.model.family, world_size, layout.axes_text(), config.parallel.zero_stage)
     started = time.perf_counter()
-    certificate = certify(config, world_size, steps=stage.steps, seconds=60 * stage.timeout_minutes, spoil=os.environ.get(SPOIL))
+    certificate = certify(config, world_size, steps=stage.steps, seconds=60 * stage.timeout_minutes, skip=stage.skip)
     seconds = time.perf_counter() - started
     path = Path(config.run_dir) / FILE
     with report_disk_full(path.parent), atomic_file(path, "w") as handle:
@@ -53,4 +49,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if certificate.failures:
         lines = [f"certify: {shrunk}; not certified:", *(f"  - {failure}" for failure in certificate.failures), f"see {path}"]
         raise CheckFailed("\n".join(lines))
-    print("\n".join([shrunk, *table(certificate), f"certified: {path}"]))
+    print("\n".join([shrunk, *table(certificate), *coverage(certificate), f"certified: {path}"]))

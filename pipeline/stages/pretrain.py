@@ -8,7 +8,7 @@ from functools import partial
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.schema import RunConfig
-from pipeline.launch import evaluation_jobs
+from pipeline.launch import certified, evaluation_jobs
 from pipeline.planner import host_memory, out_of_memory
 from pipeline.planner.flops import peak_flops
 from pipeline.planner.parameter_counts import count_model_parameters
@@ -18,7 +18,8 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Train up to training.steps, starting from the newest checkpoint of the run directory; raises as training/run.py."""
+    """Train up to training.steps, starting from the newest checkpoint of run_dir; raises as certified.check and training/run.py."""
+    certified.check(config, ranks.world_size)
     if ranks.rank == 0:
         log.info("%s", training_run.summary(config, ranks, count_model_parameters(config.model)))
     host_memory.check(config, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -68,6 +69,10 @@ class Engine(ABC):
     def partitions(self) -> list[Tensor]:
         """This rank's partition of the weights of each bucket, as it is gathered; empty if weights are not partitioned."""
         return []
+
+    @abstractmethod
+    def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
+        """This rank's pieces of the trained weights as the forward pass reads them. Collective: weights that are freed are gathered."""
 
     @abstractmethod
     def updates(self) -> int:

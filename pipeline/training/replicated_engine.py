@@ -12,6 +12,7 @@ from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.pieces import Piece
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
@@ -90,6 +91,11 @@ class ReplicatedEngine(Engine):
             piece = self.model.pieces[parameter]
             learned.append(Fragment(piece, 0, {**self._update.state(index)}, *replica_of(piece, self._mesh)))
         return learned + fixed_fragments(self.model, self._mesh)
+
+    def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
+        """See Engine."""
+        for parameter, piece in self.model.pieces.items():
+            yield piece, parameter.detach()
 
     def updates(self) -> int:
         """See Engine."""

@@ -14,6 +14,7 @@ from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.pieces import Piece
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
@@ -123,6 +124,14 @@ class ZeroEngine(Engine):
     def partitions(self) -> list[Tensor]:
         """See Engine."""
         return [flat.partition for flat in self._zero.weights]
+
+    def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
+        """See Engine."""
+        for flat in self._zero.weights:
+            flat.acquire()
+            for parameter, piece in flat.bucket.pieces.items():
+                yield piece, parameter.detach()
+            flat.release()
 
     def updates(self) -> int:
         """See Engine."""

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
+import operator
 import re
 from typing import Any
 
@@ -210,11 +211,29 @@ def test_a_70b_job() -> None:
     assert small.world_size == 2 * 3 * 2
     assert (small.config.model.heads, small.config.model.kv_heads) == (16, 2)
     assert small.config.optimizer.schedule == "wsd"
-    assert count_model_parameters(small.config.model) < 1e6
-    assert [(c.planned, c.small) for c in small.changes if c.key == "model.layers"] == [(80, 3)]
+    assert count_model_parameters(small.config.model) < 2e6
+    assert [(c.planned, c.small) for c in small.changes if c.key == "model.layers"] == [(80, 6)]
 
 
 @pytest.mark.parametrize("changes, kept", [({"capacity_factor": 1.5}, "capacity_factor"), ({"window": 64}, "window")])
 def test_options_of_experts(changes: dict[str, Any], kept: str) -> None:
     planned = configured("stage=pretrain", "model=mixtral-8x7b", *(f"model.{key}={value}" for key, value in changes.items()))
     assert getattr(shrink(planned, 1, STEPS).config.model, kept) is not None
+
+
+@pytest.mark.parametrize(
+    "words, ranks, kept",
+    [
+        (("model=t5-11b", "parallel.pipeline=4"), 8, {"model.layers": 6}),
+        (("model=gemma3-27b", "parallel.context=4", "parallel.tensor=4"), 32, {"parallel.context": 4, "model.layers": 4}),
+        (("model=mixtral-8x7b", "parallel.expert=8"), 64, {"parallel.expert": 4}),
+        (("model=mixtral-8x7b", "parallel.expert=8", "parallel.pipeline=4", "parallel.tensor=4"), 512, {"parallel.expert": 2}),
+        (("model=llama3-8b", "parallel.pipeline=4", "parallel.layers_per_stage=[7,8,9,8]"), 8, {"parallel.layers_per_stage": [2, 3, 3]}),
+    ],
+)
+def test_enough_of_everything(words: tuple[str, ...], ranks: int, kept: dict[str, Any]) -> None:
+    common = ("training.global_batch_size=1024", "training.micro_batch_size=1", "training.sequence_length=512")
+    small = shrink(configured("stage=pretrain", *common, *words), ranks, STEPS)
+    assert check.violations(small.config, small.world_size) == []
+    assert small.world_size <= 24
+    assert {key: operator.attrgetter(key)(small.config) for key in kept} == kept

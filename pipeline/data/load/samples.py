@@ -1,6 +1,6 @@
 """Which tokens make up sample i of a run? They are a pure function of (seed, i): no index is built, no state is kept.
 
-`Samples.samples` computes them in four steps:
+`Samples.samples` computes them in four steps, the first three in `Samples.sequences`:
 
 1. `BlendSchedule.locate`: sample i -> the corpus, and the number n of the sample within that corpus (n = i with one corpus).
 2. Epoch n // count and index n % count, where count is the number of sequences of the corpus.
@@ -114,6 +114,19 @@ class Samples(Dataset):
             UserError: a shard is missing, truncated or corrupt; the message names it.
         """
         indices = np.asarray(indices, dtype=np.int64)
+        corpora, _, sequences = self.sequences(indices)
+        tokens = self._sequences.read(corpora, sequences)
+        return tokens if self._infill is None else self._infill.apply(tokens, indices)
+
+    def sequences(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return which sequences samples are: every sequence of a corpus once in each epoch.
+
+        Args:
+            indices: (n,) int64, at least 0.
+
+        Returns:
+            The corpus and the epoch of each sample, (n,) or (1,) int64 if all are the same, and its sequence in the corpus, (n,) int64.
+        """
         corpora, ordinals = (np.zeros(1, dtype=np.int64), indices) if self.schedule is None else self.schedule.locate(indices)
         counts = self.counts[corpora]
         epochs, sequences = np.divmod(ordinals, counts)
@@ -121,8 +134,7 @@ class Samples(Dataset):
             if len(counts) == 1 and len(epochs) > 0 and epochs.min() == epochs.max():
                 epochs = epochs[:1]  # one permutation for all samples
             sequences = permute(sequences, counts, self._seeds[corpora], epochs)
-        tokens = self._sequences.read(corpora, sequences)
-        return tokens if self._infill is None else self._infill.apply(tokens, indices)
+        return corpora, epochs, sequences
 
 
 def too_short(split: str, where: Path | str, sequence_length: int, tokens: int) -> UserError:

@@ -1,0 +1,101 @@
+"""Training in a parallel layout on CPU ranks, by the code that pretraining runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipeline.certification.batches import RandomBatch, random_batches, split
+from pipeline.certification.comparison import Outcome
+from pipeline.certification.reference import initial_noise
+from pipeline.checkpoint.fragments import Fragment, insert_fragment
+from pipeline.checkpoint.native import EMA
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from pipeline.parallel import mesh as meshes
+from pipeline.parallel.parallelize import parallelize
+from pipeline.training.engine import StepResult
+from pipeline.training.trainer import Trainer
+
+#: Entries of Fragment.tensors -> key of Outcome.tensors.
+KINDS = {"weight": "weight", "exp_avg": "moment"}
+#: Called after every step with the step, from 0, and its result; on every rank, so that it may be collective.
+AfterStep = Callable[[int, StepResult], object]
+
+
+def begin(config: RunConfig) -> Trainer:
+    """Return the trainer of this rank, with the initial weights of the plain loop. Collective."""
+    mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
+    model = parallelize(config, mesh)
+    for weight in model.pieces:
+        model.materialize(weight)
+    with torch.no_grad():
+        for parameter, piece in (*model.pieces.items(), *model.fixed.items()):
+            parameter += piece.narrow(initial_noise(piece.name, piece.full_shape))
+    return Trainer(config, mesh, model)
+
+
+def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[AfterStep] = ()) -> Outcome:
+    """Train all steps in the layout of the configuration. Collective; every rank returns the same result.
+
+    Args:
+        config: of the run, valid for the world size.
+        trainer: from `begin`.
+        after_step: called after every step, in order.
+    """
+    fixed = {piece.name for piece in trainer.model.fixed.values()}
+    gradients: dict[str, torch.Tensor] = {}
+
+    def keep_first_moments(step: int, _: StepResult) -> None:
+        if step == 0:
+            moments = gather(trainer.engine.fragments(), {"exp_avg": "moment"}, fixed)["moment"]
+            gradients.update({name: moment / (1 - config.optimizer.beta1) for name, moment in moments.items()})
+
+    losses, norms = train_steps(trainer, enumerate(random_batches(config)), (keep_first_moments, *after_step))
+    kinds = KINDS if config.training.ema is None else {**KINDS, EMA: "average"}
+    return Outcome(losses, norms, {"gradient": gradients, **gather(trainer.engine.fragments(), kinds, fixed)})
+
+
+def train_steps(
+    trainer: Trainer, batches: Iterable[tuple[int, RandomBatch]], after_step: Sequence[AfterStep]
+) -> tuple[list[float], list[float]]:
+    """Train on global batches with their steps, and return the losses and the gradient norms. Collective."""
+    losses, norms = [], []
+    layout = trainer.mesh.layout
+    for step, (tokens, batch) in batches:
+        mine, fields = split(tokens, batch, layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)]
+        loss, result = trainer.train(mine, fields, step=step)
+        losses.append(float(loss))
+        norms.append(float(result.gradient_norm))
+        for call in after_step:
+            call(step, result)
+    return losses, norms
+
+
+def gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the unsharded tensors of each kind by name. Collective.
+
+    Args:
+        fragments: of this rank. Of several copies, the primary one is returned.
+        kinds: entries of Fragment.tensors -> key of the result.
+        fixed: weights that have no optimizer state.
+
+    Returns:
+        Elements that no rank holds are nan.
+    """
+    owned = [
+        (f.piece, f.start, {kind: f.tensors[kind].detach().clone() for kind in kinds if kind == "weight" or f.piece.name not in fixed})
+        for f in fragments
+        if f.replica == 0
+    ]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, owned)
+    full: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds.values()}
+    for piece, start, tensors in (fragment for rank in gathered for fragment in rank):
+        for kind, values in tensors.items():
+            weight = full[kinds[kind]].setdefault(piece.name, torch.full(piece.full_shape, torch.nan))
+            insert_fragment(weight, piece, start, values)
+    return full

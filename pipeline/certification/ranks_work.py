@@ -1,0 +1,85 @@
+"""What the local ranks of a certificate do."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from pipeline.certification.comparison import Outcome
+from pipeline.certification.copies import CopyLog
+from pipeline.certification.layout_training import begin, train_in_layout
+from pipeline.certification.parts import PartReport
+from pipeline.certification.state import Saving, resume_in_other_layout, resume_in_same_layout
+from pipeline.config.schema import RunConfig
+
+#: The file in which rank 0 counts its steps.
+STEPS = "steps"
+#: The run directory of the run that is saved.
+RUN = "run"
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ranks do.
+
+    Attributes:
+        configs: what is trained, by name.
+        folder: of the results.
+        copies: whether the copies of the weights are compared.
+        saved: name of the configuration whose run is saved and continued; None for none.
+    """
+
+    configs: Mapping[str, RunConfig]
+    folder: str
+    copies: bool = True
+    saved: str | None = None
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What the ranks found with one configuration."""
+
+    outcome: Outcome
+    reports: list[PartReport]
+
+
+def in_folder(config: RunConfig, folder: str) -> RunConfig:
+    """Return the configuration with its run directory in a folder."""
+    return dataclasses.replace(config, run_dir=str(Path(folder, RUN)))
+
+
+def train_all(work: Work) -> None:
+    """Train every configuration on this rank; rank 0 writes the results, and a byte for each finished step."""
+    writes = dist.get_rank() == 0
+    with open(Path(work.folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
+        for name, config in work.configs.items():
+            result = _train(in_folder(config, work.folder), lambda: steps.write(b"."), copies=work.copies, saved=name == work.saved)
+            if writes:
+                torch.save(result, f"{work.folder}/{name}")
+
+
+def _train(config: RunConfig, count: Callable[[], object], *, copies: bool, saved: bool) -> RankResult:
+    """Train one configuration."""
+    trainer = begin(config)
+    log = CopyLog(trainer)
+    saving = Saving(config, trainer) if saved else None
+    calls = [*([log.after_step] if copies or saved else []), *([saving.after_step] if saving else [])]
+    outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
+    reports = [log.report()] if copies else []
+    if saving is not None:
+        saving.finish()
+        reports.append(resume_in_same_layout(config, log))
+    return RankResult(outcome, reports)
+
+
+def continue_elsewhere(config: RunConfig, folder: str) -> None:
+    """Continue the saved run in the layout of the configuration; rank 0 writes the report and the losses."""
+    result = resume_in_other_layout(in_folder(config, folder))
+    if dist.get_rank() == 0:
+        torch.save(result, f"{folder}/elsewhere")

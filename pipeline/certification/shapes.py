@@ -1,0 +1,169 @@
+"""Part "shapes": what is decided from shapes, evaluated at the full size of the job, on no rank and with no memory for weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import cast
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from pipeline.certification.parts import PartReport
+from pipeline.config.layout import Coordinates, Layout
+from pipeline.config.schema import RunConfig
+from pipeline.parallel import pieces as pieces_of_ranks
+from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import LocalModel, partition_model
+from pipeline.parallel.pieces import Piece
+from pipeline.training.buckets import Bucket, build_buckets
+
+#: Offsets from here on do not fit into 32 bits.
+LARGE = 2**31
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Stands for a process group: this rank's number and the number of ranks."""
+
+    index: int
+    ranks: int
+
+    def rank(self) -> int:
+        """See ProcessGroup."""
+        return self.index
+
+    def size(self) -> int:
+        """See ProcessGroup."""
+        return self.ranks
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """Stands for a Mesh, with what buckets read of it."""
+
+    layout: Layout
+    coordinates: Coordinates
+
+    @property
+    def data(self) -> ProcessGroup:
+        """See Mesh."""
+        where, layout = self.coordinates, self.layout
+        return cast(ProcessGroup, _Group(where.data * layout.context + where.context, layout.data * layout.context))
+
+    @property
+    def dense(self) -> ProcessGroup:
+        """See Mesh."""
+        where, layout = self.coordinates, self.layout
+        index = (where.data * layout.expert + where.expert) * layout.context + where.context
+        return cast(ProcessGroup, _Group(index, layout.data * layout.expert * layout.context))
+
+
+def report(config: RunConfig, world_size: int) -> PartReport:
+    """Evaluate the division of every weight in the layout of the job, and compare it with the model of one process.
+
+    Args:
+        config: of the job.
+        world_size: of the job.
+    """
+    found = PartReport("shapes")
+    layout = Layout.of(config, world_size)
+    one = replace(layout, pipeline=1, data=1, expert=1, context=1, tensor=1, stages_per_rank=1, schedule="1f1b", blocks=())
+    whole = {piece.name: piece for piece in partition_model(config, one, 0).pieces.values()}
+    stages = [layout.layers(stage, config.model.layers) for stage in range(layout.stage_count)]
+    if [block for blocks in stages for block in blocks] != list(range(config.model.layers)):
+        found.failures.append(f"the stages have the blocks {stages}, the model has {config.model.layers}")
+    largest = 0
+    held: set[str] = set()
+    for pipeline in _some(layout.pipeline):
+        rank = layout.rank(Coordinates(pipeline, layout.data - 1, layout.expert - 1, layout.context - 1, layout.tensor - 1))
+        model = partition_model(config, layout, rank)
+        held |= {piece.name for piece in model.pieces.values()}
+        found.failures += _other_blocks(layout, stages, pipeline, model)
+        for bucket in build_buckets(model, cast(Mesh, _Mesh(layout, layout.coordinates(rank))), sequence_parallel=True):
+            found.failures += _partitions(bucket)
+            found.failures += [
+                f"{piece.name} is {'' if bucket.decays else 'not '}decayed, with the shape {piece.full_shape}"
+                for piece in bucket.pieces.values()
+                if bucket.decays != (len(whole[piece.name].full_shape) >= 2 if piece.name in whole else bucket.decays)
+            ]
+            largest = max(largest, bucket.elements)
+    found.failures += [f"{name} is not a weight of the model in one process" for name in sorted(held - whole.keys())]
+    if layout.pipeline <= len(_some(layout.pipeline)):
+        found.failures += [f"{name} is on no pipeline rank" for name in sorted(whole.keys() - held)]
+    pieces = {name: pieces_by_rank(layout, piece) for name, piece in whole.items()}
+    for name, parts in pieces.items():
+        found.failures += [f"{name}: {problem}" for problem in _tiling(whole[name].full_shape, parts)]
+    found.failures += _heads(config, layout, pieces)
+    sizes = f"the largest bucket has {largest:,} elements" + (", more than 2^31" if largest >= LARGE else "")
+    found.covered.append(
+        f"pieces of {len(whole)} weights over {layout.tensor} tensor and {layout.expert} expert ranks, stages, heads, weight decay and "
+        f"ZeRO's partitions, at full size on {world_size:,} ranks; {sizes}"
+    )
+    return found
+
+
+def _some(count: int) -> list[int]:
+    """Return the first ranks of an axis and the last one."""
+    return sorted({0, min(1, count - 1), count // 2, count - 1})
+
+
+def pieces_by_rank(layout: Layout, whole: Piece) -> dict[tuple[int, int], Piece]:
+    """Return the pieces of a weight by tensor and expert rank, by the function that partitions the model."""
+    return {
+        (tensor, expert): pieces_of_ranks.slice_weight(
+            whole.name, whole.full_shape, whole.role, {"tensor": (layout.tensor, tensor), "expert": (layout.expert, expert)}
+        )
+        for tensor in range(layout.tensor)
+        for expert in range(layout.expert)
+    }
+
+
+def _tiling(shape: tuple[int, ...], pieces: dict[tuple[int, int], Piece]) -> Iterator[str]:
+    """Yield where the pieces of a weight overlap or leave a gap. Every axis slices one dim, so that dims can be considered one by one."""
+    for dim, size in enumerate(shape):
+        ranges = sorted({piece.box[dim] for piece in pieces.values() if piece.box[dim][0] < piece.box[dim][1]})
+        ends = [(0, 0), *ranges, (size, size)]
+        for (_, end), (start, _) in pairwise(ends):
+            if start != end:
+                yield f"its pieces along dim {dim} {'overlap' if start < end else 'leave a gap'} at {min(start, end):,} of {size:,}"
+
+
+def _other_blocks(layout: Layout, stages: list[range], pipeline: int, model: LocalModel) -> Iterator[str]:
+    """Yield whether the weights of a pipeline rank are not those of its blocks."""
+    blocks = {block for stage in layout.stages(pipeline) for block in stages[stage]}
+    names = [name.split(".") for stage in model.stage_modules() for name, _ in stage.named_parameters()]
+    found = {int(name[1]) for name in names if name[0] == "blocks"}
+    if found != blocks:
+        yield f"pipeline rank {pipeline} has the blocks {sorted(found)}, the layout says {sorted(blocks)}"
+
+
+def _partitions(bucket: Bucket) -> Iterator[str]:
+    """Yield the weights of a bucket whose elements the partitions of ZeRO do not hold exactly once."""
+    ends: dict[nn.Parameter, int] = dict.fromkeys(bucket.pieces, 0)
+    for index in range(bucket.ranks):
+        other = Bucket(bucket.name, bucket.pieces, cast(ProcessGroup, _Group(index, bucket.ranks)), [], bucket.decays)
+        for parameter, where in other.partition_slices().items():
+            first = index * other.partition_elements + where.start - other.offsets[parameter]
+            if first != ends[parameter]:
+                yield f"{bucket.pieces[parameter].name}: partition {index} of {bucket.name} begins at {first:,}, not at {ends[parameter]:,}"
+            ends[parameter] = first + where.stop - where.start
+    for parameter, piece in bucket.pieces.items():
+        if ends[parameter] != piece.elements:
+            yield f"{piece.name}: the partitions of {bucket.name} hold {ends[parameter]:,} of {piece.elements:,} elements"
+
+
+def _heads(config: RunConfig, layout: Layout, pieces: dict[str, dict[tuple[int, int], Piece]]) -> Iterator[str]:
+    """Yield query heads that a tensor rank holds without their keys and values, in attention with one weight for each of them."""
+    model = config.model
+    shared, width = model.heads // model.kv_heads, model.head_dim
+    for name, parts in pieces.items():
+        keys = pieces.get(name.replace(".query.", ".key."))
+        if ".query.weight" not in name or keys is None:
+            continue
+        for tensor in range(layout.tensor):
+            query, key = parts[tensor, 0].box[0], keys[tensor, 0].box[0]
+            if query != (key[0] * shared, key[1] * shared) or query[0] % width or query[1] % width:
+                yield f"{name}: tensor rank {tensor} has the rows {query} of queries and {key} of keys, with heads of {width} rows"
+                break

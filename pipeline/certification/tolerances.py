@@ -1,0 +1,99 @@
+"""Differences between the layout and the plain loop in one precision, and how large they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.certification.comparison import DRIFT, Difference, Outcome, differences
+from pipeline.config.schema import RunConfig
+from pipeline.training.lr_schedule import learning_rate
+
+#: Smallest tolerance in fp32, as that of tools/numerics.
+FP32_FLOOR = 1e-5
+#: The tolerance is this multiple of the rounding error of the plain loop, if that is larger than the floor.
+FP32_FACTOR = 10
+#: Largest tolerance: above it, a wrong gradient would pass.
+FP32_CEILING = 1e-3
+#: As FP32_FACTOR, for lower precisions: the tolerance is this multiple of the largest difference of a perturbed run.
+LOW_FACTOR = 4
+#: The same for the loss and the norm: a few numbers, which estimate the size of rounding errors less well than all weights do.
+SCALAR_FACTOR = 10
+#: Largest tolerance in lower precisions, also if the plain loop diverges.
+LOW_CEILING = 0.5
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The differences between the layout and the plain loop in one precision.
+
+    Attributes:
+        dtype: of weights and activations of both.
+        method: what the tolerance is, for readers.
+        rounding: the differences between the plain loop in this precision and in a higher one.
+        tolerances: quantity -> largest difference that passes.
+        found: quantity -> largest difference.
+    """
+
+    dtype: str
+    method: str
+    rounding: dict[str, Difference]
+    tolerances: dict[str, float]
+    found: dict[str, Difference]
+
+    def failures(self) -> list[str]:
+        """Return a line for every quantity above its tolerance."""
+        return [
+            f"{name} in {self.dtype}: differs by {found.value:.1e} ({found.where}), tolerance {self.tolerances[name]:.1e}"
+            for name, found in self.found.items()
+            if not found.value <= self.tolerances[name]
+        ]
+
+
+def largest_drift(config: RunConfig) -> float:
+    """Return the most by which two runs can move an element of a weight apart, each in updates of Adam.
+
+    An update is at most the learning rate times max(1, (1 - beta1) / sqrt(1 - beta2)) (Kingma & Ba 2015, https://arxiv.org/abs/1412.6980,
+    section 2.1).
+    """
+    optimizer, training = config.optimizer, config.training
+    rates = sum(learning_rate(step, optimizer, training) for step in range(training.steps))
+    return 2 * rates * max(1.0, (1 - optimizer.beta1) / math.sqrt(1 - optimizer.beta2))
+
+
+def compare_fp32(
+    run: Outcome, reference: Outcome, rounding: dict[str, Difference], zero: frozenset[str] = frozenset(), drift: float = math.inf
+) -> Comparison:
+    """Compare in fp32: the same arithmetic in another order, so that differences are rounding errors; zero and drift as in differences."""
+    tolerances = {name: min(max(FP32_FLOOR, FP32_FACTOR * found.value), FP32_CEILING) for name, found in rounding.items()}
+    method = (
+        f"layout and plain loop in fp32; tolerance {FP32_FLOOR:g}, or {FP32_FACTOR} x the difference of the plain loop in fp32 and fp64, "
+        f"at most {FP32_CEILING:g}"
+    )
+    if zero:
+        tolerances[DRIFT] = 1.0
+        method += f"; the gradient of {', '.join(sorted(zero))} is zero in exact arithmetic, and is compared with that of all weights"
+    return Comparison("fp32", method, rounding, tolerances, differences(run, reference, zero=zero, drift=drift))
+
+
+def compare_low(dtype: str, run: Outcome, reference: Outcome, perturbed: Sequence[Outcome]) -> Comparison:
+    """Compare in a low precision: the order of additions changes the rounding of every activation, and in MoE layers also the routing.
+
+    Args:
+        dtype: for readers.
+        run: in the layout.
+        reference: the plain loop in the same precision.
+        perturbed: the plain loop with initial weights changed by rounding errors, and in the next higher precision.
+    """
+    runs = [differences(other, reference, together=True) for other in perturbed]
+    rounding = {name: max((found[name] for found in runs), key=lambda each: each.value) for name in runs[0]}
+    factors = {"loss": SCALAR_FACTOR, "norm": SCALAR_FACTOR}
+    tolerances = {name: min(factors.get(name, LOW_FACTOR) * found.value, LOW_CEILING) for name, found in rounding.items()}
+    method = (
+        f"layout in {dtype}, plain loop in {dtype} with fp32 gradients and master weights, all weights together; tolerance "
+        f"{LOW_FACTOR} ({SCALAR_FACTOR} for loss and norm) x the largest difference of {len(perturbed)} perturbed runs of the plain loop: "
+        f"the next higher precision, and initial weights changed by rounding errors; at most {LOW_CEILING:g}; finds wrong scales and lost "
+        "updates, while the comparison in fp32 finds the wrong gradient of a single weight"
+    )
+    return Comparison(dtype, method, rounding, tolerances, differences(run, reference, together=True))

@@ -1,0 +1,185 @@
+"""Digests of everything that several ranks hold a copy of: weights as the forward pass reads them, master weights and optimizer state.
+
+A digest is a sum over elements, so that the digests of the partitions of a weight (ZeRO) add up to that of the weight, however it is
+divided. Copies are equal exactly if their digests are, up to a chance of 2**-64 for copies that differ at random.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from pipeline.config.layout import Layout
+from pipeline.layers.nf4 import NF4Weight
+from pipeline.training.engine import Engine
+
+#: Integer type of the same size as a number, whose value is its bits.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Odd constants of a multiplicative hash, as signed 64-bit numbers (SplitMix64: Steele et al. 2014, https://doi.org/10.1145/2660193.2660195).
+_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
+
+#: Kinds of digests besides those of the optimizer state: weights as the forward pass reads them, and the master weights rounded to them.
+FORWARD, ROUNDED = "forward weight", "rounded master weight"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The digest of a run of elements of a piece that this rank holds.
+
+    Attributes:
+        kind: "weight" (master weight), a key of the optimizer state, FORWARD or ROUNDED; "scalar" for a number of the step.
+        name: of the weight.
+        box: Piece.box: ranks with another box hold other elements.
+        elements: of the piece.
+        count: of the run.
+        digest: int64, 0-dim on the device of the values; its bits as a Python int after `on_host`.
+    """
+
+    kind: str
+    name: str
+    box: tuple[tuple[int, int], ...]
+    elements: int
+    count: int
+    digest: Tensor | int
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Copies that should be equal and are not.
+
+    Attributes:
+        kinds: as in Part, of those that differ.
+        name: of the weight.
+        axis: the mesh axis along which they differ; several joined by "+" if no two copies differ along one axis only; empty if a rank's
+            weights are not its rounded master weights.
+        ranks: of one copy and of another one; of a divided copy, its first rank.
+    """
+
+    kinds: tuple[str, ...]
+    name: str
+    axis: str
+    ranks: tuple[int, int]
+
+    def __str__(self) -> str:
+        if not self.axis:
+            return f"{self.name}: the forward pass of rank {self.ranks[0]} does not read the rounded master weight"
+        return f"{self.name} ({', '.join(self.kinds)}) differs along the {self.axis} axis: ranks {self.ranks[0]} and {self.ranks[1]}"
+
+
+def digest(values: Tensor, first: int = 0) -> Tensor:
+    """Return the sum of the hashes of the elements' bits and positions, modulo 2**64: int64, 0-dim, without waiting for the device.
+
+    Args:
+        values: floating-point numbers.
+        first: position of the first one.
+    """
+    flat = values.detach().reshape(-1)
+    bits = flat.view(_BITS[flat.element_size()]).long()
+    state = bits * _GOLDEN + torch.arange(first + 1, first + 1 + len(flat), device=flat.device) * _FIRST
+    state = (state ^ (state >> 30)) * _FIRST
+    state = (state ^ (state >> 27)) * _SECOND
+    return (state ^ (state >> 31)).sum()
+
+
+def parts_of(engine: Engine) -> Iterator[Part]:
+    """Yield the digests of what this rank holds of the weights and of the optimizer state. Collective: ZeRO 3 gathers the weights."""
+    dtypes: dict[str, torch.dtype] = {}
+    for piece, weight in engine.forward_weights():
+        dtypes[piece.name] = weight.dtype
+        yield Part(FORWARD, piece.name, piece.box, piece.elements, piece.elements, digest(weight))
+    for fragment in engine.fragments():
+        piece = fragment.piece
+        for kind, values in fragment.tensors.items():
+            if isinstance(values, NF4Weight):
+                continue  # frozen
+            yield Part(kind, piece.name, piece.box, piece.elements, values.numel(), digest(values, fragment.start))
+            if kind == "weight" and piece.name in dtypes:
+                rounded = digest(values.to(dtypes[piece.name]), fragment.start)
+                yield Part(ROUNDED, piece.name, piece.box, piece.elements, values.numel(), rounded)
+
+
+def scalars(values: Mapping[str, Tensor]) -> Iterator[Part]:
+    """Yield the digests of numbers that are the same on every rank."""
+    for name, value in values.items():
+        yield Part("scalar", name, (), value.numel(), value.numel(), digest(value))
+
+
+def on_host(parts: Iterable[Part]) -> list[Part]:
+    """Return the parts with their digests as Python numbers; waits for the device once."""
+    listed = list(parts)
+    digests = torch.stack([torch.as_tensor(part.digest) for part in listed]).tolist() if listed else []
+    return [Part(p.kind, p.name, p.box, p.elements, p.count, value) for p, value in zip(listed, digests, strict=True)]
+
+
+def disagreements(layout: Layout, ranks: list[list[Part]]) -> list[Disagreement]:
+    """Return what differs between copies, the first weights of the model first.
+
+    Args:
+        layout: of the job.
+        ranks: the parts of every rank, from `on_host`.
+    """
+    held: dict[tuple[str, str, tuple[tuple[int, int], ...]], dict[int, tuple[int, int]]] = {}
+    elements: dict[tuple[str, str, tuple[tuple[int, int], ...]], int] = {}
+    for rank, parts in enumerate(ranks):
+        for part in parts:
+            key = (part.kind, part.name, part.box)
+            elements[key] = part.elements
+            count, value = held.setdefault(key, {}).get(rank, (0, 0))
+            held[key][rank] = (count + part.count, _wrap(value + int(part.digest)))
+    copies = {key: _copies(layout, elements[key], by_rank) for key, by_rank in held.items()}
+    found = []
+    for (kind, name, box), here in copies.items():
+        if kind == ROUNDED:
+            forward = copies.get((FORWARD, name, box), {})
+            if here and forward and not set(here.values()) & set(forward.values()):
+                rank = next(iter(forward))
+                found.append(Disagreement((ROUNDED,), name, "", (rank, rank)))
+        elif len(set(here.values())) > 1:
+            found.append(_pair(layout, kind, name, here))
+    return _by_weight(found)
+
+
+def _copies(layout: Layout, elements: int, by_rank: dict[int, tuple[int, int]]) -> dict[int, int]:
+    """Return the digests of the copies by rank; of copies that ZeRO divides among ranks, by the first of these."""
+    if all(count == elements for count, _ in by_rank.values()):
+        return {rank: value for rank, (_, value) in by_rank.items()}
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank in by_rank:
+        where = layout.coordinates(rank)
+        groups.setdefault((where.pipeline, where.tensor), []).append(rank)
+    found = {}
+    for members in groups.values():
+        complete = sum(by_rank[rank][0] for rank in members) == elements
+        found[members[0]] = _wrap(sum(by_rank[rank][1] for rank in members)) if complete else members[0]  # incomplete: equal to no other
+    return found
+
+
+def _pair(layout: Layout, kind: str, name: str, copies: dict[int, int]) -> Disagreement:
+    """Name the axis of two copies that differ, if possible one axis only."""
+    best: tuple[list[str], tuple[int, int]] | None = None
+    for one, other in combinations(sorted(copies), 2):
+        if copies[one] != copies[other]:
+            here, there = asdict(layout.coordinates(one)), asdict(layout.coordinates(other))
+            axes = [axis for axis in here if here[axis] != there[axis]]
+            if best is None or len(axes) < len(best[0]):
+                best = axes, (one, other)
+    assert best is not None
+    return Disagreement((kind,), name, "+".join(best[0]), best[1])
+
+
+def _by_weight(found: list[Disagreement]) -> list[Disagreement]:
+    """Join the disagreements of a weight along the same axis."""
+    joined: dict[tuple[str, str, tuple[int, int]], tuple[str, ...]] = {}
+    for each in found:
+        key = (each.name, each.axis, each.ranks)
+        joined[key] = (*joined.get(key, ()), *each.kinds)
+    return [Disagreement(kinds, *key) for key, kinds in joined.items()]
+
+
+def _wrap(value: int) -> int:
+    """Return a sum of digests modulo 2**64, as a signed number."""
+    return (value + 2**63) % 2**64 - 2**63

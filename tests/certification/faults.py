@@ -1,0 +1,173 @@
+"""Mistakes of a trainer, planted in the ranks of a certificate from outside: each replaces one function while the ranks work."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@contextmanager
+def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace an attribute by what `make` makes of it."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def wrong_gradient(weight: str = "blocks.0.mlp_norm.weight") -> Any:
+    """One of two tensor ranks scales the gradient of a weight by 1.01."""
+    from pipeline.training.trainer import Trainer
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, config: Any, mesh: Any, model: Any = None) -> None:
+            original(self, config, mesh, model)
+            for parameter, piece in self.model.pieces.items():
+                if piece.name == weight and mesh.coordinates.tensor == 0:
+                    parameter.register_hook(lambda gradient: gradient * 1.01)
+
+        return init
+
+    return replaced(Trainer, "__init__", make)
+
+
+def wrong_gradient_of_one_piece() -> Any:
+    """As wrong_gradient, of a weight that is divided."""
+    return wrong_gradient("blocks.1.attention.query.weight")
+
+
+def clipped_on_one_tensor_rank() -> Any:
+    """Replicated vectors are clipped on even ranks only, those with the primary copy (DeepSpeed#1801, BLOOM-176B)."""
+    from pipeline.training.weight_update import WeightUpdate
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(self: Any, norm: torch.Tensor, gradients: Any) -> Any:
+            if dist.get_rank() % 2:
+                gradients[-1].mul_(2)  # the last bucket: vectors
+            return original(self, norm, gradients)
+
+        return step
+
+    return replaced(WeightUpdate, "step", make)
+
+
+def second_moments_are_not_loaded() -> Any:
+    """A resumed optimizer begins with second moments of zero."""
+    from pipeline.checkpoint import load_any_layout
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def load(checkpoint: Any, fragments: Any) -> None:
+            original(checkpoint, fragments)
+            for fragment in fragments:
+                if "exp_avg_sq" in fragment.tensors:
+                    fragment.tensors["exp_avg_sq"].zero_()
+
+        return load
+
+    return replaced(load_any_layout, "load", make)
+
+
+def schedule_restarts_at_resume() -> Any:
+    """The learning rate and the optimizer's step count begin again after loading."""
+    from pipeline.training.weight_update import WeightUpdate
+
+    return replaced(WeightUpdate, "loaded", lambda original: lambda self, updates: original(self, 0))  # noqa: ARG005
+
+
+def data_ranks_read_the_same() -> Any:
+    """Every data rank reads the samples of the first one."""
+    from pipeline.training.batch_loader import BatchLoader
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, *arguments: Any) -> None:
+            original(self, *arguments)
+            self._rank = 0
+
+        return init
+
+    return replaced(BatchLoader, "__init__", make)
+
+
+def resumed_run_repeats_samples() -> Any:
+    """A loader that begins after the first step reads from the first sample on (accelerate#4071)."""
+    from pipeline.training.batch_loader import BatchLoader
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, first, steps, *more: original(self, first if len(steps) > 1 or steps[0] == 0 else 0, steps, *more)
+
+    return replaced(BatchLoader, "training", make)
+
+
+def epoch_repeats_a_sequence() -> Any:
+    """The permutation of an epoch maps two indices to one sequence."""
+    from pipeline.data.load import samples
+
+    return replaced(samples, "permute", lambda original: lambda *arguments: original(*arguments) // 2 * 2)
+
+
+def targets_are_the_tokens() -> Any:
+    """Targets are not shifted."""
+    from pipeline.data.load.objectives.causal import Causal
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def arrays(self: Any, indices: Any) -> Any:
+            found = original(self, indices)
+            return {**found, "targets": found["tokens"]}
+
+        return arrays
+
+    return replaced(Causal, "arrays", make)
+
+
+def gradients_scaled_in_bf16() -> Any:
+    """Gradients are 1.5 times too large, in bf16 only."""
+    from pipeline.training.trainer import Trainer
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def init(self: Any, config: Any, mesh: Any, model: Any = None) -> None:
+            original(self, config, mesh, model)
+            for parameter in self.model.pieces if config.precision.dtype == "bf16" else ():
+                parameter.register_hook(lambda gradient: gradient * 1.5)
+
+        return init
+
+    return replaced(Trainer, "__init__", make)
+
+
+def pieces_leave_a_gap() -> Any:
+    """The last tensor rank's piece of a weight is one row too short."""
+    from pipeline.parallel import pieces
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def slice_weight(name: str, shape: Any, role: str, axes: Any) -> Any:
+            piece = original(name, shape, role, axes)
+            size, rank = axes.get("tensor", (1, 0))
+            cut = tuple(
+                dataclasses.replace(s, stop=s.stop - 1) if s.axis == "tensor" and rank == size - 1 and name.endswith("key.weight") else s
+                for s in piece.slices
+            )
+            return dataclasses.replace(piece, slices=cut)
+
+        return slice_weight
+
+    return replaced(pieces, "slice_weight", make)
+
+
+def partitions_are_too_short() -> Any:
+    """A bucket is not padded up to a multiple of its ranks."""
+    from pipeline.training import buckets
+
+    return replaced(buckets, "padded_elements", lambda _: lambda elements, ranks: elements // ranks * ranks)
+
+
+def with_fault(fault: Callable[[], Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function with the fault."""
+    with fault():
+        return function(*arguments)
