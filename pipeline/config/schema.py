@@ -149,6 +149,13 @@ class TrainingConfig:
         above=0,
         at_most=600,
     )
+    check_replicas_every: int = knob(
+        1000,
+        "compare the copies of weights, optimizer state and learning rate on all ranks after so many steps, and before every checkpoint; "
+        "copies that differ end the run and no checkpoint is written. 0: never",
+        unit="steps",
+        at_least=0,
+    )
     profile: list[int] = knob(
         [], "steps that torch.profiler records: run_dir/profile gets a trace and a report of each (it takes time)", unit="steps", at_least=1
     )

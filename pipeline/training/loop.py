@@ -22,6 +22,7 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.loss_spikes import LossSpikes
 from pipeline.training.metrics import Metrics, memory_used
 from pipeline.training.profiling import Profiler
+from pipeline.training.replica_checks import ReplicaChecks
 from pipeline.training.rewinds import SpikeFoundError
 from pipeline.training.saves import Saves
 from pipeline.training.skipped_samples import NONE, SkippedSamples
@@ -51,6 +52,7 @@ def train(
     skipped: SkippedSamples = NONE,
     stragglers: Stragglers | None = None,
     profiler: Profiler | None = None,
+    replicas: ReplicaChecks | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal or a file asks for the end of the job, or the run needs other nodes.
 
@@ -71,13 +73,14 @@ def train(
         skipped: samples that are left out.
         stragglers: names slow nodes.
         profiler: profiles single steps.
+        replicas: compares the copies that ranks hold.
 
     Returns:
         The final state; its checkpoint has been written.
 
     Raises:
-        UserError: too many steps in a row were skipped, the weights are not finite, too many checkpoints in a row or the last one could
-            not be written, or the run directory was removed.
+        UserError: copies of weights differ, too many steps in a row were skipped, the weights are not finite, too many checkpoints in a
+            row or the last one could not be written, or the run directory was removed.
         ToBeContinued: a signal or the file `stop` ended the job, or it has made `last_step` steps, and a checkpoint was written.
         SpikeFoundError: the loss has spiked; no checkpoint is being written.
     """
@@ -130,7 +133,10 @@ def train(
                 )
                 started = time.monotonic()
             scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
-            if last or decision.save or stop is not None or scheduled or hooks.writes(state.step):
+            saving = last or decision.save or stop is not None or scheduled or hooks.writes(state.step)
+            if replicas is not None:
+                replicas.after_step(state.step, result, saving=saving)
+            if saving:
                 saves.begin(state)
                 control.saving(state.step)
                 started = time.monotonic()

@@ -22,6 +22,9 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Odd constants of a multiplicative hash, as signed 64-bit numbers (SplitMix64: Steele et al. 2014, https://doi.org/10.1145/2660193.2660195).
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
+#: Elements that are hashed at once: three times their number in int64 is all the memory that a digest takes (100 MB).
+_CHUNK = 1 << 22
+
 #: Kinds of digests besides those of the optimizer state: weights as the forward pass reads them, and the master weights rounded to them.
 FORWARD, ROUNDED = "forward weight", "rounded master weight"
 
@@ -78,11 +81,15 @@ def digest(values: Tensor, first: int = 0) -> Tensor:
         first: position of the first one.
     """
     flat = values.detach().reshape(-1)
-    bits = flat.view(_BITS[flat.element_size()]).long()
-    state = bits * _GOLDEN + torch.arange(first + 1, first + 1 + len(flat), device=flat.device) * _FIRST
-    state = (state ^ (state >> 30)) * _FIRST
-    state = (state ^ (state >> 27)) * _SECOND
-    return (state ^ (state >> 31)).sum()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, len(flat), _CHUNK):
+        chunk = flat[start : start + _CHUNK]
+        state = chunk.view(_BITS[chunk.element_size()]).long().mul_(_GOLDEN)
+        state += torch.arange(first + start + 1, first + start + 1 + len(chunk), device=flat.device).mul_(_FIRST)
+        state.bitwise_xor_(state >> 30).mul_(_FIRST)
+        state.bitwise_xor_(state >> 27).mul_(_SECOND)
+        total += state.bitwise_xor_(state >> 31).sum()
+    return total
 
 
 def parts_of(engine: Engine) -> Iterator[Part]:

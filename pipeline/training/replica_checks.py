@@ -1,0 +1,177 @@
+"""While training: what several ranks hold a copy of is the same on all of them, and every weight is trained.
+
+The ranks exchange one 64-bit digest for each weight and kind (weight_copies.py): first the sums over the partitions of ZeRO, then, along
+every mesh axis with copies, the largest and the smallest digest in one collective. Bytes and time do not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pipeline.checkpoint.native import EMA
+from pipeline.common.errors import UserError
+from pipeline.config.schema import RunConfig
+from pipeline.parallel.pieces import Piece
+from pipeline.training.engine import StepResult
+from pipeline.training.optimizers import OPTIMIZERS
+from pipeline.training.trainer import Trainer
+from pipeline.training.untrained_weights import UntrainedWeights
+from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, on_host, parts_of
+
+KEY = "training.check_replicas_every"
+#: Most weights that a message names.
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A digest that is exchanged: of a kind, of a piece of this rank."""
+
+    kind: str
+    piece: Piece
+    trained: bool
+
+    @property
+    def key(self) -> tuple[str, str, tuple[tuple[int, int], ...]]:
+        """As the ranks order their digests. Ranks of an axis with copies have the same entries."""
+        return self.piece.name, self.kind, self.piece.box
+
+
+class ReplicaChecks:
+    """Compares the copies of weights, optimizer state and numbers of a step: every training.check_replicas_every steps, before every save.
+
+    Args:
+        config: of the run.
+        trainer: whose state is checked.
+        hosts: host name of each rank.
+    """
+
+    def __init__(self, config: RunConfig, trainer: Trainer, hosts: Sequence[str]) -> None:
+        self._every = config.training.check_replicas_every
+        self._trainer, self._mesh, self._hosts = trainer, trainer.mesh, hosts
+        kinds = ("weight", *OPTIMIZERS[config.optimizer.name].state, *([EMA] if config.training.ema else []))
+        self._partitioned = config.parallel.zero_stage > 0
+        trained, fixed = trainer.model.pieces.values(), trainer.model.fixed.values()
+        found = [_Entry(kind, piece, trained=True) for piece in trained for kind in (FORWARD, ROUNDED, *kinds)]
+        self._entries = sorted([*found, *(_Entry("weight", piece, trained=False) for piece in fixed)], key=lambda entry: entry.key)
+        self._untrained = UntrainedWeights(config, trainer)
+        self._equal_until: int | None = None
+
+    def after_step(self, step: int, result: StepResult, *, saving: bool) -> None:
+        """Check the state after a step if it is due. Collective.
+
+        Args:
+            step: steps with this one.
+            result: of the step.
+            saving: whether a checkpoint of this state is written next.
+
+        Raises:
+            UserError: copies differ. No checkpoint of this state is to be written.
+        """
+        due = bool(self._every) and step % self._every == 0
+        if not due and not (self._every and saving):
+            return
+        digests = self._digests()
+        unequal = self._unequal(digests)
+        numbers = torch.cat([torch.stack([result.gradient_norm, result.lr, result.skipped]).double(), self._trainer.engine.counters()])
+        wrong = torch.stack([unequal.any(), self._numbers_differ(numbers)]).long()
+        if self._mesh.layout.world_size > 1:
+            for group in self._mesh.all_ranks:
+                dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
+        copies, scalars = wrong.tolist()
+        if copies or scalars:
+            raise self._error(step, unequal, numbers, scalars=bool(scalars))
+        self._equal_until = step
+        if due:
+            weights = [index for index, entry in enumerate(self._entries) if entry.trained and entry.kind == "weight"]
+            self._untrained.check(step, [self._entries[index].piece.name for index in weights], digests[weights], result)
+
+    def _digests(self) -> Tensor:
+        """The digests of all entries, int64 (entries,): those of partitions are of this rank's elements."""
+        found: dict[tuple[str, str, tuple[tuple[int, int], ...]], Tensor] = {}
+        for part in parts_of(self._trainer.engine):
+            key = part.name, part.kind, part.box
+            found[key] = found[key] + part.digest if key in found else torch.as_tensor(part.digest)
+        zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        return torch.stack([found.pop(entry.key, zero) for entry in self._entries])
+
+    def _unequal(self, digests: Tensor) -> Tensor:
+        """Which entries differ from another copy, bool (entries,). Replaces the digests of partitions by those of their weights."""
+        mesh, entries, unequal = self._mesh, self._entries, torch.zeros(len(self._entries), dtype=torch.bool, device=self._mesh.device)
+        divided = [self._partitioned and entry.trained and entry.kind != FORWARD for entry in entries]
+        experts = [entry.piece.is_sliced_along("expert") for entry in entries]
+        for group, has_experts in ((mesh.dense, False), (mesh.data, True)):
+            own = [index for index, expert in enumerate(experts) if expert == has_experts]
+            _sum(group, digests, [index for index in own if divided[index]])
+            _compare(group, digests, [index for index in own if not divided[index]], unequal)
+        _compare(mesh.tensor, digests, [i for i, entry in enumerate(entries) if not entry.piece.is_sliced_along("tensor")], unequal)
+        if mesh.tied_embedding is not None:
+            _compare(
+                mesh.tied_embedding, digests, [i for i, entry in enumerate(entries) if entry.piece.shared == "tied_embedding"], unequal
+            )
+        _compare(mesh.pipeline, digests, [i for i, entry in enumerate(entries) if entry.piece.shared == "pipeline"], unequal)
+        of = {entry.key: index for index, entry in enumerate(entries)}
+        rounded = [i for i, entry in enumerate(entries) if entry.kind == ROUNDED]
+        forward = [of[entries[i].piece.name, FORWARD, entries[i].piece.box] for i in rounded]
+        unequal[rounded] |= digests[rounded] != digests[forward]
+        return unequal
+
+    def _numbers_differ(self, numbers: Tensor) -> Tensor:
+        """Whether gradient norm, learning rate, skipped steps or counters differ between ranks, 0-dim. fp64 (numbers,)."""
+        bits, unequal = numbers.view(torch.int64), torch.zeros(len(numbers), dtype=torch.bool, device=numbers.device)
+        for group in self._mesh.all_ranks:
+            _compare(group, bits, list(range(len(bits))), unequal)
+        return unequal.any()
+
+    def _error(self, step: int, unequal: Tensor, numbers: Tensor, *, scalars: bool) -> UserError:
+        """What to say of copies that differ; every rank returns the same. Collective."""
+        names = _gathered(
+            list(dict.fromkeys(entry.piece.name for entry, wrong in zip(self._entries, unequal.tolist(), strict=True) if wrong))
+        )
+        kept = set(names[:_NAMED])
+        mine = [part for part in parts_of(self._trainer.engine) if part.name in kept]
+        if scalars:
+            labels = ("gradient norm", "learning rate", "skipped step", "updates", "loss scale", "steps without overflow")
+            mine += [Part("number", label, (), 1, 1, digest(value)) for label, value in zip(labels, numbers, strict=False)]
+        ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, on_host(mine))
+        found = disagreements(self._mesh.layout, ranks)
+        lines = [f"{difference} (on {' and '.join(dict.fromkeys(self._hosts[rank] for rank in difference.ranks))})" for difference in found]
+        more = f"; and {len(names) - len(kept)} other weights" if len(names) > len(kept) else ""
+        last = "no step of this job was checked before" if self._equal_until is None else f"all were equal after step {self._equal_until}"
+        rule = f"copies differ after step {step}: {'; '.join(lines)}{more}; {last}, and no checkpoint of step {step} was written"
+        fix = (
+            "if a GPU of these nodes is broken, run again without its node (sbatch --exclude): the newest checkpoint is continued; if it "
+            f"happens on other nodes too, try stage=certify; {KEY}=0 does not look"
+        )
+        return UserError.of(KEY, self._every, rule, fix)
+
+
+def _sum(group: ProcessGroup, digests: Tensor, which: list[int]) -> None:
+    """Add up some digests over a group, in place."""
+    if group.size() > 1 and which:
+        values = digests[which]
+        dist.all_reduce(values, group=group)
+        digests[which] = values
+
+
+def _compare(group: ProcessGroup, digests: Tensor, which: list[int], unequal: Tensor) -> None:
+    """Set `unequal` where some digests are not the same on all ranks of a group: their maximum is not their minimum."""
+    if group.size() > 1 and which:
+        values = torch.stack([digests[which], ~digests[which]])  # ~ turns the order of integers around
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
+        unequal[which] |= values[0] != ~values[1]
+
+
+def _gathered(names: list[str]) -> list[str]:
+    """The names of all ranks, each once. Collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, names)
+    return list(dict.fromkeys(name for rank in ranks for name in rank))
