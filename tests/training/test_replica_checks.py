@@ -19,10 +19,10 @@ NORM, MATRIX, TABLE = "blocks.0.mlp_norm.weight", "blocks.1.attention.output.wei
 #: Layouts of four ranks -> (weight, rank that is spoiled, axis along which it has copies).
 LAYOUTS = {
     "data": (("parallel.zero_stage=0",), (MATRIX, 2, "data")),
-    "zero 1": (("parallel.tensor=2", "parallel.zero_stage=1", "precision=bf16"), (NORM, 3, "tensor")),
+    "zero 1": (("parallel.tensor=2", "parallel.zero_stage=1", "precision=bf16"), (NORM, 1, "tensor")),
     "zero 3": (("parallel.tensor=2", "parallel.zero_stage=3"), (NORM, 1, "tensor")),
     "tied": (("model=gpt-tiny", "parallel.pipeline=4", "parallel.zero_stage=0", "model.layers=4"), (TABLE, 3, "pipeline")),
-    "experts": (("model=mixtral-tiny", "parallel.expert=2", "parallel.tensor=2", "parallel.zero_stage=1"), (NORM, 2, "tensor")),
+    "experts": (("model=mixtral-tiny", "parallel.expert=2", "parallel.tensor=2", "parallel.zero_stage=1"), (NORM, 1, "tensor")),
     "context": (("parallel.context=2", "parallel.zero_stage=0", "training.ema=0.9"), (NORM, 1, "context")),
 }
 HOSTS = [f"n{rank}" for rank in range(4)]
@@ -37,10 +37,10 @@ def raised(checks: ReplicaChecks, step: int, result: StepResult, *, saving: bool
     return ""
 
 
-def spoil(trained: Trainer, name: str, kind: str, amount: float) -> None:
-    """Change an element of this rank's copy of a weight or of its optimizer state; the forward pass reads the changed weight."""
+def spoil(trained: Trainer, rank: int, name: str, kind: str, amount: float) -> None:
+    """Change an element of a rank's copy of a weight or of its optimizer state; the forward pass reads the changed weight. Collective."""
     for fragment in trained.engine.fragments():
-        if fragment.piece.name == name:
+        if fragment.piece.name == name and trained.mesh.rank == rank:
             fragment.tensors[kind].view(-1)[0] += amount
     trained.engine.loaded(trained.engine.updates())
 
@@ -54,15 +54,15 @@ def spoiled(settings: tuple[str, ...], name: str, rank: int, run_dir: str) -> li
         inputs, batch = causal(*share(trained, tokens))
         _, result = trained.train(inputs, batch, step=step - 1)
         said.append(raised(checks, step, result))
-    here = trained.mesh.rank == rank
     for kind in ("weight", "exp_avg_sq"):
-        if here:
-            spoil(trained, name, kind, 0.25)
+        kept = [fragment.tensors[kind].clone() for fragment in trained.engine.fragments() if kind in fragment.tensors]
+        spoil(trained, rank, name, kind, 0.25)
         said.append(raised(checks, 5, result, saving=True))
-        if here:
-            spoil(trained, name, kind, -0.25)
+        for fragment, values in zip((one for one in trained.engine.fragments() if kind in one.tensors), kept, strict=True):
+            fragment.tensors[kind].copy_(values)
+    trained.engine.loaded(trained.engine.updates())
     said.append(raised(checks, 5, result))
-    said.append(raised(checks, 6, dataclasses.replace(result, lr=result.lr * (0.5 if here else 1))))
+    said.append(raised(checks, 6, dataclasses.replace(result, lr=result.lr * (0.5 if trained.mesh.rank == rank else 1))))
     return said
 
 
@@ -102,6 +102,7 @@ def still(settings: tuple[str, ...], run_dir: str) -> None:
             if fragment.piece.name == MATRIX:
                 before = kept.setdefault(f"{fragment.piece.box}{fragment.start}", fragment.tensors["weight"].clone())
                 fragment.tensors["weight"].copy_(before)
+        trained.engine.loaded(trained.engine.updates())
         checks.after_step(step, result, saving=False)
 
 
