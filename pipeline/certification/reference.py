@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -131,7 +132,7 @@ def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: B
 
 
 def _build(config: RunConfig, dtype: torch.dtype, perturbed: int | None) -> nn.Module:
-    """Return the full model with its initial weights, fp32 or fp64; with precision.fp8, with 8-bit products."""
+    """Return the full model with its initial weights, fp32 or fp64; frozen ones without a gradient; with precision.fp8, 8-bit products."""
     model = registry.build(config.model)
     initialize(model, config.model, config.training.seed)
     with torch.no_grad():
@@ -141,6 +142,10 @@ def _build(config: RunConfig, dtype: torch.dtype, perturbed: int | None) -> nn.M
             generator, unit = torch.Generator().manual_seed(perturbed), torch.finfo(dtype).eps / 2
             for parameter in model.parameters():
                 parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in config.training.frozen):
+            parameter.requires_grad_(False)
+            _cast([parameter], dtype)
     if config.precision.fp8 != "none":
         _use_fp8(model, config)
     return model.to(dtype) if dtype == torch.float64 else model

@@ -20,7 +20,7 @@ MUTANTS = (
         what="only the first of several contributions to a gradient is kept",
         ranks=2,
         words=(*LLAMA, "parallel.zero_stage=1"),
-        edits=(Edit(REDUCTION, "                parameter.grad = view\n", "                parameter.grad = None\n"),),
+        edits=(Edit(REDUCTION, "            total.add_(gradient)\n", "            pass\n"),),
     ),
     Mutant(
         name="gradients_not_zeroed",
@@ -75,8 +75,8 @@ MUTANTS = (
         edits=(
             Edit(
                 REDUCTION,
-                "                view.copy_(gradient)\n",
-                "                view.copy_(gradient if self.missing > 1 else torch.zeros_like(gradient))\n",
+                "parameter).copy_(gradient)\n",
+                "parameter).copy_(gradient if self.missing > 1 else torch.zeros_like(gradient))\n",
             ),
         ),
         exact=False,
