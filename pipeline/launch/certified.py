@@ -18,18 +18,13 @@ FILE = "certificate.json"
 GROUPS = ("model", "training", "optimizer", "parallel", "precision", "lora", "data", "checkpoint")
 #: Keys of these groups that do not.
 WITHOUT_EFFECT = frozenset(
-    {
+    (
         *("training.timeout_minutes", "training.profile", "training.profile_ranks", "training.validate_every"),
-        *(
-            "training.validation_batches",
-            "training.token_budget",
-            "data.prefetch",
-            "data.verify",
-            "checkpoint.keep",
-            "checkpoint.keep_every",
-        ),
-        *("checkpoint.keep_every", "checkpoint.every_minutes", "checkpoint.max_failures", "checkpoint.skip_damaged", "checkpoint.resume"),
-    }
+        *("training.validation_batches", "training.token_budget", "training.check_replicas_every"),
+        *("data.prefetch", "data.verify"),
+        *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.every_minutes", "checkpoint.max_failures"),
+        *("checkpoint.skip_damaged", "checkpoint.resume"),
+    )
 )
 #: Differences that are named; the others are counted.
 _SHOWN = 5

@@ -84,6 +84,13 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     assert written["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
 
 
+def test_a_job_that_trains_some_weights_only(certify) -> None:
+    words = ("parallel.tensor=2", "stage.world_size=4", "training.frozen=[blocks.0.mlp.*, embed.*]", "stage.skip=[state,data,shapes]")
+    code, printed, written = certify(*JOB, *words)
+    assert code == 0, printed
+    assert [comparison["precision"] for comparison in written["comparisons"]] == ["fp32", "bf16"]
+
+
 @pytest.mark.parametrize(
     "fault, expected",
     [
