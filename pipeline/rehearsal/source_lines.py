@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
-from types import CodeType
 
 import torch
 
@@ -23,13 +22,12 @@ class SourceLines:
 
     def __init__(self, folder: Path = PACKAGE) -> None:
         self._folder = f"{folder}/"
-        self._files: dict[CodeType, str] = {}
+        self._files: dict[str, str] = {}
         self._forward: dict[int, str] = {}
         self._thread = threading.get_ident()
 
-    def _file(self, code: CodeType) -> str:
-        """The file of a function within the folder; "" for one that is outside or of the rehearsal."""
-        name = code.co_filename
+    def _file(self, name: str) -> str:
+        """A file within the folder; "" for one that is outside or of the rehearsal."""
         return name.removeprefix(self._folder) if name.startswith(self._folder) and not name.startswith(_REHEARSAL) else ""
 
     def here(self, *, in_function: bool = False) -> str:
@@ -40,8 +38,9 @@ class SourceLines:
         """
         frame = sys._getframe(1)
         while frame is not None:
-            if (found := self._files.get(frame.f_code)) is None:
-                found = self._files[frame.f_code] = self._file(frame.f_code)
+            name = frame.f_code.co_filename  # the code itself has no hash if torch.compile made it with a constant that has none
+            if (found := self._files.get(name)) is None:
+                found = self._files[name] = self._file(name)
             if found:
                 line = f"{found}:{frame.f_lineno}"
                 break

@@ -22,11 +22,11 @@ def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device:
         0-dim, fp32, the same on every rank.
     """
     norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
-    square = norms.square().sum()
+    square = norms.double().square().sum()  # in fp32, the groups of an axis could round the same sum differently, and copies would part
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(square, group=group)
-    return square.sqrt()
+    return square.sqrt().float()
 
 
 def divisor(norm: Tensor, largest: float, loss_scale: Tensor | None = None) -> Tensor | None:

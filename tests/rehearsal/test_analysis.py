@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import CellType, FunctionType
 
 import pytest
 
@@ -14,6 +15,7 @@ from pipeline.config import hardware
 from pipeline.rehearsal import timeline
 from pipeline.rehearsal.analysis import analyze
 from pipeline.rehearsal.record import STEP, Access, Entry, EventRecord, HostWait, Mark, StreamWait, Work
+from pipeline.rehearsal.source_lines import SourceLines
 
 GPU = hardware.load("h100")
 
@@ -97,3 +99,12 @@ def test_names_of_the_job_are_escaped(tmp_path: Path) -> None:
     entries = [replace(entry, site="<b>") if isinstance(entry, Work) else entry for entry in record((1, 2, 3))]
     timeline.write(analyze(entries, GPU), tmp_path / "timeline.html")
     assert not re.search("<b>(?!Matrix)", (tmp_path / "timeline.html").read_text())
+
+
+def test_lines_of_code_that_the_compiler_made_with_a_constant_without_a_hash(tmp_path: Path) -> None:
+    lines = SourceLines(tmp_path)
+    code = (lambda: lines.here()).__code__
+    made = FunctionType(
+        code.replace(co_consts=(*code.co_consts, {}), co_filename=f"{tmp_path}/block.py"), {}, None, None, (CellType(lines),)
+    )
+    assert made() == f"block.py:{code.co_firstlineno}"
