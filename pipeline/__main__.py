@@ -96,6 +96,7 @@ def run_hydra(arguments: list[str]) -> None:
 
     from pipeline.common.errors import UserError
     from pipeline.config import command_line, compose
+    from pipeline.config.composition_errors import COMPOSITION_ERRORS
     from pipeline.config.paths import CONF_DIR
     from pipeline.launch import hydra_launcher
 
@@ -125,7 +126,7 @@ def run_hydra(arguments: list[str]) -> None:
             composed = hydra.compose("config", command.overrides, return_hydra_config=True)
     except UserError as error:  # raised by a sweep, which validates all runs before the first one starts
         report(error)
-    except compose.COMPOSITION_ERRORS:
+    except COMPOSITION_ERRORS:
         if not composing:
             raise
         report_overrides(command)

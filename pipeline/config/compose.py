@@ -1,11 +1,10 @@
-"""Composition of the configuration with Hydra, and error messages for command lines that do not compose."""
+"""Composition of the configuration with Hydra."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import re
-import shlex
 import sys
 import sysconfig
 import time
@@ -17,17 +16,14 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
-from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import planned, run_tokenizer
-from pipeline.config.command_line import FILE, GROUPS, Command, key_of, nearest, parse, quoted, sweep_values
+from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
+from pipeline.config.composition_errors import COMPOSITION_ERRORS, keys_of, unknown_key, violation_of
 from pipeline.config.paths import CONF_DIR
-from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.rules import paths
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
@@ -61,12 +57,6 @@ def _if_finetune(tuned: int, trained: int, *, _root_: DictConfig) -> int:
     return tuned if planned.job_stage(_root_) == "finetune" else trained
 
 
-#: Name -> dataclass of the items of lists and dictionaries.
-ITEMS: dict[str, Any] = {knob.item.__name__: knob.item for _, knob, _ in knobs.walk(RunConfig()) if knob.item}
-#: What Hydra raises for an illegal command line: YAMLError for a file, the last two for a group whose value is a number or a list.
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError, TypeError)
-
-
 def to_run_config(config: DictConfig) -> RunConfig:
     """Convert a composed configuration to dataclasses, resolve interpolations, and take from the run directory what is left to it.
 
@@ -76,8 +66,8 @@ def to_run_config(config: DictConfig) -> RunConfig:
         UserError: a value is missing or cannot be resolved, or a key was added (+key=value) that no stage reads.
     """
     if unknown := dict(_unknown(config)):
-        known = sorted(key for key in _keys(config) if not any(f"{added}.".startswith(f"{key}.") for added in unknown))
-        raise UserError([_unknown_key(key, value, known) for key, value in unknown.items()])
+        known = sorted(key for key in keys_of(config) if not any(f"{added}.".startswith(f"{key}.") for added in unknown))
+        raise UserError([unknown_key(key, value, known) for key, value in unknown.items()])
     if not OmegaConf.is_missing(config, "model") and OmegaConf.get_type(config, "model") not in CONFIG_CLASSES.values():
         fix = f"begin its file with defaults: [/schema/model/FAMILY@_here_, _self_], FAMILY being one of {', '.join(CONFIG_CLASSES)}"
         raise UserError.of("model", "?", "has no family", fix)
@@ -207,99 +197,18 @@ def diagnose(command: Command) -> tuple[list[Violation], DictConfig]:
                 composed = compose("config", [*valid, override])
                 valid.append(override)
             except COMPOSITION_ERRORS as error:
-                violations.append(_violation(override, error, composed))
+                violations.append(violation_of(override, error, composed))
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         add(first)
         add(groups)
-        keys = sorted(_keys(composed))
+        keys = sorted(keys_of(composed))
         others = [override for override in overrides if override not in (*first, *groups)]
         unknown = [o for o in others if not o.startswith(("+", "~", "hydra")) and key_of(o) not in keys]
-        violations += [_violation(override, None, composed) for override in unknown]
+        violations += [violation_of(override, None, composed) for override in unknown]
         add([override for override in others if override not in unknown])
     return violations, composed
-
-
-def _violation(override: str, error: Exception | None, composed: DictConfig) -> Violation:
-    """Convert the error of an override to a violation, with the closest legal names as fix; without an error, its key is unknown."""
-    key, _, value = override.lstrip("+~").partition("=")
-    keys = sorted(_keys(composed))
-    reason = re.sub(r"\s+", " ", str((error and error.__cause__) or error).partition("\n")[0])
-    if key in GROUPS:
-        return _file_violation(key, value, error, keys)
-    if not re.fullmatch(r"\w[\w./@:-]*", key) or ".." in key:
-        return Violation(key, value, "is not a key", nearest("", key, keys))
-    if re.match(r"hydra[./]", key):
-        return Violation(key, value, f"is refused by Hydra: {reason}", "remove it; --cfg=hydra prints Hydra's own keys")
-    if re.search("no viable alternative|NoViableAlt|mismatched input|token recognition|extraneous input|Error parsing override", reason):
-        if re.search(r"^,|,\s*,|,$", value) and not re.search(r"""[][(){}'"]""", value):
-            values = ",".join(part.strip() for part in value.split(",") if part.strip())
-            return Violation(key, value, "has an empty value", f"remove the comma that has no value beside it: {key}={values}")
-        return Violation(key, value, "contains characters with a special meaning in Hydra", _quotes(key, value))
-    if "Ambiguous value" in reason:
-        return Violation(key, value, "contains several values", f"add -m to sweep over them, or quote a single value: {key}='...'")
-    if key not in keys and (error is None or not override.startswith("++")):
-        return _unknown_key(key, value, keys)
-    if part := re.match(r"Key '(.*)' not in '(.*)'", reason):
-        names = [item.name for item in dataclasses.fields(ITEMS[part[2]])] if part[2] in ITEMS else keys
-        return Violation(key, value, f"sets {part[1]}: no such key", nearest("", part[1], names))
-    if "ListConfig" in reason and value.startswith("["):
-        return Violation(key, value, "must be a dictionary", f"write {key}={{NAME: {value}}}")
-    if "ListConfig" in reason:
-        return Violation(key, value, "must be a list", f"write {key}=[{value}]")
-    return Violation(key, value, reason, f"set {key} to a value of its type")
-
-
-def _quotes(key: str, value: str) -> str:
-    """Advice for a value that Hydra's grammar does not accept as it is."""
-    if re.search(r"\s[+~]*\w[\w./]*=", value):
-        return f"write separate arguments: {key}={value}"
-    if value.startswith("~/"):
-        return f"write {key}=$HOME{value[1:]}"
-    if value.startswith(("[", "{")):
-        example = '["a, b","c"]' if value.startswith("[") else '{name:"a, b"}'
-        return f"close all brackets, quote the items for Hydra and the argument for the shell, such as '{key}={example}'"
-    if value.startswith("="):
-        return f"write {key}={value[1:]}"
-    argument = f"{key}={quoted(value)}"
-    return "quote the value for Hydra and for the shell: " + (shlex.quote(argument) if re.search(r'["$`\\!]', value) else f'"{argument}"')
-
-
-def _file_violation(group: str, option: str, error: Exception | None, keys: list[str]) -> Violation:
-    """The violation of a group whose file does not compose, such as an experiment with an unknown key."""
-    text = str(error)
-    if "Ambiguous value" in text:
-        return Violation(group, option, "contains several values", "add -m to sweep over them")
-    if unknown := re.search(r"Key '(.*)' not in", text):
-        path = re.search(r"full_key: (.*)", text)
-        key = path[1] if path else unknown[1]
-        return Violation(group, option, f"its file sets {key}: no such key", nearest("", key, keys))
-    reason = " ".join(line.strip() for line in text.splitlines()[:2])
-    if wrong := re.search(r"(Value .*?)\s+full_key: (\S+)", text, re.DOTALL):
-        reason = f"{wrong[2]}: {wrong[1]}"
-    return Violation(group, option, f"its file does not compose: {reason}", "correct the file, or choose another one")
-
-
-def _unknown_key(key: str, value: object, known: list[str]) -> Violation:
-    """The violation of a key that no stage reads."""
-    if key in REMOVED:
-        return Violation(key, value, "is no longer a key", REMOVED[key])
-    if renamed := new_name(key):
-        return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
-    return Violation(key, value, "no such key", nearest("", key, known))
-
-
-def _keys(node: Any, prefix: str = "") -> list[str]:
-    """Return all dotted keys below a node, including groups."""
-    keys = []
-    for name in node:
-        key = f"{prefix}{name}"
-        keys.append(key)
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
-            keys.extend(_keys(child, f"{key}."))
-    return keys
 
 
 def exit_with_error(error: UserError, *, after: float | None = 0) -> None:

@@ -9,7 +9,8 @@ from hydra.core.global_hydra import GlobalHydra
 
 from pipeline.common.errors import UserError
 from pipeline.config.command_line import Command, parse
-from pipeline.config.compose import COMPOSITION_ERRORS, diagnose, to_run_config
+from pipeline.config.compose import diagnose, to_run_config
+from pipeline.config.composition_errors import COMPOSITION_ERRORS
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
