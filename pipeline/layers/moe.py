@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # as torch.compiler.disable, which imports the compiler at once
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
 from pipeline.layers.row_counts import counts_on_host
+from pipeline.layers.uncompiled import uncompiled
 
 
 class RoutedExperts(nn.Module):
@@ -63,7 +63,7 @@ class Experts(RoutedExperts):
         return product(inner, self.down, counts)
 
 
-@_disable_dynamo  # the number of rows of each expert changes with every micro-batch
+@uncompiled  # the number of rows of each expert changes with every micro-batch
 def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """Compute x @ weights[e].T for the rows of each expert in a loop; an expert without rows gets a zero gradient.
 
@@ -163,7 +163,7 @@ class MoE(nn.Module):
         rows = compute().where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
-    @_disable_dynamo  # its backward pass changes the layer's record
+    @uncompiled  # its backward pass changes the layer's record
     def _add_aux_loss(self, y: Tensor, routing: Routing, expert_ids: Tensor, valid: Tensor) -> Tensor:
         """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
         if not torch.is_grad_enabled():

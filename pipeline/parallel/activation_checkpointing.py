@@ -71,6 +71,11 @@ def kind_of(operation: Any) -> Kind | None:
     return "product" if tensor_parallel.is_saved_product(operation) else _SAVED_OPS.get(operation)
 
 
+def stays_eager(block: nn.Module, mode: str) -> bool:
+    """Return whether a block is not compiled, see `checkpoint_and_compile`: with a MoE layer, and recomputed in parts."""
+    return mode == "selective" and any(True for _ in moe_layers(block))
+
+
 def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept: Collection[Result] | None = None) -> None:
     """Recompute a block in the backward pass (`full`), or all its operations except matrix products and attention (`selective`).
 

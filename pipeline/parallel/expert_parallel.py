@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # as torch.compiler.disable, which imports the compiler at once
 from torch.distributed import ProcessGroup
 
 from pipeline.layers.moe import Experts, RoutedExperts, inverse_permutation, moe_layers, permute
 from pipeline.layers.row_counts import counts_on_host
+from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
 
@@ -116,7 +116,7 @@ class ExpertParallelExperts(RoutedExperts):
         """As Experts in layers/moe.py, with the counts of all experts."""
         return self.dispatch(x, counts)()
 
-    @_disable_dynamo  # the numbers of rows change with every micro-batch
+    @uncompiled  # the numbers of rows change with every micro-batch
     def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
         """See RoutedExperts. Synchronizes the host with the device once, to read the splits."""
         received_counts = torch.empty_like(counts)
@@ -129,7 +129,7 @@ class ExpertParallelExperts(RoutedExperts):
         exchange = Exchange(input_splits, output_splits, self.group)
         return partial(self._compute, len(x), exchange, exchange.start(x[: sum(input_splits)]), received_counts)
 
-    @_disable_dynamo
+    @uncompiled
     def _compute(self, length: int, exchange: Exchange, pending: Tensor, received_counts: Tensor) -> Tensor:
         """Apply the local experts to the rows that arrive, and send the outputs back: `length` rows, those without an expert at the end."""
         rows = exchange.finish(pending)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
-from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product
+from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Phase, Product
 from pipeline.planner.recorder import Kernel, Recording
 
 #: Parts that are not compiled: torch.compile is applied to blocks.
@@ -167,42 +167,55 @@ def _backward_readers(recording: Recording) -> dict[int, list[str]]:
 
 
 def _groups(kernels: list[Kernel], *, fused: bool) -> list[int]:
-    """The number of the fused kernel of each call: consecutive memory-bound calls of one block and phase share one."""
+    """The number of the fused kernel of each call: consecutive memory-bound calls of one graph and phase share one."""
     groups, current = [], 0
     for index, kernel in enumerate(kernels):
         previous = kernels[index - 1] if index else None
-        joins = previous is not None and previous.operation is None and kernel.operation is None and kernel.part not in UNCOMPILED
-        if not (fused and joins and previous is not None and (previous.part, previous.phase) == (kernel.part, kernel.phase)):
+        joins = previous is not None and previous.operation is None and kernel.operation is None and _is_compiled(kernel)
+        if not (fused and joins and previous is not None and _place(previous) == _place(kernel)):
             current += 1
         groups.append(current)
     return groups
+
+
+def _is_compiled(kernel: Kernel) -> bool:
+    """Whether a kernel is in a graph, if the blocks are compiled."""
+    return kernel.part not in UNCOMPILED and kernel.graph is not None
+
+
+def _place(kernel: Kernel) -> tuple[str, Phase, int | None]:
+    """The part, phase and graph of a kernel."""
+    return kernel.part, kernel.phase, kernel.graph
 
 
 def _recomputed(recording: Recording) -> dict[int, dict[int, int]]:
     """Storages that the fused backward pass computes again, each with the saved storages (and bytes) that it follows from.
 
     It must be the result of a memory-bound kernel of the forward pass, follow from saved tensors, and be read by memory-bound kernels of
-    the same part only: a matrix product needs its operands in memory, and each block is compiled by itself. What an
+    the same graph only: a matrix product needs its operands in memory, and each graph is compiled by itself. What an
     operation reads that is repeated in the backward pass, such as a gathering, may be computed again, too.
     """
     kernels, storages = recording.kernels, recording.storages
-    used: set[int] = set()
+    used: dict[int, set[tuple[str, int | None]]] = {}
     needed: set[int] = set()
     forward = {(kernel.name, frozenset(kernel.reads)) for kernel in kernels if kernel.phase == "forward"}
     for kernel in kernels:
         if kernel.phase != "forward":
-            used |= kernel.reads.keys()
+            for key in kernel.reads:
+                used.setdefault(key, set()).add((kernel.part, kernel.graph))
             if kernel.operation is not None and (kernel.name, frozenset(kernel.reads)) not in forward:
                 needed |= kernel.reads.keys()
-    readers = _backward_readers(recording)
     recomputed: dict[int, dict[int, int]] = {}
     for key in sorted(used):
         storage = storages[key]
-        outside = set(readers[key]) != {storage.part} or storage.part in UNCOMPILED
-        if storage.kernel is None or storage.phase != "forward" or key in needed or outside:
+        if storage.kernel is None or storage.phase != "forward" or key in needed:
             continue
         kernel = kernels[storage.kernel]
-        sources_stay = all(source in used or source in recomputed or not storages[source].part for source in kernel.reads)
+        if used[key] != {(kernel.part, kernel.graph)} or not _is_compiled(kernel):
+            continue
+        # What another graph computes again is not there.
+        elsewhere = any(used[source] != {(kernel.part, kernel.graph)} for source in recomputed.keys() & kernel.reads)
+        sources_stay = all(source in used or not storages[source].part for source in kernel.reads) and not elsewhere
         if kernel.operation is None and kernel.reads and sources_stay:
             sources: dict[int, int] = {}
             for source, size in kernel.reads.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import finalize
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pipeline.layers.uncompiled import Calls
 from pipeline.parallel import ring_attention  # noqa: F401 - registers its operator
 from pipeline.planner import operator_kinds
 from pipeline.planner.operations import AttentionCall, Collective, Kind, Operation, Phase, Product
@@ -38,6 +39,7 @@ class Kernel:
         name: operator.
         operation: what it is; None for a memory-bound kernel.
         reads, writes: ids of storages -> bytes that are read or written.
+        graph: number of the graph of its part that it is compiled in, None for what is not compiled if the blocks are.
     """
 
     part: str
@@ -46,6 +48,7 @@ class Kernel:
     operation: Operation | None
     reads: dict[int, int]
     writes: dict[int, int]
+    graph: int | None = 0
 
 
 @dataclass
@@ -82,12 +85,17 @@ class Recorder(TorchDispatchMode):
         weights: weight -> name; an empty name for constants.
         axes: name of a process group -> mesh axis.
         axis_sizes: mesh axis -> ranks.
+        eager: parts that are not compiled; None takes all for compiled, and as one graph each.
     """
 
-    def __init__(self, weights: dict[Tensor, str], axes: dict[str, str], axis_sizes: dict[str, int]) -> None:
+    def __init__(
+        self, weights: dict[Tensor, str], axes: dict[str, str], axis_sizes: dict[str, int], eager: Collection[str] | None = None
+    ) -> None:
         super().__init__()
         self.recording = Recording()
         self.part, self.in_backward = "embed", False
+        #: Of functions that are not compiled; the caller notes them.
+        self.calls, self._eager = Calls(), eager
         #: Share of the pairs and ring size of the attention calls, by the id of their logsumexp; `pairs` is that of the next call.
         self.pairs = 1.0
         self._calls: dict[int, AttentionCall] = {}
@@ -135,11 +143,20 @@ class Recorder(TorchDispatchMode):
             reads[self._id(inputs[0])] = sum(writes.values())
         operation, name = self._operation(operator, args, inputs, outputs, kwargs), operator.name()
         index = len(self.recording.kernels)
-        self.recording.kernels.append(Kernel(self.part, self.phase, name.removeprefix("aten::"), operation, reads, writes))
+        self.recording.kernels.append(Kernel(self.part, self.phase, name.removeprefix("aten::"), operation, reads, writes, self._graph()))
         for key in writes:
             if self.recording.storages[key].kernel is None and key not in reads:
                 self.recording.storages[key].kernel = index
         return result
+
+    def _graph(self) -> int | None:
+        """The graph of the next kernel: that of the operation whose backward pass it is, or that of the forward pass."""
+        if self._eager is None:
+            return 0
+        if self.part in self._eager:
+            return None
+        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        return self.calls.graph(None if node is None else node._sequence_nr())
 
     def _name_concatenation(self, inputs: list[int], result: Tensor) -> None:
         """Name the concatenated weights of several layers, which one product applies."""

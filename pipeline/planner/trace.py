@@ -28,8 +28,10 @@ from pipeline.layers.lora import without_adapters
 from pipeline.layers.mask import Mask
 from pipeline.layers.nf4 import NF4Weight, stored_bytes
 from pipeline.layers.stack import Stack
+from pipeline.layers.uncompiled import noted
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel.activation_checkpointing import stays_eager
 from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, layers_in_4_bits
 from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
@@ -79,6 +81,7 @@ def trace(
     fused_saves: bool | None = None,
     copies: bool = True,
     norm_kernel: bool = True,
+    breaks: bool = True,
     every_block: bool = False,
 ) -> Trace:
     """Trace one micro-batch of the model in the tensor, context and expert sizes of a configuration.
@@ -89,6 +92,7 @@ def trace(
         fused_saves: whether only what fused kernels save is saved; as `fused` when None.
         copies: as in `fuse`.
         norm_kernel: RMSNorm is one kernel, as PyTorch's on GPUs; else composed of others.
+        breaks: what this project does not compile (the dispatch of experts) is not fused; frameworks have kernels of their own for it.
         every_block: trace all blocks, not one of each kind (to test that both are equal).
     """
     parallel = config.parallel
@@ -113,11 +117,13 @@ def trace(
         quantized = _quantize(stage, model, config)
         constants = dict.fromkeys(_constants(stage), "") | {parameter: piece.name for parameter, piece in model.pieces.items()}
         constants |= {weight.codes: name for weight, name in quantized.items()}
-        recorder = Recorder(constants, groups, layout.__dict__)
+        mode = config.training.activation_checkpointing
+        eager = [name for name, block in stage.blocks.items() if stays_eager(block, mode)] if breaks else None
+        recorder = Recorder(constants, groups, layout.__dict__, eager)
         tokens, batch = _inputs(config)
         with norm_kernels() if norm_kernel else nullcontext():
             _run(stage, recorder, tokens, batch)
-            reference = _reference(stage, config, Recorder(constants, groups, layout.__dict__), tokens, batch)
+            reference = _reference(stage, config, Recorder(constants, groups, layout.__dict__, eager), tokens, batch)
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
@@ -250,7 +256,7 @@ def _recording(recorder: Recorder) -> Iterator[None]:
     """Record, and tell the attention core where."""
     token = _RECORDER.set(recorder)
     try:
-        with recorder:
+        with recorder, noted(recorder.calls):
             yield
     finally:
         _RECORDER.reset(token)

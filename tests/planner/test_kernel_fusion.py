@@ -25,6 +25,7 @@ class Script:
         phase: Phase = "forward",
         amount: int | None = None,
         frees: str = "",
+        graph: int | None = 0,
         **writes: int,
     ) -> Script:
         """Append a kernel.
@@ -36,6 +37,7 @@ class Script:
             phase: as of Kernel.
             amount: bytes that it reads of each; all when None.
             frees: letters of the storages that are freed after it.
+            graph: as of Kernel.
             writes: letter -> bytes of the storages that it allocates and writes.
         """
         kernels, storages = self.recording.kernels, self.recording.storages
@@ -44,14 +46,23 @@ class Script:
             storages[self._keys[letter]] = Storage(size, part, phase, len(kernels), len(kernels))
         read = {self._keys[letter]: storages[self._keys[letter]].bytes if amount is None else amount for letter in reads}
         written = {self._keys[letter]: size for letter, size in writes.items()}
-        kernels.append(Kernel(part, phase, "add" if operation is None else type(operation).__name__, operation, read, written))
+        kernels.append(Kernel(part, phase, "add" if operation is None else type(operation).__name__, operation, read, written, graph))
         for letter in frees:
             storages[self._keys[letter]].died = len(kernels)
         return self
 
-    def backward(self, part: str, reads: str, *, operation: Operation | None = None, amount: int | None = None, **writes: int) -> Script:
+    def backward(
+        self,
+        part: str,
+        reads: str,
+        *,
+        operation: Operation | None = None,
+        amount: int | None = None,
+        graph: int | None = 0,
+        **writes: int,
+    ) -> Script:
         """Append a kernel of the backward pass."""
-        return self.call(part, reads, operation=operation, phase="backward", amount=amount, **writes)
+        return self.call(part, reads, operation=operation, phase="backward", amount=amount, graph=graph, **writes)
 
     def fused(self, *, compiled: bool) -> Fused:
         """The memory of the parts."""
@@ -92,3 +103,23 @@ def test_what_only_a_repeated_gathering_reads_is_computed_again():
         script.call("0", "c", operation=PRODUCT, frees="c", d=0).backward("0", "b", operation=operation, e=40)
         fused = script.backward("0", "e", operation=PRODUCT, f=0).backward("0", "a", g=0).fused(compiled=True)
         assert sum(fused.saved["0"].values()) == saved
+
+
+def test_what_is_not_compiled_in_a_block_saves_and_writes_as_without_the_compiler():
+    for graph, peak, saved in ((0, 70, 20), (None, 90, 50)):
+        script = Script().call("0", operation=PRODUCT, a=20).call("0", "a", graph=graph, b=50).call("0", "b", graph=graph, frees="b", c=70)
+        script.call("0", "c", operation=PRODUCT, frees="c", d=0).call("0", "a", e=30)
+        fused = script.backward("0", "ae", graph=graph, f=0).fused(compiled=True)
+        assert (fused.peak["0"][0], sum(fused.saved["0"].values())) == (peak, saved)
+
+
+def test_a_graph_computes_nothing_of_another_one_again():
+    """The second graph reads a result of the first one, and computes again what follows from it only if that is kept."""
+    for graph, saved in ((0, 20), (1, 70)):
+        script = Script().call("0", operation=PRODUCT, a=20).call("0", "a", b=50).call("0", "b", graph=graph, c=70)
+        assert (
+            sum(script.backward("0", "c", graph=graph, d=0).backward("0", "ab", e=0).fused(compiled=True).saved["0"].values())
+            == saved + 20 * graph
+        )
+    script = Script().call("0", operation=PRODUCT, a=20).call("0", "a", b=50)
+    assert sum(script.backward("0", "ab", graph=1, c=0).fused(compiled=True).saved["0"].values()) == 70, "an input of its backward pass"

@@ -71,6 +71,28 @@ def test_full_recomputation_repeats_the_forward_pass_and_saves_the_input_only():
     assert {"blocks.0.attention.query.weight", "blocks.0.mlp.up.weight"} <= again
 
 
+EXPERTS = ("model=mixtral-tiny", *ONE, "precision=bf16", "parallel.expert=2")
+
+
+def test_the_experts_of_other_ranks_are_not_compiled():
+    """Their dispatch breaks the graph: the activation is kept for the backward pass, as eager blocks do; the norms' results are not."""
+    config = configured(*EXPERTS, "training.compile=auto")
+    compiled, eager, whole = (trace(config, **options).parts["0"] for options in ({}, {"fused": False}, {"breaks": False}))
+    activation = "elementwise (silu)"
+    assert compiled.producers[activation] == eager.producers[activation] > 0
+    assert activation not in whole.producers
+    assert whole.saved + eager.producers[activation] <= compiled.saved < eager.saved
+    assert len(whole.operations) < len(compiled.operations) < len(eager.operations)
+
+
+def test_selective_recomputation_leaves_blocks_with_experts_uncompiled():
+    """As of `checkpoint_and_compile`; dense blocks of the same model are compiled."""
+    settings = ("model=deepseek-tiny", *ONE, "training.activation_checkpointing=selective")
+    compiled, eager = (trace(configured(*settings, f"training.compile={mode}")).parts for mode in ("auto", "off"))
+    assert compiled["1"].operations == eager["1"].operations
+    assert compiled["0"].operations != eager["0"].operations
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of a real run by operator and bytes, and the FLOPs of its products."""
 

@@ -65,7 +65,7 @@ def traced_row(run: PublishedRun, cache: dict[str, Trace]) -> Trace:
     key = f"{first.model} {gathers} {training.micro_batch_size} {training.sequence_length} {training.activation_checkpointing} {run.fused}"
     if key not in cache:
         cache[key] = trace(
-            first, fused=run.fused, fused_saves=True, copies=False, norm_kernel=False
+            first, fused=run.fused, fused_saves=True, copies=False, norm_kernel=False, breaks=False
         )  # frameworks have kernels that save as little
     return cache[key]
 
