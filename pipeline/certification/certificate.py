@@ -16,17 +16,13 @@ from pipeline.certification.conditioning import in_precision, well_conditioned, 
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
+from pipeline.certification.plain_runs import PERTURBED, Running, beside_ranks
 from pipeline.certification.ranks_work import STEPS, RankResult, Work, continue_elsewhere, in_folder, train_all
-from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk, shrink
 from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low, largest_drift
 from pipeline.common.progress import Progress
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.parallel.parallelize import DTYPES
-
-#: Runs of the plain loop with perturbed initial weights, in low precisions.
-PERTURBED = 2
 
 
 @dataclass(frozen=True)
@@ -74,11 +70,14 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
             small = plain.small
             configs = {name: small.config if name == "fp8" else in_precision(small.config, name) for name in ("fp32", *low)}
-            runs = _train_ranks(small.world_size, Work(configs, folder, copies="copies" not in skip, saved=saved), seconds, progress)
+            work = Work(configs, folder, copies="copies" not in skip, saved=saved)
+            with beside_ranks(low[0] if low else None, configs[(low or ["fp32"])[0]], plain.reference) as running:
+                runs = _train_ranks(small.world_size, work, seconds, progress, running)
+                plain_low = running.runs.result() if running.runs else None
             drift = largest_drift(small.config)
             found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift)]
-            if low:
-                found.append(_compare_low(own, configs[own], runs[own].outcome, plain.reference, progress))
+            if plain_low:
+                found.append(compare_low(own, runs[own].outcome, plain_low.reference, plain_low.perturbed))
                 reports.append(PartReport("precision", [f"layout and plain loop in {own}; bounds from {PERTURBED + 1} perturbed runs"]))
             for dtype, run in runs.items():
                 reports += [report.inside(dtype) for report in run.reports]
@@ -96,27 +95,19 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
 
 
-def _compare_low(name: str, config: RunConfig, run: Outcome, precise: Outcome, progress: Progress) -> Comparison:
-    """Compare the layout with the plain loop in the job's precision; `precise` is the plain loop in fp32."""
-    dtype, advance = DTYPES[config.precision.dtype], progress.advance
-    reference = train_plain(config, dtype, after_step=advance)
-    if name == "fp8":
-        precise = train_plain(in_precision(config, config.precision.dtype), dtype, after_step=advance)
-    perturbed = [train_plain(config, dtype, perturbed=seed, after_step=advance) for seed in range(PERTURBED)]
-    return compare_low(name, run, reference, [precise, *perturbed])
-
-
-def _train_ranks(size: int, work: Work, seconds: float, progress: Progress) -> dict[str, RankResult]:
+def _train_ranks(size: int, work: Work, seconds: float, progress: Progress, beside: Running) -> dict[str, RankResult]:
     """Train every configuration on ranks of this machine, and return the results by name; arguments as in certify."""
     seen, steps = 0, Path(work.folder, STEPS)
 
     def report() -> None:
         nonlocal seen
-        counted = steps.stat().st_size if steps.exists() else 0
+        counted = len(beside.finished) + (steps.stat().st_size if steps.exists() else 0)
         progress.advance(counted - seen)
         seen = counted
 
     run_ranks(size, train_all, work, seconds=seconds, watch=report)
+    if beside.runs:
+        beside.runs.result()
     report()
     return {name: torch.load(f"{work.folder}/{name}", weights_only=False) for name in work.configs}
 

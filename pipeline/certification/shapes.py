@@ -122,8 +122,9 @@ def pieces_by_rank(layout: Layout, whole: Piece) -> dict[tuple[int, int], Piece]
 
 def _tiling(shape: tuple[int, ...], pieces: dict[tuple[int, int], Piece]) -> Iterator[str]:
     """Yield where the pieces of a weight overlap or leave a gap. Every axis slices one dim, so that dims can be considered one by one."""
+    boxes = {piece.box for piece in pieces.values()}
     for dim, size in enumerate(shape):
-        ranges = sorted({piece.box[dim] for piece in pieces.values() if piece.box[dim][0] < piece.box[dim][1]})
+        ranges = sorted({box[dim] for box in boxes if box[dim][0] < box[dim][1]})
         ends = [(0, 0), *ranges, (size, size)]
         for (_, end), (start, _) in pairwise(ends):
             if start != end:

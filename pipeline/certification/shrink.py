@@ -21,6 +21,8 @@ BLOCKS = 2
 """Blocks of every kind that a pipeline stage keeps."""
 MOST_RANKS = 16
 """Ranks of the small job. Rings and expert groups that need more have two ranks."""
+EXPERT_UNIT = 4
+"""The width of experts is a multiple of it: the fp32 kernel of transformers requires rows of a multiple of 16 bytes."""
 LARGEST_WARMUP = 2
 """Number of entries of a warm-up that are kept."""
 
@@ -225,10 +227,11 @@ def _shrink_widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
     if getattr(model, "embed_width", None) is not None:
         sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
+    of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""
     for name in ("ffn_hidden", "expert_ffn_hidden"):
         if _has(model, name):
-            value = getattr(wanted, name)
-            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / unit)) * unit)
+            value, multiple = getattr(wanted, name), math.lcm(unit, EXPERT_UNIT) if name == of_experts else unit
+            sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / multiple)) * multiple)
     uneven = wanted.vocab_size % planned.parallel.tensor != 0
     sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
     return knobs.changed(small, sizes)
@@ -263,20 +266,19 @@ def _shrink_experts(small: RunConfig, planned: RunConfig) -> RunConfig:
 
 
 def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: int) -> RunConfig:
-    """Keep gradient accumulation, with as many micro-batches as the schedule needs, and twice as many in the full batch."""
+    """Keep gradient accumulation: as many micro-batches as the schedule needs, and in the full batch one or, interleaved, a round more."""
     parallel, training = small.parallel, small.training
     fewest = 1 if parallel.pipeline == 1 else parallel.pipeline * (2 if parallel.schedule == "zbv" else 1)
+    most = 2 * fewest if parallel.schedule == "interleaved" else fewest + 1
     micro_batch = min(training.micro_batch_size, 2)
     full = training.global_batch_size
 
-    def size(value: int, most: int) -> int:
+    def size(value: int, limit: int) -> int:
         micro_batches = value // (before.batch_shards * planned.training.micro_batch_size)
-        return min(micro_batches, most) * data * parallel.expert * micro_batch
+        return min(micro_batches, limit) * data * parallel.expert * micro_batch
 
-    rampup = [
-        RampupConfig(entry.until_step, size(entry.value, fewest if entry.value < full else 2 * fewest)) for entry in training.batch_rampup
-    ]
-    batch = {"training.micro_batch_size": micro_batch, "training.global_batch_size": size(full, 2 * fewest)}
+    rampup = [RampupConfig(entry.until_step, size(entry.value, fewest if entry.value < full else most)) for entry in training.batch_rampup]
+    batch = {"training.micro_batch_size": micro_batch, "training.global_batch_size": size(full, most)}
     return knobs.changed(small, {**batch, "training.batch_rampup": rampup})
 
 

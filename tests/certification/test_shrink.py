@@ -176,6 +176,7 @@ def axes_in_use(planned: Any, world_size: int, small: Shrunk) -> None:
         assert (getattr(before, axis) > 1) == (getattr(after, axis) > 1), axis
         assert getattr(after, axis) <= getattr(before, axis), axis
     assert (before.micro_batches > 1) == (after.micro_batches > 1)
+    assert after.micro_batches >= min(before.micro_batches, after.pipeline + 1)  # the schedule has a steady phase if the job's has
     if before.pipeline > 2 and before.schedule == "1f1b":
         assert after.pipeline == 3
 
@@ -228,6 +229,11 @@ def test_options_of_experts(changes: dict[str, Any], kept: str) -> None:
         (("model=gemma3-27b", "parallel.context=4", "parallel.tensor=4"), 32, {"parallel.context": 4, "model.layers": 4}),
         (("model=mixtral-8x7b", "parallel.expert=8"), 64, {"parallel.expert": 4}),
         (("model=mixtral-8x7b", "parallel.expert=8", "parallel.pipeline=4", "parallel.tensor=4"), 512, {"parallel.expert": 2}),
+        (
+            ("model=deepseek-v3", "parallel.pipeline=16", "parallel.expert=64", "training.global_batch_size=4096"),
+            2048,
+            {"model.expert_ffn_hidden": 20, "training.global_batch_size": 16},  # 4 micro-batches on 3 pipeline ranks; 16 bytes a row
+        ),
         (("model=llama3-8b", "parallel.pipeline=4", "parallel.layers_per_stage=[7,8,9,8]"), 8, {"parallel.layers_per_stage": [2, 3, 3]}),
     ],
 )
