@@ -80,7 +80,8 @@ class ReplicaChecks:
             return
         digests = self._digests()
         unequal = self._unequal(digests)
-        numbers = torch.cat([torch.stack([result.gradient_norm, result.lr, result.skipped]).double(), self._trainer.engine.counters()])
+        of_step = [value.to(self._mesh.device, torch.float64) for value in (result.gradient_norm, result.lr, result.skipped)]
+        numbers = torch.cat([torch.stack(of_step), self._trainer.engine.counters()])
         wrong = torch.stack([unequal.any(), self._numbers_differ(numbers)]).long()
         if self._mesh.layout.world_size > 1:
             for group in self._mesh.all_ranks:
@@ -98,7 +99,8 @@ class ReplicaChecks:
         found: dict[tuple[str, str, tuple[tuple[int, int], ...]], Tensor] = {}
         for part in parts_of(self._trainer.engine):
             key = part.name, part.kind, part.box
-            found[key] = found[key] + part.digest if key in found else torch.as_tensor(part.digest)
+            value = torch.as_tensor(part.digest, device=self._mesh.device)  # that of an offloaded optimizer is on the host
+            found[key] = found[key] + value if key in found else value
         zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         return torch.stack([found.pop(entry.key, zero) for entry in self._entries])
 

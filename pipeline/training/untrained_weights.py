@@ -73,7 +73,7 @@ class UntrainedWeights:
         for fragment in self._trainer.engine.fragments():
             moments = fragment.tensors.get(self._moment)
             if isinstance(moments, Tensor):
-                found[fragment.piece.name] = found[fragment.piece.name] | moments.any()
+                found[fragment.piece.name] = found[fragment.piece.name] | moments.any().to(self._mesh.device)
         return torch.stack([found[name] for name in names])
 
     def _tell(self, step: int, last: int, mine: list[list[str]]) -> None:

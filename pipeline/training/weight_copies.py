@@ -116,10 +116,14 @@ def scalars(values: Mapping[str, Tensor]) -> Iterator[Part]:
 
 
 def on_host(parts: Iterable[Part]) -> list[Part]:
-    """Return the parts with their digests as Python numbers; waits for the device once."""
+    """Return the parts with their digests as Python numbers; waits for each device once."""
     listed = list(parts)
-    digests = torch.stack([torch.as_tensor(part.digest) for part in listed]).tolist() if listed else []
-    return [Part(p.kind, p.name, p.box, p.elements, p.count, value) for p, value in zip(listed, digests, strict=True)]
+    digests = [torch.as_tensor(part.digest) for part in listed]
+    values: dict[int, int] = {}
+    for device in {value.device for value in digests}:  # the state of an offloaded optimizer is on the host
+        here = [index for index, value in enumerate(digests) if value.device == device]
+        values |= zip(here, torch.stack([digests[index] for index in here]).tolist(), strict=True)
+    return [Part(p.kind, p.name, p.box, p.elements, p.count, values[index]) for index, p in enumerate(listed)]
 
 
 def disagreements(layout: Layout, ranks: list[list[Part]]) -> list[Disagreement]:

@@ -23,6 +23,7 @@ LAYOUTS = {
     "zero 3": (("parallel.tensor=2", "parallel.zero_stage=3"), (NORM, 1, "tensor")),
     "tied": (("model=gpt-tiny", "parallel.pipeline=4", "parallel.zero_stage=0", "model.layers=4"), (TABLE, 3, "pipeline")),
     "experts": (("model=mixtral-tiny", "parallel.expert=2", "parallel.tensor=2", "parallel.zero_stage=1"), (NORM, 1, "tensor")),
+    "offloaded": (("parallel.tensor=2", "parallel.zero_stage=2", "precision=bf16", "parallel.offload=optimizer"), (NORM, 1, "tensor")),
     "context": (("parallel.context=2", "parallel.zero_stage=0", "training.ema=0.9"), (NORM, 1, "context")),
 }
 HOSTS = [f"n{rank}" for rank in range(4)]
