@@ -84,7 +84,7 @@ def digest(values: Tensor, first: int = 0) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, len(flat), _CHUNK):
         chunk = flat[start : start + _CHUNK]
-        state = chunk.view(_BITS[chunk.element_size()]).long().mul_(_GOLDEN)
+        state = chunk.view(_BITS[chunk.element_size()]).long() * _GOLDEN  # not in place: numbers of 64 bits are not copied
         state += torch.arange(first + start + 1, first + start + 1 + len(chunk), device=flat.device).mul_(_FIRST)
         state.bitwise_xor_(state >> 30).mul_(_FIRST)
         state.bitwise_xor_(state >> 27).mul_(_SECOND)
