@@ -61,10 +61,3 @@ def same_bits(found: list[Part], expected: list[Part]) -> list[str]:
         if kind != ROUNDED and values.get((kind, name, box)) != digest:
             differ.setdefault(name, []).append(kind)
     return [f"{name} ({', '.join(found)})" for name, found in differ.items()]
-
-
-def gathered(differences: list[str]) -> list[str]:
-    """Return the differences of all ranks, each once. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, differences)
-    return list(dict.fromkeys(difference for rank in ranks for difference in rank))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -20,6 +19,7 @@ from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
 from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
+from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.loss import IGNORE
@@ -143,7 +143,7 @@ def _build(config: RunConfig, dtype: torch.dtype, perturbed: int | None) -> nn.M
             for parameter in model.parameters():
                 parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
     for name, parameter in model.named_parameters():
-        if any(fnmatchcase(name, pattern) for pattern in config.training.frozen):
+        if is_frozen(config, name):
             parameter.requires_grad_(False)
             _cast([parameter], dtype)
     if config.precision.fp8 != "none":

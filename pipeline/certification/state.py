@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.certification.batches import random_batches
-from pipeline.certification.copies import CopyLog, gathered, same_bits
+from pipeline.certification.copies import CopyLog, same_bits
 from pipeline.certification.layout_training import begin, gather, train_steps
 from pipeline.certification.parts import PartReport
 from pipeline.checkpoint import native
@@ -30,6 +30,7 @@ from pipeline.training.metrics import Metrics
 from pipeline.training.saves import Saves
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
+from pipeline.training.weight_copies import gathered
 
 #: File with the unsharded state of the uninterrupted run after the step that is continued.
 UNSHARDED = "unsharded.pt"

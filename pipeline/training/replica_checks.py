@@ -23,7 +23,7 @@ from pipeline.training.engine import StepResult
 from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.trainer import Trainer
 from pipeline.training.untrained_weights import UntrainedWeights
-from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, on_host, parts_of
+from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, gathered, on_host, parts_of
 
 KEY = "training.check_replicas_every"
 #: Most weights that a message names.
@@ -114,11 +114,9 @@ class ReplicaChecks:
             _sum(group, digests, [index for index in own if divided[index]])
             _compare(group, digests, [index for index in own if not divided[index]], unequal)
         _compare(mesh.tensor, digests, [i for i, entry in enumerate(entries) if not entry.piece.is_sliced_along("tensor")], unequal)
-        if mesh.tied_embedding is not None:
-            _compare(
-                mesh.tied_embedding, digests, [i for i, entry in enumerate(entries) if entry.piece.shared == "tied_embedding"], unequal
-            )
-        _compare(mesh.pipeline, digests, [i for i, entry in enumerate(entries) if entry.piece.shared == "pipeline"], unequal)
+        for shared, ends in (("tied_embedding", mesh.tied_embedding), ("pipeline", mesh.pipeline)):
+            if ends is not None:
+                _compare(ends, digests, [i for i, entry in enumerate(entries) if entry.piece.shared == shared], unequal)
         of = {entry.key: index for index, entry in enumerate(entries)}
         rounded = [i for i, entry in enumerate(entries) if entry.kind == ROUNDED]
         forward = [of[entries[i].piece.name, FORWARD, entries[i].piece.box] for i in rounded]
@@ -134,14 +132,12 @@ class ReplicaChecks:
 
     def _error(self, step: int, unequal: Tensor, numbers: Tensor, *, scalars: bool) -> UserError:
         """What to say of copies that differ; every rank returns the same. Collective."""
-        names = _gathered(
-            list(dict.fromkeys(entry.piece.name for entry, wrong in zip(self._entries, unequal.tolist(), strict=True) if wrong))
-        )
+        names = gathered([entry.piece.name for entry, wrong in zip(self._entries, unequal.tolist(), strict=True) if wrong])
         kept = set(names[:_NAMED])
         mine = [part for part in parts_of(self._trainer.engine) if part.name in kept]
         if scalars:
             labels = ("gradient norm", "learning rate", "skipped step", "updates", "loss scale", "steps without overflow")
-            mine += [Part("number", label, (), 1, 1, digest(value)) for label, value in zip(labels, numbers, strict=False)]
+            mine += [Part("number", label, (), 1, 1, digest(value)) for label, value in zip(labels, numbers, strict=True)]
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, on_host(mine))
         found = disagreements(self._mesh.layout, ranks)
@@ -170,10 +166,3 @@ def _compare(group: ProcessGroup, digests: Tensor, which: list[int], unequal: Te
         values = torch.stack([digests[which], ~digests[which]])  # ~ turns the order of integers around
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
         unequal[which] |= values[0] != ~values[1]
-
-
-def _gathered(names: list[str]) -> list[str]:
-    """The names of all ranks, each once. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, names)
-    return list(dict.fromkeys(name for rank in ranks for name in rank))

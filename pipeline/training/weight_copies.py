@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.config.layout import Layout
@@ -152,6 +154,13 @@ def disagreements(layout: Layout, ranks: list[list[Part]]) -> list[Disagreement]
         elif len(set(here.values())) > 1:
             found.append(_pair(layout, kind, name, here))
     return _by_weight(found)
+
+
+def gathered(lines: list[str]) -> list[str]:
+    """Return the lines of all ranks, each once. Collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, lines)
+    return list(dict.fromkeys(line for rank in ranks for line in rank))
 
 
 def _copies(layout: Layout, elements: int, by_rank: dict[int, tuple[int, int]]) -> dict[int, int]:
