@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -120,6 +121,22 @@ def targets_are_the_tokens() -> Any:
         def arrays(self: Any, indices: Any) -> Any:
             found = original(self, indices)
             return {**found, "targets": found["tokens"]}
+
+        return arrays
+
+    return replaced(Causal, "arrays", make)
+
+
+def ignored_targets_are_kept() -> Any:
+    """A position without a target has none in later batches either (Megatron-LM#1298)."""
+    from pipeline.data.load.objectives.causal import Causal
+    from pipeline.data.load.objectives.objective import IGNORE
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def arrays(self: Any, indices: Any) -> Any:
+            found = original(self, indices)
+            ignored = self.ignored = (found["tokens"] == self.samples.end_of_document).any(0) | getattr(self, "ignored", False)
+            return {**found, "targets": np.where(ignored, np.int32(IGNORE), found["targets"].astype(np.int32))}
 
         return arrays
 

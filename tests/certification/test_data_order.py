@@ -29,6 +29,7 @@ def test_a_loader_without_fault(tokens: Path) -> None:
     [
         (faults.data_ranks_read_the_same, "step 1: the data ranks read other tokens than one process in 12 of 16 sequences, 4 of which"),
         (faults.resumed_run_repeats_samples, "step 16: a rank that resumes reads other tokens than one process in"),
+        (faults.ignored_targets_are_kept, "step 16: a rank that resumes reads other targets than one process in"),
         (faults.epoch_repeats_a_sequence, "epoch 1 of corpus 0 repeats sequence"),
         (faults.targets_are_the_tokens, "targets are not the next tokens"),
     ],
