@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from pipeline.certification.distributed import RanksFailedError, preload, run_ra
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
 from pipeline.certification.plain_runs import PERTURBED, Running, beside_ranks
-from pipeline.certification.ranks_work import STEPS, RankResult, Work, continue_elsewhere, in_folder, train_all
+from pipeline.certification.ranks_work import OUTPUTS, STEPS, RankResult, Work, compare_outputs, continue_elsewhere, in_folder, train_all
 from pipeline.certification.shrink import Shrunk, shrink
 from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low, largest_drift
 from pipeline.common.progress import Progress
@@ -90,7 +91,9 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     parts = merged(reports)
     failures = [failure for comparison in found for failure in comparison.failures()]
     if found[0].failures():
-        where = begins(configs["fp32"], small.world_size, runs["fp32"].outcome, plain.reference, found[0].tolerances)
+        fp32 = configs["fp32"]
+        module = partial(_first_module, fp32, small.world_size, seconds)
+        where = begins(fp32, small.world_size, runs["fp32"].outcome, plain.reference, found[0].tolerances, module)
         failures.insert(0, f"begins at {where}")
     return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
 
@@ -126,6 +129,16 @@ def _continue_elsewhere(config: RunConfig, run: Outcome, tolerance: float, folde
             report.failures.append(f"step {step}, continued in {layout}: loss {loss:.6g}, {expected:.6g} without interruption")
             break
     return report
+
+
+def _first_module(config: RunConfig, world_size: int, seconds: float, tolerance: float) -> str:
+    """Run one step again in the layout, and return the first module whose output differs; empty if the ranks find none."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_ranks(world_size, compare_outputs, config, folder, tolerance, seconds=seconds, watch=lambda: None)
+        except RanksFailedError as error:
+            return f"a module that could not be found ({error})"
+        return Path(folder, OUTPUTS).read_text()
 
 
 def table(certificate: Certificate) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,11 +15,17 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import partition_model
 
 
-def begins(config: RunConfig, world_size: int, run: Outcome, reference: Outcome, tolerances: dict[str, float]) -> str:
+def begins(
+    config: RunConfig,
+    world_size: int,
+    run: Outcome,
+    reference: Outcome,
+    tolerances: dict[str, float],
+    first_module: Callable[[float], str] = lambda _: "",
+) -> str:
     """Return where a training in a layout first differs from the plain loop, for readers; empty if nothing differs.
 
-    The loss of a step is computed before its gradients, and the gradient of a later module before that of an earlier one. A wrong output of
-    a module changes the loss, which does not tell the module.
+    The loss of a step is computed before its gradients, and the gradient of a later module before that of an earlier one.
 
     Args:
         config: of both.
@@ -26,10 +33,13 @@ def begins(config: RunConfig, world_size: int, run: Outcome, reference: Outcome,
         run: in the layout.
         reference: the plain loop.
         tolerances: quantity -> largest difference that is a rounding error.
+        first_module: called with a tolerance if the first loss differs: returns the module and the rank whose output differs, if it finds
+            one, and by how much.
     """
     for step, (loss, expected) in enumerate(zip(run.losses, reference.losses, strict=True), 1):
         if (value := _relative(abs(loss - expected), abs(expected))) > tolerances["loss"]:
-            return f"step {step}, forward: the loss differs by {value:.1e}"
+            module = first_module(tolerances["gradient"]) if step == 1 else ""
+            return f"step {step}, forward, {module}" if module else f"step {step}, forward: the loss differs by {value:.1e}"
         if step == 1 and (text := _in_backward(config, world_size, run, reference, tolerances["gradient"])):
             return f"step 1, backward, {text}"
         norm, expected = run.norms[step - 1], reference.norms[step - 1]

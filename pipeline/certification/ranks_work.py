@@ -14,12 +14,15 @@ import torch.distributed as dist
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog
 from pipeline.certification.layout_training import begin, train_in_layout
+from pipeline.certification.module_outputs import first_module
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import Saving, resume_in_other_layout, resume_in_same_layout
 from pipeline.config.schema import RunConfig
 
 #: The file in which rank 0 counts its steps.
 STEPS = "steps"
+#: The file that names the first module whose output differs.
+OUTPUTS = "outputs"
 #: The run directory of the run that is saved.
 RUN = "run"
 
@@ -83,3 +86,10 @@ def continue_elsewhere(config: RunConfig, folder: str) -> None:
     result = resume_in_other_layout(in_folder(config, folder))
     if dist.get_rank() == 0:
         torch.save(result, f"{folder}/elsewhere")
+
+
+def compare_outputs(config: RunConfig, folder: str, tolerance: float) -> None:
+    """Compare the outputs of the modules with those of the plain loop; rank 0 writes where the first one differs."""
+    found = first_module(config, tolerance)
+    if dist.get_rank() == 0:
+        Path(folder, OUTPUTS).write_text(found)

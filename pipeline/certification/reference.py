@@ -61,7 +61,7 @@ def train_plain(
             yield tokens, with_loss_scale(batch)
             after_step()
 
-    return plain_loop(config, _build(config, dtype, perturbed), batches(), dtype=dtype)
+    return plain_loop(config, build_plain(config, dtype, perturbed), batches(), dtype=dtype)
 
 
 def plain_loop(
@@ -95,7 +95,7 @@ def plain_loop(
     for step, (tokens, fields) in enumerate(batches):
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
             stack.set_loss_weights(loss_weights.at(config.model, config.training, step))
-        parts = split(tokens, fields, micro_batches or _micro_batches(config, tokens))
+        parts = split(tokens, fields, micro_batches or micro_batches_of(config, tokens))
         outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, config, model)))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
         if step == 0:
@@ -131,8 +131,11 @@ def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: B
     return loss * batch["loss_scale"][0] / targets.numel()
 
 
-def _build(config: RunConfig, dtype: torch.dtype, perturbed: int | None) -> nn.Module:
-    """Return the full model with its initial weights, fp32 or fp64; frozen ones without a gradient; with precision.fp8, 8-bit products."""
+def build_plain(config: RunConfig, dtype: torch.dtype, perturbed: int | None = None) -> nn.Module:
+    """Return the full model with its initial weights, fp32 or fp64; frozen ones without a gradient; with precision.fp8, 8-bit products.
+
+    Arguments as in train_plain.
+    """
     model = registry.build(config.model)
     initialize(model, config.model, config.training.seed)
     with torch.no_grad():
@@ -179,7 +182,7 @@ def _optimizer(config: RunConfig, masters: dict[str, nn.Parameter]) -> torch.opt
     return torch.optim.AdamW(groups, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps)
 
 
-def _micro_batches(config: RunConfig, tokens: Tensor) -> int:
+def micro_batches_of(config: RunConfig, tokens: Tensor) -> int:
     """Return how many micro-batches a global batch has.
 
     A micro-batch has the tokens of training.micro_batch_size samples, also when a sequence warm-up splits them.

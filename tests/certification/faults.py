@@ -59,6 +59,20 @@ def clipped_on_one_tensor_rank() -> Any:
     return replaced(WeightUpdate, "step", make)
 
 
+def bias_added_by_every_rank() -> Any:
+    """The bias of a row-parallel layer is part of every rank's partial product."""
+    from pipeline.parallel.tensor_parallel import RowParallelLinear
+
+    def make(_: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = self._partial_product(x)
+            return self.leave(y if self.bias is None else y + self.bias)
+
+        return forward
+
+    return replaced(RowParallelLinear, "forward", make)
+
+
 def second_moments_are_not_loaded() -> Any:
     """A resumed optimizer begins with second moments of zero."""
     from pipeline.checkpoint import load_any_layout
