@@ -19,7 +19,10 @@ from tools.mutants.mutation import copy_tree
 #: Family -> settings of its tiny model. "pairs" is the objective of translation, t5 learns to fill spans, bert and roberta masked tokens.
 FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "qwen2.5", "qwen3", "gpt", "gpt1", "opt", "bloom", "mistral", "mixtral", "deepseek", "gemma3"), ()),
-    **dict.fromkeys(("olmo2", "smollm3", "apertus", "bert", "roberta", "t5"), ()),
+    **dict.fromkeys(("olmo2", "smollm3", "apertus"), ()),
+    "bert": ("data.tokens={masked}", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520"),
+    "roberta": ("data.tokens={roberta}", "tokenizer.path={roberta_tokenizer}", "model.vocab_size=520"),
+    "t5": ("data.tokens={t5}", "tokenizer.path={t5_tokenizer}", "model.vocab_size=640"),
     "transformer": ("data.pairs.train=[{pairs}]", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520"),
 }
 EXPERTS, CAUSAL_ONLY = ("mixtral", "deepseek"), ("bert", "roberta", "t5", "transformer")

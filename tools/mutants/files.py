@@ -1,4 +1,4 @@
-"""The files that the jobs read: token shards, those with the special tokens of BERT, those of short documents, and pairs of sentences."""
+"""The files that the jobs read: token shards, some with the special tokens of a family or of short documents, and pairs of sentences."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ from tools.mutants.mutation import ROOT
 NAMES = {
     "tokens": "causal/tokens",
     "tokenizer": "causal/tokenizer",
-    "masked": "masked/tokens",
-    "masked_tokenizer": "masked/tokenizer",
+    "masked": "bert/tokens",
+    "masked_tokenizer": "bert/tokenizer",
+    "roberta": "roberta/tokens",
+    "roberta_tokenizer": "roberta/tokenizer",
+    "t5": "t5/tokens",
+    "t5_tokenizer": "t5/tokenizer",
     "padded": "padded/tokens",
     "pairs": "pairs.tsv",
 }
+#: Tokenizer with special tokens -> the largest size of its vocabulary.
+SPECIAL = {"bert": 520, "roberta": 520, "t5": 640}
 _DONE = "done"
 
 
@@ -33,11 +39,12 @@ def make(folder: Path) -> dict[str, Path]:
     if (folder / _DONE).exists():
         return found
     (folder / "causal").mkdir(parents=True, exist_ok=True)
-    (folder / "masked").mkdir(exist_ok=True)
     make_tokens(folder / "causal")
-    masked = ("tokenizer=bert", f"tokenizer.path={found['masked_tokenizer']}", f"data.shards={folder / 'causal/shards'}")
-    _stage("train_tokenizer", *masked, "tokenizer.vocab_size=520", "tokenizer.report=false")
-    _stage("tokenize", *masked, f"data.tokens={found['masked']}")
+    for kind, size in SPECIAL.items():
+        words = (f"tokenizer={kind}", f"tokenizer.path={folder / kind / 'tokenizer'}", f"data.shards={folder / 'causal/shards'}")
+        (folder / kind).mkdir(exist_ok=True)
+        _stage("train_tokenizer", *words, f"tokenizer.vocab_size={size}", "tokenizer.report=false")
+        _stage("tokenize", *words, f"data.tokens={folder / kind / 'tokens'}")
     _padded(folder, found["tokenizer"])
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS, k=chance.randint(2, 6))) for _ in range(600)]
