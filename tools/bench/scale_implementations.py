@@ -28,6 +28,7 @@ MODEL = (
     *("model=llama-tiny", "model.hidden=512", "model.heads=8", "model.kv_heads=8", "model.layers=8", "model.ffn_hidden=1376"),
     *("model.vocab_size=32000", "model.max_positions=256"),
 )
+PRODUCT = "product"
 C10D = torch.ops.c10d
 #: Collective -> (its name, which argument is the whole tensor).
 COLLECTIVES = {
@@ -40,11 +41,14 @@ COLLECTIVES = {
     C10D.broadcast_.default: ("broadcast", 0),
     C10D.reduce_.default: ("reduce", 0),
 }
-GRADIENTS = ("all-reduce", "reduce-scatter", "reduce")
+REDUCTIONS = ("all-reduce", "reduce-scatter", "reduce")
+ATEN = torch.ops.aten
+#: Operators that compute gradients of matrices. Hooks on weights would miss FSDP2, whose weights are not those of the graph.
+PRODUCTS = (ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default, ATEN.embedding_dense_backward.default)
 
 
 class Traffic(TorchDispatchMode):
-    """Records the collectives of a step in order, as (name, bytes of the whole tensor), and when a gradient was computed."""
+    """Records the collectives of a step in order, as (name, bytes of the whole tensor), and the products between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,16 +58,18 @@ class Traffic(TorchDispatchMode):
         if operation in COLLECTIVES:
             name, whole = COLLECTIVES[operation]
             self.events.append((name, sum(t.nbytes for t in torch.utils._pytree.tree_leaves(args[whole]) if isinstance(t, Tensor))))
+        elif operation in PRODUCTS:
+            self.events.append((PRODUCT, 0))
         return operation(*args, **(kwargs or {}))
 
     def summary(self) -> dict[str, Any]:
-        """Bytes by collective, and the share of the gradients' bytes that was issued before the last gradient was computed."""
+        """Bytes by collective, and the share of the gradients' bytes that was issued before the last product, which computes a gradient."""
         total: Counter[str] = Counter()
         for name, size in self.events:
             total[name] += size
-        last = max((index for index, event in enumerate(self.events) if event[0] == "gradient"), default=0)
-        early = sum(size for name, size in self.events[:last] if name in GRADIENTS)
-        reduced = sum(total[name] for name in GRADIENTS)
+        last = max((index for index, event in enumerate(self.events) if event[0] == PRODUCT), default=0)
+        early = sum(size for name, size in self.events[:last] if name in REDUCTIONS)
+        reduced = sum(total[name] for name in REDUCTIONS)
         return {"bytes": {name: size for name, size in total.items() if size}, "early": early / max(1, reduced)}
 
 
@@ -99,7 +105,7 @@ def plain_model(config: Any) -> Any:
     return model
 
 
-def ours(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
+def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     """The Trainer of stage=pretrain."""
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
@@ -107,10 +113,10 @@ def ours(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]
 
     config = configuration(options, int(options["implementation"][-1]))
     trainer = Trainer(config, meshes.build_mesh(Layout.of(config, options["ranks"]), torch.device("cpu")))
-    return lambda tokens, targets: trainer.train(tokens, {"targets": targets}), list(trainer.model.pieces)
+    return lambda tokens, targets: trainer.train(tokens, {"targets": targets})
 
 
-def fsdp2(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
+def fsdp2(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     """fully_shard of every block and of the rest, the same dtype of products, fp32 reduction, and the same optimizer."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -133,10 +139,10 @@ def fsdp2(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, list(model.parameters())
+    return step
 
 
-def deepspeed(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any], Any]:
+def deepspeed(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     """DeepSpeed's own engine with its accumulation, fp32 communication and fp32 accumulation."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     import deepspeed as library
@@ -163,7 +169,7 @@ def deepspeed(options: dict[str, Any]) -> tuple[Callable[[Tensor, Tensor], Any],
             engine.backward(engine(part, targets=labels))
             engine.step()
 
-    return step, list(model.parameters())
+    return step
 
 
 def resident(kind: str) -> int:
@@ -181,7 +187,7 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options["ranks"])
         build = {"ours": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}[options["implementation"].partition("-")[0]]
         before = resident("VmRSS")
-        step, parameters = build(options)
+        step = build(options)
         generator = torch.Generator().manual_seed(rank)
         shape = (options["micro_batches"] * options["sequences"], options["sequence"])
 
@@ -204,8 +210,6 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         with memory.counting():
             step(*next(data))
         traffic = Traffic()
-        for parameter in parameters:
-            parameter.register_hook(lambda _: traffic.events.append(("gradient", 0)))
         with traffic:
             step(*next(data))
     if rank == 0:
