@@ -29,6 +29,9 @@ LARGE_BATCH = 1 << 20
 #: Most samples whose order is computed, the first ones of the run.
 MOST_SAMPLES = 1 << 20
 
+#: So few sequences may have the same order in two epochs by chance.
+FEW = 8
+
 #: Name of a model input -> its rows.
 Rows = dict[str, Tensor]
 
@@ -55,7 +58,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
         found.failures += [f"step {step + 1}: {failure}" for failure in _compare(config, layout, data, step)]
     resumed = _resumed_at(config)
     found.failures += _compare_resumed(config, layout, data, resumed)
-    found.failures += _repeated(config, data)
+    found.failures += _wrong_order(config, data)
     ranks = f"{layout.batch_shards} data ranks" + (f" x {layout.context} context ranks" if layout.context > 1 else "")
     numbers = ", ".join(str(step + 1) for step in steps)
     found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
@@ -143,8 +146,9 @@ def _compare_resumed(config: RunConfig, layout: Layout, data: Objective, step: i
     where = layout.coordinates(0)
     tokens, batch = list(_loader(config, layout, where, data).training(before, range(step - 1, step + 1)))[-1]
     # A run is resumed by another process: what this one keeps of the batches that it has read must not matter.
-    resumed = _read(config, layout, where, _opened(config), state_after(config, step).samples, step)
-    for failure in _differences("a rank that resumes reads", resumed, {"tokens": tokens, **cast(Rows, batch)}):
+    resumed_tokens, resumed = next(iter(_loader(config, layout, where, _opened(config)).remaining(state_after(config, step))))
+    found = {"tokens": resumed_tokens, **cast(Rows, resumed)}
+    for failure in _differences("a rank that resumes reads", found, {"tokens": tokens, **cast(Rows, batch)}):
         yield f"step {step + 1}: {failure}"
 
 
@@ -168,6 +172,8 @@ def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[st
             ids = rows[name][rows[name] != IGNORE] if name == "targets" else rows[name]
             if len(ids.flatten()) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
                 yield f"{name}: ids from {int(ids.min())} to {int(ids.max())}, model.vocab_size={size}"
+    if config.objective == "masked":
+        yield from _equal_masks(rows["targets"] != IGNORE)
     if config.objective != "causal":
         return
     tokens, targets = rows["tokens"], rows["targets"]
@@ -181,8 +187,17 @@ def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[st
             yield "documents do not begin after the end-of-document tokens"
 
 
-def _repeated(config: RunConfig, data: Objective) -> Iterator[str]:
-    """Yield corpora of which an epoch repeats a sequence, from the order of the samples of the run's first epochs."""
+def _equal_masks(masked: Tensor) -> Iterator[str]:
+    """Yield whether sequences have their targets at the same positions; bool (sequences, positions)."""
+    before, after = masked[:-1], masked[1:]
+    share = float(masked.float().mean())
+    repeated = int((before & after).sum()) / max(1, int(before.sum()))
+    if repeated > (1 + share) / 2:  # by chance: `share`
+        yield f"{repeated:.0%} of the masked positions of a sequence are masked in the next one; {share:.0%} of all positions are masked"
+
+
+def _wrong_order(config: RunConfig, data: Objective) -> Iterator[str]:
+    """Yield corpora of which an epoch repeats a sequence or the order of another, from the samples of the run's first epochs."""
     samples = data.samples
     if not isinstance(samples, Samples):
         return
@@ -195,6 +210,12 @@ def _repeated(config: RunConfig, data: Objective) -> Iterator[str]:
         rest, sequence = divmod(int(twice[0]), int(samples.counts.max()))
         corpus, epoch = divmod(rest, int(epochs.max()) + 1)
         yield f"epoch {epoch + 1} of corpus {corpus} repeats sequence {sequence}"
+    for corpus in np.unique(corpora):
+        own = corpora == corpus
+        first, second = (sequences[own & (epochs == epoch)] for epoch in range(2))
+        count = min(len(first), len(second))
+        if count > FEW and np.array_equal(first[:count], second[:count]):
+            yield f"epoch 2 of corpus {corpus} has the order of epoch 1"
 
 
 def _columns(samples: Samples, indices: np.ndarray) -> np.ndarray:

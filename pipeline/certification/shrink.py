@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.certification.shrink_frozen import shrink_frozen
 from pipeline.common import knobs
 from pipeline.config import loss_weights
 from pipeline.config.data import RampupConfig, ScheduledWeight, WarmupConfig
@@ -76,7 +77,9 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     small = _shrink_experts(small, planned)
     small = _shrink_batch(small, planned, before, data)
     small = _use_cpu_kernels(small)
-    return Shrunk(small, small.parallel.model_ranks * data, changes(planned, small))
+    size = small.parallel.model_ranks * data
+    small = shrink_frozen(small, planned, before, Layout.of(small, size))
+    return Shrunk(small, size, changes(planned, small))
 
 
 def changes(planned: RunConfig, small: RunConfig) -> list[Change]:

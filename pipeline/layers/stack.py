@@ -34,6 +34,14 @@ class Block(nn.Module):
             Gemma 3), None for none.
     """
 
+    attention_norm: nn.Module | None
+    post_attention_norm: nn.Module | None
+    cross_norm: nn.Module | None
+    cross: nn.Module | None
+    mlp_norm: nn.Module | None
+    post_mlp_norm: nn.Module | None
+    output_norm: nn.Module | None
+
     def __init__(
         self,
         attention_norm: nn.Module | None,
@@ -49,10 +57,17 @@ class Block(nn.Module):
         post_mlp_norm: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.post_attention_norm = attention_norm, attention, post_attention_norm
-        self.cross_norm, self.cross = cross_norm, cross
-        self.mlp_norm, self.mlp, self.post_mlp_norm = mlp_norm, mlp, post_mlp_norm
-        self.output_norm = output_norm
+        # In this order. torch.compile shares code between blocks and looks for a module that one of them has in all of them: so each block
+        # registers the modules that it does not have, too.
+        self.register_module("attention_norm", attention_norm)
+        self.attention = attention
+        self.register_module("post_attention_norm", post_attention_norm)
+        self.register_module("cross_norm", cross_norm)
+        self.register_module("cross", cross)
+        self.register_module("mlp_norm", mlp_norm)
+        self.mlp = mlp
+        self.register_module("post_mlp_norm", post_mlp_norm)
+        self.register_module("output_norm", output_norm)
         self.post_norm = post_norm
 
     def forward(self, x: Tensor, context: AttentionContext, memory: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.native import TrainState
 from pipeline.config import warmup
 from pipeline.config.schema import TrainingConfig
 from pipeline.data.load.objectives.objective import IGNORE, Objective
@@ -45,6 +46,10 @@ class BatchLoader:
         self._objective, self._training, self._device, self._ahead = objective, training, mesh.device, prefetch
         self._rank, self._ranks = mesh.layout.batch_shard(mesh.coordinates), mesh.layout.batch_shards
         self.stalls = 0
+
+    def remaining(self, state: TrainState, skipped: SkippedSamples = NONE) -> Iterator[DeviceBatch]:
+        """Yield the batches of the steps that a run in this state has not made; arguments as in training."""
+        return self.training(state.samples, range(state.step, self._training.steps), skipped)
 
     def training(self, first: int, steps: range, skipped: SkippedSamples = NONE) -> Iterator[DeviceBatch]:
         """Yield the batches of these steps; the first one starts at sample `first`, and `skipped` are in none of them."""

@@ -93,7 +93,7 @@ def train(
     started = time.monotonic()
     with Progress(training.steps - state.step, config.stage.name, "step", trainer.mesh.rank, every=math.inf) as bar:
         watchdog.report(f"loading the batch of step {state.step + 1}")
-        for tokens, batch in loader.training(state.samples, range(state.step, training.steps), skipped):
+        for tokens, batch in loader.remaining(state, skipped):
             waited = time.monotonic() - started
             watchdog.report(f"step {state.step + 1}")
             failed, fatal = saves.requests()

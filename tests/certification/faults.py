@@ -111,13 +111,13 @@ def data_ranks_read_the_same() -> Any:
 
 
 def resumed_run_repeats_samples() -> Any:
-    """A loader that begins after the first step reads from the first sample on (accelerate#4071)."""
+    """A run that is resumed reads from the first sample on (accelerate#4071)."""
     from pipeline.training.batch_loader import BatchLoader
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, first, steps, *more: original(self, first if len(steps) > 1 or steps[0] == 0 else 0, steps, *more)
+        return lambda self, state, *more: original(self, dataclasses.replace(state, samples=0), *more)
 
-    return replaced(BatchLoader, "training", make)
+    return replaced(BatchLoader, "remaining", make)
 
 
 def epoch_repeats_a_sequence() -> Any:
@@ -125,6 +125,20 @@ def epoch_repeats_a_sequence() -> Any:
     from pipeline.data.load import samples
 
     return replaced(samples, "permute", lambda original: lambda *arguments: original(*arguments) // 2 * 2)
+
+
+def epochs_have_one_order() -> Any:
+    """The permutation of every epoch is that of the first one."""
+    from pipeline.data.load import samples
+
+    return replaced(samples, "permute", lambda original: lambda index, count, seed, epoch: original(index, count, seed, epoch * 0))
+
+
+def masks_of_all_samples_are_equal() -> Any:
+    """The masks of all samples are drawn with one seed."""
+    from pipeline.data.load.objectives import masked
+
+    return replaced(masked, "mask", lambda original: lambda tokens, samples, *more: original(tokens, samples * 0, *more))
 
 
 def targets_are_the_tokens() -> Any:

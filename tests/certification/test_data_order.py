@@ -8,19 +8,20 @@ import pytest
 
 from pipeline.certification import data_order
 from tests.certification import faults
+from tests.helpers import pipeline
 from tests.world import configured
 
-#: Three epochs of the test corpus, or more.
+#: Three epochs of the test corpus.
 JOB = (
     *("stage=certify", "model=llama-tiny", "training.global_batch_size=16", "training.micro_batch_size=2", "training.sequence_length=64"),
-    *("training.steps=40", "parallel.tensor=2", "training.document_mask=true", "checkpoint.every=15"),
+    *("training.steps=200", "parallel.tensor=2", "training.document_mask=true", "checkpoint.every=15"),
 )
 
 
 def test_a_loader_without_fault(tokens: Path) -> None:
     report = data_order.report(configured(*JOB, f"data.tokens={tokens}"), 8)
     assert not report.failures
-    assert "steps 1, 2, 15, 16, 39, 40 of 40, read by 4 data ranks and by one process" in report.covered[0]
+    assert "steps 1, 2, 15, 16, 199, 200 of 200, read by 4 data ranks and by one process" in report.covered[0]
     assert not report.not_covered
 
 
@@ -31,6 +32,7 @@ def test_a_loader_without_fault(tokens: Path) -> None:
         (faults.resumed_run_repeats_samples, "step 16: a rank that resumes reads other tokens than one process in"),
         (faults.ignored_targets_are_kept, "step 16: a rank that resumes reads other targets than one process in"),
         (faults.epoch_repeats_a_sequence, "epoch 1 of corpus 0 repeats sequence"),
+        (faults.epochs_have_one_order, "epoch 2 of corpus 0 has the order of epoch 1"),
         (faults.targets_are_the_tokens, "targets are not the next tokens"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -40,6 +42,18 @@ def test_a_fault_of_the_loader(tokens: Path, fault, expected: str) -> None:
     with fault():
         report = data_order.report(config, 8)
     assert any(expected in failure for failure in report.failures), report.failures
+
+
+def test_masks_of_samples(shards: Path, tmp_path: Path) -> None:
+    paths = (f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", "tokenizer=bert")
+    pipeline("stage=train_tokenizer", *paths, f"data.shards={shards}", "tokenizer.vocab_size=520", "tokenizer.report=false")
+    pipeline("stage=tokenize", *paths, f"data.shards={shards}")
+    job = [word for word in JOB if not word.startswith("model=")]
+    config = configured(*job, "model=bert-tiny", "model.vocab_size=520", *paths)
+    assert data_order.report(config, 8).failures == []
+    with faults.masks_of_all_samples_are_equal():
+        failures = data_order.report(config, 8).failures
+    assert "of the masked positions of a sequence are masked in the next one" in failures[0]
 
 
 def test_no_data() -> None:

@@ -133,7 +133,8 @@ def test_compiled_kernels_launch():
     assert recorded == kernels, "a recorded step runs what is compiled"
     assert Counter(kind for kind, _ in result["work"])["product"] == sum(result["step"]["products"].values())
     assert {one["name"]: one["launches"] for one in result["generated"]} == kernels
+    assert max(one["bytes"] for one in result["generated"]) >= 2048 * 1024 * 2
     hidden = 2048 * 1024 * 2
     for one in result["generated"]:
         assert 8 <= one["registers"] <= 255
-        assert hidden <= one["bytes"] <= 16 * hidden, one
+        assert 2 * 1024 < one["bytes"] <= 16 * hidden, one  # the smallest one adds up partial gradients of a norm

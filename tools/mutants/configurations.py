@@ -112,7 +112,7 @@ def _next(seed: int, number: int, family: str, tree: Path, folder: Path, made: d
         job = Job(ranks, tuple(words), None, made)
         verdict = jobs.certify(tree, job, folder / "certificate")
         if verdict.code != 2:
-            failures = verdict.failures or ([jobs.last_line(verdict.output)] if verdict.code else [])
+            failures = verdict.failures or ([jobs.reason(verdict.output)] if verdict.code else [])
             return Outcome(seed, number, words, ranks, refused, verdict.code, failures, round(verdict.seconds, 1))
         refused += 1
         if refused > 200:

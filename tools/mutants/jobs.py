@@ -94,7 +94,8 @@ def certify(tree: Path, job: Job, run_dir: Path) -> Verdict:
     return Verdict(code, list(written.get("failures", [])), seconds, output.read_text())
 
 
-def last_line(text: str) -> str:
-    """The last line that says something."""
+def reason(text: str) -> str:
+    """Why a command failed: the first problem that it lists, else the last line that says something."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    problems = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return problems[0] if problems else lines[-1] if lines else ""

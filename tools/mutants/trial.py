@@ -76,7 +76,7 @@ class Trials:
         code = jobs.pretrain(tree, job, own / "run", *(f"{jobs.RUN_TIME_KEY}=0" for _ in self.run_time_checks))
         if code:
             output = (own / "run.txt").read_text()
-            said = jobs.last_line(output)
+            said = jobs.reason(output)
             if "Traceback" in output or code == 124:  # a mutant that crashes or hangs is no silent mistake, and says nothing of certify
                 return result(FAILED, f"the mutant crashes: {said}", {})
             return result(STOPPED, f"pretrain, exit code {code}: {said}", {"exit code": float("inf")})
@@ -87,10 +87,10 @@ class Trials:
         if certified.code == 1 and certified.failures:
             return result(KILLED, telling(certified.failures), differences, certified.seconds)
         if certified.code:
-            said = f"certify, exit code {certified.code}: {jobs.last_line(certified.output)}"
+            said = f"certify, exit code {certified.code}: {jobs.reason(certified.output)}"
             return result(FAILED, said, differences, certified.seconds)
         if self.run_time_checks and jobs.pretrain(tree, job, own / "checked", *self.run_time_checks):
-            return result(KILLED, "while training: " + jobs.last_line((own / "checked.txt").read_text()), differences, certified.seconds)
+            return result(KILLED, "while training: " + jobs.reason((own / "checked.txt").read_text()), differences, certified.seconds)
         return result(SURVIVED, "", differences, certified.seconds)
 
     def _undisturbed(self, job: Job) -> Path | None:

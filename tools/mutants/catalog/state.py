@@ -94,9 +94,9 @@ MUTANTS = (
         words=ONE,
         edits=(
             Edit(
-                "pipeline/training/loop.py",
-                "loader.training(state.samples, range(state.step, training.steps), skipped)",
-                "loader.training(0, range(state.step, training.steps), skipped)",
+                LOADER,
+                "self.training(state.samples, range(state.step, self._training.steps), skipped)",
+                "self.training(0, range(state.step, self._training.steps), skipped)",
             ),
         ),
         resumed=(),
