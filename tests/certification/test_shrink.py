@@ -20,7 +20,9 @@ from pipeline.config.data import RampupConfig, WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
+from pipeline.config.trained import is_frozen
 from pipeline.models.config_classes import CONFIG_CLASSES
+from pipeline.parallel.parallelize import build_model
 from pipeline.planner.parameter_counts import count_model_parameters
 from tests.world import configured
 
@@ -243,3 +245,23 @@ def test_enough_of_everything(words: tuple[str, ...], ranks: int, kept: dict[str
     assert check.violations(small.config, small.world_size) == []
     assert small.world_size <= 24
     assert {key: operator.attrgetter(key)(small.config) for key in kept} == kept
+
+
+@pytest.mark.parametrize(
+    "patterns, frozen",
+    [
+        ('["blocks.30.*"]', {"blocks.3"}),  # stands for block 30, blocks.2 for block 16
+        (
+            '["blocks.[0-9].*", "blocks.1?.*", "embed.*"]',
+            {"blocks.0", "blocks.1", "blocks.2", "embed"},
+        ),  # the second half begins at block 16
+        ('["*norm*"]', {"blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm"}),
+    ],
+)
+def test_frozen_weights(patterns: str, frozen: set[str]) -> None:
+    words = ("model=llama3-8b", "parallel.pipeline=2", "training.global_batch_size=64")
+    small = shrink(configured("stage=pretrain", *words, f"training.frozen={patterns}"), 4, STEPS)
+    names = [name for name, _ in build_model(small.config).named_parameters()]
+    found = {".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]) for name in names if is_frozen(small.config, name)}
+    assert found == frozen
+    assert ("norm" in patterns) == ("training.frozen" not in {change.key for change in small.changes})
