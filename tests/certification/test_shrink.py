@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from pipeline.certification.shrink import Shrunk, shrink
+from pipeline.certification.state import other_layout
 from pipeline.config.data import RampupConfig, WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
@@ -134,6 +135,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     parallel.schedule = parallel.schedule if parallel.pipeline > 1 else "1f1b"
     parallel.stages_per_rank = pick(None, None, 3) if parallel.schedule == "interleaved" else None
     parallel.zero_stage = draw(st.integers(0, 3))
+    parallel.offload = pick("none", "none", "optimizer") if parallel.zero_stage else "none"
     training.sequence_length = pick(1, 3) * 2 * parallel.context * parallel.tensor * pick(4, 8, 32)
     assume(training.sequence_length <= model.max_positions)
     if model.objective == "causal" and draw(st.booleans()):
@@ -166,6 +168,7 @@ def test_every_legal_job_has_a_legal_small_version(job: tuple[Any, int]) -> None
     small = shrink(planned, world_size, STEPS)
     assert planned == unchanged
     assert check.violations(small.config, small.world_size) == []
+    other_layout(small.config)  # in which its checkpoint is continued; raises if there is none
     axes_in_use(planned, world_size, small)
     options_are_kept(planned, small)
     before, after = leaves(planned), leaves(small.config)
