@@ -18,7 +18,8 @@ from tools.mutants.mutation import copy_tree
 
 #: Family -> settings of its tiny model. "pairs" is the objective of translation, t5 learns to fill spans, bert and roberta masked tokens.
 FAMILIES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("llama", "qwen2.5", "qwen3", "gpt", "gpt1", "opt", "bloom", "mistral", "mixtral", "deepseek", "gemma3"), ()),
+    **dict.fromkeys(("llama", "qwen2.5", "qwen3", "gpt", "gpt1", "opt", "bloom", "mixtral", "deepseek"), ()),
+    **dict.fromkeys(("mistral", "gemma3"), ("model.window=24",)),  # at most model.max_positions
     **dict.fromkeys(("olmo2", "smollm3", "apertus"), ()),
     "bert": ("data.tokens={masked}", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520"),
     "roberta": ("data.tokens={roberta}", "tokenizer.path={roberta_tokenizer}", "model.vocab_size=520"),
