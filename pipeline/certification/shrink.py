@@ -24,6 +24,8 @@ MOST_RANKS = 16
 """Ranks of the small job. Rings and expert groups that need more have two ranks."""
 EXPERT_UNIT = 4
 """The width of experts is a multiple of it: the fp32 kernel of transformers requires rows of a multiple of 16 bytes."""
+LOSS_SCALE = 1024.0
+"""With fp16: a step whose gradients overflow is skipped in the layout, and the plain loop skips none."""
 LARGEST_WARMUP = 2
 """Number of entries of a warm-up that are kept."""
 
@@ -286,7 +288,10 @@ def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: in
 
 
 def _use_cpu_kernels(small: RunConfig) -> RunConfig:
-    """Select what a CPU supports: flex attention has no backward pass there, and compilation takes minutes."""
+    """Select what a CPU supports: flex attention has no backward pass there, and compilation takes minutes. Lower the loss scale."""
     attention = "auto" if small.training.attention == "flex" else small.training.attention
     compiled = "off" if small.training.compile == "on" else small.training.compile
-    return knobs.changed(small, {"training.attention": attention, "training.compile": compiled})
+    values: dict[str, Any] = {"training.attention": attention, "training.compile": compiled}
+    if small.precision.dtype == "fp16":
+        values["precision.initial_loss_scale"] = min(small.precision.initial_loss_scale, LOSS_SCALE)
+    return knobs.changed(small, values)

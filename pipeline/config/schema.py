@@ -156,6 +156,13 @@ class TrainingConfig:
         unit="steps",
         at_least=0,
     )
+    recompute_every: int = knob(
+        0,
+        "compute a forward pass of the step twice, and once more on another data rank, after so many steps, and compare all bits: finds "
+        "GPUs that compute wrongly; bits that differ end the run. 0: never",
+        unit="steps",
+        at_least=0,
+    )
     profile: list[int] = knob(
         [], "steps that torch.profiler records: run_dir/profile gets a trace and a report of each (it takes time)", unit="steps", at_least=1
     )

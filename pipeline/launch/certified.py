@@ -21,6 +21,7 @@ WITHOUT_EFFECT = frozenset(
     (
         *("training.timeout_minutes", "training.profile", "training.profile_ranks", "training.validate_every"),
         *("training.validation_batches", "training.token_budget", "training.check_replicas_every"),
+        "training.recompute_every",
         *("data.prefetch", "data.verify"),
         *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.every_minutes", "checkpoint.max_failures"),
         *("checkpoint.skip_damaged", "checkpoint.resume"),

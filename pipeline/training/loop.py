@@ -22,6 +22,7 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.loss_spikes import LossSpikes
 from pipeline.training.metrics import Metrics, memory_used
 from pipeline.training.profiling import Profiler
+from pipeline.training.recomputation_checks import RecomputationChecks
 from pipeline.training.replica_checks import ReplicaChecks
 from pipeline.training.rewinds import SpikeFoundError
 from pipeline.training.saves import Saves
@@ -53,6 +54,7 @@ def train(
     stragglers: Stragglers | None = None,
     profiler: Profiler | None = None,
     replicas: ReplicaChecks | None = None,
+    recomputation: RecomputationChecks | None = None,
 ) -> TrainState:
     """Train from `state` up to training.steps, or until a signal or a file asks for the end of the job, or the run needs other nodes.
 
@@ -74,13 +76,14 @@ def train(
         stragglers: names slow nodes.
         profiler: profiles single steps.
         replicas: compares the copies that ranks hold.
+        recomputation: compares forward passes of ranks.
 
     Returns:
         The final state; its checkpoint has been written.
 
     Raises:
-        UserError: copies of weights differ, too many steps in a row were skipped, the weights are not finite, too many checkpoints in a
-            row or the last one could not be written, or the run directory was removed.
+        UserError: copies of weights or bits of a forward pass differ, too many steps in a row were skipped, the weights are not finite, too
+            many checkpoints in a row or the last one could not be written, or the run directory was removed.
         ToBeContinued: a signal or the file `stop` ended the job, or it has made `last_step` steps, and a checkpoint was written.
         SpikeFoundError: the loss has spiked; no checkpoint is being written.
     """
@@ -136,6 +139,8 @@ def train(
             saving = last or decision.save or stop is not None or scheduled or hooks.writes(state.step)
             if replicas is not None:
                 replicas.after_step(state.step, result, saving=saving)
+            if recomputation is not None:
+                recomputation.after_step(state.step, tokens, batch)
             if saving:
                 saves.begin(state)
                 control.saving(state.step)

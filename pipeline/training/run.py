@@ -43,6 +43,7 @@ from pipeline.training import (
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.profiling import Profiler
+from pipeline.training.recomputation_checks import RecomputationChecks
 from pipeline.training.replica_checks import ReplicaChecks
 from pipeline.training.request_files import RequestFiles
 from pipeline.training.skipped_samples import SkippedSamples
@@ -150,7 +151,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                     last_step = node_phases.last_step(config, state.step, ranks)
                     return loop.train(
                         *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
-                        *(parent, last_step, spikes, skipped, stragglers, profiler, ReplicaChecks(config, trainer, hosts)),
+                        *(parent, last_step, spikes, skipped, stragglers, profiler),
+                        *(ReplicaChecks(config, trainer, hosts), RecomputationChecks(config, trainer, hosts)),
                     )
 
             with events, closing(saver), run_directory.disk_errors(run_dir):
