@@ -77,6 +77,8 @@ def _wrong(written: dict[str, Any], config: RunConfig, world_size: int) -> Itera
     """Yield what is wrong with a certificate for this job."""
     if written["certified"] is not True:
         yield "it says that the job is not certified"
+    if skipped := written["planned"]["config"]["stage"]["skip"]:
+        yield f"it was written with stage.skip=[{','.join(skipped)}]"
     if (planned := written["planned"]["world_size"]) != world_size:
         yield f"it is about {planned} ranks, the job has {world_size}"
     now = commit()

@@ -30,7 +30,8 @@ def job(tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch):
     }
     path = tmp_path / certified.FILE
 
-    def check(*settings: str, world_size: int = 8, **changed: Any) -> None:
+    def check(*settings: str, world_size: int = 8, skip: tuple[str, ...] = (), **changed: Any) -> None:
+        content["planned"]["config"]["stage"]["skip"] = skip
         path.write_text(json.dumps(content | changed))
         certified.check(configured("stage=pretrain", "certify.required=true", *given, *settings), world_size)
 
@@ -51,6 +52,7 @@ def test_a_valid_certificate(job) -> None:
         ((), {"commit": "def"}, "it is of commit def, the code is abc"),
         ((), {"certified": False}, "it says that the job is not certified"),
         ((), {"data": {}}, "was not there or not checked"),
+        ((), {"skip": ("state", "data")}, "it was written with stage.skip=[state,data]"),
         ((), {"planned": 3}, "is not readable as a certificate"),
     ],
 )
