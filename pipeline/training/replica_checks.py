@@ -61,6 +61,9 @@ class ReplicaChecks:
         trained, fixed = trainer.model.pieces.values(), trainer.model.fixed.values()
         found = [_Entry(kind, piece, trained=True) for piece in trained for kind in (FORWARD, ROUNDED, *kinds)]
         self._entries = sorted([*found, *(_Entry("weight", piece, trained=False) for piece in fixed)], key=lambda entry: entry.key)
+        # A state in host memory, which the CPU would hash before every save, is checked when a check is scheduled.
+        on_device = [entry for entry in self._entries if entry.kind == FORWARD or not entry.trained]
+        self._at_saves = on_device if config.parallel.offload == "optimizer" else self._entries
         self._untrained = UntrainedWeights(config, trainer)
         self._equal_until: int | None = None
 
@@ -78,8 +81,9 @@ class ReplicaChecks:
         due = bool(self._every) and step % self._every == 0
         if not due and not (self._every and saving):
             return
-        digests = self._digests()
-        unequal = self._unequal(digests)
+        entries = self._entries if due else self._at_saves
+        digests = self._digests(entries)
+        unequal = self._unequal(entries, digests)
         of_step = [value.to(self._mesh.device, torch.float64) for value in (result.gradient_norm, result.lr, result.skipped)]
         numbers = torch.cat([torch.stack(of_step), self._trainer.engine.counters()])
         wrong = torch.stack([unequal.any(), self._numbers_differ(numbers)]).long()
@@ -88,25 +92,25 @@ class ReplicaChecks:
                 dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
         copies, scalars = wrong.tolist()
         if copies or scalars:
-            raise self._error(step, unequal, numbers, scalars=bool(scalars))
+            raise self._error(step, entries, unequal, numbers, scalars=bool(scalars))
         self._equal_until = step
         if due:
-            weights = [index for index, entry in enumerate(self._entries) if entry.trained and entry.kind == "weight"]
-            self._untrained.check(step, [self._entries[index].piece.name for index in weights], digests[weights], result)
+            weights = [index for index, entry in enumerate(entries) if entry.trained and entry.kind == "weight"]
+            self._untrained.check(step, [entries[index].piece.name for index in weights], digests[weights], result)
 
-    def _digests(self) -> Tensor:
-        """The digests of all entries, int64 (entries,): those of partitions are of this rank's elements."""
+    def _digests(self, entries: list[_Entry]) -> Tensor:
+        """The digests of entries, int64 (entries,): those of partitions are of this rank's elements."""
         found: dict[tuple[str, str, tuple[tuple[int, int], ...]], Tensor] = {}
-        for part in parts_of(self._trainer.engine):
+        for part in parts_of(self._trainer.engine, state=entries is self._entries):
             key = part.name, part.kind, part.box
             value = torch.as_tensor(part.digest, device=self._mesh.device)  # that of an offloaded optimizer is on the host
             found[key] = found[key] + value if key in found else value
         zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
-        return torch.stack([found.pop(entry.key, zero) for entry in self._entries])
+        return torch.stack([found.pop(entry.key, zero) for entry in entries])
 
-    def _unequal(self, digests: Tensor) -> Tensor:
+    def _unequal(self, entries: list[_Entry], digests: Tensor) -> Tensor:
         """Which entries differ from another copy, bool (entries,). Replaces the digests of partitions by those of their weights."""
-        mesh, entries, unequal = self._mesh, self._entries, torch.zeros(len(self._entries), dtype=torch.bool, device=self._mesh.device)
+        mesh, unequal = self._mesh, torch.zeros(len(entries), dtype=torch.bool, device=self._mesh.device)
         divided = [self._partitioned and entry.trained and entry.kind != FORWARD for entry in entries]
         experts = [entry.piece.is_sliced_along("expert") for entry in entries]
         for group, has_experts in ((mesh.dense, False), (mesh.data, True)):
@@ -130,9 +134,9 @@ class ReplicaChecks:
             _compare(group, bits, list(range(len(bits))), unequal)
         return unequal.any()
 
-    def _error(self, step: int, unequal: Tensor, numbers: Tensor, *, scalars: bool) -> UserError:
+    def _error(self, step: int, entries: list[_Entry], unequal: Tensor, numbers: Tensor, *, scalars: bool) -> UserError:
         """What to say of copies that differ; every rank returns the same. Collective."""
-        names = gathered([entry.piece.name for entry, wrong in zip(self._entries, unequal.tolist(), strict=True) if wrong])
+        names = gathered([entry.piece.name for entry, wrong in zip(entries, unequal.tolist(), strict=True) if wrong])
         kept = set(names[:_NAMED])
         mine = [part for part in parts_of(self._trainer.engine) if part.name in kept]
         if scalars:

@@ -94,14 +94,21 @@ def digest(values: Tensor, first: int = 0) -> Tensor:
     return total
 
 
-def parts_of(engine: Engine) -> Iterator[Part]:
-    """Yield the digests of what this rank holds of the weights and of the optimizer state. Collective: ZeRO 3 gathers the weights."""
+def parts_of(engine: Engine, *, state: bool = True) -> Iterator[Part]:
+    """Yield the digests of what this rank holds of the weights and of the optimizer state. Collective: ZeRO 3 gathers the weights.
+
+    Args:
+        engine: of the weights.
+        state: with the master weights and the state of the optimizer; otherwise only of the weights that the forward pass reads.
+    """
     dtypes: dict[str, torch.dtype] = {}
     for piece, weight in engine.forward_weights():
         dtypes[piece.name] = weight.dtype
         yield Part(FORWARD, piece.name, piece.box, piece.elements, piece.elements, digest(weight))
     for fragment in engine.fragments():
         piece = fragment.piece
+        if not state and piece.name in dtypes:
+            continue
         for kind, values in fragment.tensors.items():
             if isinstance(values, NF4Weight):
                 continue  # frozen
