@@ -46,18 +46,14 @@ class _Mesh:
     layout: Layout
     coordinates: Coordinates
 
-    @property
-    def data(self) -> ProcessGroup:
+    def zero_groups(self, *, experts: bool) -> tuple[ProcessGroup, ProcessGroup | None]:
         """See Mesh."""
-        where, layout = self.coordinates, self.layout
-        return cast(ProcessGroup, _Group(where.data * layout.context + where.context, layout.data * layout.context))
-
-    @property
-    def dense(self) -> ProcessGroup:
-        """See Mesh."""
-        where, layout = self.coordinates, self.layout
-        index = (where.data * layout.expert + where.expert) * layout.context + where.context
-        return cast(ProcessGroup, _Group(index, layout.data * layout.expert * layout.context))
+        rank = self.layout.rank(self.coordinates)
+        shards, replicas = (
+            cast(ProcessGroup, _Group(members.index(rank), len(members)))
+            for members in self.layout.zero_members(self.coordinates, experts=experts)
+        )
+        return shards, replicas if replicas.size() > 1 else None
 
 
 def report(config: RunConfig, world_size: int) -> PartReport:

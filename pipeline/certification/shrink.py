@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.certification.shrink_frozen import shrink_frozen
 from pipeline.common import knobs
-from pipeline.config import loss_weights
+from pipeline.config import loss_weights, zero_group
 from pipeline.config.data import RampupConfig, ScheduledWeight, WarmupConfig
 from pipeline.config.layout import Layout, stages_per_rank
 from pipeline.config.schema import RunConfig, StageConfig
@@ -67,9 +67,9 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
         steps: optimizer steps of the small run.
     """
     before = Layout.of(planned, world_size)
-    data = min(before.data, 2)
+    data = min(before.data, 4 if before.zero_block and before.zero_block[0] > 1 else 2)
     small = dataclasses.replace(planned, stage=StageConfig(name="pretrain"))
-    small = _shrink_axes(small, data)
+    small = _shrink_zero_groups(_shrink_axes(small, data), before, data)
     small = _shrink_schedule(small, steps)
     small = _shrink_sequence(small)
     small = _shrink_layers(small, planned, before)
@@ -117,6 +117,17 @@ def _shrink_axes(small: RunConfig, data: int) -> RunConfig:
     if parallel.stages_per_rank is not None:
         sizes["parallel.stages_per_rank"] = min(parallel.stages_per_rank, 2)
     return knobs.changed(small, sizes)
+
+
+def _shrink_zero_groups(small: RunConfig, before: Layout, data: int) -> RunConfig:
+    """Keep groups of ZeRO that divide the same axis, or another one if its small size has no divisor."""
+    parallel, value = small.parallel, zero_group.JOB
+    if before.zero_block is not None and (sizes := zero_group.legal(parallel, data)):
+        _, expert, context = before.zero_block
+        whole = parallel.context * (parallel.expert if context == before.context else 1)
+        divided = [size for size in sizes if size < whole or (expert, context) == (before.expert, before.context)]
+        value = str(max(divided or sizes))
+    return knobs.changed(small, {"parallel.zero_group": value})
 
 
 def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:

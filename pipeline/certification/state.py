@@ -169,13 +169,11 @@ def resume_in_other_layout(config: RunConfig) -> tuple[PartReport, list[float]]:
 def other_layout(config: RunConfig) -> tuple[RunConfig, int]:
     """Return a legal layout of few ranks that divides the state otherwise, and its number of ranks."""
     # fp8 requires multiples of 16 on every rank, of which the small sizes have as many as its own layout needs.
-    tensor, zero = (
-        1 if config.parallel.tensor > 1 or config.precision.fp8 != "none" else 2,
-        2 if config.parallel.zero_stage in (0, 3) else 0,
-    )
+    tensor = 1 if config.parallel.tensor > 1 or config.precision.fp8 != "none" else 2
+    zero = 2 if config.parallel.zero_stage in (0, 3) else 0
     for size, axes in ((2 * tensor, {"tensor": tensor, "zero_stage": zero}), (2, {"zero_stage": zero}), (1, {"zero_stage": 0})):
         one: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "schedule": "1f1b", "offload": "none"}
-        one |= {"stages_per_rank": None, "layers_per_stage": [], "balance": "layers"}
+        one |= {"stages_per_rank": None, "layers_per_stage": [], "balance": "layers", "zero_group": "job"}
         parallel = dataclasses.replace(config.parallel, **{**one, **axes})
         other = dataclasses.replace(config, parallel=parallel)
         if not check.violations(other, size):

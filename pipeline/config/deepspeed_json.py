@@ -14,7 +14,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.deepspeed_keys import OFF, ONLY, SECTIONS, SETS, VALUES, WITHOUT_EFFECT, Only
+from pipeline.config.deepspeed_keys import MICS, OFF, ONLY, SECTIONS, SETS, VALUES, WITHOUT_EFFECT, Only
 from pipeline.config.deepspeed_sections import AUTO, READERS, dtype
 
 KEY = "parallel.deepspeed"
@@ -65,7 +65,7 @@ class Settings:
             self.refuse(key, value, f"contradicts {source}={json.dumps(other)}: both set {ours}", "set both to one value")
 
 
-_TEXTS = ("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype", "parallel.offload")
+_TEXTS = ("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype", "parallel.offload", "parallel.zero_group")
 _INTEGERS = (
     *("training.global_batch_size", "training.micro_batch_size", "training.steps", "optimizer.warmup_steps", "tracking.log_every"),
     *("parallel.zero_stage", "parallel.tensor", "precision.loss_scale_window"),
@@ -117,7 +117,9 @@ def _not_sections(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def _read_all(document: dict[str, Any], settings: Settings) -> None:
     """Read every key."""
     for key, value in _leaves(document):
-        if key in SETS:
+        if key == MICS:
+            _set_group(document["zero_optimization"], value, settings)
+        elif key in SETS:
             settings.set(key, SETS[key], value)
         elif key in ONLY:
             if value not in (*ONLY[key].values, AUTO):
@@ -140,6 +142,20 @@ def _read_all(document: dict[str, Any], settings: Settings) -> None:
     if chosen := dtype(document):
         settings.set(chosen[0], "precision.dtype", chosen[1])
     settings.batch = _batch(document)
+
+
+def _set_group(zero: dict[str, Any], value: Any, settings: Settings) -> None:
+    """Read MiCS: a number of ranks above 0, with ZeRO 3."""
+    if value in (-1, 0, AUTO):
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        settings.refuse(MICS, value, "is not a number of ranks", "correct it, or set it to -1")
+    elif zero.get("stage") != 3:
+        settings.refuse(
+            MICS, value, "shards weights, which DeepSpeed does with ZeRO 3 only", f"set stage to 3, or {SETS[MICS]} in place of it"
+        )
+    else:
+        settings.set(MICS, SETS[MICS], str(value))
 
 
 def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,6 +26,8 @@ class Only:
 
 #: Our key -> what a value of the file is called here; others are refused.
 VALUES = {"parallel.offload": {"none": "none", "cpu": "optimizer"}}
+#: MiCS: ZeRO 3 within so many ranks, replicated outside. Files for older releases have it, 0.19 no longer does.
+MICS = "zero_optimization.mics_shard_size"
 #: Key -> our key, which gets the same value.
 SETS = {
     "train_batch_size": "training.global_batch_size",
@@ -34,6 +36,7 @@ SETS = {
     "steps_per_print": "tracking.log_every",
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer.device": "parallel.offload",
+    MICS: "parallel.zero_group",
     "tensor_parallel.autotp_size": "parallel.tensor",
     "wandb.project": "tracking.project",
 }
@@ -135,9 +138,10 @@ ONLY = {
     "zero_optimization.cpu_offload_use_pin_memory": Only((False, True, None), "is deprecated", "remove it"),
     "zero_optimization.zenflow": Only((None,), "all weights are updated in every step", "remove it"),
     "zero_optimization.zero_hpz_partition_size": Only(
-        (0, 1), "ZeRO 3 shards weights over all data ranks", "set it to 1, or use parallel.tensor within a node"
+        (0, 1),
+        "gathers weights within a group and keeps gradients and optimizer state over all data ranks",
+        "set it to 1; parallel.zero_group=node keeps all three within a node, and needs its memory",
     ),
-    "zero_optimization.mics_shard_size": Only((-1, 0), "ZeRO 3 shards weights over all data ranks", "set it to -1"),
     "zero_optimization.mics_hierarchical_params_gather": Only((False,), "weights are gathered at once", "set it to false"),
     "zero_optimization.zero_quantized_weights": _NOT_QUANTIZED,
     "zero_optimization.zero_quantized_nontrainable_weights": _NOT_QUANTIZED,

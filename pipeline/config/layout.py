@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
+from pipeline.config import zero_group
 from pipeline.config.run_parts import LayoutConfig
 from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
 
@@ -38,6 +41,8 @@ class Layout:
     micro_batches: int = 1
     blocks: tuple[int, ...] = ()
     """Number of blocks of each stage; empty to distribute them evenly."""
+    zero_block: tuple[int, int, int] | None = None
+    """Sizes along the data, expert and context axes of the groups over which ZeRO shards; None for the whole axes."""
 
     @classmethod
     def of(cls, config: LayoutConfig, world_size: int) -> Layout:
@@ -54,6 +59,7 @@ class Layout:
             stages_per_rank=stages_per_rank(parallel),
             micro_batches=training.global_batch_size // (data * parallel.expert * training.micro_batch_size),
             blocks=blocks_per_stage(config),
+            zero_block=_zero_block(config, world_size),
         )
 
     @property
@@ -93,6 +99,41 @@ class Layout:
         """Return the index of the shard of each batch that the rank at the given coordinates processes."""
         return where.data * self.expert + where.expert
 
+    def zero_members(self, where: Coordinates, *, experts: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ranks over which ZeRO shards what the rank at the given coordinates holds, and those with the same partition.
+
+        Args:
+            where: coordinates of the rank, which is one of both.
+            experts: of the weights of experts, which ranks on the data and context axes hold, else of the others.
+        """
+        sizes = {"data": self.data, "expert": self.expert, "context": self.context}
+        block = dict(zip(sizes, self.zero_block or sizes.values(), strict=True))
+        axes = {axis: getattr(where, axis) for axis in sizes if axis != "expert" or not experts}
+
+        def ranks(indices: Iterable[Iterable[int]]) -> tuple[int, ...]:
+            return tuple(self.rank(replace(where, **dict(zip(axes, each, strict=True)))) for each in product(*indices))
+
+        shards = ranks(range(at - at % block[axis], at - at % block[axis] + block[axis]) for axis, at in axes.items())
+        return shards, ranks(range(at % block[axis], sizes[axis], block[axis]) for axis, at in axes.items())
+
+    def zero_sizes(self, *, experts: bool) -> tuple[int, int]:
+        """Return the number of ranks over which ZeRO shards weights, and that of ranks with the same partition; as zero_members."""
+        data, expert, context = self.zero_block or (self.data, self.expert, self.context)
+        shards, holders = data * context, self.data * self.context
+        if not experts:
+            shards, holders = shards * expert, holders * self.expert
+        return shards, holders // shards
+
+    def zero_text(self, stage: int) -> str:
+        """Return the ZeRO stage, and the number of groups over which it shards if there are several."""
+        _, groups = self.zero_sizes(experts=False)
+        return f"ZeRO {stage}" + f" in {groups} groups" * (groups > 1)
+
+    def zero_group_of(self, where: Coordinates) -> tuple[int, ...]:
+        """Return the number of a rank's ZeRO group, along the data, expert and context axes."""
+        block = self.zero_block or (self.data, self.expert, self.context)
+        return tuple(at // size for at, size in zip((where.data, where.expert, where.context), block, strict=True))
+
     def stages(self, pipeline_rank: int) -> list[int]:
         """Return the stages of a pipeline rank: in V order for zbv (first and last stage on rank 0), otherwise round-robin."""
         if self.schedule == "zbv" and self.stages_per_rank == 2:
@@ -115,6 +156,17 @@ class Layout:
         base, remainder = divmod(layers, self.stage_count)
         first = stage * base + max(0, min(stage - 1, remainder))
         return range(first, first + base + (1 <= stage <= remainder))
+
+
+def _zero_block(config: LayoutConfig, world_size: int) -> tuple[int, int, int] | None:
+    """Layout.zero_block of a configuration."""
+    parallel = config.parallel
+    if parallel.zero_stage == 0 or parallel.zero_group == zero_group.JOB:
+        return None
+    data = world_size // parallel.model_ranks
+    ranks = zero_group.group_ranks(parallel, config.cluster.tasks_per_node, world_size)
+    found = zero_group.block(ranks, parallel, data) if ranks else None
+    return None if found == (data, parallel.expert, parallel.context) else found
 
 
 def reused_weights(model: Any, blocks: range, *, last: bool) -> str | None:

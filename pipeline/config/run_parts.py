@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from pipeline.config.cluster import ClusterConfig
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.models.config import ModelConfig
@@ -35,6 +36,10 @@ class LayoutConfig(Protocol):
     @property
     def parallel(self) -> ParallelConfig:
         """Sizes of the axes, and the pipeline schedule."""
+
+    @property
+    def cluster(self) -> ClusterConfig:
+        """Ranks of a node, over which ZeRO may shard."""
 
     @property
     def training(self) -> TrainingConfig:

@@ -211,6 +211,11 @@ class ParallelConfig:
         at_least=0,
         at_most=3,
     )
+    zero_group: str = knob(
+        "job",
+        "ranks over which ZeRO shards, with a copy of the state in every group: all data ranks of the job, those of a node "
+        "(cluster.tasks_per_node), or so many successive data x expert x context ranks, such as 8",
+    )
     schedule: str = knob("1f1b", "pipeline schedule", choices=("1f1b", "interleaved", "zbv"))
     stages_per_rank: int | None = knob(None, "pipeline stages per rank; default: 1 for 1f1b, 2 for interleaved and zbv", at_least=1)
     balance: str = knob(

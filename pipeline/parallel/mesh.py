@@ -41,6 +41,8 @@ class Mesh:
         tied_embedding: the ranks of the first and the last stage, which both hold a tied embedding; None on other ranks, or if one rank
             holds both stages.
         node_ranks: number of ranks of a node; None if all ranks are on one.
+        dense_shards, data_shards: the ranks of `dense` and of `data` over which ZeRO shards; None if it shards over all of them.
+        dense_replicas, data_replicas: ranks with the same partition in the other groups of ZeRO; likewise None.
     """
 
     layout: Layout
@@ -54,6 +56,17 @@ class Mesh:
     pipeline: ProcessGroup
     tied_embedding: ProcessGroup | None
     node_ranks: int | None = None
+    dense_shards: ProcessGroup | None = None
+    dense_replicas: ProcessGroup | None = None
+    data_shards: ProcessGroup | None = None
+    data_replicas: ProcessGroup | None = None
+
+    def zero_groups(self, *, experts: bool) -> tuple[ProcessGroup, ProcessGroup | None]:
+        """Return the ranks over which ZeRO shards weights, those of experts or the others, and those with the same partition, if any."""
+        shards, replicas = (self.data_shards, self.data_replicas) if experts else (self.dense_shards, self.dense_replicas)
+        if shards is None:
+            return self.data if experts else self.dense, None
+        return shards, replicas if replicas is not None and replicas.size() > 1 else None
 
     @property
     def tensor_in_node(self) -> bool:
@@ -188,7 +201,7 @@ def timeout_of_groups(minutes: float) -> timedelta:
 
 
 def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES, node_ranks: int | None = None) -> Mesh:
-    """Create this rank's process groups, at most eight, and connect their ranks.
+    """Create this rank's process groups, at most eight and four more for parallel.zero_group, and connect their ranks.
 
     Args:
         layout: of the job.
@@ -250,7 +263,10 @@ def _create_groups(layout: Layout, rank: int, ends: tuple[int, int], create: Cal
 
     def group(**axes: Iterable[int]) -> ProcessGroup:
         """The ranks at all combinations of these indices, and at this rank's index on the other axes."""
-        members = tuple(layout.rank(replace(coordinates, **dict(zip(axes, indices, strict=True)))) for indices in product(*axes.values()))
+        return of(tuple(layout.rank(replace(coordinates, **dict(zip(axes, indices, strict=True)))) for indices in product(*axes.values())))
+
+    def of(members: tuple[int, ...]) -> ProcessGroup:
+        """The group of these ranks, which include this one."""
         if members not in created:
             created[members] = new(members)
         return created[members]
@@ -264,6 +280,10 @@ def _create_groups(layout: Layout, rank: int, ends: tuple[int, int], create: Cal
         "dense": group(data=range(layout.data), expert=experts, context=range(layout.context)),
         "pipeline": group(pipeline=stages),
     }
+    if layout.zero_block is not None:
+        for name in ("dense", "data"):
+            shards, replicas = layout.zero_members(coordinates, experts=name == "data")
+            named |= {f"{name}_shards": of(shards), f"{name}_replicas": of(replicas)}
     if ends[0] == ends[1] or layout.pipeline == 2:
         return named | {"tied_embedding": named["pipeline"]}
     if coordinates.pipeline in ends:

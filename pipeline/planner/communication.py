@@ -50,7 +50,10 @@ def reductions(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gr
             summed = Collective("all_reduce", "tensor", "backward", float(gradient_bytes * bucket.summed))
             collectives.append(RepeatedCollective(summed, count))
         if bucket.ranks > 1:
-            collectives.append(RepeatedCollective(Collective(kind, bucket.axis, "backward", size), count))
+            collectives.append(RepeatedCollective(Collective(kind, bucket.shards_axis, "backward", size), count))
+        if bucket.replicas > 1:
+            across = Collective("all_reduce", bucket.replicas_axis, "backward", size / bucket.ranks)
+            collectives.append(RepeatedCollective(across, 1))
         if bucket.shared:
             collectives.append(RepeatedCollective(Collective("all_reduce", bucket.shared, "backward", size), 1))
     return collectives
@@ -64,7 +67,7 @@ def gathers(
     for bucket in buckets:
         if zero_stage > 0 and bucket.ranks > 1:
             count = (bucket.gathers + reference) * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
-            gathered = Collective("all_gather", bucket.axis, "forward", float(weight_bytes * bucket.elements))
+            gathered = Collective("all_gather", bucket.shards_axis, "forward", float(weight_bytes * bucket.elements))
             collectives.append(RepeatedCollective(gathered, count))
     return collectives
 

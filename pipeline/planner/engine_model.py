@@ -62,10 +62,13 @@ class EngineModel:
     fused_loss: bool = True
 
     def axis_groups(self, layout: Layout, hardware: Hardware) -> dict[str, Group]:
-        """Return the groups of ranks of every axis: `dense` shards the same dense weights, `data` the same experts."""
+        """Return the groups of ranks of every axis: `dense` holds the same dense weights, `data` the same experts.
+
+        With parallel.zero_group, ZeRO shards over `dense_shards` and `data_shards`, and `..._replicas` have the same partitions.
+        """
         node, inner = hardware.gpus_per_node, layout.tensor * layout.context
         pipeline = layout.world_size // layout.pipeline
-        return {
+        groups = {
             "tensor": group(layout.tensor, 1, node),
             "context": group(layout.context, layout.tensor, node),
             "expert": group(layout.expert, inner, node),
@@ -74,6 +77,17 @@ class EngineModel:
             "pipeline": group(layout.pipeline, pipeline, node),
             "tied_embedding": group(2, pipeline * max(1, layout.pipeline - 1), node),
         }
+        if layout.zero_block is not None:
+            data, _, context = layout.zero_block
+            (dense, copies), (experts, copies_of_experts) = layout.zero_sizes(experts=False), layout.zero_sizes(experts=True)
+            apart = layout.tensor * context if context < layout.context else inner * layout.expert * data
+            groups |= {
+                "dense_shards": group(dense, layout.tensor, node),
+                "dense_replicas": group(copies, layout.tensor * dense, node),
+                "data_shards": group(experts, layout.tensor if layout.expert == 1 or data == 1 else inner * layout.expert, node),
+                "data_replicas": group(copies_of_experts, apart, node),
+            }
+        return groups
 
     def operations(self, part: TracedPart) -> list[Operation]:
         """Return the operations that a part executes."""

@@ -155,11 +155,15 @@ class DataParallelTime:
         return exposed + max(0.0, gather - overlap * sum(stage.forward for stage in stages))
 
     def _seconds(self, collectives: list[RepeatedCollective]) -> float:
-        """Seconds of all repetitions of some collectives."""
-        return sum(
-            c.count * collective_time(c.collective.kind, c.collective.bytes, self.groups[c.collective.axis], self.hardware)
-            for c in collectives
-        )
+        """Seconds of all repetitions of some collectives. Sums over groups of ZeRO run beside those in groups, if these are on a node."""
+        seconds = {False: 0.0, True: 0.0}
+        for repeated in collectives:
+            collective = repeated.collective
+            axis, _, group = collective.axis.partition("_")
+            over_groups = group == "replicas" and self.groups[f"{axis}_shards"].nodes == 1
+            time = collective_time(collective.kind, collective.bytes, self.groups[collective.axis], self.hardware)
+            seconds[over_groups] += repeated.count * time
+        return max(seconds.values())
 
 
 def _stage_time(parts: list[TracedPart], times: dict[str, PartTime], accumulate: float) -> StageTime:

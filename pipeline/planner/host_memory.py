@@ -61,7 +61,7 @@ def _state(config: RunConfig, ranks: Ranks) -> tuple[ModelState, int]:
     layout = Layout.of(config, ranks.world_size)
     model = partition_model(config, layout, ranks.rank)
     elements = sum(parameter.numel() for parameter in model.pieces if parameter not in model.frozen and parameter.requires_grad)
-    trained = _TrainedWeights(elements, layout.data * layout.expert * layout.context)
+    trained = _TrainedWeights(elements, layout.zero_sizes(experts=False)[0])
     return model_state([trained], state_format_of(config)), frozen_bytes(config, model)
 
 

@@ -18,6 +18,7 @@ from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
+from pipeline.config.zero_group import JOB
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 
 GB = 1e9
@@ -170,6 +171,8 @@ def _less(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "training.activation_budget", training.activation_budget / 2
     for stage in range(3, parallel.zero_stage, -1):
         yield "parallel.zero_stage", stage
+    if parallel.zero_group != JOB:
+        yield "parallel.zero_group", JOB
     for axis in ("tensor", "pipeline", "context"):
         yield f"parallel.{axis}", 2 * getattr(parallel, axis)
 

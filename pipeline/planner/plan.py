@@ -150,6 +150,8 @@ def _exchange_rows(plan: JobPlan) -> Iterator[OperationRow]:
     groups = engine_model(config.parallel.zero_stage).axis_groups(layout, plan.hardware)
     experts = "data" if layout.expert == 1 else "data of experts"
     names = {"dense": "data", "data": experts, "tied_embedding": "tied embedding"}
+    for axis, words in (("dense", ""), ("data", "" if layout.expert == 1 else " of experts")):
+        names |= {f"{axis}_shards": f"ZeRO group{words}", f"{axis}_replicas": f"ZeRO replicas{words}"}
     for rank in range(layout.pipeline):
         for exchange in step_exchanges(plan.trace, layout, rank, state_format_of(config), hidden_bytes(config), hidden_states(config)):
             collective = exchange.collective

@@ -40,7 +40,7 @@ def head_lines(result: JobPlan) -> Iterator[str]:
     layout, training = result.layout, result.config.training
     yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "context", "expert", "data", "pipeline"))
-    yield f"  {'layout':<14}{axes}, ZeRO {result.config.parallel.zero_stage}, {layout.schedule}"
+    yield f"  {'layout':<14}{axes}, {layout.zero_text(result.config.parallel.zero_stage)}, {layout.schedule}"
     if tuned := "; ".join(_tuning(result.config)):
         yield f"  {'trains':<14}{tuned}"
     batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"

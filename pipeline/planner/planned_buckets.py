@@ -17,13 +17,14 @@ class PlannedBucket:
 
     Attributes:
         axis: the ranks that hold them: dense, or data for experts.
-        ranks: number of these ranks.
+        ranks: number of these ranks, or of those in a group of ZeRO.
         elements: with the padding.
         summed: elements whose gradients are first summed over the tensor ranks.
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
         gathers: how often ZeRO 3 gathers them for a micro-batch.
         parts: those that hold them, each as stage and index in the stage.
+        replicas: groups of ZeRO, with the same partitions.
     """
 
     axis: str
@@ -34,6 +35,17 @@ class PlannedBucket:
     decays: bool = True
     gathers: int = 0
     parts: set[str] = field(default_factory=set)
+    replicas: int = 1
+
+    @property
+    def shards_axis(self) -> str:
+        """The ranks over which ZeRO shards them."""
+        return self.axis if self.replicas == 1 else f"{self.axis}_shards"
+
+    @property
+    def replicas_axis(self) -> str:
+        """The ranks with the same partition."""
+        return f"{self.axis}_replicas"
 
 
 def rank_weights(trace: Trace, layout: Layout, stages: list[int]) -> Iterator[tuple[str, TracedWeights]]:
@@ -58,7 +70,7 @@ def frozen_bytes(trace: Trace, layout: Layout, stages: list[int]) -> int:
 
 def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[PlannedBucket]:
     """Return the buckets of some stages of one rank."""
-    sizes = {"dense": layout.context * layout.expert * layout.data, "data": layout.context * layout.data}
+    sizes = {"dense": layout.zero_sizes(experts=False), "data": layout.zero_sizes(experts=True)}
     buckets: dict[tuple[str, str], PlannedBucket] = {}
     for part, weights in rank_weights(trace, layout, stages):
         if weights.fixed:
@@ -66,7 +78,9 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[Pla
         shared = weights.shared if layout.pipeline > 1 else ""
         key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared)), weights.axis
         if key not in buckets:
-            buckets[key] = PlannedBucket(weights.axis, sizes[weights.axis], shared=_other_ranks(shared, layout), decays=weights.matrix)
+            ranks, replicas = sizes[weights.axis]
+            other = _other_ranks(shared, layout)
+            buckets[key] = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas)
         bucket = buckets[key]
         bucket.parts.add(part)
         bucket.elements += weights.elements

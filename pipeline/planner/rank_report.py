@@ -78,9 +78,12 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
     state, tensors = rank_state(config, model, local), state_tensors(config)
     kept = f"{', '.join(tensors[:-1])} and {tensors[-1]}"
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
-    over = f", sharded over {local.dense.size()} data ranks"
+    (shards, groups), (shards_of_experts, _) = (local.layout.zero_sizes(experts=experts) for experts in (False, True))
+    over = f", sharded over {shards} data ranks"
     if local.layout.expert > 1:
-        over += f" (experts: {local.data.size()})"
+        over += f" (experts: {shards_of_experts})"
+    if groups > 1:
+        over += f", in {groups} groups"
     yield f"model state under ZeRO {zero} (without activations and buffers)"
     yield f"  {'weights':<16}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
     if model.frozen:

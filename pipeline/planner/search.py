@@ -9,6 +9,7 @@ from itertools import product
 from typing import Any
 
 from pipeline.common.progress import Progress
+from pipeline.config import zero_group
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.rules import check
@@ -244,8 +245,8 @@ def _memory_bound(traced: Trace, config: RunConfig, layout: Layout) -> float:
     def on_rank(sums: dict[str, int]) -> int:
         return round(per_rank * sum(sums[kind] for kind in traced.kinds) / len(traced.kinds)) + sums["embed"]
 
-    data = layout.data * layout.context
-    weights = [PlannedBucket("dense", data * layout.expert, elements("dense")), PlannedBucket("data", data, elements("data"))]
+    axes = {"dense": layout.zero_sizes(experts=False)[0], "data": layout.zero_sizes(experts=True)[0]}
+    weights = [PlannedBucket(axis, ranks, elements(axis)) for axis, ranks in axes.items()]
     in_flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
     activations = in_flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
     frozen = on_rank({name: sum(w.stored for w in part.weights) for name, part in traced.parts.items()})
@@ -263,7 +264,8 @@ def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: T
     rounds = {1: 1, 2: micro, 3: 3 * micro}[config.parallel.zero_stage]
     network = hardware.network_gb_s * 1e9 * hardware.network_share * max(1, hardware.gpus_per_node // layout.tensor)
     within = hardware.link_gb_s * 1e9 * hardware.link_share
-    rate = network if layout.world_size > hardware.gpus_per_node else within
+    group = layout.zero_sizes(experts=False)[0] * layout.tensor if layout.zero_block else layout.world_size
+    rate = network if group > hardware.gpus_per_node else within
     return max(work, rounds * 3 * parameters / rate)
 
 
@@ -273,6 +275,8 @@ def settings_of(config: RunConfig) -> tuple[str, ...]:
     axes = [name for name in ("tensor", "pipeline", "context", "expert") if getattr(parallel, name) > 1]
     words = [f"parallel.{name}={getattr(parallel, name)}" for name in axes]
     words.append(f"parallel.zero_stage={parallel.zero_stage}")
+    if parallel.zero_group != zero_group.JOB:
+        words.append(f"parallel.zero_group={parallel.zero_group}")
     if parallel.context > 1:
         words.append(f"parallel.context_kind={parallel.context_kind}")
     if parallel.schedule != "1f1b":

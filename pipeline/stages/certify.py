@@ -36,7 +36,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         raise UserError.of("world size", ranks.world_size, rule, "run it as one process; stage.world_size is the size of the planned job")
     make_folder(Path(config.run_dir))
     layout = Layout.of(config, world_size)
-    log.info("certify: %s on %d ranks, %s, ZeRO %d", config.model.family, world_size, layout.axes_text(), config.parallel.zero_stage)
+    zero = layout.zero_text(config.parallel.zero_stage)
+    log.info("certify: %s on %d ranks, %s, %s", config.model.family, world_size, layout.axes_text(), zero)
     started = time.perf_counter()
     certificate = certify(config, world_size, steps=stage.steps, seconds=60 * stage.timeout_minutes, skip=stage.skip)
     seconds = time.perf_counter() - started

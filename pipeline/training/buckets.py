@@ -26,9 +26,10 @@ class Bucket:
     Attributes:
         name: for messages and tests.
         pieces: weight -> its piece of the full weight.
-        group: the ranks that hold the same weights: the gradient is reduced over them.
+        group: the ranks that hold the same weights, or with parallel.zero_group those of them over which ZeRO shards.
         tensor_sums: weights whose gradient is first summed over the tensor ranks.
         decays: whether weight decay applies.
+        replicas: the ranks of the other groups of ZeRO that have the same partition; None if there are none.
         offsets: weight -> its first element in the flat gradient.
         elements: number of elements of the flat gradient, including the padding.
     """
@@ -38,6 +39,7 @@ class Bucket:
     group: ProcessGroup
     tensor_sums: list[nn.Parameter]
     decays: bool
+    replicas: ProcessGroup | None = None
     offsets: dict[nn.Parameter, int] = field(init=False)
     elements: int = field(init=False)
 
@@ -50,8 +52,13 @@ class Bucket:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that hold the same weights."""
+        """Number of partitions."""
         return self.group.size()
+
+    @property
+    def replica(self) -> int:
+        """Number of this rank among those with the same partition."""
+        return 0 if self.replicas is None else self.replicas.rank()
 
     @property
     def partition_elements(self) -> int:
@@ -89,11 +96,13 @@ def build_buckets(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> 
         bucket = bucket_name(piece.name, units[parameter], matrix=len(piece.full_shape) >= 2, shared=bool(piece.shared))
         members.setdefault((bucket, replicas), {})[parameter] = piece
     ordered = sorted(members, key=lambda key: key[0] == VECTORS)
+    groups = {"dense": mesh.zero_groups(experts=False), "expert": mesh.zero_groups(experts=True)}
     return [
         Bucket(
             name=" ".join((unit, replicas)),
             pieces=members[unit, replicas],
-            group=mesh.data if replicas == "expert" else mesh.dense,
+            group=groups[replicas][0],
+            replicas=groups[replicas][1],
             tensor_sums=[p for p, piece in members[unit, replicas].items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
             decays=all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values()),
         )
@@ -162,7 +171,8 @@ def replica_of(piece: Piece, mesh: Mesh, bucket: Bucket | None = None) -> tuple[
     layout, where = mesh.layout, mesh.coordinates
     axes = {"data": (layout.data, where.data), "context": (layout.context, where.context), "expert": (layout.expert, where.expert)}
     if bucket is not None:
-        axes = {}
+        ranks = 1 if bucket.replicas is None else bucket.replicas.size()
+        axes = {"experts' ZeRO groups" if piece.is_sliced_along("expert") else "ZeRO groups": (ranks, bucket.replica)}
     elif piece.is_sliced_along("expert"):
         del axes["expert"]
     if not piece.is_sliced_along("tensor"):

@@ -33,7 +33,8 @@ class GradientReducer:
     """Accumulates the gradients of every bucket in fp32 and reduces them to their mean over the group.
 
     A weight's gradient is added to the flat gradient of its bucket as soon as autograd has computed it. When all gradients of a bucket have
-    arrived, its collective starts, on a side stream on GPUs, and the whole gradient is freed after it.
+    arrived, its collective starts, on a side stream on GPUs, and the whole gradient is freed after it. With several groups of ZeRO, it is
+    reduced within the group, and once a step the partition is summed over the groups.
 
     Args:
         buckets: of all weights of this rank.
@@ -56,6 +57,7 @@ class GradientReducer:
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._states = {bucket: _State(bucket, mesh) for bucket in buckets}
         self._pending: deque[tuple[_State, Tensor, Tensor, Any]] = deque()
+        self._across: deque[tuple[_State, Any]] = deque()
         for state in self._states.values():
             for parameter in state.bucket.pieces:
                 # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
@@ -82,7 +84,9 @@ class GradientReducer:
         with self._side_stream():
             for state in self._states.values():
                 if state.remaining > 0:  # fewer reductions: a micro-batch without a gradient, or weights of several stages
-                    self._hand_over(state)
+                    self._sum_over_groups(state)
+            while self._across:
+                self._finish_oldest_sum()
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -145,13 +149,28 @@ class GradientReducer:
             state.remaining -= 1
             assert state.remaining >= 0, f"{state.bucket.name} was reduced after its last micro-batch"
             if state.remaining == 0:
-                self._hand_over(state)
+                self._sum_over_groups(state)
         if self._stream is not None and flat is not state.reduced:
             torch.cuda.current_stream().wait_stream(self._stream)
 
+    def _sum_over_groups(self, state: _State) -> None:
+        """Start to sum the gradient of a step over the groups of ZeRO, beside the next reductions; without groups it is final."""
+        state.remaining = 0
+        if state.bucket.replicas is None:
+            self._hand_over(state)
+            return
+        if len(self._across) == MAX_PENDING:
+            self._finish_oldest_sum()
+        self._across.append((state, dist.all_reduce(self.reduced(state.bucket), group=state.bucket.replicas, async_op=True)))
+
+    def _finish_oldest_sum(self) -> None:
+        """Wait for a sum over the groups (on a GPU, the side stream waits)."""
+        state, work = self._across.popleft()
+        work.wait()
+        self._hand_over(state)
+
     def _hand_over(self, state: _State) -> None:
         """The gradient of a step is final."""
-        state.remaining = 0
         self._on_reduced(state.bucket, self.reduced(state.bucket))
 
     def _side_stream(self) -> AbstractContextManager[Any]:

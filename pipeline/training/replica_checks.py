@@ -115,7 +115,10 @@ class ReplicaChecks:
         experts = [entry.piece.is_sliced_along("expert") for entry in entries]
         for group, has_experts in ((mesh.dense, False), (mesh.data, True)):
             own = [index for index, expert in enumerate(experts) if expert == has_experts]
-            _sum(group, digests, [index for index in own if divided[index]])
+            shards, replicas = mesh.zero_groups(experts=has_experts)
+            _sum(shards, digests, [index for index in own if divided[index]])
+            if replicas is not None:
+                _compare(replicas, digests, [index for index in own if divided[index]], unequal)
             _compare(group, digests, [index for index in own if not divided[index]], unequal)
         _compare(mesh.tensor, digests, [i for i, entry in enumerate(entries) if not entry.piece.is_sliced_along("tensor")], unequal)
         for shared, ends in (("tied_embedding", mesh.tied_embedding), ("pipeline", mesh.pipeline)):

@@ -80,6 +80,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
         ToBeContinued: a signal or the file `stop` ended the job, or the run needs other nodes, and a checkpoint has been written.
     """
     signals.record_end()
+    check_nodes(config, ranks)
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
     shards = registry.objective_of(config).data_key == "data.tokens"
@@ -186,7 +187,19 @@ def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
     count = "1 rank" if ranks.world_size == 1 else f"{ranks.world_size} ranks"
     here = f"{ranks.local_size} on {socket.gethostname()}"
     model = f"{config.stage.name}: {config.model.family} with {parameters:,} parameters on {count} ({here})"
-    return f"{model}, {layout.axes_text()}, ZeRO {config.parallel.zero_stage}; {config.run_dir}: {begin}"
+    return f"{model}, {layout.axes_text()}, {layout.zero_text(config.parallel.zero_stage)}; {config.run_dir}: {begin}"
+
+
+def check_nodes(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse groups of ZeRO that would not be those of the nodes.
+
+    Raises:
+        UserError: the nodes have another number of ranks than the configuration says.
+    """
+    tasks, here = config.cluster.tasks_per_node, ranks.local_size
+    if config.parallel.zero_group == "node" and here not in (tasks, ranks.world_size):
+        rule = f"shards over nodes of cluster.tasks_per_node={tasks} ranks, and this node has {here}"
+        raise UserError.of("parallel.zero_group", "node", rule, f"set cluster.tasks_per_node={here}, or a number of ranks")
 
 
 def check_device(config: RunConfig, device: torch.device) -> None:

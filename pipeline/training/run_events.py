@@ -47,7 +47,7 @@ def recorded(
     origin = "scratch" if parent is None else f"step {parent['step']} of {parent['path']} ({parent['how']})"
     _report_other_origin(run_dir, origin)
     folder, metrics = run_dir.stat(), run_dir / metrics_file.FILE
-    text = f"{layout.axes_text()}, ZeRO {config.parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"
+    text = f"{layout.axes_text()}, {layout.zero_text(config.parallel.zero_stage)}, micro-batches of {config.training.micro_batch_size}"
     events.record(
         run_dir,
         "run_start",

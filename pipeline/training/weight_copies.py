@@ -174,10 +174,10 @@ def _copies(layout: Layout, elements: int, by_rank: dict[int, tuple[int, int]]) 
     """Return the digests of the copies by rank; of copies that ZeRO divides among ranks, by the first of these."""
     if all(count == elements for count, _ in by_rank.values()):
         return {rank: value for rank, (_, value) in by_rank.items()}
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in by_rank:
         where = layout.coordinates(rank)
-        groups.setdefault((where.pipeline, where.tensor), []).append(rank)
+        groups.setdefault((where.pipeline, where.tensor, *layout.zero_group_of(where)), []).append(rank)
     found = {}
     for members in groups.values():
         complete = sum(by_rank[rank][0] for rank in members) == elements

@@ -43,7 +43,7 @@ def _prepare_deepspeed(device: torch.device) -> None:
 
 
 class ZeroEngine(Engine):
-    """ZeRO 1, 2 and 3: the state of every bucket is sharded over the ranks that hold the same weights."""
+    """ZeRO 1, 2 and 3: the state of every bucket is sharded over the ranks that hold the same weights, or over groups of them."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ZeroEngine(Engine):
             (index, where)
             for index, bucket in enumerate(self._buckets)
             for parameter, where in bucket.partition_slices().items()
-            if is_primary_copy(bucket.pieces[parameter], mesh, sharded=True)
+            if bucket.replica == 0 and is_primary_copy(bucket.pieces[parameter], mesh, sharded=True)
         ]
 
     def _begin_offload(self) -> Callable[[Bucket, Tensor], None]:

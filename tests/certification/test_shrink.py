@@ -239,6 +239,14 @@ def test_options_of_experts(changes: dict[str, Any], kept: str) -> None:
             2048,
             {"model.expert_ffn_hidden": 20, "training.global_batch_size": 16},  # 4 micro-batches on 3 pipeline ranks; 16 bytes a row
         ),
+        (("model=llama3-8b", "parallel.zero_stage=3", "parallel.zero_group=8"), 64, {"parallel.zero_group": "2"}),
+        (
+            ("model=llama3-8b", "parallel.zero_stage=3", "parallel.zero_group=node", "cluster.tasks_per_node=8"),
+            8,
+            {"parallel.zero_group": "job"},
+        ),
+        (("model=mixtral-8x7b", "parallel.expert=8", "parallel.zero_group=8"), 64, {"parallel.expert": 4, "parallel.zero_group": "4"}),
+        (("model=mixtral-8x7b", "parallel.expert=8", "parallel.zero_group=4"), 64, {"parallel.expert": 4, "parallel.zero_group": "2"}),
         (("model=llama3-8b", "parallel.pipeline=4", "parallel.layers_per_stage=[7,8,9,8]"), 8, {"parallel.layers_per_stage": [2, 3, 3]}),
     ],
 )

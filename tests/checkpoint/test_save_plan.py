@@ -77,7 +77,9 @@ def mesh_of(layout: Layout, rank: int) -> Mesh:
     dense = group(layout.data * layout.expert * layout.context, dense_rank)
     tensor, expert = group(layout.tensor, at.tensor), group(layout.expert, at.expert)
     context, pipeline = group(layout.context, at.context), group(layout.pipeline, at.pipeline)
-    return Mesh(layout, rank, torch.device("cpu"), tensor, context, expert, data, dense, pipeline, None)
+    members = [ranks for experts in (False, True) for ranks in layout.zero_members(at, experts=experts)] if layout.zero_block else []
+    zero = [group(len(ranks), ranks.index(rank)) for ranks in members]
+    return Mesh(layout, rank, torch.device("cpu"), tensor, context, expert, data, dense, pipeline, None, None, *zero)
 
 
 def fragments_of(config: Any, layout: Layout, rank: int) -> list[Fragment]:
@@ -152,6 +154,21 @@ def test_each_rank_of_a_layout_writes_its_equal_share(case: str, zero: int) -> N
     words, ranks = CASES[case]
     config = configured(*tiny("model.layers=4", "model.vocab_size=68", *words, f"parallel.zero_stage={zero}"))
     check(config, ranks)
+
+
+@pytest.mark.parametrize("case", ["data", "context", "experts"])
+@pytest.mark.parametrize("zero_group", [2, 4])
+def test_the_groups_of_zero_write_equal_shares(case: str, zero_group: int) -> None:
+    words, ranks = CASES[case]
+    words = (*words, "parallel.zero_stage=2", f"parallel.zero_group={zero_group}")
+    config = configured(*tiny("model.layers=4", "model.vocab_size=68", *words))
+    assert (Layout.of(config, 2 * ranks).zero_sizes(experts=False)) == (zero_group, 2 * ranks // config.parallel.tensor // zero_group)
+    check(config, 2 * ranks)
+
+
+def test_groups_of_zero_and_a_vocabulary_that_does_not_divide() -> None:
+    words = ("parallel.tensor=2", "parallel.zero_stage=2", "parallel.zero_group=2")
+    check(configured(*tiny("model=gpt-tiny", "model.vocab_size=67", "model.max_positions=64", *words)), 8, even=False)
 
 
 @pytest.mark.parametrize("zero", [0, 2])

@@ -168,7 +168,10 @@ def test_command_line_of_a_job_is_composed_again(file):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size=8: ZeRO 3 shards weights over all"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}, "zero_hpz_partition_size=8: gathers weights within a group"),
+        ({"zero_optimization": {"stage": 2, "mics_shard_size": 2}}, "mics_shard_size=2: shards weights, which DeepSpeed does with ZeRO 3"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2.5}}, "mics_shard_size=2.5: is not a number of ranks"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 3}}, "parallel.zero_group=3: is no size of groups"),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
             'offload_optimizer.device="nvme": is not supported\n    fix: set it to none or cpu',
@@ -208,6 +211,16 @@ def test_command_line_of_a_job_is_composed_again(file):
 def test_what_is_refused(file, content, message):
     _, refused = run(file(content), "training.global_batch_size=128")
     assert any(message in text for text in refused), refused
+
+
+def test_groups_of_mics(file):
+    grouped = file({"zero_optimization": {"stage": 3, "mics_shard_size": 2}})
+    assert run(grouped)[0].parallel.zero_group == "2"
+    assert not run(grouped)[1]
+    assert any("contradicts zero_optimization.mics_shard_size" in text for text in run(grouped, "parallel.zero_group=4", ranks=8)[1])
+    for value in (-1, 0, "auto"):
+        config, refused = run(file({"zero_optimization": {"stage": 3, "mics_shard_size": value}}), "parallel.zero_group=2")
+        assert (config.parallel.zero_group, refused) == ("2", [])
 
 
 def test_no_dtype_is_fp32(file):

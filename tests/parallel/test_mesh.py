@@ -63,6 +63,12 @@ LAYOUTS = [
     Layout(pipeline=4, data=32, tensor=8, schedule="zbv", stages_per_rank=2),
     Layout(pipeline=1, data=1024, tensor=1),
 ]
+#: The same with groups of ZeRO, of two sizes where experts have other ones.
+GROUPS = [
+    Layout(pipeline=8, data=4, tensor=4, expert=4, context=2, zero_block=(2, 4, 2)),
+    Layout(pipeline=8, data=4, tensor=4, expert=4, context=2, zero_block=(1, 2, 2)),
+    Layout(pipeline=1, data=1024, tensor=1, zero_block=(8, 1, 1)),
+]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -73,6 +79,29 @@ def test_a_rank_of_a_large_job_has_at_most_eight_groups(layout, rank):
         mesh = meshes.build_mesh(layout, device)
         assert len(dist.distributed_c10d._world.pg_map) <= 8
         assert mesh.data.size() == layout.data * layout.context
+    finally:
+        meshes.destroy_process_group()
+
+
+@pytest.mark.parametrize("layout", GROUPS, ids=str)
+@pytest.mark.parametrize("rank", [0, 517, 1023])
+def test_groups_of_zero_divide_the_ranks_with_the_same_weights(layout, rank):
+    device = meshes.init_fake(rank, layout.world_size)
+    try:
+        mesh = meshes.build_mesh(layout, device)
+        assert len(dist.distributed_c10d._world.pg_map) <= 12
+        for whole, experts in ((mesh.dense, False), (mesh.data, True)):
+            shards, replicas = mesh.zero_groups(experts=experts)
+            ranks, copies = (dist.get_process_group_ranks(group) for group in (shards, replicas))
+            assert set(ranks) & set(copies) == {rank}
+            assert set(ranks) | set(copies) <= set(dist.get_process_group_ranks(whole))
+            assert len(ranks) * len(copies) == whole.size()
+            assert (len(ranks), len(copies)) == layout.zero_sizes(experts=experts)
+            where = layout.coordinates(rank)
+            assert {layout.zero_group_of(layout.coordinates(other)) for other in ranks} == {layout.zero_group_of(where)}
+        # Successive ranks, so that they share a node.
+        ranks = sorted(dist.get_process_group_ranks(mesh.zero_groups(experts=False)[0]))
+        assert ranks == list(range(ranks[0], ranks[0] + len(ranks) * layout.tensor, layout.tensor))
     finally:
         meshes.destroy_process_group()
 
@@ -94,7 +123,9 @@ def _creation(layout):
     return [g.size() for g in created if g.size() > 1], [g.size() for g in found.seen]
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 1, 2), Layout(4, 1, 1), Layout(1, 1, 2, context=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 1, 2), Layout(4, 1, 1), Layout(1, 1, 2, context=2), Layout(1, 4, 1, zero_block=(2, 1, 1))], ids=str
+)
 def test_every_group_communicates_when_it_is_created(world, layout):
     for created, communicated in world.run(_creation, layout):
         assert communicated == created

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.plan import hidden_bytes, hidden_states
 from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import trace
+from pipeline.rehearsal.axis_names import ZERO
 from tests.world import configured, trainer
 
 #: (kind, axis, bytes) -> count
@@ -43,6 +45,25 @@ LAYOUTS = {
     ],
     "ZeRO": [
         (2, "model=llama-tiny", "model.layers=3", f"parallel.zero_stage={stage}", "training.global_batch_size=4") for stage in (0, 1, 2, 3)
+    ],
+    "ZeRO in groups": [
+        *(
+            (
+                4,
+                "model=llama-tiny",
+                "model.layers=2",
+                f"parallel.zero_stage={stage}",
+                "parallel.zero_group=2",
+                "training.global_batch_size=8",
+            )
+            for stage in (1, 2, 3)
+        ),
+        (4, "model=llama-tiny", "model.layers=2", "parallel.context=2", "parallel.zero_group=2", "training.global_batch_size=4"),
+        (
+            *(4, "model=mixtral-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=3", "parallel.zero_group=2"),
+            "training.global_batch_size=8",
+        ),
+        (4, "model=mixtral-tiny", "model.layers=2", "parallel.expert=4", "parallel.zero_group=2", "training.global_batch_size=8"),
     ],
     "ZeRO with tensor": [
         (4, "model=bloom-tiny", "model.layers=2", "parallel.tensor=2", f"parallel.zero_stage={stage}", "training.global_batch_size=4")
@@ -200,8 +221,8 @@ def step(*settings: str) -> tuple[Events, float]:
     mesh = job.mesh
     axes = {
         getattr(mesh, axis).group_name: axis
-        for axis in ("data", "dense", "expert", "context", "tensor", "pipeline")
-        if getattr(mesh, axis).size() > 1
+        for axis in (*reversed(ZERO), "data", "dense", "expert", "context", "tensor", "pipeline")
+        if getattr(mesh, axis) is not None and getattr(mesh, axis).size() > 1
     }
     if mesh.tied_embedding is not None:
         axes.setdefault(mesh.tied_embedding.group_name, "tied_embedding")
@@ -237,6 +258,8 @@ def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, flo
         names["dense"] = "expert"
     if layout.pipeline == 2:
         names["tied_embedding"] = "pipeline"
+    if layout.zero_block is not None:
+        names |= group_names(layout)
     for rank in range(layout.pipeline):
         events: Events = Counter()
         flops = 0.0
@@ -252,6 +275,23 @@ def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, flo
                 elif isinstance(operation, AttentionCall) and operation.sent:
                     events["ring", "context", 0] += layout.micro_batches * int(operation.sent)
         yield Counter({event: count for event, count in events.items() if event[2] > SCALARS or event[0] == "ring"}), flops
+
+
+def group_names(layout: Layout) -> dict[str, str]:
+    """The groups of ZeRO -> the name of their ranks in `step`."""
+    at, whole = layout.coordinates(0), replace(layout, zero_block=None)
+    found = {
+        "data_shards": layout.zero_members(at, experts=True)[0],
+        "data_replicas": layout.zero_members(at, experts=True)[1],
+        "dense_shards": layout.zero_members(at, experts=False)[0],
+        "dense_replicas": layout.zero_members(at, experts=False)[1],
+        "data": whole.zero_members(at, experts=True)[0],
+        "dense": whole.zero_members(at, experts=False)[0],
+        "expert": tuple(layout.rank(replace(at, expert=index)) for index in range(layout.expert)),
+        "context": tuple(layout.rank(replace(at, context=index)) for index in range(layout.context)),
+    }
+    of = {ranks: name for name, ranks in found.items()}
+    return {name: of[found[name]] for name in ZERO}
 
 
 @pytest.mark.parametrize(("kind", "case"), CASES)

@@ -162,6 +162,11 @@ LAYOUTS = {
     "llama": [
         "context=4 context_kind=ring zero_stage=0",
         "context=2 context_kind=ring tensor=2 zero_stage=2 training.activation_checkpointing=full",
+        # Groups of two data ranks, and of the context ranks.
+        "zero_stage=1 zero_group=2",
+        "zero_stage=2 zero_group=2",
+        "zero_stage=3 zero_group=2",
+        "context=2 context_kind=ring zero_stage=3 zero_group=2",
     ],
     "bloom": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
     "mistral": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
@@ -205,6 +210,9 @@ LAYOUTS = {
         "expert=2 tensor=2 zero_stage=1",
         "expert=2 tensor=2 zero_stage=0 sequence_parallel=false",
         "expert=2 pipeline=2 zero_stage=3",
+        # Experts are not sharded, as a group has one rank with them; or the group has half of the expert ranks.
+        "expert=2 zero_stage=3 zero_group=2",
+        "expert=4 zero_stage=1 zero_group=2",
     ],
     "mixtral-4": ["expert=2 pipeline=2 zero_stage=2 schedule=zbv"],
     "deepseek": [

@@ -85,7 +85,41 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize("first, second", OTHER, ids=str)
+GROUPS = [
+    (("parallel.zero_stage=1", "parallel.zero_group=2"), ("parallel.zero_stage=1",)),
+    (("parallel.zero_stage=3",), ("parallel.zero_stage=3", "parallel.zero_group=2")),
+    (("parallel.zero_stage=2", "parallel.zero_group=2"), ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2")),
+]
+
+
+def _load_in_another(folder, first, second):
+    """Save in a layout and load in another one: whether all state is the same, and the bytes of every rank's file."""
+    from pipeline.checkpoint import load_any_layout, save
+    from pipeline.checkpoint.native import Index, TrainState
+    from pipeline.checkpoint.reader import Checkpoint
+
+    config, trainer = make("precision=bf16", *first)
+    train(config, trainer, range(2))
+    before = {kind: unsharded(trainer, kind) for kind in ("weight", "exp_avg", "exp_avg_sq", "ema")}
+    index = Index(TrainState(2, 32, 2), dataclasses.asdict(config))
+    path = save.save(run_directory(folder), index, trainer.engine.fragments(), keep=1)
+    _, other = make("precision=bf16", *second, "training.seed=99")
+    load_any_layout.load(Checkpoint(path), other.engine.fragments())
+    other.engine.loaded(2)
+    after = {kind: unsharded(other, kind) for kind in before}
+    equal = [torch.equal(value, after[kind][name]) for kind, state in before.items() for name, value in state.items()]
+    return all(equal), len(equal), [file.stat().st_size for file in sorted(path.glob("rank-*.safetensors"))]
+
+
+@pytest.mark.parametrize("first, second", GROUPS, ids=str)
+def test_a_checkpoint_is_the_same_with_groups_of_zero(world, tmp_path, first, second):
+    for equal, tensors, sizes in world.run(_load_in_another, tmp_path, first, second):
+        assert equal
+        assert tensors > 100
+        assert max(sizes) < 0.3 * sum(sizes), "each of the four ranks writes its share"
+
+
+@pytest.mark.parametrize("first, second", [*OTHER, *GROUPS[:2]], ids=str)
 def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
     found = world.run(_save_and_continue, tmp_path, ("precision=fp32", *first), ("precision=fp32", *second))
     for (straight, average), (loaded, same) in found:

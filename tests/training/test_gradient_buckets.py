@@ -92,6 +92,9 @@ def record(*overrides: str) -> dict[str, Any]:
         "kinds": Counter(name for name, size in found.events if size > 64),
         **{name: found.bytes(name) for name in ("all-reduce", "reduce-scatter", "all-gather")},
         "gathers": found.calls("all-gather"),
+        "sums": found.calls("all-reduce"),
+        "sums before the last gradient": sum(size for name, size in found.events[:last] if name == "all-reduce")
+        / max(1, found.bytes("all-reduce")),
         "before the last gradient": before / max(1, found.bytes(kind)),
         "whole gradients": max(held),
         "whole weights": max(gathered, default=0),
@@ -134,6 +137,17 @@ def test_zero_3_holds_the_weights_of_few_blocks(recorded):
     """The block in use, the one that is gathered ahead, and the vectors."""
     assert recorded[3]["whole weights"] <= 3 * 2 * recorded[3]["largest"] < 2 * recorded[3]["elements"]
     assert recorded[1]["whole weights"] == 2 * recorded[1]["elements"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_partitions_are_summed_over_the_groups_once_a_step_beside_the_backward_pass(worlds, recorded, stage):
+    """A group of two gathers and reduces as four ranks do; what crosses groups is half of the gradient, whatever the micro-batches."""
+    found = worlds(RANKS).run(record, f"parallel.zero_stage={stage}", "parallel.zero_group=2")[0]
+    assert found["all-reduce"] == 4 * found["elements"] / 2
+    assert found["sums"] == found["buckets"]
+    assert found["sums before the last gradient"] > 0.5
+    for kind in ("reduce-scatter", "all-gather"):
+        assert found[kind] == pytest.approx(recorded[stage][kind], rel=0.02), "but for the padding"
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -264,10 +278,10 @@ def memory_of_gradients(*overrides: str) -> list[tuple[str, str]]:
     return events
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", ["1", "2", "1 parallel.zero_group=2"])
 def test_the_memory_of_gradients_on_a_gpu_is_bounded_by_what_the_device_has_done(worlds, stage):
     """Memory that is recorded as used by another stream comes back when the host sees that: a host that runs ahead asks for more."""
-    events = worlds(RANKS).run(memory_of_gradients, f"parallel.zero_stage={stage}")[0]
+    events = worlds(RANKS).run(memory_of_gradients, *f"parallel.zero_stage={stage}".split())[0]
     freed = [index for index, event in enumerate(events) if event[0] == "freed"]
     assert len(freed) >= BLOCKS
     assert not [event for event in events if event[0] == "record"]

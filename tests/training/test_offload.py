@@ -32,6 +32,7 @@ def _trained(folder, *overrides):
     [
         ("precision=fp32", "parallel.zero_stage=1"),
         ("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2", "training.micro_batch_size=2"),
+        ("precision=bf16", "parallel.zero_stage=2", "parallel.zero_group=2", "training.micro_batch_size=2"),
         (
             "precision=fp16",
             "precision.initial_loss_scale=1e6",

@@ -21,6 +21,8 @@ LAYOUTS = {
     "data": (("parallel.zero_stage=0",), (MATRIX, 2, "data")),
     "zero 1": (("parallel.tensor=2", "parallel.zero_stage=1", "precision=bf16"), (NORM, 1, "tensor")),
     "zero 3": (("parallel.tensor=2", "parallel.zero_stage=3"), (NORM, 1, "tensor")),
+    "zero 1 in groups": (("parallel.zero_stage=1", "parallel.zero_group=2"), (MATRIX, 2, "data")),
+    "zero 3 in groups": (("parallel.zero_stage=3", "parallel.zero_group=2", "precision=bf16"), (MATRIX, 2, "data")),
     "tied": (("model=gpt-tiny", "parallel.pipeline=4", "parallel.zero_stage=0", "model.layers=4"), (TABLE, 3, "pipeline")),
     "experts": (("model=mixtral-tiny", "parallel.expert=2", "parallel.tensor=2", "parallel.zero_stage=1"), (NORM, 1, "tensor")),
     "offloaded": (("parallel.tensor=2", "parallel.zero_stage=2", "precision=bf16", "parallel.offload=optimizer"), (NORM, 1, "tensor")),

@@ -74,6 +74,18 @@ def test_copies_that_zero_divides() -> None:
     assert [found.axis for found in disagreements(layout, ranks(changed=1))] == ["tensor"]
 
 
+def test_copies_in_groups_of_zero() -> None:
+    """The first two data ranks have one copy, the others another one."""
+    layout = Layout(pipeline=1, data=4, tensor=1, zero_block=(2, 1, 1))
+
+    def ranks(*digests: int) -> list[list[Part]]:
+        return [[Part("weight", "w", FULL, 32, 16, value)] for value in digests]
+
+    assert disagreements(layout, ranks(1, 2, 1, 2)) == []
+    (found,) = disagreements(layout, ranks(1, 2, 1, 3))
+    assert (found.axis, found.ranks) == ("data", (0, 2))
+
+
 def test_a_missing_partition_is_no_copy() -> None:
     layout = Layout(pipeline=1, data=2, tensor=2)
     parts = [[Part("weight", "w", FULL, 32, 16, 1)] for _ in range(3)]

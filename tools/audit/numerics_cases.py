@@ -65,6 +65,7 @@ class Row:
         return " ".join([f"tensor {self.tensor} pipeline {self.pipeline} data {self.data} zero {self.zero} {self.schedule}", *more])
 
 
+GROUPS = ("parallel.zero_group=2",)
 NO_SEQUENCE = ("parallel.sequence_parallel=false",)
 ULYSSES = ("parallel.context_kind=ulysses",)
 
@@ -81,6 +82,7 @@ SOME = (
 #: Layouts of gpt and llama.
 ALL = (
     *(Row(1, 1, zero) for zero in (0, 1, 2, 3)),
+    *(Row(1, 1, zero, more=GROUPS) for zero in (1, 2, 3)),
     *(Row(2, 1, zero) for zero in (0, 1, 3)),
     Row(4, 1, 2),
     Row(2, 1, 1, more=NO_SEQUENCE),
@@ -103,6 +105,7 @@ CONTEXT = (
     Row(1, 1, 1, context=2),
     Row(2, 2, 0, context=2),
     Row(1, 1, 3, context=4),
+    Row(1, 1, 1, more=("parallel.zero_group=4",), context=2),
     Row(1, 2, 1, more=ULYSSES, context=2),
     Row(2, 1, 2, more=ULYSSES, context=2),
 )
@@ -112,6 +115,8 @@ EXPERT = (
     Row(2, 1, 1, expert=2),
     Row(2, 1, 2, more=NO_SEQUENCE, expert=2),
     Row(1, 2, 3, expert=2),
+    Row(1, 1, 3, more=GROUPS, expert=4),
+    Row(1, 1, 2, more=("parallel.zero_group=4",), expert=2),
     Row(2, 2, 1, expert=2),
 )
 

@@ -38,7 +38,9 @@ def _add(sent: dict[str, float], collective: Collective, layout: Layout, count: 
     """Add the bytes that a rank sends in `count` repetitions of a collective."""
     replicas = layout.context * layout.data
     sizes = {"dense": replicas * layout.expert, "data": replicas, "tied_embedding": 2}
+    for axis, experts in (("dense", False), ("data", True)):
+        sizes[f"{axis}_shards"], sizes[f"{axis}_replicas"] = layout.zero_sizes(experts=experts)
     ranks = sizes[collective.axis] if collective.axis in sizes else getattr(layout, collective.axis)
-    axis = {"dense": "data", "tied_embedding": "pipeline"}.get(collective.axis, collective.axis)
+    axis = {"dense": "data", "tied_embedding": "pipeline"}.get(collective.axis.partition("_")[0], collective.axis)
     share = 1.0 if collective.kind == "send" else (2 if collective.kind == "all_reduce" else 1) * (ranks - 1) / ranks
     sent[axis] += share * collective.bytes * count

@@ -75,7 +75,7 @@ class Job:
                 ranks, index = ranks * layout.expert, (where.data * layout.expert + where.expert) * layout.context + where.context
             pieces = [self._piece(piece, axes) for piece in bucket.pieces]
             partition, offset = padded_elements(sum(piece.elements for piece in pieces), ranks) // ranks, 0
-            members: Any = SimpleNamespace(pieces=dict(enumerate(pieces)))
+            members: Any = SimpleNamespace(pieces=dict(enumerate(pieces)), replicas=None, replica=0)
             for own in pieces:
                 first, last = (min(max(border * partition - offset, 0), own.elements) for border in (index, index + 1))
                 offset += own.elements

@@ -94,6 +94,7 @@ def size_violations(config: RunConfig, world_size: int, step: int | None = None)
     """Return the rules between the layout, the batches and the number of ranks that a configuration violates; `step` as of batches."""
     return [
         *parallel.ranks(config.parallel, world_size),
+        *parallel.zero_groups(config, world_size),
         *training.batches(config, world_size, step),
         *training.profiled_ranks(config.training, world_size),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
-from pipeline.config import warmup
+from pipeline.config import warmup, zero_group
 from pipeline.config.layout import Layout, may_compile, reused_weights, stages_per_rank
 from pipeline.config.schema import ParallelConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
@@ -21,6 +21,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _context(config)
     yield from pipeline(config)
     yield from _offload(config)
+    yield from _zero_group(config)
     yield from _without_effect(config)
 
 
@@ -159,6 +160,47 @@ def _offload(config: RunConfig) -> Iterator[Violation]:
     if config.optimizer.name not in OFFLOADED:
         rule = f"requires an optimizer that the CPU steps, and optimizer.name={config.optimizer.name}"
         yield Violation("parallel.offload", config.parallel.offload, rule, f"set optimizer.name to {' or '.join(OFFLOADED)}, or remove it")
+
+
+def _zero_group(config: RunConfig) -> Iterator[Violation]:
+    """Groups of ZeRO are the job, nodes, or have two ranks at least."""
+    parallel, value = config.parallel, config.parallel.zero_group
+    if not _is_group(value):
+        rule = f"is neither {zero_group.JOB} nor {zero_group.NODE} nor a number of ranks from 2 on"
+        yield Violation(_GROUP, value, rule, f"set it to one of these; {zero_group.JOB} shards over all data ranks")
+    elif parallel.zero_stage == 0 and value != zero_group.JOB:
+        yield Violation(_GROUP, value, "has no effect with parallel.zero_stage=0", "remove it, or set parallel.zero_stage to 1, 2 or 3")
+
+
+_GROUP = "parallel.zero_group"
+
+
+def _is_group(value: str) -> bool:
+    return value in (zero_group.JOB, zero_group.NODE) or (value.isdecimal() and int(value) > 1)
+
+
+def zero_groups(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """The data ranks are whole groups of ZeRO."""
+    parallel, value, tasks = config.parallel, config.parallel.zero_group, config.cluster.tasks_per_node
+    if not _is_group(value) or value == zero_group.JOB or world_size % parallel.model_ranks:  # these are refused with their own rules
+        return
+    data = world_size // parallel.model_ranks
+    dense, found = data * parallel.expert * parallel.context, zero_group.group_ranks(parallel, tasks, world_size)
+    if found == dense or (found is not None and found > 1 and zero_group.block(found, parallel, data)):
+        return
+    fix = f"set it to {' or '.join([zero_group.JOB, *map(str, zero_group.legal(parallel, data))])}"
+    axes = f"of {dense} data ranks (data {data} x expert {parallel.expert} x context {parallel.context})"
+    nodes = f"nodes of cluster.tasks_per_node={tasks} ranks"
+    if value != zero_group.NODE:
+        rule = f"is no size of groups {axes} that divide these axes"
+    elif found is None:
+        rule = f"requires {nodes} that hold whole tensor groups (parallel.tensor={parallel.tensor}) and parts of one pipeline stage"
+    elif found == 1:
+        rule = f"shards over the data ranks of a node, and {nodes} have one each"
+        fix = f"set cluster.tasks_per_node to the ranks of a node, or {fix}"
+    else:
+        rule = f"shards over the {found} data ranks of a node, which is no size of groups {axes} that divide these axes"
+    yield Violation(_GROUP, value, rule, fix)
 
 
 def _without_effect(config: RunConfig) -> Iterator[Violation]:
