@@ -80,7 +80,7 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
         return initialize(config, trainer, checkpoint)  # an imported model
     state = load(trainer, checkpoint)
     log.info("%s %s: step %d, %d samples", "fork of" if is_fork else "continuing from", path, state.step, state.samples)
-    if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
+    if state.samples:  # otherwise it is an imported model: nothing was trained with the settings of that command
         for key, old, new in compatibility.changed_settings(checkpoint.config, config):
             log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
         first = config.checkpoint.initialize_from
