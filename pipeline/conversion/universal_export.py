@@ -53,13 +53,14 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
         raise UserError.of("stage.checkpoint", weights.path, rule, fix)
 
 
-def write(folder: Path, weights: MergedWeights, config: ModelConfig, writer: Writer) -> int:
+def write(folder: Path, weights: MergedWeights, config: ModelConfig, rate: float, writer: Writer) -> int:
     """Write the files of all parameters, and those of the engine. Collective.
 
     Args:
         folder: existing output folder.
         weights: of the checkpoint, with its moments.
         config: the model configuration.
+        rate: learning rate of the next update; 0 for that of DeepSpeed's configuration.
         writer: shares the files among ranks.
 
     Returns:
@@ -79,7 +80,7 @@ def write(folder: Path, weights: MergedWeights, config: ModelConfig, writer: Wri
             files.append(OutputFile(path, 4 * prod(shapes[entry.hf_name]), file.write, file.read))
     writer.write(folder, files)
     if writer.is_first:
-        _write_engine(folder / step, weights.train_state, shapes)
+        _write_engine(folder / step, weights.train_state, shapes, rate)
         (folder / universal.LATEST).write_text(step, encoding="utf-8")
     return sum(prod(shape) for shape in shapes.values())
 
@@ -105,17 +106,18 @@ class _File:
         yield self._entry.hf_name, digest_of(self._entry.from_hf(value, shapes))
 
 
-def _write_engine(folder: Path, state: native.TrainState, shapes: dict[str, tuple[int, ...]]) -> None:
+def _write_engine(folder: Path, state: native.TrainState, shapes: dict[str, tuple[int, ...]], rate: float) -> None:
     """Write the optimizer's step and the counters of the engine.
 
-    The groups of the optimizer have no learning rate, betas or weight decay: DeepSpeed keeps those of its configuration. It loads the state
-    of as many groups as the file has, so there is one for each parameter, and no optimizer has more.
+    The groups of the optimizer have no betas and no weight decay: DeepSpeed keeps those of its configuration. It loads the state of as many
+    groups as the file has, so there is one for each parameter, and no optimizer has more. Their learning rate is that of the first step:
+    schedulers of DeepSpeed set the later ones, and before it they have set that of their beginning.
     """
     for name in shapes:
         # A tensor, which torch.optim.AdamW requires, and DeepSpeed's kernels accept; each process reads its own.
         _save(folder / universal.ZERO / name / universal.STEP, torch.tensor(float(state.updates)))
     version = native.versions().get("deepspeed", "0.19.0")
-    groups: list[dict[str, Any]] = [{"params": []} for _ in shapes]
+    groups: list[dict[str, Any]] = [{"params": []} | ({"lr": rate} if rate else {}) for _ in shapes]
     # A number: ZeRO 3 gives all of its sub-groups this object, and each adds 1 to it.
     optimizer = {"state": {0: {"step": state.updates}}, universal.PARAM_GROUPS: groups}
     _save(

@@ -36,6 +36,7 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import export, gguf_export
+from pipeline.training.lr_schedule import next_rate
 
 log = logging.getLogger("pipeline")
 
@@ -155,7 +156,9 @@ def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, quan
         name = Path(config.run_dir).name
         return gguf_export.write(folder, name, stage, config.data, source.weights, source.model, source.tokenizer, source.original, writer)
     if stage.format == "deepspeed_universal":
-        parameters = universal_export.write(folder, source.weights, source.model, writer)
+        state = source.weights.train_state
+        rate = next_rate(source.weights.config, state.updates) if state.samples else 0.0  # 0: an imported model, which was not trained here
+        parameters = universal_export.write(folder, source.weights, source.model, rate, writer)
         if writer.is_first:
             huggingface_folder.write_settings(folder, config.tokenizer, source, dtype=dtype)
         return parameters

@@ -21,6 +21,7 @@ from pipeline.conversion.export_files import Writer
 from pipeline.conversion.import_model import import_model
 from pipeline.models import registry
 from pipeline.parallel.pieces import Piece
+from pipeline.training.lr_schedule import next_rate
 from tests.conversion import universal_folders
 from tests.conversion.foreign_folders import OVERRIDES
 from tests.conversion.test_deepspeed_import import Code
@@ -55,7 +56,8 @@ def exported(run: Path, output: Path, model=MODEL) -> Path:
     output.mkdir()
     weights = open_merged(find(run, "latest"), None)
     universal_export.check(weights, model)
-    universal_export.write(output, weights, model, Writer())
+    rate = next_rate(weights.config, weights.train_state.updates)
+    universal_export.write(output, weights, model, rate, Writer())
     return output
 
 
