@@ -136,14 +136,19 @@ def open_folder(folder: Path, model: ModelConfig) -> Opened:
 
 
 def _huggingface(folder: Path) -> Path | None:
-    """Return the folder if it has the weights of a Hugging Face model, or is one whose weights are missing or of an old format."""
+    """Return the folder if it has the weights of a Hugging Face model, or is one whose weights are missing or of an old format.
+
+    Not if it has a universal checkpoint as well, which has the moments of these weights.
+    """
+    if universal_import.step_folder(folder) is not None:
+        return None
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
         if (folder / "latest").is_file():
             log.info(
                 "convert: %s also has a DeepSpeed checkpoint; imported are the safetensors files, name its folder to import that", folder
             )
         return folder
-    others = (megatron_import.step_folder, universal_import.step_folder, deepspeed_import.tag_folder, dcp_import.step_folder)
+    others = (megatron_import.step_folder, deepspeed_import.tag_folder, dcp_import.step_folder)
     return folder if (folder / CONFIG).is_file() and not any(other(folder) for other in others) else None
 
 

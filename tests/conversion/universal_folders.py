@@ -59,8 +59,10 @@ def engine(stage: int, optimizer: type[torch.optim.Optimizer], *, universal: boo
         "zero_force_ds_cpu_optimizer": False,
         "checkpoint": {"load_universal": universal},
     }
-    made = optimizer(groups, lr=0.5 if universal else LR, betas=(0.9, 0.95))  # the rate is loaded
-    return deepspeed.initialize(model=model, optimizer=made, config=settings, dist_init_required=False)[0]
+    made = optimizer(groups, lr=LR, betas=(0.9, 0.95))
+    # A schedule whose rate is zero in the steps before those that are loaded.
+    schedule = torch.optim.lr_scheduler.LambdaLR(made, lambda update: float(update > 5)) if universal else None
+    return deepspeed.initialize(model=model, optimizer=made, lr_scheduler=schedule, config=settings, dist_init_required=False)[0]
 
 
 def tokens_of(step: int) -> Tensor:
