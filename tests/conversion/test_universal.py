@@ -100,6 +100,14 @@ def test_the_folder_before_ds_to_universal_has_weights_alone(worlds, tmp_path, c
     assert f"run first: {universal_import_command(tmp_path / 'source' / 'global_step3')}" in caplog.text
 
 
+@pytest.mark.world
+def test_adapters_do_not_begin_at_the_step_of_an_import(worlds, tmp_path):
+    run = stored(tmp_path, state=TrainState(step=5, updates=4))
+    (text, *_) = worlds(2).run(universal_folders.adapters, run)
+    assert "continues at step 5, with moments of the imported weights, and adapters or a new head begin at step 0" in text
+    assert f"fix: set checkpoint.initialize_from={run / 'checkpoints' / 'step-00000005'}, and another run_dir" in text
+
+
 def universal_import_command(step: Path) -> str:
     return f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {step} --output_folder {step}_universal"
 

@@ -130,6 +130,21 @@ def continue_in_deepspeed(folder: Path, stage: int, kernel: bool, first: int, la
         return weights_of(running)
 
 
+def adapters(run_dir: Path) -> str:
+    """The error of a run with adapters in the run directory of an imported checkpoint with moments. Collective."""
+    from pipeline.checkpoint import native
+    from pipeline.common.errors import UserError
+    from pipeline.training import resume
+    from tests.world import trainer
+
+    config, mine = trainer(*TRAINING, f"run_dir={run_dir}", "lora.rank=2")
+    try:
+        resume.resume(config, mine, native.find(run_dir, "latest"), None)  # type: ignore[arg-type]
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def continue_here(run_dir: Path, first: int, saved: int, last: int, *overrides: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Resume our newest checkpoint, train to `last`, and save `saved`; return the weights of both. Collective."""
     from pipeline.checkpoint import native, save
