@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -66,35 +66,36 @@ def imported(source: Path, run_dir: Path, *overrides: str) -> Checkpoint:
     return Checkpoint(find(run_dir, "latest"))
 
 
-def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], model=MODEL) -> None:
     """Compare our weights with those of the Hugging Face class; a step changes each by about 0.01."""
-    for entry in registry.stock_tensors(MODEL)[0]:
+    for entry in registry.stock_tensors(model)[0]:
         torch.testing.assert_close(entry.to_hf([ours[name] for name in entry.names]), theirs[entry.hf_name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(("stage", "kernel", "later"), [(1, False, 3), (2, True, 1), (3, True, 2)])
-def test_deepspeed_continues_our_training_and_we_continue_its(worlds, stage, kernel, later, tmp_path):
+@pytest.mark.parametrize(("stage", "kernel", "tied", "later"), [(1, False, False, 3), (2, True, True, 1), (3, True, False, 2)])
+def test_deepspeed_continues_our_training_and_we_continue_its(worlds, stage, kernel, tied, later, tmp_path):
     """DeepSpeed trains 3 steps, we 2, and both go on for 2: with torch's AdamW and with a step that is a number, as in its kernels."""
-    world = worlds(2)
-    source, run = tmp_path / "source", tmp_path / "run"
-    theirs, *_ = world.run(universal_folders.write_universal, source, stage, kernel)
-    start = imported(source, run)
+    world, overrides = worlds(2), (*OVERRIDES, f"model.tie_embeddings={tied}")
+    source, run, model = tmp_path / "source", tmp_path / "run", replace(MODEL, tie_embeddings=tied)
+    theirs, *_ = world.run(universal_folders.write_universal, source, stage, kernel, tied)
+    start = imported(source, run, *overrides)
     assert (start.train_state.step, start.train_state.updates, start.train_state.samples) == (3, 3, 0)
     for kind, file in universal_format.FILES.items():
         written = torch.load(source / "global_step3_universal" / "zero" / UP / file, weights_only=True)
         written = written if stage == 3 else written["param"]
         assert torch.equal(start.tensor("blocks.1.mlp.up.weight", kind).flatten(), written.flatten())
-    (ours, last), *_ = world.run(universal_folders.continue_here, run, 3, 5, 7, f"parallel.zero_stage={stage}")
-    assert_near(ours, theirs)
-    back, *_ = world.run(universal_folders.continue_in_deepspeed, exported(run, tmp_path / "output"), later, kernel or later == 3, 5, 7)
-    assert_near(last, back)
+    (ours, last), *_ = world.run(universal_folders.continue_here, run, 3, 5, 7, f"parallel.zero_stage={stage}", overrides[-1])
+    assert_near(ours, theirs, model)
+    folder = exported(run, tmp_path / "output", model)
+    back, *_ = world.run(universal_folders.continue_in_deepspeed, folder, later, kernel or later == 3, tied, 5, 7)
+    assert_near(last, back, model)
 
 
 @pytest.mark.world
 def test_the_folder_before_ds_to_universal_has_weights_alone(worlds, tmp_path, caplog):
     caplog.set_level("INFO", "pipeline")
-    worlds(2).run(universal_folders.write_universal, tmp_path / "source", 2, False)
+    worlds(2).run(universal_folders.write_universal, tmp_path / "source", 2, False, False)
     start = imported(tmp_path / "source" / "global_step3", tmp_path / "run")
     assert (start.step, start.has("blocks.1.mlp.up.weight", "exp_avg")) == (0, False)
     assert f"run first: {universal_import_command(tmp_path / 'source' / 'global_step3')}" in caplog.text

@@ -41,12 +41,11 @@ class KernelAdamW(torch.optim.Optimizer):
                 weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * mean / (square.sqrt() + group["eps"]))
 
 
-def engine(stage: int, optimizer: type[torch.optim.Optimizer], *, universal: bool, model: Any = None) -> Any:
+def engine(model: Any, stage: int, optimizer: type[torch.optim.Optimizer], *, universal: bool) -> Any:
     """Return DeepSpeed's engine of the model. Collective."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which is compiled when it is first used
-    model = llama().train() if model is None else model
     groups = [
         {"params": [weight for weight in model.parameters() if weight.dim() > 1], "weight_decay": DECAY},
         {"params": [weight for weight in model.parameters() if weight.dim() == 1], "weight_decay": 0.0},
@@ -88,13 +87,14 @@ def weights_of(running: Any) -> dict[str, Tensor]:
     return {name: safe_get_full_fp32_param(weight).clone() for name, weight in running.module.named_parameters()}
 
 
-def write_universal(folder: Path, stage: int, kernel: bool, steps: int = 3) -> dict[str, Tensor]:
+def write_universal(folder: Path, stage: int, kernel: bool, tied: bool, steps: int = 3) -> dict[str, Tensor]:
     """Train in DeepSpeed's engine, convert its checkpoint, and return the weights after two more steps. Collective."""
     from deepspeed.checkpoint import ds_to_universal
 
     with rank_variables():
         torch.manual_seed(0)
-        running = engine(stage, KernelAdamW if kernel else torch.optim.AdamW, universal=False)
+        model = llama(tie_word_embeddings=tied).train()
+        running = engine(model, stage, KernelAdamW if kernel else torch.optim.AdamW, universal=False)
         train(running, 0, steps)
         running.save_checkpoint(str(folder))
         dist.barrier()
@@ -114,15 +114,15 @@ def write_universal(folder: Path, stage: int, kernel: bool, steps: int = 3) -> d
         return weights_of(running)
 
 
-def continue_in_deepspeed(folder: Path, stage: int, kernel: bool, first: int, last: int) -> dict[str, Tensor]:
+def continue_in_deepspeed(folder: Path, stage: int, kernel: bool, tied: bool, first: int, last: int) -> dict[str, Tensor]:
     """Load a universal checkpoint into DeepSpeed's engine of another model, and train steps; return the weights. Collective."""
     with rank_variables():
         torch.manual_seed(7)
-        model = llama().train()
+        model = llama(tie_word_embeddings=tied).train()
         with torch.no_grad():
             for weight in model.parameters():
                 weight.uniform_(-1, 1)  # everything is loaded
-        running = engine(stage, KernelAdamW if kernel else torch.optim.AdamW, universal=True, model=model)
+        running = engine(model, stage, KernelAdamW if kernel else torch.optim.AdamW, universal=True)
         path, _ = running.load_checkpoint(str(folder))
         assert path is not None
         assert running.global_steps == first
