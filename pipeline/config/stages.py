@@ -103,20 +103,21 @@ class Convert(CheckpointReader):
 
     input: str | None = knob(
         None,
-        "folder to import into run_dir: of Hugging Face, DeepSpeed, Megatron-LM, GPT-NeoX or PyTorch DCP; unset: export the checkpoint of "
-        "run_dir",
+        "folder to import into run_dir: of Hugging Face, DeepSpeed (a universal checkpoint with its moments), Megatron-LM, GPT-NeoX, or "
+        "PyTorch DCP; unset: export the checkpoint of run_dir",
     )
     output: str | None = knob(
         None,
         "output folder of an export; default run_dir/hf, run_dir/hf-int4 for stage.quantize=int4, run_dir/gguf, run_dir/gguf-q8_0, "
-        "run_dir/consolidated, run_dir/megatron, or run_dir/adapter",
+        "run_dir/consolidated, run_dir/megatron, run_dir/universal, or run_dir/adapter",
     )
     format: str = knob(
         "huggingface",
         "output of an export: full weights, with adapters merged, as a Hugging Face folder, as a GGUF file for llama.cpp (gguf), as one "
-        "safetensors file with the names of this package (consolidated), or as a distributed checkpoint of Megatron-Core (megatron); or "
-        "only the adapter in PEFT's format (peft)",
-        choices=("huggingface", "gguf", "consolidated", "megatron", "peft"),
+        "safetensors file with the names of this package (consolidated), or as a distributed checkpoint of Megatron-Core (megatron); "
+        "weights, moments and step as a universal checkpoint of DeepSpeed (deepspeed_universal); or only the adapter in PEFT's format "
+        "(peft)",
+        choices=("huggingface", "gguf", "consolidated", "megatron", "deepspeed_universal", "peft"),
     )
     dtype: str = knob("fp32", "dtype of the exported weights; checkpoints are fp32", choices=("fp32", "bf16", "fp16"))
     shard_gigabytes: float = knob(5.0, "maximum size of a file with weights; gguf and consolidated have one file", unit="GB", above=0)

@@ -35,7 +35,7 @@ class OutputFile:
     """A file with weights, which one rank writes.
 
     Attributes:
-        name: of the file.
+        name: of the file, which may be in a subfolder.
         bytes: expected size of its tensors, for progress and for equal shares of the ranks.
         write: writes the file to a path, one tensor in memory at a time. Returns what the other functions of the export must know of the
             file (JSON), and its xxh3-128 checksum if it is known.
@@ -89,7 +89,8 @@ class Writer:
                 mine[file.name] = note = _write(folder, file, progress)
                 if self.records is not None:
                     self.records.write(file.name, note)
-        sync_folder(folder)
+        for parent in sorted({(folder / name).parent for name in mine} | {folder}):
+            sync_folder(parent)
         notes: dict[str, dict[str, Any]] = dict(kept)
         for written in self.comm.allgather(mine):
             notes |= written
@@ -108,7 +109,8 @@ class Writer:
 def _write(folder: Path, file: OutputFile, progress: SharedProgress) -> dict[str, Any]:
     """Write a file, read it again, and return its completion record."""
     path = folder / file.name
-    partial = path.with_name(f".{file.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     expected: list[tuple[str, str]] = []
 
     def written(name: str, of_checkpoint: str, count: int) -> None:
@@ -195,7 +197,7 @@ def export_folder(output: Path, settings: dict[str, Any], comm: Comm) -> Iterato
             _empty(work)
             records.write("settings", records.settings)
         folder.mkdir(exist_ok=True)
-        for partial in folder.glob(".*.[0-9]*.partial"):  # a file that was being written
+        for partial in folder.rglob(".*.[0-9]*.partial"):  # a file that was being written
             partial.unlink()
 
     with claimed(work, "stage.output", None, prepare) if comm.rank == 0 else nullcontext():

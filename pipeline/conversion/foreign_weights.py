@@ -13,11 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.fragments import Fragment
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.mapped_memory import release
 from pipeline.conversion.foreign_names import Naming, Row
-from pipeline.conversion.full_weights import fragments
 from pipeline.conversion.huggingface_import import FORMATS, MATCH
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -261,10 +259,6 @@ class ForeignWeights:
 
     def _is_ignored(self, current: str) -> bool:
         return any(fnmatchcase(current, pattern) for pattern in self._naming.ignored)
-
-    def fragments(self) -> Iterator[Fragment]:
-        """Yield every weight as a fragment, loaded lazily."""
-        return fragments(self)
 
     def warn(self) -> None:
         """Log what reading has shown: weights of which the ranks that must hold the same have different values."""

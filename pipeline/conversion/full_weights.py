@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -35,12 +35,18 @@ class FullWeights(Protocol):
         """Full value of a weight, fp32."""
 
 
-def fragments(weights: FullWeights) -> Iterator[Fragment]:
-    """Yield every weight as a fragment, loaded lazily."""
+def fragments(weights: FullWeights, moments: Mapping[str, FullWeights]) -> Iterator[Fragment]:
+    """Yield every weight with its moments as a fragment, loaded lazily.
+
+    Args:
+        weights: the weights.
+        moments: kind -> the moments of this kind; empty if there are none.
+    """
+    kinds = {"weight": weights, **moments}
     elements = {name: torch.Size(weights.shape(name)).numel() for name in weights.names()}
     table = registry.family_of(weights.config).tensor_parallel
-    with Progress(sum(elements.values()) * 4, "reading weights", "B") as progress:
+    with Progress(sum(elements.values()) * 4 * len(kinds), "reading weights", "B") as progress:
         for name, count in elements.items():
             piece = Piece(name, weights.shape(name), role=role(table, name))
-            yield Fragment(piece, 0, {"weight": weights.tensor(name).flatten()})
-            progress.advance(count * 4, name)
+            yield Fragment(piece, 0, {kind: source.tensor(name).flatten() for kind, source in kinds.items()})
+            progress.advance(count * 4 * len(kinds), name)

@@ -59,22 +59,29 @@ def write(
     Returns:
         Number of parameters.
     """
-    model, weights = source.model, source.weights
     parameters = huggingface_export.write_weights(
         folder,
-        weights,
-        model,
+        source.weights,
+        source.model,
         dtype=dtype,
         shard_bytes=shard_bytes,
         packing=packing,
         writer=writer,
     )
-    if not writer.is_first:
-        return parameters
+    if writer.is_first:
+        write_settings(folder, tokenizer, source, dtype=dtype, quantization=quantization)
+    return parameters
+
+
+def write_settings(
+    folder: Path, tokenizer: TokenizerConfig, source: Source, *, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+) -> None:
+    """Write what is beside the weights: configurations, tokenizer and license."""
+    weights = source.weights
     named = weights.config.get("data", {}).get("decoder_start")
     huggingface_export.write_configs(
         folder,
-        model,
+        source.model,
         dtype=dtype,
         end_of_document_id=source.tokenizer.end_of_document,
         padding_id=source.tokenizer.first_of([named] if named else DECODER_STARTS),
@@ -84,7 +91,6 @@ def write(
     )
     copy_tokenizer(folder, tokenizer, source)
     imported.copy_terms(imported.folder_of(weights.path), folder)
-    return parameters
 
 
 def copy_tokenizer(folder: Path, tokenizer: TokenizerConfig, source: Source) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from copy import copy as shallow
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pipeline.checkpoint.fragments import Fragment
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.mapped_memory import release
-from pipeline.conversion.full_weights import fragments
 from pipeline.conversion.named_stock import NamedStock, with_single_experts
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -269,6 +268,19 @@ class ImportedWeights:
     def _is_unused(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self._unused)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Yield every weight as a fragment, loaded lazily."""
-        return fragments(self)
+    def reading(self, stock: NamedStock) -> ImportedWeights:
+        """Return what other tensors hold for these weights, such as their moments, given by the same names."""
+        other = shallow(self)
+        other._stock = with_single_experts(stock, self._entries)
+        return other
+
+    def differences(self, stock: NamedStock) -> Iterator[str]:
+        """Name the tensors of the weights that other ones lack, or that have another shape there."""
+        other = with_single_experts(stock, self._entries)
+        names = set(other.names())
+        for name in (self._stored[entry.hf_name] for entry in self._entries if entry.names and entry.hf_name in self._stored):
+            shape = list(self._stock.shape(name))
+            if name not in names:
+                yield f"{name} {shape} is missing"
+            elif list(other.shape(name)) != shape:
+                yield f"{name} is {list(other.shape(name))}, and the weight {shape}"

@@ -87,38 +87,40 @@ def _quiet() -> Iterator[None]:
 
 
 class Digests:
-    """Digests of weights on their way into a checkpoint, and of what can be read from it."""
+    """Digests of weights and moments on their way into a checkpoint, and of what can be read from it."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, str] = {}
-        self._norms: dict[str, float] = {}
+        self._expected: dict[tuple[str, str], str] = {}
+        self._norms: dict[tuple[str, str], float] = {}
 
     def of(self, fragments: Iterator[Fragment]) -> Iterator[Fragment]:
         """Yield fragments of full weights, and keep their digests."""
         for fragment in fragments:
-            weight = fragment.tensors["weight"]
-            assert isinstance(weight, Tensor), f"{fragment.piece.name} is quantized"
-            self._expected[fragment.piece.name] = _digest(weight)
-            self._norms[fragment.piece.name] = float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+            for kind, values in fragment.tensors.items():
+                assert isinstance(values, Tensor), f"{fragment.piece.name} is quantized"
+                self._expected[fragment.piece.name, kind] = _digest(values)
+                self._norms[fragment.piece.name, kind] = float(torch.linalg.vector_norm(values, dtype=torch.float64))
             yield fragment
 
     def compare(self, checkpoint: Checkpoint, *, listed: bool) -> None:
-        """Read every weight of a checkpoint again.
+        """Read every weight of a checkpoint again, and its moments.
 
         Args:
             checkpoint: what was written.
-            listed: whether norm and digest of each weight are logged.
+            listed: whether norm and digest of each are logged.
 
         Raises:
             CheckFailed: a weight is another one than that of the source.
         """
-        for name, expected in self._expected.items():
-            value = checkpoint.tensor(name)
+        for (name, kind), expected in self._expected.items():
+            value, shown = checkpoint.tensor(name, kind), name if kind == "weight" else f"{kind} of {name}"
             if (found := _digest(value)) != expected:
-                raise CheckFailed(f"convert: {checkpoint.path} has {name} with the digest {found}, and the source has {expected}")
+                raise CheckFailed(f"convert: {checkpoint.path} has {shown} with the digest {found}, and the source has {expected}")
             if listed:
-                log.info("convert: %s %s: norm %.9g, xxh3 %s", name, list(value.shape), self._norms[name], expected)
-        log.info("convert: the digests of all %d weights equal those of the source", len(self._expected))
+                log.info("convert: %s %s: norm %.9g, xxh3 %s", shown, list(value.shape), self._norms[name, kind], expected)
+        weights = sum(kind == "weight" for _, kind in self._expected)
+        also = " and of their moments" if len(self._expected) > weights else ""
+        log.info("convert: the digests of all %d weights%s equal those of the source", weights, also)
 
 
 def _digest(weight: Tensor) -> str:

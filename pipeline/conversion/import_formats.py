@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from pipeline.checkpoint.native import TrainState
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.conversion import (
@@ -23,6 +24,7 @@ from pipeline.conversion import (
     huggingface_import,
     megatron_import,
     neox_import,
+    universal_import,
 )
 from pipeline.conversion.dcp_import import DcpFolder
 from pipeline.conversion.deepspeed_import import DeepSpeedFolder
@@ -32,6 +34,7 @@ from pipeline.conversion.imported import tokenizer_folder
 from pipeline.conversion.megatron_import import MegatronDistributed, MegatronFolder
 from pipeline.conversion.named_source import open_weights
 from pipeline.conversion.neox_import import NeoxFolder
+from pipeline.conversion.universal_import import UniversalFolder
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
@@ -44,7 +47,7 @@ _FIX = "set model= and its sizes to the model of these weights, or put its confi
 _COMPLETE = "copy the whole folder of the checkpoint, or put the config.json of its model beside it"
 KNOWN = (
     "Hugging Face (model*.safetensors)",
-    "DeepSpeed (latest, */*_model_states.pt)",
+    "DeepSpeed (latest, */*_model_states.pt), also universal checkpoints (latest_universal, */zero)",
     "Megatron-LM (iter_*/mp_rank_*/model_optim_rng.pt, or torch_dist: common.pt and .metadata)",
     "GPT-NeoX (layer_*-model_*-model_states.pt)",
     "PyTorch DCP (.metadata and *.distcp), with the names of torchtitan's Llama or of a Hugging Face class",
@@ -82,6 +85,8 @@ class Opened:
         described: the model of its config.json, None without one.
         identity: what tells whether the same files were imported before.
         load_stock: returns the model of the source, given its class of transformers; None if the tensors have other names.
+        moments: kind -> the moments of the weights, if the folder has them.
+        state: steps and updates of the training that the folder continues; zero if it has only weights.
     """
 
     tool: str
@@ -91,6 +96,8 @@ class Opened:
     described: Described | None
     identity: dict[str, Any]
     load_stock: Callable[[Any], nn.Module] | None = None
+    moments: dict[str, ImportedWeights] = field(default_factory=dict)
+    state: TrainState = field(default_factory=TrainState)
 
 
 def open_folder(folder: Path, model: ModelConfig) -> Opened:
@@ -110,9 +117,12 @@ def open_folder(folder: Path, model: ModelConfig) -> Opened:
     if (step := megatron_import.step_folder(folder)) is not None:
         distributed = megatron_import.is_distributed(step)
         return _open_megatron(folder, MegatronDistributed(step) if distributed else MegatronFolder(step), model)
+    if (step := universal_import.step_folder(folder)) is not None:
+        return _open_universal(folder, UniversalFolder(step), model)
     if (step := deepspeed_import.tag_folder(folder)) is not None:
         if neox_import.is_neox(step):
             return _open_neox(folder, NeoxFolder(step), model)
+        log.info("convert: imported are the weights alone; for the moments and the step, run first: %s", universal_import.command(step))
         return _open_named("DeepSpeed", folder, DeepSpeedFolder(step), deepspeed_import.files(step), model)
     if (step := dcp_import.step_folder(folder)) is not None:
         source = DcpFolder(step)
@@ -126,7 +136,12 @@ def open_folder(folder: Path, model: ModelConfig) -> Opened:
 
 
 def _huggingface(folder: Path) -> Path | None:
-    """Return the folder if it has the weights of a Hugging Face model, or is one whose weights are missing or of an old format."""
+    """Return the folder if it has the weights of a Hugging Face model, or is one whose weights are missing or of an old format.
+
+    Not if it has a universal checkpoint as well, which has the moments of these weights.
+    """
+    if universal_import.step_folder(folder) is not None:
+        return None
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
         if (folder / "latest").is_file():
             log.info(
@@ -179,8 +194,30 @@ def _home(folder: Path, step: Path) -> tuple[Path, Described | None]:
     return folder, None
 
 
+def _open_universal(folder: Path, source: UniversalFolder, model: ModelConfig) -> Opened:
+    """Open a universal checkpoint of DeepSpeed, with its moments.
+
+    Raises:
+        UserError: its parameters do not have the names of a Hugging Face class, are not those of the model, or lack moments.
+    """
+    opened, named = _open_state_dict("DeepSpeed's universal format", folder, source.weights, source.files(), model)
+    if named is None or not isinstance(opened.weights, ImportedWeights):
+        rule = f"has parameters with other names than those of the Hugging Face class: {', '.join(source.weights.names()[:3])}, ..."
+        fix = "import the folder that ds_to_universal has converted, of which the weights are read"
+        raise UserError.of("stage.input", source.path, rule, fix)
+    opened.weights.check()  # before its moments are compared with it
+    if (folder / "latest").is_file():
+        log.info("convert: imported is %s with its moments; name the folder of a step to import other weights", source.path)
+    return dataclasses.replace(opened, moments=source.moments(opened.weights, named), state=source.state)
+
+
 def _open_named(tool: str, folder: Path, source: Source, files: list[Path], model: ModelConfig) -> Opened:
     """Open a state dict, whose names may be of several tools, and that does not tell its model."""
+    return _open_state_dict(tool, folder, source, files, model)[0]
+
+
+def _open_state_dict(tool: str, folder: Path, source: Source, files: list[Path], model: ModelConfig) -> tuple[Opened, NamedTensors | None]:
+    """As _open_named; and the tensors if they have the names of the Hugging Face class."""
     home, described = _home(folder, source.path)
     config = described.model if described else model
     origin = str(described.path) if described else f"model= of family {model.family}, since there is no {CONFIG}"
@@ -188,7 +225,7 @@ def _open_named(tool: str, folder: Path, source: Source, files: list[Path], mode
         log.info("convert: the model is that of %s", origin)
     weights, stock = open_weights(source, config, origin, MATCH if described else _FIX)
     load = functools.partial(_from_tensors, stock, source, config, described) if stock is not None else None
-    return Opened(tool, weights, home, tokenizer_folder(home), described, _identity(source.path, files), load)
+    return Opened(tool, weights, home, tokenizer_folder(home), described, _identity(source.path, files), load), stock
 
 
 def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, described: Described | None, stock_class: Any) -> nn.Module:
@@ -244,9 +281,9 @@ def report(opened: Opened, unused: list[str]) -> None:
         log.warning("convert: the model does not use %s; skipped", ", ".join(unused))
     if (described := opened.described) is None:
         return
-    for field in dataclasses.fields(described.model):
-        if getattr(opened.weights.config, field.name) != getattr(described.model, field.name):
-            log.info("convert: model.%s=%s, according to the weights", field.name, getattr(opened.weights.config, field.name))
+    for name in (entry.name for entry in dataclasses.fields(described.model)):
+        if getattr(opened.weights.config, name) != getattr(described.model, name):
+            log.info("convert: model.%s=%s, according to the weights", name, getattr(opened.weights.config, name))
     content, mapping = described.content, described.mapping
     if ignored := config_json.unread(mapping, content):
         log.info("convert: %s does not read %s; an export keeps them", mapping.architecture, ", ".join(sorted(ignored)))

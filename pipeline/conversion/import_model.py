@@ -1,4 +1,4 @@
-"""Import by stage=convert: a folder of Hugging Face or of another tool -> native checkpoint of step 0, from which pretrain continues."""
+"""Import by stage=convert: a folder of Hugging Face or of another tool -> native checkpoint, from which pretrain continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.common import artifact, knobs
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.config import model_option, run_tokenizer
 from pipeline.config.schema import RunConfig
-from pipeline.conversion import import_comparison, import_formats
+from pipeline.conversion import full_weights, import_comparison, import_formats
 from pipeline.conversion.foreign_weights import ForeignWeights
 from pipeline.conversion.imported import FOLDER, copy_originals
 
@@ -21,7 +21,9 @@ log = logging.getLogger("pipeline")
 
 
 def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
-    """Write run_dir/checkpoints/step-00000000 with weights and without optimizer moments. Logs the `model=` overrides for pretrain.
+    """Write a checkpoint into run_dir, and log the `model=` overrides for pretrain.
+
+    It is of step 0, without moments; that of a universal checkpoint of DeepSpeed is of its step, with moments.
 
     Args:
         config: configuration of the run; its model is used if the folder does not tell its own.
@@ -40,21 +42,23 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     if (complete := _find_complete(run_dir, source, opened.identity)) is not None:
         log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
         return
-    _, unused = collect_errors(lambda: _check_run(run_dir), opened.weights.check)
+    _, unused = collect_errors(lambda: _check_run(run_dir, opened.state.step), opened.weights.check)
     import_formats.report(opened, unused)
     compared = import_comparison.compare_logits(opened.weights, opened.load_stock)
 
     overrides = " ".join([*model_option.overrides(model), *(f"training.{name}={value:g}" for name, value in training.items())])
     config = knobs.changed(config, {"model": model, **{f"training.{name}": value for name, value in training.items()}})
     saved_config = dataclasses.asdict(config)
-    index = native.Index(native.TrainState(), saved_config)
+    index = native.Index(opened.state, saved_config)
     digests = import_comparison.Digests()
-    path = save.save_full(run_dir, index, digests.of(opened.weights.fragments()), file_bytes)
+    path = save.save_full(run_dir, index, digests.of(full_weights.fragments(opened.weights, opened.moments)), file_bytes)
     digests.compare(Checkpoint(path), listed=not compared)
     if isinstance(opened.weights, ForeignWeights):
         opened.weights.warn()
     totals = {"model": overrides, "input": str(source.absolute())}
     copy_originals(run_dir / FOLDER, opened.home, opened.tokenizer, settings, totals)
+    if step := opened.state.step:
+        log.info("convert: the run continues at step %d: set training.steps, which counts from the beginning, to more than that", step)
     log.info("convert: wrote %s (%s); %s", path, opened.tool, _continue_with(run_dir, overrides))
 
 
@@ -87,8 +91,8 @@ def _continue_with(run_dir: Path, overrides: str) -> str:
     return " ".join(["continue with stage=pretrain", *settings, overrides])
 
 
-def _check_run(run_dir: Path) -> None:
-    """Refuse a run_dir with checkpoints, except a checkpoint of step 0, which an interrupted import may have written."""
-    trained = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, 0)]
+def _check_run(run_dir: Path, step: int) -> None:
+    """Refuse a run_dir with checkpoints, except that of the step of the import, which an interrupted one may have written."""
+    trained = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, step)]
     if trained:
         raise UserError.of("run_dir", run_dir, f"already contains a run: {trained[-1].name}", "choose another run_dir")

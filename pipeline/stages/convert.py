@@ -1,4 +1,4 @@
-"""convert: native checkpoint -> Hugging Face, GGUF, Megatron-Core or one file; or a folder of another tool -> native. No process group."""
+"""convert: native checkpoint -> formats of other tools; or a folder of another tool -> native. No process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from pipeline.common.mpi import Comm, SingleProcessComm
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
-from pipeline.conversion import consolidated_export, huggingface_export, huggingface_folder, megatron_export, megatron_layout, stock_logits
+from pipeline.conversion import (
+    consolidated_export,
+    huggingface_export,
+    huggingface_folder,
+    megatron_export,
+    megatron_layout,
+    stock_logits,
+    universal_export,
+)
 from pipeline.conversion.export_files import Writer, export_folder, write_manifest
 from pipeline.conversion.huggingface_folder import Source, original_of
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
@@ -28,12 +36,13 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import export, gguf_export
+from pipeline.training.lr_schedule import next_rate
 
 log = logging.getLogger("pipeline")
 
 
 #: stage.format -> the default output folder in run_dir.
-OUTPUTS = {"huggingface": "hf", "gguf": "gguf", "consolidated": "consolidated", "megatron": "megatron"}
+OUTPUTS = {"huggingface": "hf", "gguf": "gguf", "consolidated": "consolidated", "megatron": "megatron", "deepspeed_universal": "universal"}
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
@@ -118,13 +127,15 @@ def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> e
         lambda: check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
         lambda: huggingface_export.check_weights(weights, model, "stage.checkpoint", weights.path),
     ]
-    if stage.format in ("huggingface", "gguf"):
+    if stage.format in ("huggingface", "gguf", "deepspeed_universal"):
         checks.append(lambda: registry.mapping_of(model))
     if stage.format == "gguf":
         checks.append(lambda: gguf_export.check(stage, config.data, weights, model, tokenizer, source.original))
     if stage.format == "megatron":
         checks.append(lambda: megatron_layout.check(model))
     collect_errors(*checks)
+    if stage.format == "deepspeed_universal":
+        universal_export.check(weights, model)
     if stage.format == "huggingface" and stage.quantize != "none":
         return export.prepare(stage, config.data, weights, model, tokenizer)
     return None
@@ -144,6 +155,13 @@ def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, quan
     if stage.format == "gguf":
         name = Path(config.run_dir).name
         return gguf_export.write(folder, name, stage, config.data, source.weights, source.model, source.tokenizer, source.original, writer)
+    if stage.format == "deepspeed_universal":
+        state = source.weights.train_state
+        rate = next_rate(source.weights.config, state.updates) if state.samples else 0.0  # 0: an imported model, which was not trained here
+        parameters = universal_export.write(folder, source.weights, source.model, rate, writer)
+        if writer.is_first:
+            huggingface_folder.write_settings(folder, config.tokenizer, source, dtype=dtype)
+        return parameters
     if writer.is_first:
         huggingface_folder.copy_tokenizer(folder / "tokenizer", config.tokenizer, source)
     if stage.format == "consolidated":

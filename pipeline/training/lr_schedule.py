@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from pipeline.config import warmup
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
@@ -43,6 +45,22 @@ def learning_rate(update: int, optimizer: OptimizerConfig, training: TrainingCon
     if update < (first := warmup.lr_steps(optimizer, training)):
         return peak * (update + 1) / first
     return peak + (last - peak) * SCHEDULES[optimizer.schedule](update, optimizer, training)
+
+
+def next_rate(settings: Mapping[str, Any], updates: int) -> float:
+    """The learning rate of the next update of a run; after its last update, the rate of that.
+
+    Args:
+        settings: the configuration in a checkpoint of the run, as nested dictionaries; an older one may lack keys.
+        updates: optimizer updates of the checkpoint.
+    """
+
+    def known(kind: type[OptimizerConfig | TrainingConfig], saved: Mapping[str, Any]) -> dict[str, Any]:
+        return {field.name: saved[field.name] for field in dataclasses.fields(kind) if field.name in saved}
+
+    optimizer = OptimizerConfig(**known(OptimizerConfig, settings["optimizer"]))
+    training = TrainingConfig(**known(TrainingConfig, settings["training"]))
+    return learning_rate(min(updates, max(training.steps - 1, 0)), optimizer, training)
 
 
 def _progress(update: int, first: int, steps: int) -> float:

@@ -17,7 +17,7 @@ from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.common.errors import DamagedCheckpointError
+from pipeline.common.errors import DamagedCheckpointError, UserError
 from pipeline.config.lora import PARTS, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
@@ -73,20 +73,33 @@ def resume(config: RunConfig, trainer: Trainer, path: Path | None, training_data
         return TrainState()
     checkpoint = load_any_layout.open_on_all_ranks(path)
     if not checkpoint.train_state.samples and _has_other_head(config, checkpoint):
-        return initialize(config, trainer, checkpoint)  # an imported model
+        return _begin_imported(config, trainer, checkpoint)
     is_fork = not is_own(Path(config.run_dir), path)
     compatibility.check_same_run(checkpoint, config, training_data, is_fork=is_fork)
     if config.lora.rank and not checkpoint.train_state.samples and adapter_of(checkpoint) is None:
-        return initialize(config, trainer, checkpoint)  # an imported model
+        return _begin_imported(config, trainer, checkpoint)
     state = load(trainer, checkpoint)
     log.info("%s %s: step %d, %d samples", "fork of" if is_fork else "continuing from", path, state.step, state.samples)
-    if state.step:  # a checkpoint of step 0 is an imported model: nothing was trained with the settings of that command
+    if state.samples:  # otherwise it is an imported model: nothing was trained with the settings of that command
         for key, old, new in compatibility.changed_settings(checkpoint.config, config):
             log.info("changed since that checkpoint: %s=%s, was %s", key, new, old)
         first = config.checkpoint.initialize_from
         if not is_fork and first is not None and first != checkpoint.config.get("checkpoint", {}).get("initialize_from"):
             log.warning("checkpoint.initialize_from=%s has no effect: the run continues from its own checkpoint", first)
     return state
+
+
+def _begin_imported(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> TrainState:
+    """Begin a run with other weights than those of an imported model; collective. Errors as in initialize.
+
+    Raises:
+        UserError: the model was imported with its step, below which the checkpoints of this run would begin.
+    """
+    if checkpoint.step:
+        rule = f"continues at step {checkpoint.step}, with moments of the imported weights, and adapters or a new head begin at step 0"
+        fix = f"set checkpoint.initialize_from={checkpoint.path}, and another run_dir"
+        raise UserError.of("run_dir", config.run_dir, rule, fix)
+    return initialize(config, trainer, checkpoint)
 
 
 def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> TrainState:

@@ -67,6 +67,28 @@ def test_experts_are_imported(stock, save, of, tmp_path, caplog):
     assert f"the logits of {type(model).__name__} on 64 tokens differ by at most" in caplog.text
 
 
+def test_moments_of_experts_are_imported(tmp_path):
+    """From a universal checkpoint of DeepSpeed with ZeRO 3, whose tensors are flat."""
+    torch.manual_seed(0)
+    model, step = MODELS["mixtral"](), tmp_path / "source" / "global_step2_universal"
+    shapes = {name: weight.shape for name, weight in model.named_parameters()}
+    for name, weight in model.named_parameters():
+        (step / "zero" / name).mkdir(parents=True)
+        for kind, value in (("fp32", weight.detach()), ("exp_avg", 2 * weight.detach()), ("exp_avg_sq", weight.detach() ** 2)):
+            torch.save(value.flatten(), step / "zero" / name / f"{kind}.pt")
+    torch.save({"optimizer_state_dict": {"state": {0: {"step": 2}}}}, step / "zero" / "optimizer_state.pt")
+    torch.save({"global_steps": 2, "param_shapes": [shapes]}, step / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    model.config.architectures = ["MixtralForCausalLM"]
+    model.config.save_pretrained(tmp_path / "source")
+    found = imported(tmp_path / "source", tmp_path / "run", "model=gpt-tiny")
+    assert (found.train_state.step, found.train_state.updates) == (2, 2)
+    fused = model.model.layers[1].mlp.experts
+    up, down = fused.gate_up_proj.detach().chunk(2, dim=1)[1], fused.down_proj.detach()
+    assert torch.equal(found.tensor("blocks.1.mlp.experts.up", "exp_avg"), 2 * up)
+    assert torch.equal(found.tensor("blocks.1.mlp.experts.down", "exp_avg_sq"), down**2)
+    assert all(torch.equal(found.tensor(name, "exp_avg"), 2 * found.tensor(name)) for name in found.names())
+
+
 def test_another_number_of_experts_is_refused_by_name(stock, tmp_path):
     model, folder = stock
     state = {name: value[:3] if name.endswith("experts.down_proj") else value for name, value in model.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Rules of stage=convert: an import and an export of an adapter read few of its keys."""
+"""Rules of stage=convert: an import, and an export of an adapter or of optimizer state, read few of its keys."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pipeline.config.stages import Convert
 #: What an import reads, and the export of an adapter. quantization.py refuses stage.quantize and what belongs to it.
 _IMPORT = ("name", "input", "shard_gigabytes")
 _ADAPTER = ("name", "format", "output", "checkpoint", "weights")
+_UNIVERSAL = ("name", "format", "output", "checkpoint")
 _QUANTIZATION = ("quantize", "symmetric", "granularity", "group_size", "rounding", "calibration", "held_out", "sample_tokens")
 
 
@@ -22,6 +23,9 @@ def violations(stage: Convert) -> Iterator[Violation]:
         yield from _unread(stage, _IMPORT, "is read by an export, and stage.input imports", fix)
     elif stage.format == "peft":
         yield from _unread(stage, _ADAPTER, "has no effect with stage.format=peft, which exports the adapter alone, fp32", "remove it")
+    elif stage.format == "deepspeed_universal":
+        rule = "has no effect with stage.format=deepspeed_universal, which exports the trained fp32 weights with their moments"
+        yield from _unread(stage, _UNIVERSAL, rule, "remove it, or set stage.format=huggingface")
     yield from quantization.violations(stage)
 
 
