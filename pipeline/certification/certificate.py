@@ -13,7 +13,7 @@ import torch
 from pipeline.certification import data_order, exported, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
-from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping
+from pipeline.certification.conditioning import in_low_precision, in_precision, well_conditioned, with_active_clipping
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
@@ -63,16 +63,16 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     low = [own] if own != "fp32" and "precision" not in skip else []
     saved = None if "state" in skip else (low or ["fp32"])[-1]
     # The plain loop in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
-    passes = 3 + (2 + PERTURBED + (own == "fp8")) * len(low)
+    passes = 3 + (3 + PERTURBED) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
     try:
         with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
             small = plain.small
-            configs = {name: small.config if name == "fp8" else in_precision(small.config, name) for name in ("fp32", *low)}
+            configs = {"fp32": in_precision(small.config, "fp32"), **{name: in_low_precision(small.config) for name in low}}
             work = Work(configs, folder, copies="copies" not in skip, saved=saved)
-            with beside_ranks(low[0] if low else None, configs[(low or ["fp32"])[0]], plain.reference) as running:
+            with beside_ranks(low[0] if low else None, configs[(low or ["fp32"])[0]]) as running:
                 runs = _train_ranks(small.world_size, work, seconds, progress, running)
                 plain_low = running.runs.result() if running.runs else None
             drift = largest_drift(small.config)

@@ -18,11 +18,22 @@ from pipeline.config.schema import RunConfig
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
 #: rounding, or a token whose experts are equally likely, changes gradients by more.
 SEEDS = 4
+#: Largest learning rate in low precisions.
+LARGEST_RATE = 1e-3
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
     """Return the configuration with another precision.dtype, and without fp8."""
     return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none"))
+
+
+def in_low_precision(config: RunConfig) -> RunConfig:
+    """Return the configuration in its own precision with small updates.
+
+    The small model is narrow: updates of a large learning rate change its weights by a large part, training is then chaotic, and rounding
+    errors of equal size grow to differences of any size.
+    """
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=min(config.optimizer.lr, LARGEST_RATE)))
 
 
 def with_active_clipping(planned: RunConfig, small: Shrunk, progress: Progress) -> Shrunk:

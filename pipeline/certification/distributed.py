@@ -72,7 +72,9 @@ def run_ranks(
                     raise RanksFailedError(f"the ranks did not finish within {seconds:g} s: one of them may wait for another forever")
         except (ProcessRaisedException, ProcessExitedException) as error:
             details = str(error).strip()
-            raise RanksFailedError(f"rank {error.error_index}: {details.splitlines()[-1]}", details) from None
+            lines = details.splitlines()
+            reason = next((line.removeprefix("  - ") for line in lines if line.startswith("  - ")), lines[-1])  # of a UserError its problem
+            raise RanksFailedError(f"rank {error.error_index}: {reason}", details) from None
         finally:
             for process in context.processes:
                 if process.is_alive() and process.pid is not None:

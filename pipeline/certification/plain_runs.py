@@ -28,7 +28,7 @@ class LowRuns:
 
     Attributes:
         reference: in this precision.
-        perturbed: in the next higher precision, and with initial weights changed by rounding errors.
+        perturbed: in the next higher precision, and with weights changed by rounding errors in every step.
     """
 
     reference: Outcome
@@ -49,13 +49,12 @@ class Running:
 
 
 @contextmanager
-def beside_ranks(name: str | None, config: RunConfig, precise: Outcome) -> Iterator[Running]:
+def beside_ranks(name: str | None, config: RunConfig) -> Iterator[Running]:
     """Run the plain loops in low precision in a thread while the caller waits for the ranks. Where the caller fails, they are ended.
 
     Args:
         name: "fp8" or the dtype; None for no runs.
         config: in this precision.
-        precise: the plain loop in fp32.
     """
     running, stop = Running(), Event()
 
@@ -67,7 +66,8 @@ def beside_ranks(name: str | None, config: RunConfig, precise: Outcome) -> Itera
     def run_all() -> LowRuns:
         dtype = DTYPES[config.precision.dtype]
         reference = train_plain(config, dtype, after_step=after_step)
-        higher = train_plain(in_precision(config, config.precision.dtype), dtype, after_step=after_step) if name == "fp8" else precise
+        above = config.precision.dtype if name == "fp8" else "fp32"
+        higher = train_plain(in_precision(config, above), DTYPES[above], after_step=after_step)
         return LowRuns(
             reference, [higher, *(train_plain(config, dtype, perturbed=seed, after_step=after_step) for seed in range(PERTURBED))]
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -52,7 +52,7 @@ def train_plain(
         dtype: of weights and activations. The initial weights are those of fp32 for every dtype. Master weights, gradients and moments
             are fp32, or fp64 for an fp64 model.
         steps: number of steps; training.steps when None.
-        perturbed: seed of a random change of every initial weight by at most a rounding error of the dtype; None for no change.
+        perturbed: seed of random changes of every weight by at most a rounding error of the dtype, in every step; None for no changes.
         after_step: called after every step.
     """
 
@@ -61,7 +61,8 @@ def train_plain(
             yield tokens, with_loss_scale(batch)
             after_step()
 
-    return plain_loop(config, build_plain(config, dtype, perturbed), batches(), dtype=dtype)
+    noise = None if perturbed is None else torch.Generator().manual_seed(perturbed)
+    return plain_loop(config, build_plain(config, dtype), batches(), dtype=dtype, noise=noise)
 
 
 def plain_loop(
@@ -72,6 +73,7 @@ def plain_loop(
     *,
     dtype: torch.dtype = torch.float32,
     micro_batches: int | None = None,
+    noise: torch.Generator | None = None,
 ) -> Outcome:
     """Train an initialized model in place.
 
@@ -83,11 +85,13 @@ def plain_loop(
             None.
         dtype: of weights and activations.
         micro_batches: number of micro-batches of a step; that of training.micro_batch_size when None.
+        noise: of random changes of the weights in every step by at most a rounding error; None for no changes.
     """
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
     _cast(learned.values(), dtype)
+    _copy(masters, learned, noise)
     optimizer, ema = _optimizer(config, masters), config.training.ema or 0.0
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
@@ -104,9 +108,8 @@ def plain_loop(
             group["lr"] = learning_rate(step, config.optimizer, config.training)
         optimizer.step()
         optimizer.zero_grad()
+        _copy(masters, learned, noise)
         with torch.no_grad():
-            for name, parameter in learned.items():
-                parameter.copy_(masters[name])
             for name, average in averages.items():
                 average.mul_(ema).add_(masters[name], alpha=1 - ema)
         outcome.router_records.append(_update_router_biases(model))
@@ -131,7 +134,7 @@ def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: B
     return loss * batch["loss_scale"][0] / targets.numel()
 
 
-def build_plain(config: RunConfig, dtype: torch.dtype, perturbed: int | None = None) -> nn.Module:
+def build_plain(config: RunConfig, dtype: torch.dtype) -> nn.Module:
     """Return the full model with its initial weights, fp32 or fp64; frozen ones without a gradient; with precision.fp8, 8-bit products.
 
     Arguments as in train_plain.
@@ -141,10 +144,6 @@ def build_plain(config: RunConfig, dtype: torch.dtype, perturbed: int | None = N
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(initial_noise(name, tuple(parameter.shape)))
-        if perturbed is not None:
-            generator, unit = torch.Generator().manual_seed(perturbed), torch.finfo(dtype).eps / 2
-            for parameter in model.parameters():
-                parameter.mul_(1 + unit * (2 * torch.rand(parameter.shape, generator=generator) - 1))
     for name, parameter in model.named_parameters():
         if is_frozen(config, name):
             parameter.requires_grad_(False)
@@ -164,6 +163,16 @@ def _use_fp8(model: nn.Module, config: RunConfig) -> None:
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, name: isinstance(module, nn.Linear) and name.startswith(tuple(inner))
     )
+
+
+@torch.no_grad()
+def _copy(masters: Mapping[str, Tensor], learned: Mapping[str, nn.Parameter], noise: torch.Generator | None) -> None:
+    """Round the master weights to the weights of the model, with noise up to a rounding error wrong."""
+    for name, parameter in learned.items():
+        master = masters[name]
+        if noise is not None:
+            master = master * (1 + torch.finfo(parameter.dtype).eps / 2 * (2 * torch.rand(master.shape, generator=noise) - 1))
+        parameter.copy_(master)
 
 
 def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

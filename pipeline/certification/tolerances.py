@@ -84,7 +84,7 @@ def compare_low(dtype: str, run: Outcome, reference: Outcome, perturbed: Sequenc
         dtype: for readers.
         run: in the layout.
         reference: the plain loop in the same precision.
-        perturbed: the plain loop with initial weights changed by rounding errors, and in the next higher precision.
+        perturbed: the plain loop with weights changed by rounding errors in every step, and in the next higher precision.
     """
     runs = [differences(other, reference, together=True) for other in perturbed]
     rounding = {name: max((found[name] for found in runs), key=lambda each: each.value) for name in runs[0]}
@@ -93,7 +93,7 @@ def compare_low(dtype: str, run: Outcome, reference: Outcome, perturbed: Sequenc
     method = (
         f"layout in {dtype}, plain loop in {dtype} with fp32 gradients and master weights, all weights together; tolerance "
         f"{LOW_FACTOR} ({SCALAR_FACTOR} for loss and norm) x the largest difference of {len(perturbed)} perturbed runs of the plain loop: "
-        f"the next higher precision, and initial weights changed by rounding errors; at most {LOW_CEILING:g}; finds wrong scales and lost "
+        f"the next higher precision, and weights changed by rounding errors; at most {LOW_CEILING:g}; finds wrong scales and lost "
         "updates, while the comparison in fp32 finds the wrong gradient of a single weight"
     )
     return Comparison(dtype, method, rounding, tolerances, differences(run, reference, together=True))
