@@ -170,7 +170,7 @@ def test_the_command_line_names_the_folder_of_own_files(certify, tmp_path) -> No
     "words, expected",
     [
         (
-            ("model=deepseek-tiny", "precision=fp8", "parallel.tensor=1", "training.sequence_length=64"),
+            ("model=deepseek-tiny", "precision=fp8", "parallel.tensor=1", "training.global_batch_size=64"),
             "requires matrices whose sizes are multiples of 16; a rank's piece of blocks.1.attention.key_value_down is 72 x 192",
         ),
         (("parallel.tensor=3",), "parallel.tensor=3"),
