@@ -13,7 +13,7 @@ import torch
 from pipeline.certification import data_order, exported, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
-from pipeline.certification.conditioning import in_low_precision, in_precision, well_conditioned, with_active_clipping
+from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping, with_small_updates
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
@@ -70,7 +70,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
         with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
             small = plain.small
-            configs = {"fp32": in_precision(small.config, "fp32"), **{name: in_low_precision(small.config) for name in low}}
+            configs = {"fp32": in_precision(small.config, "fp32"), **{name: with_small_updates(small.config) for name in low}}
             work = Work(configs, folder, copies="copies" not in skip, saved=saved)
             with beside_ranks(low[0] if low else None, configs[(low or ["fp32"])[0]]) as running:
                 runs = _train_ranks(small.world_size, work, seconds, progress, running)
