@@ -11,7 +11,7 @@ from typing import Any
 SMALLEST = 1e-5
 #: Values of a line of metrics.jsonl -> what they are called in the table.
 SCALARS = {"loss": "loss", "grad_norm": "norm", "lr": "rate", "validation_loss": "validation"}
-KINDS = {"weight": "weights", "exp_avg": "moments"}
+KINDS = {"weight": "weights", "exp_avg": "moments", "ema": "average"}
 
 
 def scalars(run_dir: Path, other: Path) -> dict[str, float]:
@@ -48,6 +48,8 @@ def tensors(run_dir: Path, other: Path) -> dict[str, float]:
             return {"checkpoints": math.inf}
         for name in ours.names():
             for kind, label in KINDS.items():
+                if not theirs.has(name, kind):  # a weight that is not trained, or a run without an average
+                    continue
                 mine, right = ours.tensor(name, kind), theirs.tensor(name, kind)
                 found[label] = max(found[label], ratio(float((mine - right).norm()), float(right.norm())))
     return found

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from tools.mutants.catalog import experts, loss, norm, parallel, precision, state
+from tools.mutants.catalog import blind, blind_state, experts, loss, norm, parallel, precision, state
 from tools.mutants.mutation import Mutant
 
 #: In the order of their numbers.
 MUTANTS: tuple[Mutant, ...] = tuple(
     sorted(
-        (*loss.MUTANTS, *parallel.MUTANTS, *norm.MUTANTS, *experts.MUTANTS, *precision.MUTANTS, *state.MUTANTS),
+        (
+            *blind.MUTANTS,
+            *blind_state.MUTANTS,
+            *loss.MUTANTS,
+            *parallel.MUTANTS,
+            *norm.MUTANTS,
+            *experts.MUTANTS,
+            *precision.MUTANTS,
+            *state.MUTANTS,
+        ),
         key=lambda mutant: mutant.bug,
     )
 )
