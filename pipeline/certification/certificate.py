@@ -94,7 +94,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
         fp32 = configs["fp32"]
         module = partial(_first_module, fp32, small.world_size, seconds)
         where = begins(fp32, small.world_size, runs["fp32"].outcome, plain.reference, found[0].tolerances, module)
-        failures.insert(0, f"begins at {where}")
+        failures[:0] = [f"begins at {where}"] if where else []
     return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
 
 

@@ -45,8 +45,8 @@ def begins(
         norm, expected = run.norms[step - 1], reference.norms[step - 1]
         if (value := _relative(abs(norm - expected), abs(expected))) > tolerances["norm"]:
             return f"step {step}, gradient norm: differs by {value:.1e}"
-    for kind in ("moment", "weight"):
-        for name, values in reference.tensors[kind].items():
+    for kind in ("moment", "weight", "average"):
+        for name, values in reference.tensors.get(kind, {}).items():
             found = run.tensors[kind].get(name)
             if found is not None and (value := _of_piece(found, values)) > tolerances[kind]:
                 return f"an update of the optimizer, {name} ({kind}): {value:.1e}"
