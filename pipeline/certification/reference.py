@@ -49,8 +49,8 @@ def train_plain(
 
     Args:
         config: of the run; its parallel layout is ignored.
-        dtype: of weights and activations. The initial weights are those of fp32 for every dtype. Master weights, gradients and moments
-            are fp32, or fp64 for an fp64 model.
+        dtype: of weights and activations. Master weights, gradients and moments are fp32, or fp64 for an fp64 model. The initial weights are
+            those of fp32, rounded to a lower precision as a job's are.
         steps: number of steps; training.steps when None.
         perturbed: seed of random changes of every weight by at most a rounding error of the dtype, in every step; None for no changes.
         after_step: called after every step.
@@ -135,7 +135,7 @@ def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: B
 
 
 def build_plain(config: RunConfig, dtype: torch.dtype) -> nn.Module:
-    """Return the full model with its initial weights, fp32 or fp64; frozen ones without a gradient; with precision.fp8, 8-bit products.
+    """Return the full model with its initial weights; frozen ones without a gradient; with precision.fp8, 8-bit products.
 
     Arguments as in train_plain.
     """
@@ -143,11 +143,11 @@ def build_plain(config: RunConfig, dtype: torch.dtype) -> nn.Module:
     initialize(model, config.model, config.training.seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if dtype != torch.float64 and parameter.requires_grad:  # those without a gradient, biases of routers, are fp32
+                _cast([parameter], dtype)
             parameter.add_(initial_noise(name, tuple(parameter.shape)))
-    for name, parameter in model.named_parameters():
-        if is_frozen(config, name):
-            parameter.requires_grad_(False)
-            _cast([parameter], dtype)
+            if is_frozen(config, name):
+                parameter.requires_grad_(False)
     if config.precision.fp8 != "none":
         _use_fp8(model, config)
     return model.to(dtype) if dtype == torch.float64 else model
