@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog
+from pipeline.certification.fp8_layers import compare_fp8_layers
 from pipeline.certification.layout_training import begin, train_in_layout
 from pipeline.certification.module_outputs import first_module
 from pipeline.certification.parts import PartReport
@@ -75,6 +76,7 @@ def _train(config: RunConfig, count: Callable[[], object], *, copies: bool, save
     calls = [*([log.after_step] if copies or saved else []), *([saving.after_step] if saving else [])]
     outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
     reports = [log.report()] if copies else []
+    reports += [compare_fp8_layers(config, trainer)] if config.precision.fp8 != "none" else []
     if saving is not None:
         saving.finish()
         reports.append(resume_in_same_layout(config, log))

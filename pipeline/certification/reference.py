@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
+from pipeline.certification.plain_rate import plain_rate
 from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.trained import is_frozen
@@ -26,7 +27,6 @@ from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.training.lr_schedule import learning_rate
 
 #: Tokens and other inputs of a micro-batch -> its loss.
 Loss = Callable[[Tensor, Batch], Tensor]
@@ -49,8 +49,8 @@ def train_plain(
 
     Args:
         config: of the run; its parallel layout is ignored.
-        dtype: of weights and activations. Master weights, gradients and moments are fp32, or fp64 for an fp64 model. The initial weights are
-            those of fp32, rounded to a lower precision as a job's are.
+        dtype: of weights and activations. Master weights, gradients and moments are fp32, or fp64 for an fp64 model. The initial weights
+            are those of fp32, rounded to a lower precision as a job's are.
         steps: number of steps; training.steps when None.
         perturbed: seed of random changes of every weight by at most a rounding error of the dtype, in every step; None for no changes.
         after_step: called after every step.
@@ -105,7 +105,7 @@ def plain_loop(
         if step == 0:
             outcome.tensors["gradient"] = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.optimizer, config.training)
+            group["lr"] = plain_rate(step, config.optimizer, config.training)
         optimizer.step()
         optimizer.zero_grad()
         _copy(masters, learned, noise)
