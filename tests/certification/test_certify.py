@@ -225,4 +225,4 @@ def test_the_reference_shares_no_code_with_the_engines() -> None:
         queue += {other for other in imports(module, run=True) if other in SOURCES} - seen
     assert "pipeline.layers.moe" in seen
     shared = {module for module in seen if module.startswith(("pipeline.parallel", "pipeline.training.", "pipeline.checkpoint"))}
-    assert shared == {"pipeline.training.lr_schedule"}
+    assert shared == set()
