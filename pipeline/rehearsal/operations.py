@@ -12,12 +12,11 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator
 from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.cuda import _gpu_trace
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,13 +47,9 @@ _TIMED_AS: dict[str, Kind] = {
     "receive": "send",
 }
 _RECORD_STREAM = torch.ops.aten.record_stream.default
+#: Operators without a kernel of their own, which fused products call.
+_COMPOSITE = (torch.ops.aten.matmul.default, torch.ops.aten.flatten.using_ints, torch.ops.aten.reshape.default)
 _FUNCTIONAL_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-
-
-@cache
-def _is_composite(operator: Any) -> bool:
-    """Whether an operator has no kernel of its own, but calls others."""
-    return isinstance(operator, OpOverload) and torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
 
 class Recorder(TorchDispatchMode):
@@ -102,7 +97,7 @@ class Recorder(TorchDispatchMode):
             kwargs.pop("rng_state")
             with self:
                 return args[0](*args[1:], **kwargs)
-        if _is_composite(operator):  # called below autograd, which has not taken it apart: a flatten may copy
+        if operator in _COMPOSITE:  # called below autograd, which has not taken it apart: a flatten may copy
             with self:
                 return operator.decompose(*args, **kwargs)
         place, before = len(self.entries), self._now()

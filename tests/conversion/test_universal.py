@@ -1,7 +1,7 @@
 """Universal checkpoints of DeepSpeed: stage=convert reads and writes them, and the next steps of DeepSpeed and of our trainer are equal."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from tests.conversion.foreign_folders import OVERRIDES
 from tests.conversion.test_deepspeed_import import Code
 from tests.helpers import run_directory
 from tests.models.small_decoders import CONFIGS
-from tests.world import configured
+from tests.world import World, configured
 
 MODEL = configured("stage=convert", *OVERRIDES).model
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -72,39 +72,47 @@ def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
         torch.testing.assert_close(entry.to_hf([ours[name] for name in entry.names]), theirs[entry.hf_name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Iterator[World]:
+    """Two gloo ranks of their own: DeepSpeed replaces functions of torch for the whole process."""
+    world = World(2, tmp_path_factory.mktemp("deepspeed"))
+    yield world
+    world.stop()
+
+
 @pytest.mark.world
 @pytest.mark.parametrize(("stage", "kernel", "tied", "later"), [(1, False, False, 3), (2, True, True, 1), (3, True, False, 2)])
-def test_deepspeed_continues_our_training_and_we_continue_its(worlds, stage, kernel, tied, later, tmp_path):
+def test_deepspeed_continues_our_training_and_we_continue_its(ranks, stage, kernel, tied, later, tmp_path):
     """DeepSpeed trains 3 steps, we 2, and both go on for 2: with torch's AdamW and with a step that is a number, as in its kernels."""
-    world, overrides = worlds(2), (*OVERRIDES, f"model.tie_embeddings={tied}")
+    overrides = (*OVERRIDES, f"model.tie_embeddings={tied}")
     source, run, model = tmp_path / "source", tmp_path / "run", replace(MODEL, tie_embeddings=tied)
-    theirs, *_ = world.run(universal_folders.write_universal, source, stage, kernel, tied)
+    theirs, *_ = ranks.run(universal_folders.write_universal, source, stage, kernel, tied)
     start = imported(source, run, *overrides)
     assert (start.train_state.step, start.train_state.updates, start.train_state.samples) == (3, 3, 0)
     for kind, file in universal_format.FILES.items():
         written = torch.load(source / "global_step3_universal" / "zero" / UP / file, weights_only=True)
         written = written if stage == 3 else written["param"]
         assert torch.equal(start.tensor("blocks.1.mlp.up.weight", kind).flatten(), written.flatten())
-    (ours, last), *_ = world.run(universal_folders.continue_here, run, 3, 5, 7, f"parallel.zero_stage={stage}", overrides[-1])
+    (ours, last), *_ = ranks.run(universal_folders.continue_here, run, 3, 5, 7, f"parallel.zero_stage={stage}", overrides[-1])
     assert_near(ours, theirs, model)
     folder = exported(run, tmp_path / "output", model)
-    back, *_ = world.run(universal_folders.continue_in_deepspeed, folder, later, kernel or later == 3, tied, 5, 7)
+    back, *_ = ranks.run(universal_folders.continue_in_deepspeed, folder, later, kernel or later == 3, tied, 5, 7)
     assert_near(last, back, model)
 
 
 @pytest.mark.world
-def test_the_folder_before_ds_to_universal_has_weights_alone(worlds, tmp_path, caplog):
+def test_the_folder_before_ds_to_universal_has_weights_alone(ranks, tmp_path, caplog):
     caplog.set_level("INFO", "pipeline")
-    worlds(2).run(universal_folders.write_universal, tmp_path / "source", 2, False, False)
+    ranks.run(universal_folders.write_universal, tmp_path / "source", 2, False, False)
     start = imported(tmp_path / "source" / "global_step3", tmp_path / "run")
     assert (start.step, start.has("blocks.1.mlp.up.weight", "exp_avg")) == (0, False)
     assert f"run first: {universal_import_command(tmp_path / 'source' / 'global_step3')}" in caplog.text
 
 
 @pytest.mark.world
-def test_adapters_do_not_begin_at_the_step_of_an_import(worlds, tmp_path):
+def test_adapters_do_not_begin_at_the_step_of_an_import(ranks, tmp_path):
     run = stored(tmp_path, state=TrainState(step=5, updates=4))
-    (text, *_) = worlds(2).run(universal_folders.adapters, run)
+    (text, *_) = ranks.run(universal_folders.adapters, run)
     assert "continues at step 5, with moments of the imported weights, and adapters or a new head begin at step 0" in text
     assert f"fix: set checkpoint.initialize_from={run / 'checkpoints' / 'step-00000005'}, and another run_dir" in text
 
