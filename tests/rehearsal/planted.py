@@ -188,7 +188,7 @@ FAULTS = {
         partial(
             mutate,
             REDUCTION,
-            "GradientReducer._hand_over",
+            "GradientReducer._sum_over_groups",
             ("state.remaining = 0", "state.remaining = 0 if bool(self.reduced(state.bucket).isfinite().all()) else 0"),
         ),
     ),
