@@ -35,7 +35,7 @@ def first_module(config: RunConfig, tolerance: float) -> str:
     layout, where = trainer.mesh.layout, trainer.mesh.coordinates
     tokens, batch = next(iter(random_batches(config)))
     own, fields = split(tokens, batch, layout.batch_shards)[layout.batch_shard(where)]
-    with _first_outputs(stage for stage in trainer.model.stage_modules()) as found:
+    with _first_outputs(trainer.model.stage_modules()) as found:
         trainer.train(own, fields, step=0)
     expected = _plain_outputs(config, *split(own, with_loss_scale(fields), micro_batches_of(config, own))[0])
     differing = []

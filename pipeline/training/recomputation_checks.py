@@ -20,9 +20,11 @@ from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.training.trainer import Trainer
-from pipeline.training.weight_copies import digest
+from pipeline.training.weight_copies import digest, on_any_rank
 
 KEY = "training.recompute_every"
+#: Most ranks that a message names.
+_NAMED = 8
 
 
 class RecomputationChecks:
@@ -57,11 +59,8 @@ class RecomputationChecks:
         if self._mesh.layout.data > 1:
             expected = self._from_other(first)
             flags.append((self._digests({name: self._from_other(value) for name, value in inputs.items()}) != expected).any())
-        own = torch.stack(flags).long()
-        anywhere = own.clone()
-        for group in self._mesh.all_ranks if self._mesh.layout.world_size > 1 else ():
-            dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=group)
-        if any(anywhere.tolist()):
+        own = torch.stack(flags)
+        if any(on_any_rank(self._mesh, own)):
             raise self._error(step, own.tolist())
 
     def _rows(self, tokens: Tensor) -> int:
@@ -111,19 +110,16 @@ class RecomputationChecks:
             work.wait()
         return received
 
-    def _error(self, step: int, own: list[int]) -> UserError:
+    def _error(self, step: int, own: list[bool]) -> UserError:
         """What to say of ranks whose bits differ; every rank returns the same. Collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, own)
-        layout = self._mesh.layout
         unstable = [rank for rank, flags in enumerate(gathered) if flags[0]]
         pairs = [rank for rank, flags in enumerate(gathered) if len(flags) > 1 and flags[1] and not flags[0]]
         if unstable:
-            ranks = _earliest(unstable, [layout.coordinates(rank).pipeline for rank in unstable])
-            what = f"{self._named(ranks)} computed other bits when they computed a forward pass again"
+            what = f"{self._named(unstable)} computed other bits when they computed a forward pass again"
         else:
-            ranks = _earliest(pairs, [layout.coordinates(rank).pipeline for rank in pairs])
-            what = f"{self._named(ranks)} computed other bits than the data rank before theirs from its batch: {self._suspects(pairs)}"
+            what = f"{self._named(pairs)} computed other bits than the data rank before theirs from its batch: {self._suspects(pairs)}"
         rule = f"{what}, after step {step}; no checkpoint of step {step} was written"
         fix = "run again without these nodes (sbatch --exclude): the newest checkpoint is continued; have their GPUs tested"
         return UserError.of(KEY, self._every, rule, fix)
@@ -139,11 +135,8 @@ class RecomputationChecks:
         return f"one of data ranks {', '.join(map(str, both))} is wrong"
 
     def _named(self, ranks: list[int]) -> str:
-        """Ranks with their hosts."""
-        shown = ", ".join(f"{rank} (on {self._hosts[rank]})" for rank in ranks[:8])
-        return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-
-
-def _earliest(ranks: list[int], stages: list[int]) -> list[int]:
-    """Those of the first pipeline rank: what later ones compute from wrong inputs is wrong as well."""
-    return [rank for rank, stage in zip(ranks, stages, strict=True) if stage == min(stages)]
+        """Ranks with their hosts, those of the first pipeline rank: what later ones compute from wrong inputs is wrong as well."""
+        stages = {rank: self._mesh.layout.coordinates(rank).pipeline for rank in ranks}
+        first = [rank for rank in ranks if stages[rank] == min(stages.values())]
+        shown = ", ".join(f"{rank} (on {self._hosts[rank]})" for rank in first[:_NAMED])
+        return f"ranks {shown}" + (f" and {len(first) - _NAMED} more" if len(first) > _NAMED else "")

@@ -23,7 +23,7 @@ from pipeline.training.engine import StepResult
 from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.trainer import Trainer
 from pipeline.training.untrained_weights import UntrainedWeights
-from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, gathered, on_host, parts_of
+from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, gathered, on_any_rank, on_host, parts_of
 
 KEY = "training.check_replicas_every"
 #: Most weights that a message names.
@@ -86,13 +86,9 @@ class ReplicaChecks:
         unequal = self._unequal(entries, digests)
         of_step = [value.to(self._mesh.device, torch.float64) for value in (result.gradient_norm, result.lr, result.skipped)]
         numbers = torch.cat([torch.stack(of_step), self._trainer.engine.counters()])
-        wrong = torch.stack([unequal.any(), self._numbers_differ(numbers)]).long()
-        if self._mesh.layout.world_size > 1:
-            for group in self._mesh.all_ranks:
-                dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)
-        copies, scalars = wrong.tolist()
+        copies, scalars = on_any_rank(self._mesh, torch.stack([unequal.any(), self._numbers_differ(numbers)]))
         if copies or scalars:
-            raise self._error(step, entries, unequal, numbers, scalars=bool(scalars))
+            raise self._error(step, entries, unequal, numbers, scalars=scalars)
         self._equal_until = step
         if due:
             weights = [index for index, entry in enumerate(entries) if entry.trained and entry.kind == "weight"]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeline.config.layout import Layout
 from pipeline.layers.nf4 import NF4Weight
+from pipeline.parallel.mesh import Mesh
 from pipeline.training.engine import Engine
 
 #: Integer type of the same size as a number, whose value is its bits.
@@ -161,6 +162,15 @@ def disagreements(layout: Layout, ranks: list[list[Part]]) -> list[Disagreement]
         elif len(set(here.values())) > 1:
             found.append(_pair(layout, kind, name, here))
     return _by_weight(found)
+
+
+def on_any_rank(mesh: Mesh, flags: Tensor) -> list[bool]:
+    """Return which flags are set on any rank of the job, bool (flags,). Collective; waits for the device."""
+    found = flags.long()
+    if mesh.layout.world_size > 1:
+        for group in mesh.all_ranks:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in found.tolist()]
 
 
 def gathered(lines: list[str]) -> list[str]:
