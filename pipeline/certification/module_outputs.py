@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from pipeline.certification.batches import random_batches, split, with_loss_scale
 from pipeline.certification.layout_training import begin
-from pipeline.certification.reference import build_plain, micro_batches_of, reference_loss
+from pipeline.certification.reference import build_plain, micro_batches_of
+from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
@@ -107,7 +108,7 @@ def _plain_outputs(config: RunConfig, tokens: Tensor, batch: Batch) -> dict[str,
     for stack in (module for module in model.modules() if isinstance(module, Stack)):
         stack.set_loss_weights(loss_weights.at(config.model, config.training, 0))
     with _first_outputs([model]) as outputs:
-        reference_loss(config, model, tokens, batch)
+        reference_loss(model, tokens, batch)
     return outputs
 
 

@@ -11,19 +11,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
 from pipeline.certification.plain_rate import plain_rate
+from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
 from pipeline.layers.init import initial_tensor
-from pipeline.layers.loss import IGNORE
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
@@ -100,7 +99,7 @@ def plain_loop(
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
             stack.set_loss_weights(loss_weights.at(config.model, config.training, step))
         parts = split(tokens, fields, micro_batches or micro_batches_of(config, tokens))
-        outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, config, model)))
+        outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, model)))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
         if step == 0:
             outcome.tensors["gradient"] = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
@@ -119,19 +118,6 @@ def plain_loop(
     if averages:
         outcome.tensors["average"] = averages
     return outcome
-
-
-def reference_loss(config: RunConfig, model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
-    """Return the loss of a micro-batch: stock cross-entropy of the logits of a causal model, otherwise the loss that the model returns.
-
-    The batch has the field loss_scale.
-    """
-    if config.model.objective != "causal" or getattr(config.model, "mtp_depth", 0) > 0:
-        return model(tokens, **batch)
-    inputs = {name: value for name, value in batch.items() if name not in ("targets", "loss_scale")}
-    targets = batch["targets"].flatten()
-    loss = F.cross_entropy(model(tokens, **inputs).flatten(0, 1), targets, ignore_index=IGNORE, reduction="sum")
-    return loss * batch["loss_scale"][0] / targets.numel()
 
 
 def build_plain(config: RunConfig, dtype: torch.dtype) -> nn.Module:

@@ -10,7 +10,8 @@ from torch import nn
 
 from pipeline.certification.batches import with_loss_scale
 from pipeline.certification.initial_weights import initialize
-from pipeline.certification.reference import plain_loop, reference_loss
+from pipeline.certification.reference import plain_loop
+from pipeline.certification.reference_loss import reference_loss
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 
@@ -58,7 +59,7 @@ def train_plain(config: Any, batches: list[Batch], *, model: nn.Module | None = 
             if not routed and not own_loss:
                 rest: Any = {name: value for name, value in batch.items() if name != "next_sentence"}
                 with torch.no_grad():
-                    validated.append(float(reference_loss(config, model, tokens, with_loss_scale(rest))))
+                    validated.append(float(reference_loss(model, tokens, with_loss_scale(rest))))
             yield tokens, batch if own_loss else with_loss_scale(batch)  # type: ignore[arg-type]
 
     loss = (lambda tokens, batch: model(tokens, **batch)) if own_loss else None
