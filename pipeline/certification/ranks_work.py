@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipeline.certification import accumulation
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog
 from pipeline.certification.fp8_layers import compare_fp8_layers
@@ -76,6 +77,7 @@ def _train(config: RunConfig, count: Callable[[], object], *, copies: bool, save
     calls = [*([log.after_step] if copies or saved else []), *([saving.after_step] if saving else [])]
     outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
     reports = [log.report()] if copies else []
+    reports += [accumulation.report(config)] if config.precision.dtype != "fp32" else []
     reports += [compare_fp8_layers(config, trainer)] if config.precision.fp8 != "none" else []
     if saving is not None:
         saving.finish()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
 from pipeline.models.stock_tensors import StockTensor
@@ -23,6 +23,34 @@ class Weights(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """Full value of a weight, fp32."""
+
+
+class InMemory:
+    """Weights in memory, or other tensors by the names of the weights.
+
+    Args:
+        tensors: by native name.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    @classmethod
+    def of(cls, model: nn.Module) -> InMemory:
+        """Return the weights of a model."""
+        return cls({name: parameter.detach() for name, parameter in model.named_parameters()})
+
+    def names(self) -> Iterable[str]:
+        """See Weights."""
+        return self._tensors
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See Weights."""
+        return tuple(self._tensors[name].shape)
+
+    def tensor(self, name: str) -> Tensor:
+        """See Weights."""
+        return self._tensors[name].clone()
 
 
 def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -66,7 +66,7 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
     with torch.inference_mode():
         expected = ours.eval()(tokens).float()
-        found = _load(stock_class, folder, gguf_file)(input_ids=tokens).logits.float()
+        found = load(stock_class, folder, gguf_file)(input_ids=tokens).logits.float()
     largest = float(expected.abs().max())
     difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:
@@ -77,8 +77,8 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
 
 
-def _load(stock_class: Any, folder: Path, gguf_file: str | None) -> Any:
-    """Load the export, without progress bars.
+def load(stock_class: Any, folder: Path, gguf_file: str | None = None) -> Any:
+    """Load an export in the stock class, without progress bars and dropout.
 
     Raises:
         CheckFailed: weights are missing or unexpected.

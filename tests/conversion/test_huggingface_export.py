@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MarianMTModel
 
 from pipeline.certification.initial_weights import initialize
+from pipeline.checkpoint.weights import InMemory as Weights
 from pipeline.common.errors import UserError
 from pipeline.conversion import huggingface_export
 from pipeline.conversion.huggingface_import import ImportedWeights, StockWeights, read_config
@@ -24,20 +25,12 @@ from tests.models.small_decoders import CONFIGS, DEEPSEEK
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"
 
 
-class InMemory:
+class InMemory(Weights):
     """The weights of a model with the interface of a checkpoint."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def names(self):
-        return list(self.weights)
-
-    def shape(self, name):
-        return tuple(self.weights[name].shape)
-
-    def tensor(self, name):
-        return self.weights[name]
+        super().__init__(self.weights)
 
     def read(self, runs):
         for run in runs:

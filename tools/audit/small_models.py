@@ -17,25 +17,6 @@ from tools.audit.parity_cases import SIZES
 SEQUENCE, FIRST_TOKEN, PADDING = 24, 5, 1  # some stock classes identify padding by its id, so no token has it
 
 
-class InMemory:
-    """The weights of a model in memory, with the interface of a checkpoint reader."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-    def names(self) -> list[str]:
-        """Return the names of all weights."""
-        return list(self._weights)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight."""
-        return tuple(self._weights[name].shape)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return a copy of a weight."""
-        return self._weights[name].clone()
-
-
 def configuration(family: str, fields: dict[str, Any]) -> Any:
     """Return the configuration of a variant."""
     schema = CONFIG_CLASSES[family]

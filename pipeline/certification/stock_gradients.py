@@ -1,0 +1,67 @@
+"""The gradients of an export, as stock transformers computes them, beside those of the plain model.
+
+The plain loop and the ranks compute with the same layers; transformers has its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.checkpoint.weights import InMemory, Weights
+from pipeline.config import loss_weights
+from pipeline.conversion import huggingface_export, stock_logits
+from pipeline.models import registry
+from pipeline.models.config import ModelConfig
+
+#: Largest difference of the gradients of a weight, relative to its norm.
+TOLERANCE = 1e-4
+#: A gradient that is smaller, relative to that of all weights, is zero in exact arithmetic.
+ZERO = 1e-6
+#: Sequences, and tokens of each at most.
+SEQUENCES, LENGTH = 2, 32
+
+
+def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tuple[str, float]]:
+    """Return the weights of the stock class whose gradients differ by more than TOLERANCE, with the relative difference, largest first.
+
+    The loss is the cross-entropy of the next tokens alone, on random tokens, without losses that balance experts.
+
+    Args:
+        folder: the export; the folder "gradients" is added.
+        weights: of the checkpoint, fp32.
+        config: of the model, a decoder that the stock class supports.
+    """
+    import transformers
+
+    stock_class = getattr(transformers, registry.mapping_of(config).architecture)
+    ours = registry.build(config).eval()
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(weights.tensor(name))
+    ours.set_loss_weights(dict.fromkeys(loss_weights.defaults(config), 0.0))
+    tokens = torch.randint(config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=torch.Generator().manual_seed(1))
+    _next_token_loss(ours(tokens), tokens).backward()
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in ours.named_parameters()}
+    # An export divides and joins tensors only, and so does loading: gradients pass through both as weights do.
+    written = folder / "gradients"
+    written.mkdir()
+    huggingface_export.write_weights(written, InMemory(gradients), config, dtype=torch.float32, shard_bytes=1 << 30)
+    huggingface_export.write_configs(written, config, dtype=torch.float32, end_of_document_id=0)
+    stock = stock_logits.load(stock_class, folder)
+    _next_token_loss(stock(input_ids=tokens).logits, tokens).backward()
+    expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
+    found = dict(stock_logits.load(stock_class, written).named_parameters())
+    smallest = ZERO * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    sizes = {
+        name: float((found[name].detach() - gradient).norm() / gradient.norm().clamp(min=smallest)) for name, gradient in expected.items()
+    }
+    return sorted(((name, size) for name, size in sizes.items() if not size <= TOLERANCE), key=lambda pair: -pair[1])
+
+
+def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits (batch, sequence, vocabulary) and the next tokens."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
