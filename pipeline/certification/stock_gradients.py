@@ -26,18 +26,17 @@ SEQUENCES, LENGTH = 2, 32
 
 
 def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tuple[str, float]]:
-    """Return the weights of the stock class whose gradients differ by more than TOLERANCE, with the relative difference, largest first.
+    """Return the weights of the stock class whose gradients differ by more than TOLERANCE, with the relative difference.
 
-    The loss is the cross-entropy of the next tokens alone, on random tokens, without losses that balance experts.
+    The order is that of a backward pass. The loss is the cross-entropy of the next tokens alone, on random tokens, without losses that
+    balance experts.
 
     Args:
         folder: the export; the folder "gradients" is added.
         weights: of the checkpoint, fp32.
         config: of the model, a decoder that the stock class supports.
     """
-    import transformers
-
-    stock_class = getattr(transformers, registry.mapping_of(config).architecture)
+    stock_class = stock_logits.stock_class_of(config)
     ours = registry.build(config).eval()
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -59,7 +58,7 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
     sizes = {
         name: float((found[name].detach() - gradient).norm() / gradient.norm().clamp(min=smallest)) for name, gradient in expected.items()
     }
-    return sorted(((name, size) for name, size in sizes.items() if not size <= TOLERANCE), key=lambda pair: -pair[1])
+    return [(name, size) for name, size in reversed(sizes.items()) if not size <= TOLERANCE]
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

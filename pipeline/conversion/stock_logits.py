@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from contextlib import nullcontext, redirect_stderr
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,10 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     if config.objective != "causal" or size > MEMORY:
         log.info("convert: the digests of all tensors agree")
         return
-    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    try:
-        import transformers
-    except ModuleNotFoundError:
+    if find_spec("transformers") is None:
         log.info("convert: the digests of all tensors agree; logits are compared if transformers is installed (pip install transformers)")
         return
-    if (stock_class := getattr(transformers, architecture, None)) is None:
+    if (stock_class := stock_class_of(config)) is None:
         log.info("convert: the digests of all tensors agree; this version of transformers has no %s", architecture)
         return
     ours = registry.build(config)
@@ -75,6 +72,15 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
             f"largest logit is {largest:.3g}. Nothing is published"
         )
     log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
+
+
+def stock_class_of(config: ModelConfig) -> Any | None:
+    """Return the class of transformers, which is installed, for a model; None if this version has none."""
+    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    import transformers
+
+    return getattr(transformers, registry.mapping_of(config).architecture, None)
 
 
 def load(stock_class: Any, folder: Path, gguf_file: str | None = None) -> Any:

@@ -186,6 +186,35 @@ def gradients_scaled_in_bf16() -> Any:
     return replaced(Trainer, "__init__", make)
 
 
+def gradients_summed_in_bf16() -> Any:
+    """The sum of the gradients of micro-batches is rounded to the dtype of the weight."""
+    from pipeline.training.gradient_reduction import _State
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def add(self: Any, parameter: torch.nn.Parameter) -> None:
+            original(self, parameter)
+            total = self._sums[parameter]
+            total.copy_(total.to(parameter.dtype))
+
+        return add
+
+    return replaced(_State, "add", make)
+
+
+def half_a_gradient_in_a_shared_layer() -> Any:
+    """The backward pass of the MLP, which the layout and the plain loop share, halves every gradient."""
+    from pipeline.layers.mlp import GatedMLP
+
+    def make(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            y = original(self, x)
+            return y.detach() + 0.5 * (y - y.detach())
+
+        return forward
+
+    return replaced(GatedMLP, "forward", make)
+
+
 def pieces_leave_a_gap() -> Any:
     """The last tensor rank's piece of a weight is one row too short."""
     from pipeline.parallel import pieces

@@ -124,6 +124,25 @@ def test_a_fault_in_the_precision_of_the_job(certify) -> None:
     assert written["parts"]["copies"]["not_covered"] == ["left out by stage.skip=copies"]
 
 
+def test_sums_of_gradients_that_are_rounded(certify) -> None:
+    words = (*JOB, "parallel.zero_stage=1", "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,data,shapes]")
+    code, printed, _ = certify(*words, fault=faults.gradients_summed_in_bf16)
+    assert code == 1
+    assert re.search(r"precision: bf16: the gradient of \S+ depends on the number of equal micro-batches, by \d.\de-0[34]", printed), (
+        printed
+    )
+    assert "differs by" not in printed
+
+
+def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) -> None:
+    words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", "stage.skip=[copies,data,shapes]")
+    with faults.half_a_gradient_in_a_shared_layer():
+        code, printed, _ = certify(*words, fault=faults.half_a_gradient_in_a_shared_layer)
+    assert code == 1
+    assert "export: the gradient of model.layers.1.mlp.down_proj.weight differs by 5.0e-01 from that of LlamaForCausalLM" in printed
+    assert "in fp32: differs" not in printed
+
+
 @pytest.mark.parametrize(
     "fault, expected",
     [
