@@ -24,7 +24,8 @@ LARGEST_RATE = 1e-3
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
     """Return the configuration with another precision.dtype, and without fp8."""
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none"))
+    reduced = config.precision.reduce_dtype if dtype == "bf16" else "fp32"
+    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none", reduce_dtype=reduced))
 
 
 def with_small_updates(config: RunConfig) -> RunConfig:

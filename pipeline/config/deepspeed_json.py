@@ -65,7 +65,10 @@ class Settings:
             self.refuse(key, value, f"contradicts {source}={json.dumps(other)}: both set {ours}", "set both to one value")
 
 
-_TEXTS = ("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype", "parallel.offload", "parallel.zero_group")
+_TEXTS = (
+    *("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype", "precision.reduce_dtype"),
+    *("parallel.offload", "parallel.zero_group"),
+)
 _INTEGERS = (
     *("training.global_batch_size", "training.micro_batch_size", "training.steps", "optimizer.warmup_steps", "tracking.log_every"),
     *("parallel.zero_stage", "parallel.tensor", "precision.loss_scale_window"),

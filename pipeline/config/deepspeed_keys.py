@@ -25,7 +25,10 @@ class Only:
 
 
 #: Our key -> what a value of the file is called here; others are refused.
-VALUES = {"parallel.offload": {"none": "none", "cpu": "optimizer"}}
+VALUES = {
+    "parallel.offload": {"none": "none", "cpu": "optimizer"},
+    "precision.reduce_dtype": {"fp32": "fp32", "bf16": "bf16"},
+}
 #: MiCS: ZeRO 3 within so many ranks, replicated outside. Files for older releases have it, 0.19 no longer does.
 MICS = "zero_optimization.mics_shard_size"
 #: Key -> our key, which gets the same value.
@@ -33,6 +36,7 @@ SETS = {
     "train_batch_size": "training.global_batch_size",
     "train_micro_batch_size_per_gpu": "training.micro_batch_size",
     "gradient_clipping": "optimizer.gradient_clipping",
+    "communication_data_type": "precision.reduce_dtype",
     "steps_per_print": "tracking.log_every",
     "zero_optimization.stage": "parallel.zero_stage",
     "zero_optimization.offload_optimizer.device": "parallel.offload",
@@ -79,8 +83,8 @@ WITHOUT_EFFECT = {
     "datastates_ckpt": _FILES,
     "nebula": _FILES,
     "aio": "nothing is offloaded to NVMe",
-    "prescale_gradients": "gradients are reduced in fp32",
-    "gradient_predivide_factor": "gradients are reduced in fp32",
+    "prescale_gradients": "sums of gradients in fp32 and bf16 do not overflow",
+    "gradient_predivide_factor": "sums of gradients in fp32 and bf16 do not overflow",
     "disable_allgather": _BUCKETS,
     "zero_allow_untested_optimizer": "the optimizer is optimizer.name",
     "zero_force_ds_cpu_optimizer": "the optimizer is optimizer.name",
@@ -115,7 +119,6 @@ _FP32 = (None, "fp32", "float32", "torch.float32")
 _NOT_QUANTIZED = Only((False,), "weights and gradients are sent in full", "set it to false; precision=fp8 multiplies in 8 bits")
 #: Key -> values that describe what is done here; others are refused.
 ONLY = {
-    "communication_data_type": Only(_FP32, "gradients are reduced in fp32", "remove it, or set it to fp32"),
     "seq_parallel_communication_data_type": Only(_FP32, "gradients are reduced in fp32", "remove it, or set it to fp32"),
     "data_types.grad_accum_dtype": Only(_FP32, "gradients are accumulated in fp32", "remove it, or set it to fp32"),
     "data_types.param_dtype": Only((None,), "weights have the dtype of bf16.enabled and fp16.enabled", "set one of these instead"),

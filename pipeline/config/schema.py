@@ -258,6 +258,12 @@ class PrecisionConfig:
         choices=("none", "tensorwise", "rowwise"),
     )
     fp8_exclude_layers: int = knob(1, "fp8: number of first and of last layers whose products stay bf16", unit="layers", at_least=0)
+    reduce_dtype: str = knob(
+        "fp32",
+        "dtype in which gradients are summed over data ranks, after those of a rank's micro-batches in fp32; bf16 halves the bytes of the "
+        "largest collective of data parallelism, and rounds the sum of every two ranks",
+        choices=("fp32", "bf16"),
+    )
     initial_loss_scale: float = knob(
         65536.0, "fp16: first factor of the loss, such that small gradients are not rounded to zero", at_least=1, at_most=1e30
     )

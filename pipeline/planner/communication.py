@@ -37,11 +37,22 @@ def step_exchanges(
     """
     buckets, zero_stage = planned_buckets(trace, layout, layout.stages(rank)), state_format.zero_stage
     gathered = gathers(buckets, layout, zero_stage, state_format.weight_bytes, reference=trace.has_reference)
-    return reductions(buckets, layout, zero_stage) + gathered + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
+    reduced = reductions(buckets, layout, zero_stage, FP32, state_format.reduce_bytes)
+    return reduced + gathered + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
 
 
-def reductions(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gradient_bytes: int = FP32) -> list[RepeatedCollective]:
-    """Return the reductions of gradients in a step."""
+def reductions(
+    buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gradient_bytes: int, reduce_bytes: int
+) -> list[RepeatedCollective]:
+    """Return the reductions of gradients in a step.
+
+    Args:
+        buckets: of a rank.
+        layout: of the job.
+        zero_stage: 0 reduces whole gradients.
+        gradient_bytes: of an accumulated gradient.
+        reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
+    """
     kind: Kind = "all_reduce" if zero_stage == 0 else "reduce_scatter"
     collectives = []
     for bucket in buckets:
@@ -50,7 +61,8 @@ def reductions(buckets: list[PlannedBucket], layout: Layout, zero_stage: int, gr
             summed = Collective("all_reduce", "tensor", "backward", float(gradient_bytes * bucket.summed))
             collectives.append(RepeatedCollective(summed, count))
         if bucket.ranks > 1:
-            collectives.append(RepeatedCollective(Collective(kind, bucket.shards_axis, "backward", size), count))
+            sent = float(reduce_bytes * bucket.elements)
+            collectives.append(RepeatedCollective(Collective(kind, bucket.shards_axis, "backward", sent), count))
         if bucket.replicas > 1:
             across = Collective("all_reduce", bucket.replicas_axis, "backward", size / bucket.ranks)
             collectives.append(RepeatedCollective(across, 1))

@@ -42,7 +42,8 @@ class EngineModel:
     Attributes:
         products: factor of the rate of matrix products; below 1 where collectives beside them take multiprocessors and power.
         overlap_data: share of the compute during which collectives of data parallelism run beside it.
-        gradient_bytes: of an accumulated gradient, and of a gradient in a collective.
+        gradient_bytes: of an accumulated gradient.
+        reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
         accumulation_bytes: bytes that the accumulation of gradients moves for each weight and micro-batch.
         weight_bytes: of a gathered weight.
         context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
@@ -54,6 +55,7 @@ class EngineModel:
     products: float = 1.0
     overlap_data: float = 0.9
     gradient_bytes: int = 4
+    reduce_bytes: int = 4
     accumulation_bytes: float = 10.0
     weight_bytes: int = 2
     context_bytes: float = 1.6e9
@@ -125,11 +127,11 @@ class EngineModel:
 
     def reductions(self, buckets: list[PlannedBucket], layout: Layout, zero_stage: int) -> list[RepeatedCollective]:
         """Return the reductions of gradients in a step of ZeRO 0 to 2."""
-        return reductions(buckets, layout, zero_stage, self.gradient_bytes)
+        return reductions(buckets, layout, zero_stage, self.gradient_bytes, self.reduce_bytes)
 
     def sharded_exchanges(self, buckets: list[PlannedBucket], layout: Layout) -> list[RepeatedCollective]:
         """Return the gatherings of weights and reductions of gradients in a step of ZeRO 3."""
-        return gathers(buckets, layout, 3, self.weight_bytes) + reductions(buckets, layout, 3, self.gradient_bytes)
+        return gathers(buckets, layout, 3, self.weight_bytes) + self.reductions(buckets, layout, 3)
 
     def model_state(self, buckets: list[PlannedBucket], state_format: StateFormat) -> ModelState:
         """Return the bytes of weights, gradients and optimizer state."""
@@ -144,6 +146,10 @@ class EngineModel:
         return part.peaks
 
 
-def engine_model(zero_stage: int, weight_bytes: int = 2) -> EngineModel:
-    """Return the model of this project's engine under a ZeRO stage, for weights of a size in matrix products."""
-    return EngineModel(products=SHARDED_PRODUCTS if zero_stage == 3 else 1.0, weight_bytes=weight_bytes)
+def engine_model(state_format: StateFormat) -> EngineModel:
+    """Return the model of this project's engine, for ranks that store their weights so."""
+    return EngineModel(
+        products=SHARDED_PRODUCTS if state_format.zero_stage == 3 else 1.0,
+        weight_bytes=state_format.weight_bytes,
+        reduce_bytes=state_format.reduce_bytes,
+    )

@@ -82,7 +82,7 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         hardware,
         state_format,
         hidden_bytes=hidden_bytes(config) * hidden_states(config),
-        engine=engine_model(config.parallel.zero_stage, state_format.weight_bytes),
+        engine=engine_model(state_format),
     )
     return JobPlan(config, layout, hardware, traced, predicted)
 
@@ -118,7 +118,7 @@ def table(plan: JobPlan) -> list[OperationRow]:
 
 def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
     """Yield what the parts of the model execute, with the collectives inside of it."""
-    engine = engine_model(plan.config.parallel.zero_stage)
+    engine = engine_model(state_format_of(plan.config))
     groups = engine.axis_groups(plan.layout, plan.hardware)
     parts = [part for stage in range(plan.layout.stage_count) for part in plan.trace.stage_parts(plan.layout, stage)]
     for name, uses in Counter(part.name for part in parts).items():
@@ -147,7 +147,7 @@ def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
 def _exchange_rows(plan: JobPlan) -> Iterator[OperationRow]:
     """Yield the collectives of gradients and weights, and what is sent between pipeline stages."""
     config, layout = plan.config, plan.layout
-    groups = engine_model(config.parallel.zero_stage).axis_groups(layout, plan.hardware)
+    groups = engine_model(state_format_of(config)).axis_groups(layout, plan.hardware)
     experts = "data" if layout.expert == 1 else "data of experts"
     names = {"dense": "data", "data": experts, "tied_embedding": "tied embedding"}
     for axis, words in (("dense", ""), ("data", "" if layout.expert == 1 else " of experts")):

@@ -84,7 +84,7 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     stages = {stage: result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)}
     state_format = state_format_of(result.config)
     buckets = planned_buckets(result.trace, result.layout, result.layout.stages(rank))
-    engine = engine_model(state_format.zero_stage)
+    engine = engine_model(state_format)
     moment = fullest_moment(buckets, stages, state_format, engine, compiled=result.trace.compiled)
     kind = f"the {moment.part}" if moment.part in ("embed", "head") else "a block"
     direction = "backward" if moment.backward else "forward"

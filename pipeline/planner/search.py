@@ -115,7 +115,7 @@ class Traces:
         node = hardware.gpus_per_node
         key = f"{self.key(config)} {hardware.name} {node} {config.parallel.zero_stage == 3}"
         if key not in self.sums:
-            traced, engine = self.get(config), engine_model(config.parallel.zero_stage)
+            traced, engine = self.get(config), engine_model(state_format_of(config))
             groups = engine.axis_groups(layout, hardware)
             times = {name: engine.part_time(part, hardware, groups).total for name, part in traced.parts.items()}
             for name, part in traced.parts.items():

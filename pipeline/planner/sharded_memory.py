@@ -41,20 +41,26 @@ def beside_passes(
             + (0.0 if engine.fused_loss and parts[index].name == "head" else filled)
             + sum(complete[len(complete) - engine.pending :]),
         )
-        complete += _gradients(held[index], engine)
+        complete += _sent(held[index], engine)
     return beside
 
 
 def _reductions(held: list[list[PlannedBucket]], engine: EngineModel, *, compiled: bool) -> list[float]:
     """Bytes of the whole gradients of a stage in the order of their reductions; those of all vectors are negligible."""
-    sizes = [size for own in reversed(held[1:]) for size in _gradients(own, engine)]
-    return [*sizes, *([] if compiled else [0.0]), *_gradients(held[0], engine)]
+    sizes = [size for own in reversed(held[1:]) for size in _sent(own, engine)]
+    return [*sizes, *([] if compiled else [0.0]), *_sent(held[0], engine)]
 
 
 def _gradients(own: list[PlannedBucket], engine: EngineModel) -> list[float]:
     """Bytes of the whole gradients of buckets, those of experts first: attention is before them."""
     ordered = sorted(own, key=lambda bucket: bucket.axis)
     return [float(bucket.elements * engine.gradient_bytes) for bucket in ordered]
+
+
+def _sent(own: list[PlannedBucket], engine: EngineModel) -> list[float]:
+    """As _gradients, while they are reduced: with the copy that is sent in another dtype."""
+    copied = engine.reduce_bytes if engine.reduce_bytes < engine.gradient_bytes else 0
+    return [size * (1 + copied / engine.gradient_bytes) for size in _gradients(own, engine)]
 
 
 def _gathered(own: list[PlannedBucket], state_format: StateFormat) -> float:

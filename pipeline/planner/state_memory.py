@@ -43,12 +43,14 @@ class StateFormat:
         weight_bytes: of a weight in matrix products.
         state_tensors: fp32 tensors that are kept for each weight: those of the optimizer, and the average of training.ema.
         offload: whether master weights and these tensors are in host memory.
+        reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
     """
 
     zero_stage: int
     weight_bytes: int = 2
     state_tensors: int = 2
     offload: bool = False
+    reduce_bytes: int = FP32
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,8 @@ def state_tensors(config: RunConfig) -> tuple[str, ...]:
 def state_format_of(config: RunConfig) -> StateFormat:
     """Return how the ranks of a job store their weights."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
-    return StateFormat(config.parallel.zero_stage, weight_bytes, len(state_tensors(config)), config.parallel.offload == "optimizer")
+    offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
+    return StateFormat(config.parallel.zero_stage, weight_bytes, len(state_tensors(config)), offload, reduce_bytes)
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:

@@ -92,7 +92,7 @@ class Findings:
         yield f"  with an infinitely fast host: step {1e3 * fast.step:.1f} ms, exposed communication {_ms(fast.exposed, fast.step)}"
         yield f"  not known: {'; '.join(self._unknown())}"
         for axis, seconds in time.communication.items():
-            yield f"  {axis:<14}collectives run {1e3 * seconds:9.2f} ms, exposed {1e3 * time.exposed_axes[axis]:9.2f} ms"
+            yield f"  {axis:<16}collectives run {1e3 * seconds:9.2f} ms, exposed {1e3 * time.exposed_axes[axis]:9.2f} ms"
         for site, seconds in list(time.host_sites.items())[:_SITES]:
             yield f"  the device waits for the host at {site or '?'}: {1e3 * seconds:.2f} ms"
 

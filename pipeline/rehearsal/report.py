@@ -53,7 +53,7 @@ def lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
     yield from host_lines(found, planned)
     yield "collectives of a step"
     for (axis, name, beside), (count, size) in collectives(found.seen.calls, found.mesh).items():
-        yield f"  {axis:<14}{name:<16}{count:7,} {size / GB:10.3f} GB{'  beside other work' * beside}"
+        yield f"  {axis:<16}{name:<16}{count:7,} {size / GB:10.3f} GB{'  beside other work' * beside}"
     if found.unknown:
         yield f"functions of CUDA without an answer, whose calls failed: {', '.join(found.unknown)}"
 

@@ -40,6 +40,7 @@ class GradientReducer:
         buckets: of all weights of this rank.
         mesh: this rank's process groups.
         reduction: what to leave on the rank, and how often.
+        wire_dtype: in which a whole gradient is sent to the ranks of the group and summed. Sums over groups are fp32.
         on_complete: called with a bucket when all its gradients of a step, or with PARTITION_EACH of a micro-batch, have been computed.
         on_reduced: called with a bucket and its reduced gradient of a step, once, on the stream that has computed it.
     """
@@ -49,11 +50,12 @@ class GradientReducer:
         buckets: list[Bucket],
         mesh: Mesh,
         reduction: Reduction,
+        wire_dtype: torch.dtype = torch.float32,
         on_complete: Callable[[Bucket], None] = lambda _: None,
         on_reduced: Callable[[Bucket, Tensor], None] = lambda _bucket, _gradient: None,
     ) -> None:
         self.buckets, self._on_complete, self._on_reduced = buckets, on_complete, on_reduced
-        self._mesh, self._reduction = mesh, reduction
+        self._mesh, self._reduction, self._wire_dtype = mesh, reduction, wire_dtype
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._states = {bucket: _State(bucket, mesh) for bucket in buckets}
         self._pending: deque[tuple[_State, Tensor, Tensor, Any]] = deque()
@@ -125,11 +127,13 @@ class GradientReducer:
         with self._side_stream():
             _sum([bucket.view(flat, parameter) for parameter in bucket.tensor_sums], self._mesh.tensor)
             ranks, work, result = bucket.group.size(), None, flat
+            wire = flat.to(self._wire_dtype) if ranks > 1 else flat
             if ranks > 1 and self._reduction is Reduction.ALL:
-                work = dist.all_reduce(flat, group=bucket.group, async_op=True)
+                result = wire
+                work = dist.all_reduce(wire, group=bucket.group, async_op=True)
             elif ranks > 1:
-                result = flat.new_empty(bucket.partition_elements)
-                work = dist.reduce_scatter_tensor(result, flat, group=bucket.group, async_op=True)
+                result = wire.new_empty(bucket.partition_elements)
+                work = dist.reduce_scatter_tensor(result, wire, group=bucket.group, async_op=True)
         state.free()
         self._pending.append((state, flat, result, work))
 
@@ -143,6 +147,7 @@ class GradientReducer:
         with self._side_stream():
             if work is not None:
                 work.wait()
+            result = result.float()
             if state.replicas > 1:
                 result /= state.replicas
             state.reduced = result if state.reduced is None else state.reduced.add_(result)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
@@ -38,7 +38,7 @@ class ReplicatedEngine(Engine):
         self._mesh = mesh
         self.loss_scale = LossScale(precision, mesh.device)
         buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel)
-        self._reducer = GradientReducer(buckets, mesh, Reduction.ALL)
+        self._reducer = GradientReducer(buckets, mesh, Reduction.ALL, DTYPES[precision.reduce_dtype])
         self._parameters = list(model.pieces)
         low = precision.dtype != "fp32"
         self._masters: list[Tensor] = [p.detach().float() if low else p for p in self._parameters]

@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import LocalModel
+from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
@@ -72,7 +72,10 @@ class ZeroEngine(Engine):
         )
         self._update.begin(self._zero.masters)
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
-        self._reducer = GradientReducer(self._buckets, mesh, REDUCTIONS[stage], self._gatherer.backward_finished, self._begin_offload())
+        wire_dtype = DTYPES[precision.reduce_dtype]
+        self._reducer = GradientReducer(
+            self._buckets, mesh, REDUCTIONS[stage], wire_dtype, self._gatherer.backward_finished, self._begin_offload()
+        )
         #: Index of a bucket and slice of its partition, for every weight that counts in the global norm.
         self._primary = [
             (index, where)

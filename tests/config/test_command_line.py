@@ -155,6 +155,10 @@ REFUSED = [
         "9999999999: makes weights of more bytes than PyTorch can count",
     ),
     (
+        "precision=fp32 precision.reduce_dtype=bf16",
+        "precision.reduce_dtype=bf16: requires precision.dtype=bf16, not fp32",
+    ),
+    (
         "precision=fp8 model.layers=1",
         "multiplies no 8-bit numbers|set precision.fp8_exclude_layers=0, or precision=bf16",
     ),

@@ -193,7 +193,7 @@ def test_command_line_of_a_job_is_composed_again(file):
         ),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, "fp16.loss_scale=128: the loss scale is dynamic"),
         ({"fp16": {"enabled": True, "hysteresis": 2}}, "fp16.hysteresis=2"),
-        ({"communication_data_type": "bf16"}, 'communication_data_type="bf16": gradients are reduced in fp32'),
+        ({"communication_data_type": "fp16"}, 'communication_data_type="fp16": is not supported\n    fix: set it to fp32 or bf16'),
         ({"flops_profiler": {"enabled": True}}, "run stage=plan, or set training.profile=[STEP]"),
         ({"compression_training": {"weight_quantization": {}}}, "set training.fake_quantize=int8"),
         ({"train_batch_sise": 4}, "train_batch_sise=4: is not a key that is known here\n    fix: did you mean train_batch_size or"),

@@ -44,7 +44,8 @@ LAYOUTS = {
         )
     ],
     "ZeRO": [
-        (2, "model=llama-tiny", "model.layers=3", f"parallel.zero_stage={stage}", "training.global_batch_size=4") for stage in (0, 1, 2, 3)
+        (2, "model=llama-tiny", "model.layers=3", f"parallel.zero_stage={stage}", "training.global_batch_size=4", *more)
+        for stage, more in ((0, ()), (1, ()), (2, ()), (3, ()), (2, ("precision.dtype=bf16", "precision.reduce_dtype=bf16")))
     ],
     "ZeRO in groups": [
         *(

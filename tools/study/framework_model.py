@@ -109,7 +109,7 @@ class FrameworkModel(EngineModel):
         """Return the gatherings and reductions in a step of ZeRO 3; hybrid sharding sums the partitions of the last micro-batch."""
         exchanges = super().sharded_exchanges(buckets, layout)
         if self.shard_ranks:
-            reduced = [reduction.collective for reduction in reductions(buckets, layout, 3, self.gradient_bytes)]
+            reduced = [reduction.collective for reduction in reductions(buckets, layout, 3, self.gradient_bytes, self.reduce_bytes)]
             sums = [replace(c, kind="all_reduce", axis="replicas", bytes=c.bytes / self.shard_ranks) for c in reduced]
             exchanges += [RepeatedCollective(collective, 1) for collective in sums]
         return exchanges

@@ -67,6 +67,7 @@ def framework_model(row: dict[str, str], year: int, sharding: Sharding, constant
     beside = pytorch or (deepspeed and zero == 3 and modern)
     plain, new = eager(row, sharding), bool(re.search("h[128]00|b[23]00", row["gpu"].lower()))
     eager_attention = constants.eager_attention_new if new else constants.eager_attention
+    gradient_bytes = 2 if (narrow or pure) and not fp32_gradients else 4
     return FrameworkModel(
         scores=_scores(row, modern),
         products=(constants.sharded_products if beside else 1.0) * (1.0 if modern else constants.old_products),
@@ -80,7 +81,8 @@ def framework_model(row: dict[str, str], year: int, sharding: Sharding, constant
         loss_bytes=FUSED_LOSS_BYTES if plain or year >= 2024 else constants.loss_bytes,
         accumulation_bytes=10.0 if accumulates else 0.0,
         gradient_copy=2 if fp32_gradients else 0,
-        gradient_bytes=2 if (narrow or pure) and not fp32_gradients else 4,
+        gradient_bytes=gradient_bytes,
+        reduce_bytes=gradient_bytes,
         scaled=(half and not compiled(row)) or (deepspeed and not fp32_gradients),
         # Before 2023, PyTorch loaded all its kernels, and DeepSpeed has two buckets for reductions and one for gatherings (5e8 elements).
         context_bytes=1.6e9 + (0.0 if modern or compiled(row) else 2.4e9) + (3e9 if deepspeed and not modern else 0.0),

@@ -9,7 +9,10 @@ from pipeline.config.schema import RunConfig
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield the violated rules of 8-bit products."""
+    """Yield the violated rules of 8-bit products, and of the sums of gradients."""
+    if config.precision.reduce_dtype == "bf16" != config.precision.dtype:
+        rule = f"requires precision.dtype=bf16, not {config.precision.dtype}"
+        yield Violation("precision.reduce_dtype", "bf16", rule, "set it to fp32, or precision=bf16")
     key, fp8 = "precision.fp8", config.precision.fp8
     if fp8 == "none":
         return
