@@ -127,55 +127,73 @@ class MoE(nn.Module):
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
-        num_experts = routing.probs.shape[1]
-        expert_ids = routing.experts.masked_fill(~valid.view(-1, 1), num_experts)
+        num_experts, expert_ids = routing.probs.shape[1], routing.experts
+        if documents is not None:
+            expert_ids = expert_ids.masked_fill(~valid.view(-1, 1), num_experts)
         if self.capacity_factor is not None:
             expert_ids = drop_over_capacity(expert_ids, num_experts, math.ceil(self.capacity_factor * expert_ids.numel() / num_experts))
+        counts = tokens_per_expert(expert_ids, num_experts)
         sent = tokens if self.narrow is None else self.narrow(tokens)
-        outputs = self._compute_experts(sent, expert_ids, routing.weights.to(x.dtype), num_experts, meanwhile)
-        return self._add_aux_loss(outputs.unflatten(0, x.shape[:2]), routing, expert_ids, valid)
+        all_assigned = documents is None and self.capacity_factor is None
+        weights = routing.weights.to(x.dtype)
+        outputs = self._compute_experts(sent, expert_ids, weights, counts, meanwhile, all_assigned=all_assigned).unflatten(0, x.shape[:2])
+        return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid)) if torch.is_grad_enabled() else outputs
 
     def _compute_experts(
-        self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, meanwhile: Callable[[], None] | None
+        self,
+        tokens: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        counts: Tensor,
+        meanwhile: Callable[[], None] | None,
+        *,
+        all_assigned: bool,
     ) -> Tensor:
         """Permute the tokens by expert, apply the experts and combine their outputs.
 
         Args:
             tokens: (tokens, hidden).
-            expert_ids: int64 (tokens, top_k); `num_experts` for no expert.
+            expert_ids: int64 (tokens, top_k); the number of experts for no expert.
             weights: (tokens, top_k).
-            num_experts: number of experts.
+            counts: int64 (experts,), as of tokens_per_expert.
             meanwhile: as in forward.
+            all_assigned: whether every assignment is to an expert.
 
         Returns:
             (tokens, hidden).
         """
         order = expert_ids.flatten().argsort(stable=True)
         inverse = inverse_permutation(order)
-        counts = tokens_per_expert(expert_ids, num_experts)
         rows = permute(tokens, order, inverse, expert_ids.shape[1])
         # A row of no expert is undefined: times a zero weight it could still be NaN, in the output and in the gradient.
-        assigned = (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
-        rows = rows.where(assigned, 0)
-        compute = self.experts.dispatch(rows, counts)
+        assigned = None if all_assigned else (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
+        compute = self.experts.dispatch(rows if assigned is None else rows.where(assigned, 0), counts)
         if meanwhile is not None:
             meanwhile()
-        rows = compute().where(assigned, 0)
+        rows = compute()
+        if assigned is not None:
+            rows = rows.where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
-    @uncompiled  # its backward pass changes the layer's record
-    def _add_aux_loss(self, y: Tensor, routing: Routing, expert_ids: Tensor, valid: Tensor) -> Tensor:
-        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
-        if not torch.is_grad_enabled():
-            return y
+    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the auxiliary losses, 0-dim, and what `record` sums of a micro-batch.
+
+        Args:
+            routing: of all tokens.
+            counts: int64 (experts,), as of tokens_per_expert.
+            valid: bool (batch, sequence), False for padding.
+        """
         loss = self.aux_loss.loss(routing, valid, self.reduce_sums)
-        num_experts = routing.probs.shape[1]
         with torch.no_grad():
             tokens = valid.sum().clamp(min=1)
             entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
-            load = tokens_per_expert(expert_ids, num_experts)
-            dropped = 1 - load.sum() / (tokens * expert_ids.shape[1])
-            record = torch.cat([load, torch.stack([entropy, dropped, loss.detach(), torch.ones_like(loss)])]).float()
+            dropped = 1 - counts.sum() / (tokens * routing.experts.shape[1])
+            record = torch.cat([counts, torch.stack([entropy, dropped, loss.detach(), torch.ones_like(loss)])]).float()
+        return loss, record
+
+    @uncompiled  # its backward pass changes the layer's record
+    def _add_aux_loss(self, y: Tensor, loss: Tensor, record: Tensor) -> Tensor:
+        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
         output: Tensor = _AddAuxLoss.apply(y, loss, self, record)
         return output
 
@@ -206,8 +224,8 @@ def moe_layers(model: nn.Module) -> Iterator[MoE]:
 
 def tokens_per_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each expert: int64 (tokens, top_k) of 0 .. num_experts, `num_experts` for none -> int64 (num_experts,)."""
-    flat = expert_ids.flatten()
-    return torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))[:num_experts]
+    flat, counts = expert_ids.flatten(), torch.zeros(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32))[:num_experts].long()  # int64 is not compiled
 
 
 def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> Tensor:
@@ -229,8 +247,9 @@ def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> T
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation, int64 (n,)."""
-    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    """Return the inverse of a permutation: int64 (n,) -> int32 (n,). Inductor compiles no scatter of int64."""
+    numbers = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return torch.empty_like(numbers).scatter(0, order, numbers)
 
 
 class _Permute(torch.autograd.Function):
@@ -255,7 +274,7 @@ def permute(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tenso
     Args:
         x: (rows, hidden).
         order: int64 (rows * copies,), a permutation; copy c of row r has index r * copies + c.
-        inverse: the inverse permutation.
+        inverse: the inverse permutation, int32 or int64 as order may be.
         copies: repetitions of each row (top_k).
 
     Returns:
