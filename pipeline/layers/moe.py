@@ -133,11 +133,15 @@ class MoE(nn.Module):
         if self.capacity_factor is not None:
             expert_ids = drop_over_capacity(expert_ids, num_experts, math.ceil(self.capacity_factor * expert_ids.numel() / num_experts))
         counts = tokens_per_expert(expert_ids, num_experts)
-        sent = tokens if self.narrow is None else self.narrow(tokens)
-        all_assigned = documents is None and self.capacity_factor is None
+        # Rows of no expert are undefined: times a zero weight they could still be NaN, in the output and in the gradient.
+        every = documents is None and self.capacity_factor is None
+        assigned = None if every else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
+        tokens = tokens if self.narrow is None else self.narrow(tokens)
         weights = routing.weights.to(x.dtype)
-        outputs = self._compute_experts(sent, expert_ids, weights, counts, meanwhile, all_assigned=all_assigned).unflatten(0, x.shape[:2])
-        return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid)) if torch.is_grad_enabled() else outputs
+        outputs = self._compute_experts(tokens, expert_ids, weights, counts, assigned, meanwhile).unflatten(0, x.shape[:2])
+        if not torch.is_grad_enabled():
+            return outputs
+        return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid, all_valid=documents is None))
 
     def _compute_experts(
         self,
@@ -145,9 +149,8 @@ class MoE(nn.Module):
         expert_ids: Tensor,
         weights: Tensor,
         counts: Tensor,
+        assigned: Tensor | None,
         meanwhile: Callable[[], None] | None,
-        *,
-        all_assigned: bool,
     ) -> Tensor:
         """Permute the tokens by expert, apply the experts and combine their outputs.
 
@@ -156,8 +159,8 @@ class MoE(nn.Module):
             expert_ids: int64 (tokens, top_k); the number of experts for no expert.
             weights: (tokens, top_k).
             counts: int64 (experts,), as of tokens_per_expert.
+            assigned: bool (tokens * top_k, 1), whether a row belongs to an expert, in the order of experts; None if all do.
             meanwhile: as in forward.
-            all_assigned: whether every assignment is to an expert.
 
         Returns:
             (tokens, hidden).
@@ -165,30 +168,27 @@ class MoE(nn.Module):
         order = expert_ids.flatten().argsort(stable=True)
         inverse = inverse_permutation(order)
         rows = permute(tokens, order, inverse, expert_ids.shape[1])
-        # A row of no expert is undefined: times a zero weight it could still be NaN, in the output and in the gradient.
-        assigned = None if all_assigned else (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
         compute = self.experts.dispatch(rows if assigned is None else rows.where(assigned, 0), counts)
         if meanwhile is not None:
             meanwhile()
-        rows = compute()
-        if assigned is not None:
-            rows = rows.where(assigned, 0)
+        rows = compute() if assigned is None else compute().where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
-    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor, *, all_valid: bool) -> tuple[Tensor, Tensor]:
         """Return the auxiliary losses, 0-dim, and what `record` sums of a micro-batch.
 
         Args:
             routing: of all tokens.
             counts: int64 (experts,), as of tokens_per_expert.
             valid: bool (batch, sequence), False for padding.
+            all_valid: whether it is known that there is none.
         """
-        loss = self.aux_loss.loss(routing, valid, self.reduce_sums)
+        loss = self.aux_loss.loss(routing, valid, self.reduce_sums, all_valid=all_valid)
         with torch.no_grad():
-            tokens = valid.sum().clamp(min=1)
+            tokens = valid.numel() if all_valid else valid.sum().clamp(min=1)
             entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
             dropped = 1 - counts.sum() / (tokens * routing.experts.shape[1])
-            record = torch.cat([counts, torch.stack([entropy, dropped, loss.detach(), torch.ones_like(loss)])]).float()
+            record = torch.cat([counts, *(value.view(1) for value in (entropy, dropped, loss.detach(), torch.ones_like(loss)))]).float()
         return loss, record
 
     @uncompiled  # its backward pass changes the layer's record
@@ -289,7 +289,9 @@ class _AddAuxLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
-        ctx.moe, ctx.record, ctx.grad_loss = moe, record, loss.new_ones(()) * moe.loss_scale
+        scale = moe.loss_scale
+        ctx.moe, ctx.record = moe, record
+        ctx.grad_loss = loss.new_ones(()) * scale if isinstance(scale, Tensor) else loss.new_full((), scale)
         return y.view_as(y)
 
     @staticmethod
