@@ -156,22 +156,25 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None
         return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
 
 
-def prepare(core: Any, mask: Mask, window: int | None) -> None:
-    """Compute what a core derives from the documents of a mask, once and outside of the blocks, which would all compute it if compiled.
+def prepare(core: Any, mask: Mask, window: int | None, tokens: Tensor | None = None) -> None:
+    """Compute what a core derives from a mask, once and outside of the blocks, which would all compute it if compiled.
 
     Args:
         core: of a layer with self-attention; nothing is done for the cores of context parallelism and of LongLoRA, which change the mask.
         mask: of the blocks.
         window: of the layer.
+        tokens: of the full sequences, (batch, sequence); None where they are not known, as in later pipeline stages: without documents,
+            each of their blocks then computes its mask.
     """
-    documents = mask.documents
-    if documents is None or mask.key_documents is not None or core not in (automatic, flex, sdpa, plain):
+    given = mask.documents if mask.documents is not None or mask.positions is not None else tokens
+    if given is None or mask.key_documents is not None or core not in (automatic, flex, sdpa, plain):
         return
-    batch, tokens = documents.shape
-    if core is flex or (core is automatic and documents.is_cuda and mask.bias is None):
-        block_mask(mask, (batch, tokens, tokens), documents.device, window)
-    else:
-        mask.visible(tokens, tokens, documents.device, window)
+    batch, length = given.shape
+    if core is flex or (core is automatic and given.is_cuda and mask.bias is None):
+        if core is flex or mask.slopes is not None or mask.has_rules(length, window):
+            block_mask(mask, (batch, length, length), given.device, window)
+    elif mask.documents is not None:
+        mask.visible(length, length, given.device, window)
 
 
 def pad_values(q: Tensor, v: Tensor) -> Tensor:

@@ -127,24 +127,39 @@ class MoE(nn.Module):
         valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
-        num_experts = routing.probs.shape[1]
-        expert_ids = routing.experts.masked_fill(~valid.view(-1, 1), num_experts)
+        num_experts, expert_ids = routing.probs.shape[1], routing.experts
+        if documents is not None:
+            expert_ids = expert_ids.masked_fill(~valid.view(-1, 1), num_experts)
         if self.capacity_factor is not None:
             expert_ids = drop_over_capacity(expert_ids, num_experts, math.ceil(self.capacity_factor * expert_ids.numel() / num_experts))
-        sent = tokens if self.narrow is None else self.narrow(tokens)
-        outputs = self._compute_experts(sent, expert_ids, routing.weights.to(x.dtype), num_experts, meanwhile)
-        return self._add_aux_loss(outputs.unflatten(0, x.shape[:2]), routing, expert_ids, valid)
+        counts = tokens_per_expert(expert_ids, num_experts)
+        # Rows of no expert are undefined: times a zero weight they could still be NaN, in the output and in the gradient.
+        every = documents is None and self.capacity_factor is None
+        assigned = None if every else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
+        tokens = tokens if self.narrow is None else self.narrow(tokens)
+        weights = routing.weights.to(x.dtype)
+        outputs = self._compute_experts(tokens, expert_ids, weights, counts, assigned, meanwhile).unflatten(0, x.shape[:2])
+        if not torch.is_grad_enabled():
+            return outputs
+        return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid, all_valid=documents is None))
 
     def _compute_experts(
-        self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, meanwhile: Callable[[], None] | None
+        self,
+        tokens: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        counts: Tensor,
+        assigned: Tensor | None,
+        meanwhile: Callable[[], None] | None,
     ) -> Tensor:
         """Permute the tokens by expert, apply the experts and combine their outputs.
 
         Args:
             tokens: (tokens, hidden).
-            expert_ids: int64 (tokens, top_k); `num_experts` for no expert.
+            expert_ids: int64 (tokens, top_k); the number of experts for no expert.
             weights: (tokens, top_k).
-            num_experts: number of experts.
+            counts: int64 (experts,), as of tokens_per_expert.
+            assigned: bool (tokens * top_k, 1), whether a row belongs to an expert, in the order of experts; None if all do.
             meanwhile: as in forward.
 
         Returns:
@@ -152,30 +167,33 @@ class MoE(nn.Module):
         """
         order = expert_ids.flatten().argsort(stable=True)
         inverse = inverse_permutation(order)
-        counts = tokens_per_expert(expert_ids, num_experts)
         rows = permute(tokens, order, inverse, expert_ids.shape[1])
-        # A row of no expert is undefined: times a zero weight it could still be NaN, in the output and in the gradient.
-        assigned = (torch.arange(len(order), device=order.device) < counts.sum()).unsqueeze(1)
-        rows = rows.where(assigned, 0)
-        compute = self.experts.dispatch(rows, counts)
+        compute = self.experts.dispatch(rows if assigned is None else rows.where(assigned, 0), counts)
         if meanwhile is not None:
             meanwhile()
-        rows = compute().where(assigned, 0)
+        rows = compute() if assigned is None else compute().where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
-    @uncompiled  # its backward pass changes the layer's record
-    def _add_aux_loss(self, y: Tensor, routing: Routing, expert_ids: Tensor, valid: Tensor) -> Tensor:
-        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
-        if not torch.is_grad_enabled():
-            return y
-        loss = self.aux_loss.loss(routing, valid, self.reduce_sums)
-        num_experts = routing.probs.shape[1]
+    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor, *, all_valid: bool) -> tuple[Tensor, Tensor]:
+        """Return the auxiliary losses, 0-dim, and what `record` sums of a micro-batch.
+
+        Args:
+            routing: of all tokens.
+            counts: int64 (experts,), as of tokens_per_expert.
+            valid: bool (batch, sequence), False for padding.
+            all_valid: whether it is known that there is none.
+        """
+        loss = self.aux_loss.loss(routing, valid, self.reduce_sums, all_valid=all_valid)
         with torch.no_grad():
-            tokens = valid.sum().clamp(min=1)
+            tokens = valid.numel() if all_valid else valid.sum().clamp(min=1)
             entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
-            load = tokens_per_expert(expert_ids, num_experts)
-            dropped = 1 - load.sum() / (tokens * expert_ids.shape[1])
-            record = torch.cat([load, torch.stack([entropy, dropped, loss.detach(), torch.ones_like(loss)])]).float()
+            dropped = 1 - counts.sum() / (tokens * routing.experts.shape[1])
+            record = torch.cat([counts, *(value.view(1) for value in (entropy, dropped, loss.detach(), torch.ones_like(loss)))]).float()
+        return loss, record
+
+    @uncompiled  # its backward pass changes the layer's record
+    def _add_aux_loss(self, y: Tensor, loss: Tensor, record: Tensor) -> Tensor:
+        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
         output: Tensor = _AddAuxLoss.apply(y, loss, self, record)
         return output
 
@@ -206,8 +224,8 @@ def moe_layers(model: nn.Module) -> Iterator[MoE]:
 
 def tokens_per_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
     """Count the tokens of each expert: int64 (tokens, top_k) of 0 .. num_experts, `num_experts` for none -> int64 (num_experts,)."""
-    flat = expert_ids.flatten()
-    return torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device).scatter_add(0, flat, torch.ones_like(flat))[:num_experts]
+    flat, counts = expert_ids.flatten(), torch.zeros(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32))[:num_experts].long()  # int64 is not compiled
 
 
 def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> Tensor:
@@ -229,8 +247,9 @@ def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> T
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation, int64 (n,)."""
-    return torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
+    """Return the inverse of a permutation: int64 (n,) -> int32 (n,). Inductor compiles no scatter of int64."""
+    numbers = torch.arange(len(order), dtype=torch.int32, device=order.device)
+    return torch.empty_like(numbers).scatter(0, order, numbers)
 
 
 class _Permute(torch.autograd.Function):
@@ -255,7 +274,7 @@ def permute(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tenso
     Args:
         x: (rows, hidden).
         order: int64 (rows * copies,), a permutation; copy c of row r has index r * copies + c.
-        inverse: the inverse permutation.
+        inverse: the inverse permutation, int32 or int64 as order may be.
         copies: repetitions of each row (top_k).
 
     Returns:
@@ -270,7 +289,9 @@ class _AddAuxLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
-        ctx.moe, ctx.record, ctx.grad_loss = moe, record, loss.new_ones(()) * moe.loss_scale
+        scale = moe.loss_scale
+        ctx.moe, ctx.record = moe, record
+        ctx.grad_loss = loss.new_ones(()) * scale if isinstance(scale, Tensor) else loss.new_full((), scale)
         return y.view_as(y)
 
     @staticmethod

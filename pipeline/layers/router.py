@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -117,13 +118,16 @@ class AuxLoss:
     sequence: float = 0.0
     z: float = 0.0
 
-    def loss(self, routing: Routing, valid: Tensor, reduce_sums: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+    def loss(
+        self, routing: Routing, valid: Tensor, reduce_sums: Callable[[Tensor], Tensor] | None = None, *, all_valid: bool = False
+    ) -> Tensor:
         """Return the weighted sum of the losses.
 
         Args:
             routing: routing of batch * sequence tokens.
             valid: bool (batch, sequence), False for padding, which is excluded.
             reduce_sums: all-reduces sums over this rank's part of each sequence to sums over the full sequences; None for full sequences.
+            all_valid: whether it is known that there is no padding.
 
         Returns:
             A 0-dim tensor.
@@ -131,24 +135,34 @@ class AuxLoss:
         if not (self.batch or self.sequence or self.z):
             return routing.logits.new_zeros(())
         experts = routing.probs.shape[1]
-        sums = _sequence_sums(routing, valid.to(routing.logits.dtype))
+        sums = _sequence_sums(routing, valid.to(routing.logits.dtype), squares=bool(self.z), all_valid=all_valid)
         sums = sums if reduce_sums is None else reduce_sums(sums)
         batch_sums = sums.sum(dim=0, keepdim=True)
-        loss = self.batch * _balance_loss(batch_sums, experts) + self.sequence * _balance_loss(sums, experts)
-        return loss + self.z * batch_sums[0, -2] / batch_sums[0, -1].clamp(min=1)
+        losses = []  # only those that count: each is several kernels
+        if self.batch:
+            losses.append(self.batch * _balance_loss(batch_sums, experts))
+        if self.sequence:
+            losses.append(self.sequence * _balance_loss(sums, experts))
+        if self.z:
+            losses.append(self.z * batch_sums[0, -2] / batch_sums[0, -1].clamp(min=1))
+        return functools.reduce(torch.add, losses)
 
 
-def _sequence_sums(routing: Routing, weights: Tensor) -> Tensor:
+def _sequence_sums(routing: Routing, weights: Tensor, *, squares: bool, all_valid: bool) -> Tensor:
     """Sum over the tokens of each sequence, weighted by `weights` (batch, sequence): (batch, 2 * experts + 2).
 
-    Summed are, by expert, a token's assignments (1 / top_k each) and probabilities; then its squared log-sum-exp (z-loss) and 1.
+    Summed are, by expert, a token's assignments (1 / top_k each) and probabilities; then its squared log-sum-exp (z-loss), zero without
+    `squares`, and 1. With `all_valid`, all weights are 1.
     """
     (rows, width), top_k = weights.shape, routing.experts.shape[1]
     assignments = weights.new_zeros(rows, routing.probs.shape[1])
     assignments = assignments.scatter_add(1, routing.experts.view(rows, -1), weights.repeat_interleave(top_k, dim=1) / top_k)
     probs = (routing.probs.unflatten(0, (rows, width)) * weights.unsqueeze(2)).sum(dim=1)
-    squares = (routing.logits.logsumexp(dim=1).square().view(rows, width) * weights).sum(dim=1, keepdim=True)
-    return torch.cat([assignments, probs, squares, weights.sum(dim=1, keepdim=True)], dim=1)
+    squared = weights.new_zeros(rows, 1)
+    if squares:
+        squared = (routing.logits.logsumexp(dim=1).square().view(rows, width) * weights).sum(dim=1, keepdim=True)
+    tokens = weights.new_full((rows, 1), width) if all_valid else weights.sum(dim=1, keepdim=True)
+    return torch.cat([assignments, probs, squared, tokens], dim=1)
 
 
 def _balance_loss(sums: Tensor, experts: int) -> Tensor:

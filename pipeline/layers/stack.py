@@ -155,8 +155,9 @@ class Stack(nn.Module):
         """Return the output of the last block, (batch, sequence, hidden), and the context of the blocks; arguments as in forward."""
         # Do not take the sequence length from x: under sequence parallelism, x is a slice along the sequence.
         context = self.attention_context(batch)
+        tokens = x if self.embed is not None else None
         for block in self.blocks.values():
-            prepare(getattr(block.attention, "core", None), context.mask, getattr(block.attention, "window", None))
+            prepare(getattr(block.attention, "core", None), context.mask, getattr(block.attention, "window", None), tokens)
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
         for block in self.blocks.values():

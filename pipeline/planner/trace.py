@@ -98,7 +98,7 @@ def trace(
     parallel = config.parallel
     fused = may_compile(config.training, config.parallel) if fused is None else fused
     layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
-    stage, kinds = _stack(config, every_block=every_block)
+    stage, kinds = one_of_each_kind(config, every_block=every_block)
     excepthook = sys.excepthook  # every process group wraps it once more
     device = meshes.init_fake(0, layout.world_size)
     try:
@@ -120,7 +120,7 @@ def trace(
         mode = config.training.activation_checkpointing
         eager = [name for name, block in stage.blocks.items() if stays_eager(block, mode)] if breaks else None
         recorder = Recorder(constants, groups, layout.__dict__, eager)
-        tokens, batch = _inputs(config)
+        tokens, batch = empty_inputs(config)
         with norm_kernels() if norm_kernel else nullcontext():
             _run(stage, recorder, tokens, batch)
             reference = _reference(stage, config, Recorder(constants, groups, layout.__dict__, eager), tokens, batch)
@@ -175,8 +175,8 @@ def _drop_gradient(parameter: Tensor) -> None:
 _STACKS: dict[str, tuple[Stack, tuple[str, ...]]] = {}
 
 
-def _stack(config: RunConfig, *, every_block: bool) -> tuple[Stack, tuple[str, ...]]:
-    """A new model on the meta device with one block of each kind, and the kind of every block."""
+def one_of_each_kind(config: RunConfig, *, every_block: bool = False) -> tuple[Stack, tuple[str, ...]]:
+    """Return a new model on the meta device with one block of each kind (or every block), and the kind of every block."""
     key = f"{every_block} {config.model} {config.lora} {config.training.frozen}"
     if key not in _STACKS:
         with torch.device("meta"):
@@ -223,20 +223,20 @@ def _recorded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: 
     return meta_core(q, k, v, mask, window=window, scale=scale)
 
 
-def _inputs(config: RunConfig) -> tuple[Tensor, Batch]:
-    """A micro-batch of tokens on the meta device, as the stages receive it."""
+def empty_inputs(config: RunConfig, device: torch.device | str = "meta") -> tuple[Tensor, Batch]:
+    """Return a micro-batch of tokens without values, as the stages receive it."""
     rows, length = config.training.micro_batch_size, config.training.sequence_length // config.parallel.context
-    tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
+    tokens = torch.empty(rows, length, dtype=torch.int64, device=device)
     batch: Batch = {"targets": tokens.clone()}
     if config.parallel.context > 1:
         batch["positions"] = tokens.clone()
-        batch["loss_scale"] = torch.empty(rows, device="meta")
+        batch["loss_scale"] = torch.empty(rows, device=device)
     if config.model.objective == "encoder_decoder" or hasattr(config.model, "encoder_blocks"):
         batch["decoder_tokens"] = tokens.clone()
     if getattr(config.model, "next_sentence", False):
-        batch["next_sentence"] = torch.empty(rows, dtype=torch.int64, device="meta")
+        batch["next_sentence"] = torch.empty(rows, dtype=torch.int64, device=device)
     if config.objective == "dpo":
-        batch["choices"], batch["reference"] = tokens.clone(), torch.empty(rows, 3, device="meta")
+        batch["choices"], batch["reference"] = tokens.clone(), torch.empty(rows, 3, device=device)
     return tokens, batch
 
 

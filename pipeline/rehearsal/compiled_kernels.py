@@ -7,6 +7,7 @@ spills are those of the cubin, which ptxas wrote for the GPU of the job.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from torch import Tensor
 from pipeline.config.hardware import Hardware
 from pipeline.planner import operator_kinds
 from pipeline.planner.kernel_time import attention_time, elementwise_time
-from pipeline.planner.operations import Phase
+from pipeline.planner.operations import AttentionCall, Phase
 from pipeline.rehearsal.operator_work import OperatorWork, access
 
 #: Function that is told of a kernel before it is launched: (Inductor's object of it, its arguments).
@@ -110,10 +111,19 @@ def work_of(kernel: Any, arguments: tuple[Any, ...], hardware: Hardware) -> Oper
     writes = tuple(filter(None, (access(tensor) for tensor, _, _, written in memory if written)))
     named = dict(zip(_signature(kernel), arguments, strict=False))
     if {"arg_Q", "arg_K", "arg_V"} <= named.keys():  # FlexAttention; the values of its mask are not known: all pairs of a query and a key
-        phase: Phase = "backward" if "arg_DO" in named else "forward"
-        call = operator_kinds.attention(named["arg_Q"], named["arg_K"], named["arg_V"], phase, 1.0)
-        return OperatorWork("attention", attention_time(call, hardware), reads, writes)
+        return OperatorWork("attention", attention_time(_attention(kernel, named), hardware), reads, writes)
     return OperatorWork("kernel", elementwise_time(sum(amount for _, amount, _, _ in memory), hardware), reads, writes)
+
+
+def _attention(kernel: Any, named: dict[str, Any]) -> AttentionCall:
+    """The call of a kernel of FlexAttention. Its arguments are buffers, whose shapes are not those of the queries, keys and values."""
+    sizes, q, k = kernel.inductor_meta["config_args"], named["arg_Q"], named["arg_K"]
+    batch, heads, queries = named["arg_LSE"].shape
+    kv_heads, width = heads // sizes["GQA_SHARED_HEADS"], sizes["QK_HEAD_DIM"]
+    constant = re.search(r"\bKV_LEN = (\d+)", kernel.fn.src)
+    keys = int(constant[1]) if constant else k.numel() // (batch * kv_heads * width)
+    phase: Phase = "backward" if "arg_DO" in named else "forward"
+    return AttentionCall(phase, batch, heads, kv_heads, queries, keys, width, sizes["V_HEAD_DIM"], 1.0, 1, q.element_size())
 
 
 def _signature(kernel: Any) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.config.hardware import Hardware
@@ -20,13 +21,14 @@ def is_active() -> bool:
     return ACTIVE in os.environ
 
 
-def again(arguments: list[str], hardware: Hardware, wanted: str | None) -> int:
+def again(arguments: list[str], hardware: Hardware, wanted: str | None, program: Sequence[str] = ("-m", "pipeline")) -> int:
     """Run the command in a child process that has what this one lacks, and return its exit code.
 
     Args:
         arguments: the command line.
         hardware: GPU of the job.
         wanted: stage.python.
+        program: what the interpreter runs.
 
     Raises:
         UserError: there is no interpreter with a CUDA build, or the driver cannot be built.
@@ -37,7 +39,7 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None) -> int:
         library = driver.build(hardware)
         environment |= {**driver.environment(library), ACTIVE: str(library)}
         rank_environment.add(environment, rank_environment.NVIDIA_DEFAULTS)  # the allocator of the job
-    return subprocess.run([python, "-m", "pipeline", *arguments], env=environment, check=False).returncode
+    return subprocess.run([python, *program, *arguments], env=environment, check=False).returncode
 
 
 def _is_this(python: Path) -> bool:

@@ -200,8 +200,9 @@ def test_a_ring_without_a_fused_kernel_is_announced_once(monkeypatch, caplog):
     assert "parallel.context_kind=ulysses" in caplog.text
 
 
-def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outside(monkeypatch):
-    """Other documents in each step: one graph, without a search for masked blocks, and the result of the formula."""
+@pytest.mark.parametrize("window", [None, 24], ids=["documents", "window"])
+def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outside(monkeypatch, window):
+    """Other documents in each step, or a window: one graph, without a search for masked blocks, and the result of the formula."""
     graphs = []
 
     def record(graph, inputs):  # noqa: ARG001 - a compiler
@@ -209,7 +210,7 @@ def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outs
         return graph.forward
 
     torch._dynamo.reset()
-    block = torch.compile(lambda q, k, v, mask: flex.flex(q, k, v, mask), backend=record, fullgraph=True)
+    block = torch.compile(lambda q, k, v, mask: flex.flex(q, k, v, mask, window=window), backend=record, fullgraph=True)
     made = []
     compute = flex._block_mask
     monkeypatch.setattr(flex, "_block_mask", lambda *arguments: made.append(1) or compute(*arguments))
@@ -217,11 +218,11 @@ def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outs
         generator = torch.Generator().manual_seed(step)
         documents = (torch.rand(2, 128, generator=generator) < 0.1).int().cumsum(1, dtype=torch.int32)
         q, k, v = torch.randn(3, 2, 2, 128, 16, generator=generator).unbind()
-        mask = Mask(documents=documents)
-        attention_kernel.prepare(flex.flex, mask, None)
+        mask = Mask(documents=documents if window is None else None)
+        attention_kernel.prepare(flex.flex, mask, window, documents)
         with torch.no_grad():
             for _ in range(2):
-                torch.testing.assert_close(block(q, k, v, mask), plain(q, k, v, mask), rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(block(q, k, v, mask), plain(q, k, v, mask, window=window), rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
     assert not any("sort" in operation for operation in graphs[0])
     assert len(made) == 2, "once a step"
