@@ -24,6 +24,7 @@ from tools.gpu.rows import Row, Setup
 SECTIONS = {
     "environment": "tools.gpu.environment",
     "kernels": "tools.gpu.kernels",
+    "models": "tools.gpu.models",
 }
 #: Name of the row that tells how a section ended that did not reach its end.
 ENDED = "the section itself"
