@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipeline.certification.batches import RandomBatch, random_batches, split
+from pipeline.certification.batches import RandomBatch, random_batches, split, to_device
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.reference import initial_noise
 from pipeline.checkpoint.fragments import Fragment, insert_fragment
 from pipeline.checkpoint.native import EMA
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.layers.batch import Batch
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import parallelize
 from pipeline.training.engine import StepResult
@@ -69,9 +68,7 @@ def train_steps(
     layout = trainer.mesh.layout
     for step, (tokens, batch) in batches:
         mine, fields = split(tokens, batch, layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)]
-        device = trainer.mesh.device
-        fields = cast(Batch, {name: cast(torch.Tensor, values).to(device) for name, values in fields.items()})
-        loss, result = trainer.train(mine.to(device), fields, step=step)
+        loss, result = trainer.train(*to_device(mine, fields, trainer.mesh.device), step=step)
         losses.append(float(loss))
         norms.append(float(result.gradient_norm))
         for call in after_step:
@@ -91,7 +88,11 @@ def gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]
         On the CPU; elements that no rank holds are nan.
     """
     owned = [
-        (f.piece, f.start, {kind: f.tensors[kind].detach().to(CPU, copy=True) for kind in kinds if kind == "weight" or f.piece.name not in fixed})
+        (
+            f.piece,
+            f.start,
+            {kind: f.tensors[kind].detach().to(CPU, copy=True) for kind in kinds if kind == "weight" or f.piece.name not in fixed},
+        )
         for f in fragments
         if f.replica == 0
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import resource
 import shutil
 import subprocess
@@ -31,7 +30,7 @@ _PATIENCE = 60.0
 
 def rows(setup: Setup) -> Iterator[Row]:
     """Yield the rows."""
-    yield Row(SECTION, "device", remark=_device_name(setup.device))
+    yield Row(SECTION, "device", remark=setup.described())
     for name, version in _versions().items():
         yield Row(SECTION, f"version of {name}", remark=version)
     if setup.cuda:
@@ -48,12 +47,6 @@ def rows(setup: Setup) -> Iterator[Row]:
             SECTION, name, remark=found if same else f"{found or 'not set'}; the launch profile sets {default.value}: {default.reason}"
         )
     yield guarded(SECTION, "allocator", lambda: _allocator(setup))
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type != "cuda":
-        return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}"
 
 
 def _versions() -> dict[str, str]:

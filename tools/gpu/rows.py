@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +97,12 @@ class Setup:
     def cuda(self) -> bool:
         """Whether the device is a GPU."""
         return self.device.type == "cuda"
+
+    def described(self) -> str:
+        """Return the devices of this machine in words."""
+        if not self.cuda:
+            return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self.device)}"
 
 
 def guarded(section: str, name: str, call: Callable[[], Row]) -> Row:

@@ -25,6 +25,7 @@ SECTIONS = {
     "environment": "tools.gpu.environment",
     "kernels": "tools.gpu.kernels",
     "models": "tools.gpu.models",
+    "step": "tools.gpu.step",
 }
 #: Name of the row that tells how a section ended that did not reach its end.
 ENDED = "the section itself"
@@ -40,7 +41,7 @@ def prepare(environment: MutableMapping[str, str]) -> None:
     rank_environment.add(environment, rank_environment.DEFAULTS | rank_environment.NVIDIA_DEFAULTS)
 
 
-def run(name: str, command: list[str], log: Path, seconds: float) -> Iterator[Row]:
+def run(name: str, command: list[str], log: Path, seconds: float, about: dict[str, str]) -> Iterator[Row]:
     """Run a section in a child process, and yield its rows as they come.
 
     Args:
@@ -48,6 +49,7 @@ def run(name: str, command: list[str], log: Path, seconds: float) -> Iterator[Ro
         command: of the child, without the file descriptor that it writes its rows to, which is appended.
         log: file of both output streams of the child.
         seconds: time limit.
+        about: receives what the child tells of the machine.
     """
     reader, writer = os.pipe()
     environment = dict(os.environ)
@@ -69,7 +71,11 @@ def run(name: str, command: list[str], log: Path, seconds: float) -> Iterator[Ro
     try:
         with os.fdopen(reader) as lines:
             for line in lines:
-                row = from_json(json.loads(line))
+                content = json.loads(line)
+                if "section" not in content:
+                    about |= content
+                    continue
+                row = from_json(content)
                 last = row.name
                 yield row
         code = child.wait()
@@ -87,6 +93,7 @@ def serve(name: str, setup: Setup, descriptor: int) -> None:
     """Be the child process: write the rows of a section to a file descriptor, one line of JSON each."""
     rows: Callable[[Setup], Iterator[Row]] = importlib.import_module(SECTIONS[name]).rows
     with os.fdopen(descriptor, "w", buffering=1) as lines:
+        lines.write(json.dumps({"device": setup.described()}) + "\n")
         for row in rows(setup):
             lines.write(json.dumps(as_json(row)) + "\n")
 
