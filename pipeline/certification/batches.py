@@ -42,6 +42,11 @@ def split(tokens: Tensor, batch: Batch, parts: int) -> list[RandomBatch]:
     return [(part, cast(Batch, {name: values[index] for name, values in chunks.items()})) for index, part in enumerate(tokens.chunk(parts))]
 
 
+def to_device(tokens: Tensor, batch: Batch, device: torch.device) -> RandomBatch:
+    """Return a batch on a device."""
+    return tokens.to(device), cast(Batch, {name: cast(Tensor, values).to(device) for name, values in batch.items()})
+
+
 def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> RandomBatch:
     """Return a batch of `rows` samples of training.sequence_length tokens."""
     model, length = config.model, config.training.sequence_length

@@ -1,4 +1,4 @@
-"""Training in a parallel layout on CPU ranks, by the code that pretraining runs."""
+"""Training in a parallel layout by the code that pretraining runs, on CPU ranks or GPUs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipeline.certification.batches import RandomBatch, random_batches, split
+from pipeline.certification.batches import RandomBatch, random_batches, split, to_device
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.reference import initial_noise
 from pipeline.checkpoint.fragments import Fragment, insert_fragment
@@ -20,21 +20,22 @@ from pipeline.parallel.parallelize import parallelize
 from pipeline.training.engine import StepResult
 from pipeline.training.trainer import Trainer
 
+CPU = torch.device("cpu")
 #: Entries of Fragment.tensors -> key of Outcome.tensors.
 KINDS = {"weight": "weight", "exp_avg": "moment"}
 #: Called after every step with the step, from 0, and its result; on every rank, so that it may be collective.
 AfterStep = Callable[[int, StepResult], object]
 
 
-def begin(config: RunConfig) -> Trainer:
-    """Return the trainer of this rank, with the initial weights of the plain loop. Collective."""
-    mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu"))
+def begin(config: RunConfig, device: torch.device = CPU) -> Trainer:
+    """Return the trainer of this rank on its device, with the initial weights of the plain loop. Collective."""
+    mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), device)
     model = parallelize(config, mesh)
     for weight in model.pieces:
         model.materialize(weight)
     with torch.no_grad():
         for parameter, piece in (*model.pieces.items(), *model.fixed.items()):
-            parameter += piece.narrow(initial_noise(piece.name, piece.full_shape))
+            parameter += piece.narrow(initial_noise(piece.name, piece.full_shape)).to(device)
     return Trainer(config, mesh, model)
 
 
@@ -67,7 +68,7 @@ def train_steps(
     layout = trainer.mesh.layout
     for step, (tokens, batch) in batches:
         mine, fields = split(tokens, batch, layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)]
-        loss, result = trainer.train(mine, fields, step=step)
+        loss, result = trainer.train(*to_device(mine, fields, trainer.mesh.device), step=step)
         losses.append(float(loss))
         norms.append(float(result.gradient_norm))
         for call in after_step:
@@ -84,10 +85,14 @@ def gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]
         fixed: weights that have no optimizer state.
 
     Returns:
-        Elements that no rank holds are nan.
+        On the CPU; elements that no rank holds are nan.
     """
     owned = [
-        (f.piece, f.start, {kind: f.tensors[kind].detach().clone() for kind in kinds if kind == "weight" or f.piece.name not in fixed})
+        (
+            f.piece,
+            f.start,
+            {kind: f.tensors[kind].detach().to(CPU, copy=True) for kind in kinds if kind == "weight" or f.piece.name not in fixed},
+        )
         for f in fragments
         if f.replica == 0
     ]

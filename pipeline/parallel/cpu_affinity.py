@@ -26,12 +26,7 @@ def bind(device: torch.device, devices: Path = _DEVICES) -> None:
     """
     if device.type != "cuda":
         return
-    properties: Any = torch.cuda.get_device_properties(device)
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    try:
-        cores = (devices / address / "local_cpulist").read_text(encoding="ascii").strip()
-    except OSError:  # a container without /sys, or a virtual machine
-        return
+    address, cores = _cores_beside(device, devices)
     given, near = os.sched_getaffinity(0), parse(cores)
     if not near or given <= near:
         return
@@ -40,6 +35,21 @@ def bind(device: torch.device, devices: Path = _DEVICES) -> None:
         log.warning(f"{text} (cluster.srun=[--cpu-bind=...])", len(given & near), len(given), address, cores)
         return
     os.sched_setaffinity(0, given & near)
+
+
+def cores_beside(device: torch.device, devices: Path = _DEVICES) -> set[int]:
+    """Return the numbers of the cores beside a GPU; none where Linux does not tell. Arguments as in bind."""
+    return parse(_cores_beside(device, devices)[1])
+
+
+def _cores_beside(device: torch.device, devices: Path) -> tuple[str, str]:
+    """Return the PCI address of a GPU and the list of the cores beside it, which is empty where Linux does not tell."""
+    properties: Any = torch.cuda.get_device_properties(device)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    try:
+        return address, (devices / address / "local_cpulist").read_text(encoding="ascii").strip()
+    except OSError:  # a container without /sys, or a virtual machine
+        return address, ""
 
 
 def parse(cores: str) -> set[int]:

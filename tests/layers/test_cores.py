@@ -5,36 +5,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeline.layers import partial_attention
 from pipeline.layers.attention import plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
-
-
-class PartialAttention(torch.autograd.Function):
-    """Attention over two halves of the keys, merged, with the hand-written backward pass: ring attention on one rank."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, masks, window, scale):
-        middle = k.shape[2] // 2
-        parts = [slice(0, middle), slice(middle, k.shape[2])]
-        found = [partial_attention.forward(q, k[:, :, p], v[:, :, p], masks[i], window=window, scale=scale) for i, p in enumerate(parts)]
-        out, total = partial_attention.merge(*found[0], *found[1])
-        ctx.save_for_backward(q, k, v, out, total)
-        ctx.rest = masks, window, scale, parts
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v, out, total = ctx.saved_tensors
-        masks, window, scale, parts = ctx.rest
-        grads = [
-            partial_attention.backward(grad, q, k[:, :, p], v[:, :, p], out, total, masks[i], window=window, scale=scale)
-            for i, p in enumerate(parts)
-        ]
-        return grads[0][0] + grads[1][0], *(torch.cat([grads[0][i], grads[1][i]], dim=2) for i in (1, 2)), None, None, None
+from tools.gpu.partial_core import PartialAttention
 
 
 def partial_core(q, k, v, mask, *, window=None, scale=None):
@@ -42,16 +18,19 @@ def partial_core(q, k, v, mask, *, window=None, scale=None):
     query_positions, key_positions = (positions.expand(len(q), -1) for positions in mask.token_positions(q.shape[2], k.shape[2], q.device))
     documents = mask.documents if mask.key_documents is None else mask.key_documents
     middle = k.shape[2] // 2
-    masks = [
-        mask.replace(
-            positions=query_positions,
-            key_positions=key_positions[:, p],
-            key_documents=None if documents is None else documents[:, p],
-            bias=None if mask.bias is None else mask.bias[..., p],
+    parts = [
+        (
+            keys,
+            mask.replace(
+                positions=query_positions,
+                key_positions=key_positions[:, keys],
+                key_documents=None if documents is None else documents[:, keys],
+                bias=None if mask.bias is None else mask.bias[..., keys],
+            ),
         )
-        for p in (slice(0, middle), slice(middle, k.shape[2]))
+        for keys in (slice(0, middle), slice(middle, k.shape[2]))
     ]
-    return PartialAttention.apply(q, k, v, masks, window, scale)
+    return PartialAttention.apply(q, k, v, parts, window, scale)
 
 
 CORES = {"sdpa": sdpa, "automatic": automatic, "flex": flex, "partial": partial_core}

@@ -1,0 +1,157 @@
+"""Section kernels: attention, norms, rotary embeddings, the loss, grouped and 8-bit products, each beside its plain formula."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeline.layers.loss import linear_cross_entropy
+from pipeline.layers.moe import grouped_mm, loop_mm
+from pipeline.layers.norm import OffsetRMSNorm
+from pipeline.layers.rotary import Rotary, rotate
+from pipeline.parallel import float8
+from tools.gpu import attention
+from tools.gpu.against_formula import Function, compare
+from tools.gpu.rows import Row, Setup, guarded
+
+SECTION = "kernels"
+#: Rounding of the inputs of an 8-bit product: of E4M3 by 2^-4 at most, and of gradients in E5M2 by 2^-3.
+FP8_BOUNDS = {"output": 2**-4, "gradient": 2**-3}
+RECIPES = ("tensorwise", "rowwise")
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """Yield the rows."""
+    yield from attention.rows(setup)
+    hidden = 4096 if setup.cuda else 128
+    for dtype in ("bf16", "fp32"):
+        for compiled in (False, True) if setup.cuda else (False,):
+            for name, (kernel, formula, inputs) in layers(hidden, setup.device).items():
+                title = f"{name} {hidden} {dtype}{' compiled' if compiled else ''}"
+                yield guarded(SECTION, title, partial(_check, title, kernel, formula, inputs, dtype, compiled=compiled))
+    title = "grouped product bf16"
+    yield guarded(SECTION, title, partial(_grouped, setup, title))
+    for recipe in RECIPES:
+        title = f"product fp8 {recipe}"
+        yield guarded(SECTION, title, partial(_fp8, setup, title, recipe))
+
+
+def layers(hidden: int, device: torch.device) -> dict[str, tuple[Function, Function, dict[str, Tensor]]]:
+    """Return layer -> (the layer as a function of its inputs, its formula, the inputs)."""
+    chance, tokens, vocabulary = torch.Generator().manual_seed(0), 256, 1000
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=chance).to(device)
+
+    x, weight, bias = random(tokens, hidden), 1 + random(hidden) / 8, random(hidden)
+    targets = torch.randint(vocabulary, (1, tokens), generator=chance).to(device)
+    tables = Rotary(128, tokens, 1e4).to(device)()
+
+    def loss(x: Tensor, head: Tensor) -> Tensor:
+        return linear_cross_entropy(x[None], head, targets)
+
+    def turned(x: Tensor) -> Tensor:
+        """The rotation as a product of complex numbers, whose parts are the halves of a head."""
+        angles = torch.complex(tables[0][:, :64].double(), tables[1][:, 64:].double())
+        halves = torch.complex(x[..., :64].double(), x[..., 64:].double()) * angles
+        return torch.cat([halves.real, halves.imag], dim=3).to(x.dtype)
+
+    return {
+        "RMS norm": (lambda x, w: F.rms_norm(x, (hidden,), w, 1e-5), _rms_norm, {"x": x, "weight": weight}),
+        "RMS norm with offset": (_offset_norm, lambda x, w: _rms_norm(x, 1 + w), {"x": x, "weight": weight - 1}),
+        "layer norm": (lambda x, w, b: F.layer_norm(x, (hidden,), w, b), _layer_norm, {"x": x, "weight": weight, "bias": bias}),
+        "rotary embedding": (lambda x: rotate(x, tables), turned, {"x": random(1, 4, tokens, 128)}),
+        "loss and head": (loss, _loss(targets), {"x": x / hidden**0.5, "head": random(vocabulary, hidden)}),
+    }
+
+
+def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def _offset_norm(x: Tensor, weight: Tensor) -> Tensor:
+    norm = OffsetRMSNorm(x.shape[1], eps=1e-5, device="meta")
+    result: Tensor = torch.func.functional_call(norm, {"weight": weight}, (x,))
+    return result
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    centered = x - x.mean(dim=1, keepdim=True)
+    return centered / (centered.square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+
+def _loss(targets: Tensor) -> Function:
+    def formula(x: Tensor, head: Tensor) -> Tensor:
+        logits = x @ head.T
+        chosen = logits.gather(1, targets.view(-1, 1)).squeeze(1)
+        return (logits.logsumexp(dim=1) - chosen).mean()
+
+    return formula
+
+
+def _check(title: str, kernel: Function, formula: Function, inputs: dict[str, Tensor], dtype: str, *, compiled: bool) -> Row:
+    """Compare a layer with its formula."""
+    if compiled:
+        torch._dynamo.reset()
+    device = next(iter(inputs.values())).device
+    # PyTorch's kernel for CPUs adds the gradients of the bias in 16 bits.
+    slack = 4.0 if device.type == "cpu" and title.startswith("layer norm") else 1.0
+    found = compare(torch.compile(kernel) if compiled else kernel, formula, inputs, attention.DTYPES[dtype], slack=slack)
+    return Row.bounded(SECTION, title, found.error, found.bound, f"relative error of the {found.where}")
+
+
+def _grouped(setup: Setup, title: str) -> Row:
+    """Compare the product of all experts with a loop over them: uneven loads, one expert without rows, and rows of no expert."""
+    rows, hidden, ffn = (4096, 1024, 512) if setup.cuda else (64, 32, 16)
+    counts = torch.tensor([rows // 2, 0, rows // 8 + 3, rows // 8], device=setup.device)
+    assigned = int(counts.sum())
+    chance = torch.Generator().manual_seed(0)
+    inputs = {"rows": torch.randn(rows, hidden, generator=chance).to(setup.device)}
+    inputs["weights"] = torch.randn(len(counts), ffn, hidden, generator=chance).to(setup.device)
+
+    def of(product: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Function:
+        return lambda x, weights: product(x, weights, counts)[:assigned]
+
+    def undefined_rows_have_no_gradient(x: Tensor, weights: Tensor) -> Tensor:
+        return of(grouped_mm)(x.where(torch.arange(rows, device=x.device)[:, None] < assigned, 0), weights)
+
+    found = compare(undefined_rows_have_no_gradient, of(loop_mm), inputs, torch.bfloat16)
+    return Row.bounded(SECTION, title, found.error, found.bound, f"relative error of the {found.where}")
+
+
+def _fp8(setup: Setup, title: str, recipe: str) -> Row:
+    """Compare an 8-bit product with the exact one; on a CPU the rounding is emulated."""
+    if setup.cuda and torch.cuda.get_device_capability(setup.device) < float8.CAPABILITY:
+        return Row.skipped(SECTION, title, "this GPU has no 8-bit products")
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ModuleNotFoundError:
+        return Row.skipped(SECTION, title, "torchao is not installed")
+    sizes = (1024, 2048, 1536) if setup.cuda else (32, 64, 48)
+    chance = torch.Generator().manual_seed(0)
+    x = torch.randn(sizes[0], sizes[1], generator=chance).to(setup.device, torch.bfloat16).requires_grad_()
+    weight = torch.randn(sizes[2], sizes[1], generator=chance).to(setup.device, torch.bfloat16)
+    model = nn.Sequential(nn.Linear(sizes[1], sizes[2], bias=False, device=setup.device, dtype=torch.bfloat16))
+    with torch.no_grad():
+        model[0].weight.copy_(weight)
+    convert_to_float8_training(model, config=dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not setup.cuda))
+    run = torch.compile(model) if setup.cuda else model
+    output = run(x)
+    grad = torch.randn(output.shape, generator=chance).to(setup.device, torch.bfloat16)
+    output.backward(grad)
+    assert x.grad is not None
+    exact = {
+        "output": (output, x.double() @ weight.double().T),
+        "gradient of x": (x.grad, grad.double() @ weight.double()),
+        "gradient of the weight": (model[0].weight.grad, grad.double().T @ x.double()),
+    }
+    errors = {name: float((found.double() - right).norm() / right.norm()) for name, (found, right) in exact.items()}
+    bounds = {name: FP8_BOUNDS[name.partition(" ")[0]] for name in errors}
+    worst = max(errors, key=lambda name: errors[name] / bounds[name] if errors[name] == errors[name] else float("inf"))
+    emulated = "" if setup.cuda else "; emulated"
+    return Row.bounded(SECTION, title, errors[worst], bounds[worst], f"relative error of the {worst}{emulated}")

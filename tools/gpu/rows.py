@@ -1,0 +1,113 @@
+"""A row of the table of tools/gpu_check, and what the sections are given."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+Status = Literal["ok", "failed", "skipped"]
+
+#: Longest remark of a row that is printed; the JSON has all of it.
+PRINTED = 100
+
+
+@dataclass(frozen=True)
+class Row:
+    """A checked or measured quantity.
+
+    Attributes:
+        section: the section that it belongs to.
+        name: of the quantity, unique in its section.
+        status: failed if the value exceeds the bound, or could not be determined; skipped if this machine cannot have it.
+        value: what was found; None without a number.
+        bound: largest value that passes; None for a row that only reports.
+        remark: unit and conditions of the value, or why there is none.
+    """
+
+    section: str
+    name: str
+    status: Status = "ok"
+    value: float | None = None
+    bound: float | None = None
+    remark: str = ""
+
+    @classmethod
+    def bounded(cls, section: str, name: str, value: float, bound: float, remark: str = "") -> Row:
+        """Return a row that fails unless the value is at most the bound; nan fails."""
+        return cls(section, name, "ok" if value <= bound else "failed", value, bound, remark)
+
+    @classmethod
+    def skipped(cls, section: str, name: str, reason: str) -> Row:
+        """Return a row of what this machine cannot have."""
+        return cls(section, name, "skipped", remark=reason)
+
+    @classmethod
+    def failed(cls, section: str, name: str, error: BaseException | str) -> Row:
+        """Return a row of what ended with an error."""
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        return cls(section, name, "failed", remark=" ".join(text.split()))
+
+    def line(self) -> str:
+        """Return the row as a line of the table."""
+        remark = self.remark if len(self.remark) <= PRINTED else f"{self.remark[: PRINTED - 4]} ..."
+        return f"{self.section:<12}{self.name:<58}{self.status:<8}{number(self.value):>10}{number(self.bound):>10}  {remark}".rstrip()
+
+
+#: The first line of the table.
+TITLES = f"{'section':<12}{'check':<58}{'status':<8}{'value':>10}{'bound':>10}  remark"
+
+
+def number(value: float | None) -> str:
+    """Format a number in at most ten characters; None is empty."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return str(value)
+    if value == int(value) and abs(value) < 1e7:
+        return f"{int(value):,}"
+    return f"{value:,.1f}" if 100 <= abs(value) < 1e7 else f"{value:.2f}" if 0.1 <= abs(value) < 100 else f"{value:.1e}"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the sections run on.
+
+    Attributes:
+        device: the GPU, or the CPU without one.
+        ranks: processes of the section `ranks`.
+        quick: whether only a few cases of each section run.
+        spoil: whether faults are planted, so that rows must fail.
+        folder: for files of the sections.
+    """
+
+    device: torch.device
+    ranks: int
+    quick: bool
+    spoil: bool
+    folder: Path
+
+    @property
+    def cuda(self) -> bool:
+        """Whether the device is a GPU."""
+        return self.device.type == "cuda"
+
+    def described(self) -> str:
+        """Return the devices of this machine in words."""
+        if not self.cuda:
+            return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self.device)}"
+
+
+def guarded(section: str, name: str, call: Callable[[], Row]) -> Row:
+    """Return the row of a call; a failed one with the error if it raises: the other rows of the section still run."""
+    try:
+        return call()
+    except Exception as error:
+        return Row.failed(section, name, error)
