@@ -244,13 +244,4 @@ MUTANTS = (
         ),
         exact=False,
     ),
-    Mutant(
-        name="group_has_score_of_its_best_expert",
-        bug=30,
-        what="groups of experts are selected by their best expert, instead of the sum of their two best",
-        ranks=2,
-        words=(*DEEPSEEK, "parallel.expert=2", "parallel.zero_stage=1"),
-        edits=(Edit(ROUTER, "grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)", "grouped.amax(dim=2)"),),
-        exact=False,
-    ),
 )

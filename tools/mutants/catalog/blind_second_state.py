@@ -9,7 +9,8 @@ from tools.mutants.mutation import Edit, Mutant
 ZERO, REPLICATED = "pipeline/training/zero_engine.py", "pipeline/training/replicated_engine.py"
 CLIPPING, RATES, AVERAGE = (f"pipeline/training/{name}.py" for name in ("gradient_clipping", "lr_schedule", "weight_averaging"))
 RESUME, LOADER = "pipeline/training/resume.py", "pipeline/training/batch_loader.py"
-ROTARY, NORM, SCHEDULES = "pipeline/layers/rotary.py", "pipeline/layers/norm.py", "pipeline/parallel/pipeline_schedules.py"
+ROTARY, NORM = "pipeline/layers/rotary.py", "pipeline/layers/norm.py"
+SCHEDULES, FLOAT8 = "pipeline/parallel/pipeline_schedules.py", "pipeline/parallel/float8.py"
 SAMPLES, BLEND, PACKING, BOUNDARIES = (f"pipeline/data/load/{name}.py" for name in ("samples", "blend", "packing", "document_boundaries"))
 
 #: Two folders of one corpus each, in another order than that of their names.
@@ -71,6 +72,15 @@ MUTANTS = (
         ranks=2,
         words=(*GEMMA, "parallel.zero_stage=1", "precision=bf16"),
         edits=(Edit(NORM, "1.0 + self.weight.to(wide)", "(1.0 + self.weight).to(wide)"),),
+        exact=False,
+    ),
+    Mutant(
+        name="last_blocks_in_fp8",
+        bug=40,
+        what="precision.fp8_exclude_layers excludes the first blocks of the model only: the last ones multiply in fp8, too",
+        ranks=2,
+        words=(*LLAMA, "model.layers=4", "parallel.zero_stage=1", "precision=fp8"),
+        edits=(Edit(FLOAT8, "if excluded <= int(name) < layers - excluded", "if excluded <= int(name)"),),
         exact=False,
     ),
     Mutant(
