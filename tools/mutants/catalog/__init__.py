@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutants.catalog import blind, blind_state, experts, loss, norm, parallel, precision, state
+from tools.mutants.catalog import blind, blind_second, blind_second_state, blind_state, experts, loss, norm, parallel, precision, state
 from tools.mutants.mutation import Mutant
 
 #: In the order of their numbers.
@@ -10,6 +10,8 @@ MUTANTS: tuple[Mutant, ...] = tuple(
     sorted(
         (
             *blind.MUTANTS,
+            *blind_second.MUTANTS,
+            *blind_second_state.MUTANTS,
             *blind_state.MUTANTS,
             *loss.MUTANTS,
             *parallel.MUTANTS,
