@@ -186,3 +186,12 @@ def test_keys_in_sentences_exist() -> None:
     shown = set(re.findall(rf"(?:^|[` '])((?:{groups})\.(?!py\b|json\b)[a-z_0-9]+(?:\.[a-z_0-9]+)*)", TEXT))
     assert len(shown) > 20
     assert {key for key in shown - keys if not key.startswith(tuple(f"{named}." for named in NAMED))} == set()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: str(document.relative_to(ROOT)))
+def test_source_files_that_are_named_exist(document: Path) -> None:
+    """By their names; a path names the end of a path here."""
+    files = [f"/{path.relative_to(ROOT)}" for folder in ("pipeline", "tools", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([\w/]+\.py)`", document.read_text(encoding="utf-8")))
+    missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
+    assert not {name for name in missing if "NAME" not in name and not name.startswith("deepspeed/")}

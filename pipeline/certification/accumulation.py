@@ -6,6 +6,7 @@ gradient if sums are kept in fp32: gradients in a lower precision have few digit
 
 from __future__ import annotations
 
+import dataclasses
 from typing import cast
 
 import torch
@@ -45,7 +46,9 @@ def report(config: RunConfig) -> PartReport:
 
 def _first_moments(config: RunConfig, factor: int) -> dict[str, Tensor]:
     """Return Adam's first moments after a step whose micro-batches are equal on each rank, and `factor` times as many as in the run."""
-    trainer = begin(config)
+    # fp16 rounds small gradients to multiples of 2^-24: with as large a loss scale, those of a micro-batch are the same numbers.
+    precision = dataclasses.replace(config.precision, initial_loss_scale=config.precision.initial_loss_scale * factor)
+    trainer = begin(dataclasses.replace(config, precision=precision))
     train_steps(trainer, [(0, _of_equal_parts(config, factor))], ())
     return gather(trainer.engine.fragments(), {"exp_avg": "moment"}, {piece.name for piece in trainer.model.fixed.values()})["moment"]
 
