@@ -35,6 +35,12 @@ from pipeline.config import hardware
 from pipeline.rehearsal import driver
 print(json.dumps(driver.environment(driver.build(hardware.load(sys.argv[1])))))
 """
+TABLES = """
+import ctypes, json
+from pipeline.rehearsal.device_record import DeviceRecord
+code = ctypes.CDLL("libcuda.so.1").cuGetExportTable(ctypes.byref(ctypes.c_void_p()), bytes(16))
+print(json.dumps([code, DeviceRecord().unknown()]))
+"""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no CUDA build of torch: neither TANNSCHEN_CUDA_PYTHON nor {ROOT / '.venv-cuda'}"),
@@ -68,6 +74,10 @@ def cache(tmp_path_factory) -> Iterator[None]:
         patch.setenv("TANNSCHEN_CACHE", str(tmp_path_factory.mktemp("cache")))
         variables_of.cache_clear()
         yield
+
+
+def test_private_tables_of_functions_are_refused_without_being_unknown():
+    assert python("-c", TABLES, **variables_of("h100")) == [801, []]
 
 
 @pytest.mark.parametrize("gpu", ["a100-80", "b200"])

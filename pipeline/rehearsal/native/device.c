@@ -83,6 +83,8 @@ int cudaDeviceCanAccessPeer(int *can, int a, int b) { COUNT("cudaDeviceCanAccess
 int cudaDeviceGetPCIBusId(char *text, int n, int device) { COUNT("cudaDeviceGetPCIBusId"); (void)device; return snprintf(text, n, "0000:01:00.0"), 0; }
 int cuDeviceGetName(char *text, int n, int device) { COUNT("cuDeviceGetName"); (void)device; return snprintf(text, n, "%s", DEVICE_NAME), 0; }
 int cuDeviceTotalMem_v2(size_t *bytes, int device) { COUNT("cuDeviceTotalMem_v2"); (void)device; return *bytes = MEMORY_BYTES, 0; }
+/* Tables of private functions that NVIDIA's libraries look up in the driver at times: there are none, and they go on without. */
+int cuGetExportTable(const void **table, const void *id) { COUNT("cuGetExportTable"); (void)id; return *table = 0, NOT_SUPPORTED; }
 int cudaGetLastError(void) { COUNT("cudaGetLastError"); int code = last_error; return last_error = 0, code; }
 int cudaPeekAtLastError(void) { COUNT("cudaPeekAtLastError"); return last_error; }
 
