@@ -47,6 +47,16 @@ def to_device(tokens: Tensor, batch: Batch, device: torch.device) -> RandomBatch
     return tokens.to(device), cast(Batch, {name: cast(Tensor, values).to(device) for name, values in batch.items()})
 
 
+def random_split(config: SampleConfig, rows: int) -> RandomBatch:
+    """Return sequences to validate on: a part of the targets, another one in each sequence, is IGNORE."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, batch = _batch(config, rows, generator)
+    targets = batch["targets"]
+    kept = torch.rand(targets.shape, generator=generator) < torch.linspace(0.3, 1.0, rows)[:, None]
+    kept[:, 0] = True
+    return tokens, {**batch, "targets": targets.masked_fill(~kept, IGNORE)}
+
+
 def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> RandomBatch:
     """Return a batch of `rows` samples of training.sequence_length tokens."""
     model, length = config.model, config.training.sequence_length

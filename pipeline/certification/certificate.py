@@ -71,7 +71,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
             small = plain.small
             configs = {"fp32": in_precision(small.config, "fp32"), **{name: with_small_updates(small.config) for name in low}}
-            work = Work(configs, folder, copies="copies" not in skip, saved=saved)
+            work = Work(configs, folder, copies="copies" not in skip, validation="validation" not in skip, saved=saved)
             with beside_ranks(low[0] if low else None, configs[(low or ["fp32"])[0]]) as running:
                 runs = _train_ranks(small.world_size, work, seconds, progress, running)
                 plain_low = running.runs.result() if running.runs else None

@@ -180,9 +180,13 @@ def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[st
     counted = targets[:, :-1] != IGNORE
     if not torch.equal(targets[:, :-1][counted], tokens[:, 1:][counted]):
         yield "targets are not the next tokens"
+    end = data.samples.end_of_document
+    padding = (tokens[:, :-1] == end) & (tokens[:, 1:] == end) & (config.data.packing == "best_fit")
+    if not torch.equal(counted, ~padding):
+        yield "other positions than padding have no target"
     if "documents" in rows:
         begins = rows["documents"].diff(dim=1) != 0
-        ends = tokens[:, :-1] == data.samples.end_of_document
+        ends = tokens[:, :-1] == end
         if not torch.equal(begins, ends):
             yield "documents do not begin after the end-of-document tokens"
 

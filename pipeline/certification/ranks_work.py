@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from pipeline.certification import accumulation
+from pipeline.certification import accumulation, validation
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog
 from pipeline.certification.fp8_layers import compare_fp8_layers
@@ -20,11 +21,14 @@ from pipeline.certification.module_outputs import first_module
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import Saving, resume_in_other_layout, resume_in_same_layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers import loss
 
 #: The file in which rank 0 counts its steps.
 STEPS = "steps"
 #: The file that names the first module whose output differs.
 OUTPUTS = "outputs"
+#: Rows of a chunk of the loss.
+CHUNK_ROWS = 5
 #: The run directory of the run that is saved.
 RUN = "run"
 
@@ -37,12 +41,14 @@ class Work:
         configs: what is trained, by name.
         folder: of the results.
         copies: whether the copies of the weights are compared.
+        validation: whether the loss of a split is compared, in fp32.
         saved: name of the configuration whose run is saved and continued; None for none.
     """
 
     configs: Mapping[str, RunConfig]
     folder: str
     copies: bool = True
+    validation: bool = True
     saved: str | None = None
 
 
@@ -62,21 +68,33 @@ def in_folder(config: RunConfig, folder: str) -> RunConfig:
 def train_all(work: Work) -> None:
     """Train every configuration on this rank; rank 0 writes the results, and a byte for each finished step."""
     writes = dist.get_rank() == 0
-    with open(Path(work.folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
+    with several_chunks(), open(Path(work.folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
         for name, config in work.configs.items():
-            result = _train(in_folder(config, work.folder), lambda: steps.write(b"."), copies=work.copies, saved=name == work.saved)
+            result = _train(work, name, in_folder(config, work.folder), lambda: steps.write(b"."))
             if writes:
                 torch.save(result, f"{work.folder}/{name}")
 
 
-def _train(config: RunConfig, count: Callable[[], object], *, copies: bool, saved: bool) -> RankResult:
+@contextmanager
+def several_chunks() -> Iterator[None]:
+    """Make the fused loss compute chunks of a few rows: the rows of a job are several chunks, those of a small one would be one."""
+    rows, loss.chunk_rows = loss.chunk_rows, lambda *_: CHUNK_ROWS
+    try:
+        yield
+    finally:
+        loss.chunk_rows = rows
+
+
+def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]) -> RankResult:
     """Train one configuration."""
+    copies, saved = work.copies, name == work.saved
     trainer = begin(config)
     log = CopyLog(trainer)
     saving = Saving(config, trainer) if saved else None
     calls = [*([log.after_step] if copies or saved else []), *([saving.after_step] if saving else [])]
     outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
     reports = [log.report()] if copies else []
+    reports += [validation.report(config, trainer, outcome.tensors["weight"])] if work.validation and name == "fp32" else []
     reports += [accumulation.report(config)] if config.precision.dtype != "fp32" else []
     reports += [compare_fp8_layers(config, trainer)] if config.precision.fp8 != "none" else []
     if saving is not None:

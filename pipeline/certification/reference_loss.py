@@ -1,4 +1,4 @@
-"""The loss of the plain loop: stock cross-entropy of the hidden states that the model's output heads receive."""
+"""The loss of the plain loop: stock cross-entropy of the hidden states that the heads of the model receive."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import OutputHead
 from pipeline.layers.loss import IGNORE
@@ -20,31 +21,46 @@ from pipeline.layers.multi_token import MultiTokenHead
 def reference_loss(model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
     """Return the loss of a micro-batch: what the model's own, fused loss should be.
 
-    The mean cross-entropy over the counted targets of the global batch; plus that of further tokens over their own targets in the
-    micro-batch (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equations 24 and 25), and of next sentences (BERT). Of a model without an
-    OutputHead, the loss that the model returns.
+    The mean cross-entropy over the counted targets of the global batch, plus the loss of further tokens (with gradients enabled) and that
+    of next sentences (BERT). Of a model without an OutputHead, the loss that the model returns.
 
     Args:
         model: the plain model.
         tokens: int64 (batch, sequence).
         batch: the other inputs, with targets and loss_scale.
     """
-    with _inputs_of_heads(model) as inputs:
-        returned: Tensor = model(tokens, **batch)
-    tokens_seen = [(head, hidden) for head, hidden in inputs if isinstance(head, OutputHead)]
-    if not tokens_seen:
+    multi_token = next((module for module in model.modules() if isinstance(module, MultiTokenHead)), None)
+    # A model of further tokens computes them with targets only, in a loop of its own.
+    inputs = batch if multi_token is None else {name: batch[name] for name in batch if name not in ("targets", "loss_scale")}  # type: ignore[literal-required]
+    with _arguments_of_heads(model) as calls:
+        returned: Tensor = model(tokens, **inputs)
+    by_head = dict(calls)
+    output = next((head for head in by_head if isinstance(head, OutputHead)), None)
+    if output is None:
         return returned
-    (head, hidden), *further = tokens_seen
     targets = batch["targets"]
-    total = _sum(head(hidden), targets, head.label_smoothing) * batch["loss_scale"][0] / targets.numel()
-    factor = next((module.factor for module in model.modules() if isinstance(module, MultiTokenHead)), 0.0)
-    for depth, (head, hidden) in enumerate(further, 1):
-        labels = _shifted(targets, depth)
-        total = total + factor / len(further) * _sum(head(hidden), labels) / (labels != IGNORE).sum().clamp(min=1)
-    for sentence, hidden in inputs:
+    total = _sum(output(by_head[output][0]), targets, output.label_smoothing) * batch["loss_scale"][0] / targets.numel()
+    if multi_token is not None and multi_token.embed is not None and torch.is_grad_enabled():
+        hidden, context, *_ = by_head[multi_token]
+        total = total + multi_token.factor * _mean_of_further_tokens(multi_token, hidden, context, targets)
+    for sentence, (hidden, *_) in by_head.items():
         if isinstance(sentence, NextSentenceHead):
             total = total + _sum(sentence(hidden), batch["next_sentence"]) / len(tokens)
     return total
+
+
+def _mean_of_further_tokens(head: MultiTokenHead, hidden: Tensor, context: AttentionContext, targets: Tensor) -> Tensor:
+    """Return the mean loss of further tokens (DeepSeek-V3, https://arxiv.org/abs/2412.19437, equations 21 to 25).
+
+    Depth k reads token k after the input, predicts the one after it, and has the mean over its own targets in the micro-batch.
+    """
+    assert head.embed is not None
+    total = hidden.new_zeros(())
+    for depth, module in enumerate(head.depths, 1):
+        hidden = module(head.embed(_shifted(targets, depth - 1).clamp(min=0)), hidden, context)
+        labels = _shifted(targets, depth)
+        total = total + _sum(head.output(hidden), labels) / (labels != IGNORE).sum().clamp(min=1)
+    return total / len(head.depths)
 
 
 def _sum(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -66,13 +82,13 @@ def _shifted(targets: Tensor, by: int) -> Tensor:
 
 
 @contextmanager
-def _inputs_of_heads(model: nn.Module) -> Iterator[list[tuple[Any, Tensor]]]:
-    """Collect the output heads that the model calls, and the hidden states that they receive, in the order of the calls."""
-    found: list[tuple[Any, Tensor]] = []
+def _arguments_of_heads(model: nn.Module) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
+    """Collect the heads that the model calls, and their arguments: the hidden states, and a context."""
+    found: list[tuple[Any, tuple[Any, ...]]] = []
     hooks = [
-        module.register_forward_pre_hook(lambda head, args: found.append((head, args[0])))
+        module.register_forward_pre_hook(lambda head, arguments: found.append((head, arguments)))
         for module in model.modules()
-        if isinstance(module, OutputHead | NextSentenceHead)
+        if isinstance(module, OutputHead | NextSentenceHead | MultiTokenHead)
     ]
     try:
         yield found

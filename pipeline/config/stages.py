@@ -8,7 +8,7 @@ from pipeline.common.knobs import knob
 from pipeline.config.schema import StageConfig
 
 #: Parts of a certificate besides the comparison in fp32, which is always made.
-CERTIFICATE_PARTS = ("copies", "state", "data", "precision", "shapes")
+CERTIFICATE_PARTS = ("copies", "state", "validation", "data", "precision", "shapes")
 
 
 @dataclass(frozen=True)

@@ -201,6 +201,59 @@ def gradients_summed_in_bf16() -> Any:
     return replaced(_State, "add", make)
 
 
+def validation_averages_sequences() -> Any:
+    """The loss of a split is the mean of those of its sequences, not of its targets."""
+    from pipeline.training import validation
+
+    def make(_: Callable[..., Any]) -> Callable[..., Any]:
+        def mean(losses: torch.Tensor, targets: torch.Tensor, _text: Any) -> Any:
+            return validation.MeanLoss(float((losses / targets.clamp(min=1)).mean()), None, int(targets.sum()))
+
+        return mean
+
+    return replaced(validation, "_mean", make)
+
+
+def further_targets_wrap_around() -> Any:
+    """The last position of a sequence predicts its first token as a further one. The layout and the plain model share the layer."""
+    from pipeline.layers import multi_token
+
+    return replaced(multi_token, "shift_labels", lambda _: lambda labels: labels.roll(-1, dims=1))
+
+
+def loss_of_last_chunk() -> Any:
+    """Only the last chunk of rows contributes to the gradient of the output matrix."""
+    from pipeline.layers import loss
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: Any, targets: torch.Tensor, *more: Any) -> Any:
+            total = original(ctx, hidden, weight, bias, targets, *more)
+            grad_hidden, grad_weight, grad_bias = ctx.to_save
+            if grad_weight is not None and len(hidden) > loss.chunk_rows(*hidden.shape[1:], len(weight), hidden.device):
+                ctx.save_for_backward(grad_hidden, grad_weight / 2, grad_bias)
+            return total
+
+        return staticmethod(forward)
+
+    return replaced(loss._LinearCrossEntropy, "forward", make)
+
+
+def targets_have_holes() -> Any:
+    """The token before the last one of each sequence is no target."""
+    from pipeline.data.load.objectives.causal import Causal
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def arrays(self: Any, indices: Any) -> Any:
+            found = original(self, indices)
+            found["targets"] = found["targets"].astype(np.int64)
+            found["targets"][:, -2] = -100
+            return found
+
+        return arrays
+
+    return replaced(Causal, "arrays", make)
+
+
 def half_a_gradient_in_a_shared_layer() -> Any:
     """The backward pass of the MLP, which the layout and the plain loop share, halves every gradient."""
     from pipeline.layers.mlp import GatedMLP

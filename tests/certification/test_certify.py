@@ -76,7 +76,7 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     assert {"key": "parallel.tensor", "from": 4, "to": 2} in written["small"]["shrunk"]
     assert written["small"]["layout"]["data"] == 2
     assert written["planned"]["layout"]["data"] == 4
-    assert list(written["parts"]) == ["copies", "state", "data", "precision", "shapes"]
+    assert list(written["parts"]) == ["copies", "state", "validation", "data", "precision", "shapes"]
     assert any("stock transformers" in line for line in written["parts"]["state"]["covered"])
     assert written["parts"]["data"]["not_covered"] == ["no data was checked: data.tokens=work/tokens is not there"]
     assert written["planned"]["overrides"][:2] == ["stage=certify", "model=llama-tiny"]
@@ -116,7 +116,7 @@ def test_a_fault_is_not_certified(certify, tmp_path: Path, fault: Callable[[], A
 
 
 def test_a_fault_in_the_precision_of_the_job(certify) -> None:
-    words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,data,shapes]")
+    words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,validation,data,shapes]")
     code, printed, written = certify(*words, fault=faults.gradients_scaled_in_bf16)
     assert code == 1
     assert re.search(r"norm in bf16: differs by 5.0e-01", printed), printed
@@ -124,8 +124,28 @@ def test_a_fault_in_the_precision_of_the_job(certify) -> None:
     assert written["parts"]["copies"]["not_covered"] == ["left out by stage.skip=copies"]
 
 
+@pytest.mark.parametrize(
+    "fault, words, expected",
+    [
+        (faults.validation_averages_sequences, (), r"validation: fp32: the loss of the split is \d.\d+ in the layout, \d.\d+ over all"),
+        (faults.loss_of_last_chunk, (), r"begins at step 1, backward, head.weight"),
+        (
+            faults.further_targets_wrap_around,
+            ("model=deepseek-tiny", "model.mtp_depth=1", "parallel.tensor=1", "parallel.expert=2"),
+            r"begins at step 1, forward: the loss differs by",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_in_what_the_loss_is_made_of(certify, fault: Callable[[], Any], words: tuple[str, ...], expected: str) -> None:
+    skipped = "stage.skip=[copies,state,data,shapes]"
+    code, printed, _ = certify(*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", skipped, *words, fault=fault)
+    assert code == 1
+    assert re.search(expected, printed), printed
+
+
 def test_sums_of_gradients_that_are_rounded(certify) -> None:
-    words = (*JOB, "parallel.zero_stage=1", "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,data,shapes]")
+    words = (*JOB, "parallel.zero_stage=1", "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,validation,data,shapes]")
     code, printed, _ = certify(*words, fault=faults.gradients_summed_in_bf16)
     assert code == 1
     assert re.search(r"precision: bf16: the gradient of \S+ depends on the number of equal micro-batches, by \d.\de-0[34]", printed), (
@@ -135,7 +155,7 @@ def test_sums_of_gradients_that_are_rounded(certify) -> None:
 
 
 def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) -> None:
-    words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", "stage.skip=[copies,data,shapes]")
+    words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", "stage.skip=[copies,validation,data,shapes]")
     with faults.half_a_gradient_in_a_shared_layer():
         code, printed, _ = certify(*words, fault=faults.half_a_gradient_in_a_shared_layer)
     assert code == 1
@@ -147,6 +167,7 @@ def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) ->
     "fault, expected",
     [
         (faults.data_ranks_read_the_same, "data: step 1: the data ranks read other tokens than one process"),
+        (faults.targets_have_holes, "data: step 1: other positions than padding have no target"),
         (faults.pieces_leave_a_gap, "shapes: blocks.0.attention.key.weight: its pieces along dim 0 leave a gap"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -154,7 +175,7 @@ def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) ->
 def test_a_fault_at_the_size_of_the_job(certify, tokens: Path, fault: Callable[[], Any], expected: str) -> None:
     """It is planted in this process, which has the parts that need no ranks."""
     with fault():
-        code, printed, _ = certify(*JOB, "stage.skip=[copies,state,precision]", f"data.tokens={tokens}")
+        code, printed, _ = certify(*JOB, "stage.skip=[copies,state,validation,precision]", f"data.tokens={tokens}")
     assert code == 1, printed
     assert expected in printed
 
