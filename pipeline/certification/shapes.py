@@ -10,6 +10,7 @@ from typing import cast
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from pipeline.certification.full_size import wrong_rates, wrong_rotations
 from pipeline.certification.parts import PartReport
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
@@ -91,11 +92,14 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     pieces = {name: pieces_by_rank(layout, piece) for name, piece in whole.items()}
     for name, parts in pieces.items():
         found.failures += [f"{name}: {problem}" for problem in _tiling(whole[name].full_shape, parts)]
-    found.failures += _heads(config, layout, pieces)
+    found.failures += [*_heads(config, layout, pieces), *wrong_rates(config), *wrong_rotations(config)]
     sizes = f"the largest bucket has {largest:,} elements" + (", more than 2^31" if largest >= LARGE else "")
     found.covered.append(
         f"pieces of {len(whole)} weights over {layout.tensor} tensor and {layout.expert} expert ranks, stages, heads, weight decay and "
         f"ZeRO's partitions, at full size on {world_size:,} ranks; {sizes}"
+    )
+    found.covered.append(
+        f"learning rates of {config.training.steps:,} steps; rotary angles of {config.training.sequence_length:,} positions"
     )
     return found
 

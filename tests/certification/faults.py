@@ -238,6 +238,28 @@ def loss_of_last_chunk() -> Any:
     return replaced(loss._LinearCrossEntropy, "forward", make)
 
 
+def decay_begins_one_step_late() -> Any:
+    """The progress of every schedule is that of the step before."""
+    from pipeline.training import lr_schedule
+
+    return replaced(lr_schedule, "_progress", lambda original: lambda update, first, steps: original(update - 1, first, steps))
+
+
+def far_positions_are_rounded() -> Any:
+    """The angles of rotary embeddings from position 40 on are those of even positions."""
+    from pipeline.layers.rotary import Rotary
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def compute(self: Any, device: Any) -> None:
+            original(self, device)
+            for table in (self.cos, self.sin):
+                table[41::2] = table[40:-1:2]
+
+        return compute
+
+    return replaced(Rotary, "compute_buffers", make)
+
+
 def targets_have_holes() -> Any:
     """The token before the last one of each sequence is no target."""
     from pipeline.data.load.objectives.causal import Causal

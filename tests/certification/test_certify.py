@@ -168,6 +168,8 @@ def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) ->
     [
         (faults.data_ranks_read_the_same, "data: step 1: the data ranks read other tokens than one process"),
         (faults.targets_have_holes, "data: step 1: other positions than padding have no target"),
+        (faults.decay_begins_one_step_late, "shapes: the learning rate of step"),
+        (faults.far_positions_are_rounded, "shapes: rotary: the rotation of position 41 is not 41 times that of position 1"),
         (faults.pieces_leave_a_gap, "shapes: blocks.0.attention.key.weight: its pieces along dim 0 leave a gap"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
