@@ -21,6 +21,7 @@ WEIGHTS = {
     *("attention_norm", "attention.query", "attention.key", "attention.value", "attention.output"),
     *("mlp_norm", "mlp.gate", "mlp.up", "mlp.down"),
 }
+MODELS = "llama3-8b,mixtral-8x7b,gemma3-270m"
 #: What torchtitan's Llama block launches: generated kernels and matrix products, forward and backward.
 PLAIN = {"generated": (6, 10), "product": (7, 14), "attention": (1, 1)}
 
@@ -46,7 +47,15 @@ def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def blocks(tmp_path_factory) -> dict[str, dict[str, Any]]:
     """Model -> name of a block -> its passes on an H100."""
     folder = tmp_path_factory.mktemp("gpu_kernels")
-    command = ["tools/gpu_kernels", "--model", "llama3-8b,mixtral-8x7b", "--hardware", "h100", "--json", str(folder / "out.json")]
+    command = [
+        "tools/gpu_kernels",
+        "--model",
+        "llama3-8b,mixtral-8x7b,gemma3-270m",
+        "--hardware",
+        "h100",
+        "--json",
+        str(folder / "out.json"),
+    ]
     variables = {**os.environ, "TANNSCHEN_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     command = [sys.executable, *command, "--python", str(test_contract.PYTHON.absolute())]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
@@ -106,3 +115,16 @@ def test_a_moe_block_launches_few_kernels(blocks: dict[str, dict[str, Any]]) -> 
         "aten::sort.stable",
         "aten::new_full",
     }
+
+
+@pytest.mark.long
+@test_contract.pytestmark[1]
+@test_contract.pytestmark[2]
+def test_blocks_with_a_window_take_a_mask_that_was_made_outside(blocks: dict[str, dict[str, Any]]) -> None:
+    local, full = (blocks["gemma3-270m"][name] for name in ("block 0", "block 5"))
+    for block in (local, full):
+        assert counts(block, "attention") == (1, 1)
+        assert counts(block, "other")[0] == 0
+    assert counts(local, "generated")[0] <= counts(full, "generated")[0] + 1, "no search for blocks of the mask"
+    (flex,) = (launch["name"] for launch in local["forward"]["launches"] if launch["kind"] == "attention")
+    assert "flex_attention" in flex
