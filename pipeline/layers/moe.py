@@ -17,6 +17,9 @@ from pipeline.layers.router import AuxLoss, Router, Routing
 from pipeline.layers.row_counts import counts_on_host
 from pipeline.layers.uncompiled import uncompiled
 
+#: What is called while the tokens travel to their experts.
+Meanwhile = Callable[[], None] | None
+
 
 class RoutedExperts(nn.Module):
     """The experts of a MoE layer, on this rank or on several ranks."""
@@ -52,7 +55,7 @@ class Experts(RoutedExperts):
 
         Args:
             x: (rows, hidden), sorted by expert.
-            counts: int64 (experts,), number of rows of each expert.
+            counts: int64 (experts,), number of rows of each.
 
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
@@ -115,7 +118,7 @@ class MoE(nn.Module):
         self.narrow: Callable[[Tensor], Tensor] | None = None
         self.record: Tensor | None = None
 
-    def forward(self, x: Tensor, context: AttentionContext | None = None, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext | None = None, meanwhile: Meanwhile = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); padding (document -1) is routed to no expert and its output is zero.
 
         Args:
@@ -144,13 +147,7 @@ class MoE(nn.Module):
         return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid, all_valid=documents is None))
 
     def _compute_experts(
-        self,
-        tokens: Tensor,
-        expert_ids: Tensor,
-        weights: Tensor,
-        counts: Tensor,
-        assigned: Tensor | None,
-        meanwhile: Callable[[], None] | None,
+        self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, counts: Tensor, assigned: Tensor | None, meanwhile: Meanwhile
     ) -> Tensor:
         """Permute the tokens by expert, apply the experts and combine their outputs.
 

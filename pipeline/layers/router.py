@@ -136,24 +136,38 @@ class AuxLoss:
             return routing.logits.new_zeros(())
         experts = routing.probs.shape[1]
         sums = _sequence_sums(routing, valid.to(routing.logits.dtype), squares=bool(self.z), all_valid=all_valid)
-        sums = sums if reduce_sums is None else reduce_sums(sums)
-        batch_sums = sums.sum(dim=0, keepdim=True)
+        if reduce_sums is not None:  # in one collective
+            reduced = reduce_sums(torch.cat(sums, dim=1))
+            sums = Sums(*reduced.split([part.shape[1] for part in sums], dim=1))
+        of_batch = Sums(*(part.sum(dim=0, keepdim=True) for part in sums))
         losses = []  # only those that count: each is several kernels
         if self.batch:
-            losses.append(self.batch * _balance_loss(batch_sums, experts))
+            losses.append(self.batch * _balance_loss(of_batch, experts))
         if self.sequence:
             losses.append(self.sequence * _balance_loss(sums, experts))
         if self.z:
-            losses.append(self.z * batch_sums[0, -2] / batch_sums[0, -1].clamp(min=1))
+            losses.append(self.z * of_batch.squares[0, 0] / of_batch.tokens[0, 0].clamp(min=1))
         return functools.reduce(torch.add, losses)
 
 
-def _sequence_sums(routing: Routing, weights: Tensor, *, squares: bool, all_valid: bool) -> Tensor:
-    """Sum over the tokens of each sequence, weighted by `weights` (batch, sequence): (batch, 2 * experts + 2).
+class Sums(NamedTuple):
+    """Sums over the tokens of each sequence, other than padding.
 
-    Summed are, by expert, a token's assignments (1 / top_k each) and probabilities; then its squared log-sum-exp (z-loss), zero without
-    `squares`, and 1. With `all_valid`, all weights are 1.
+    Attributes:
+        assignments: (batch, experts), 1 / top_k for each assignment.
+        probs: (batch, experts), of the probabilities.
+        squares: (batch, 1), of the squared log-sum-exp of the logits (z-loss); zero if that loss is off.
+        tokens: (batch, 1), number of tokens.
     """
+
+    assignments: Tensor
+    probs: Tensor
+    squares: Tensor
+    tokens: Tensor
+
+
+def _sequence_sums(routing: Routing, weights: Tensor, *, squares: bool, all_valid: bool) -> Sums:
+    """Return the sums, weighted by `weights` (batch, sequence), all of which are 1 if `all_valid`."""
     (rows, width), top_k = weights.shape, routing.experts.shape[1]
     assignments = weights.new_zeros(rows, routing.probs.shape[1])
     assignments = assignments.scatter_add(1, routing.experts.view(rows, -1), weights.repeat_interleave(top_k, dim=1) / top_k)
@@ -162,11 +176,10 @@ def _sequence_sums(routing: Routing, weights: Tensor, *, squares: bool, all_vali
     if squares:
         squared = (routing.logits.logsumexp(dim=1).square().view(rows, width) * weights).sum(dim=1, keepdim=True)
     tokens = weights.new_full((rows, 1), width) if all_valid else weights.sum(dim=1, keepdim=True)
-    return torch.cat([assignments, probs, squared, tokens], dim=1)
+    return Sums(assignments, probs, squared, tokens)
 
 
-def _balance_loss(sums: Tensor, experts: int) -> Tensor:
-    """Return experts * sum_i f_i P_i of each row of `_sequence_sums`, averaged over the rows with tokens."""
-    tokens = sums[:, -1:]
-    assignments, probs = (sums[:, start : start + experts] / tokens.clamp(min=1) for start in (0, experts))
-    return experts * (assignments * probs).sum() / (tokens > 0).sum().clamp(min=1)
+def _balance_loss(sums: Sums, experts: int) -> Tensor:
+    """Return experts * sum_i f_i P_i of each sequence, averaged over the sequences with tokens."""
+    assignments, probs = (part / sums.tokens.clamp(min=1) for part in (sums.assignments, sums.probs))
+    return experts * (assignments * probs).sum() / (sums.tokens > 0).sum().clamp(min=1)

@@ -35,14 +35,14 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None, program:
     """
     python = interpreter.choose(wanted)
     environment = {**os.environ, "PYTHONPATH": _search_path(), "DS_ACCELERATOR": "cuda"}
-    if _is_this(python):
+    if is_this(python):
         library = driver.build(hardware)
         environment |= {**driver.environment(library), ACTIVE: str(library)}
         rank_environment.add(environment, rank_environment.NVIDIA_DEFAULTS)  # the allocator of the job
     return subprocess.run([python, *program, *arguments], env=environment, check=False).returncode
 
 
-def _is_this(python: Path) -> bool:
+def is_this(python: Path) -> bool:
     """Whether an interpreter is that of this process; links are not followed, since environments link to the same file."""
     return python.absolute() == Path(sys.executable).absolute()
 

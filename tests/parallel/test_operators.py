@@ -1,4 +1,4 @@
-"""Every custom operator passes the checks of torch.library.opcheck: schema, shapes on fake tensors, gradients in compiled code."""
+"""Every custom operator passes all checks of torch.library.opcheck: schema, shapes on fake tensors, and gradients in compiled code."""
 
 from __future__ import annotations
 

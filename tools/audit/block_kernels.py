@@ -69,7 +69,7 @@ class Pass:
         kernels, products, copies: what the driver was asked to launch: an operator of PyTorch may be several kernels. A graph of cuDNN,
             which is one attention, is none of them.
         names: kernel -> launches of it, as the driver saw them.
-        waits: of the host for the device, "line of code: function" -> number.
+        waits: of the host for the device, "line of code: function of CUDA" -> number.
         generated: the generated kernels.
     """
 
@@ -260,7 +260,7 @@ class _Counted:
             yield
         counted = calls.launches()
         self.launched = counted.kernels, counted.products, counted.copies
-        self.waits.update({f"{line}: {function}": count for (function, line), count in waits.items()})
+        self.waits.update({f"{line or '(compiled code)'}: {function}": count for (function, line), count in waits.items()})
 
 
 def _launches(entries: list[Entry], generated: set[str]) -> Iterator[Launch]:
