@@ -80,6 +80,8 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 def check(setup: Setup, case: Case) -> Row:
     """Compare one case with the plain formula, and the kernel that ran with the chosen one."""
+    if case.kernel == "flash_3" and not has_flash_3(setup.device):
+        return Row.skipped(SECTION, str(case), "FlashAttention 3 is not installed, or this GPU is not Hopper")
     positions = 512 if setup.cuda else 64
     torch._dynamo.reset()  # it compiles only eight masks of FlexAttention
     inputs, mask_of, window = drawn(case, positions, setup.device)
@@ -126,6 +128,11 @@ def check_ring(setup: Setup, case: Case) -> Row:
     q, k, v = (tensor.to(dtype) for tensor in inputs.values())
     chosen = partial_kernel(*attention_kernel.facts_of(q, k[:, :, :positions], v[:, :, :positions], Mask(causal=False), None))
     return Row.bounded(SECTION, str(case), found.error, found.bound, f"relative error of the {found.where}; {chosen}")
+
+
+def has_flash_3(device: torch.device) -> bool:
+    """Whether training can use FlashAttention 3 on a GPU."""
+    return attention_kernel.case("cuda", device.index or 0, torch.bfloat16, 64, 64, False, False, True, True).flash_3
 
 
 def drawn(case: Case, positions: int, device: torch.device) -> tuple[dict[str, Tensor], Callable[..., Mask], int | None]:
