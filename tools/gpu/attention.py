@@ -28,9 +28,8 @@ BATCH, HEADS, KV_HEADS = 2, 4, 2
 #: Width of queries and keys, and of values.
 WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 QUICK_WIDTHS = ((64, 64), (192, 128))
-#: Masks other than causal and full. FlexAttention is compiled for each, which takes seconds, so not with every width.
-RULES = ("window", "documents", "padding", "prefix", "alibi")
-RULE_WIDTHS = ((64, 64), (128, 128), (256, 256), (192, 128))
+#: Masks for which FlexAttention is compiled, which takes many seconds: documents with all widths, the others with the first one.
+RULES = ("window", "padding", "prefix", "alibi")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Operators of PyTorch's kernels, as in `_scaled_dot_product_NAME_attention`. The kernels flash_2 and flash_3 share one.
 OPERATORS = ("flash", "cudnn", "efficient")
@@ -59,12 +58,13 @@ def cases(setup: Setup) -> Iterator[Case]:
     for mask in ("causal", "full"):
         yield from (Case(mask, *width, "bf16") for width in widths)
         yield from (Case(mask, 64, 64, dtype) for dtype in ("fp16", "fp32"))
-    for mask in (*RULES, "bias"):
-        yield from (Case(mask, *width, "bf16") for width in widths if width in RULE_WIDTHS)
+    for mask in ("documents", "bias"):
+        yield from (Case(mask, *width, "bf16") for width in widths)
         yield Case(mask, 64, 64, "fp32")
+    yield from (Case(mask, *widths[0], "bf16") for mask in RULES)
     kernels = [kernel for kernel in get_args(Kernel) if kernel not in (("torch",) if setup.cuda else ("torch", "flash_3", "cudnn"))]
     for kernel in kernels:
-        yield from (Case("causal", *width, "bf16", kernel) for width in (widths if setup.cuda else QUICK_WIDTHS))
+        yield from (Case("causal", *width, "bf16", kernel) for width in (widths if kernel != "flex" else QUICK_WIDTHS))
     yield Case("documents", 64, 64, "bf16", "flex")
 
 

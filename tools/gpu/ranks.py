@@ -1,4 +1,4 @@
-"""Section ranks: layouts beside one process, speed and exposed communication, a checkpoint on another number of ranks, a dead rank."""
+"""Section ranks: layouts beside one process, speed and exposed communication, a checkpoint on another number of ranks, a stopped rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import JobPlan
 from tools.audit.numerics_cases import FAMILIES
 from tools.gpu import models, rank_work, speed
-from tools.gpu.dead_rank import dead_rank
 from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup, guarded
+from tools.gpu.stopped_rank import stopped_rank
 
 SECTION = "ranks"
 #: Name of a layout -> family, and settings of parallel. The ranks that are not named are data ranks.
@@ -63,8 +63,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     yield from rates(setup, count)
     name = "saved, and continued on another number of ranks"
     yield guarded(SECTION, name, partial(saved, setup, count, name))
-    name = "a dead rank is named by the watchdog"
-    yield guarded(SECTION, name, partial(dead_rank, setup, count, SECTION, name))
+    name = "a stopped rank is named by the watchdog"
+    yield guarded(SECTION, name, partial(stopped_rank, setup, count, SECTION, name))
 
 
 def trained(setup: Setup, count: int, configs: dict[str, RunConfig]) -> Iterator[tuple[str, Outcome | RanksFailedError]]:

@@ -119,6 +119,7 @@ def measured(setup: Setup, config: RunConfig) -> Measured:
         config: of the job, valid for the number of ranks.
     """
     free(setup)
+    earlier = _retries(setup)
     trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), setup.device))
     layout = trainer.mesh.layout
     whole = random_batches(config, 1)[0]
@@ -137,7 +138,7 @@ def measured(setup: Setup, config: RunConfig) -> Measured:
         trainer.train(tokens, batch)
     _finish(setup)
     seconds = (time.perf_counter() - started) / steps
-    retries = torch.cuda.memory_stats(setup.device)["num_alloc_retries"] if setup.cuda else 0
+    retries = _retries(setup) - earlier
     exposed = exposed_share(setup, partial(trainer.train, tokens, batch))
     return Measured(seconds, whole[0].numel() / seconds, peak, retries, exposed)
 
@@ -190,6 +191,11 @@ def free(setup: Setup) -> None:
     torch._dynamo.reset()
     if setup.cuda:
         torch.cuda.empty_cache()
+
+
+def _retries(setup: Setup) -> int:
+    """How often the allocator of this process had to free its cache so far."""
+    return int(torch.cuda.memory_stats(setup.device).get("num_alloc_retries", 0)) if setup.cuda else 0
 
 
 def _finish(setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""A rank that ends within training: the watchdog of another one must name it."""
+"""A rank that stops answering within training: the watchdog of another one must name it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from tools.gpu.rows import Row, Setup
 
 #: Minutes without progress after which the watchdog ends the run.
 MINUTES = 0.25
-#: The step after which the last rank is dead.
+#: A stopped process keeps its connections, as a node without power does. The end of a process is noticed by gloo or NCCL at once.
+STOP = signal.SIGSTOP
+#: The step after which the last rank stops.
 LAST = 3
 #: Seconds until the run must have ended.
 PATIENCE = 240.0
 
 
-def dead_rank(setup: Setup, count: int, section: str, name: str) -> Row:
-    """Train on all ranks, let the last one die, and look for its name in the log of the first."""
+def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
+    """Train on all ranks, stop the last one, and look for its name in the log of the first."""
     words = (*models.WIDER, f"training.global_batch_size={4 * count}", f"training.timeout_minutes={MINUTES}")
     config = configured(*FAMILIES["llama"].overrides, *words, ranks=count)
-    # Gloo notices at once that the process of a peer has ended. One that is stopped keeps its connections, as a node without power does.
-    how = signal.SIGKILL if setup.cuda else signal.SIGSTOP
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn" if setup.cuda else "forkserver")
-        job = count, f"tcp://127.0.0.1:{_free_port()}", config, int(how), folder
+        job = count, f"tcp://127.0.0.1:{_free_port()}", config, folder
         processes = [context.Process(target=be_rank, args=(rank, *job)) for rank in range(count)]
         try:
             for process in processes:
@@ -52,7 +52,7 @@ def dead_rank(setup: Setup, count: int, section: str, name: str) -> Row:
                 process.join()
         text = "".join(Path(folder, str(rank)).read_text(errors="replace") for rank in range(count - 1))
     named = next((line for line in text.splitlines() if "the run waits for" in line), "")
-    done = f"{how.name} of rank {count - 1} after step {LAST}"
+    done = f"{STOP.name} of rank {count - 1} after step {LAST}"
     if code is None:
         return Row.failed(section, name, f"{done}: rank 0 still runs after {PATIENCE:g} s")
     if f"the run waits for rank {count - 1} " not in named:
@@ -61,8 +61,8 @@ def dead_rank(setup: Setup, count: int, section: str, name: str) -> Row:
     return Row(section, name, remark=f"{done}: {named.partition('no progress')[2]}")
 
 
-def be_rank(rank: int, count: int, store: str, config: RunConfig, how: int, folder: str) -> None:
-    """Train until the last rank sends itself a signal, with both output streams in a file."""
+def be_rank(rank: int, count: int, store: str, config: RunConfig, folder: str) -> None:
+    """Train until the last rank stops itself, with both output streams in a file."""
     with open(Path(folder, str(rank)), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -79,7 +79,7 @@ def be_rank(rank: int, count: int, store: str, config: RunConfig, how: int, fold
             loss, _ = trainer.train(tokens, batch)
             float(loss)  # on a GPU the host would be ahead
             if step + 1 == LAST and rank == count - 1:
-                os.kill(os.getpid(), how)
+                os.kill(os.getpid(), STOP)
 
 
 def _free_port() -> int:
