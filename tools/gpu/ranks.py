@@ -19,7 +19,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import JobPlan
 from tools.audit.numerics_cases import FAMILIES
-from tools.gpu import models, rank_work, speed
+from tools.gpu import models, rank_work, speed, step
 from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup, guarded
 from tools.gpu.stopped_rank import stopped_rank
@@ -125,7 +125,7 @@ def fused(setup: Setup, count: int) -> Iterator[Row]:
         yield Row.failed(SECTION, name, error)
         return
     losses = [each.losses for each in found.values() if isinstance(each, Outcome)]
-    difference = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
+    difference = step.largest_difference(*losses)
     yield Row.bounded(SECTION, name, difference, ASYNC_BOUND, "relative difference of the loss, bf16, compiled")
 
 

@@ -90,9 +90,9 @@ def rows(setup: Setup) -> Iterator[Row]:
             continue
         tokens[name] = found.tokens
         yield from rows_of(setup, name, config, planned, found)
-    for name, other in ((f"{large} fp8", large), (f"{small} offloaded", small)):
+    for title, name, other in (("fp8 / bf16", f"{large} fp8", large), ("offloaded / not", f"{small} offloaded", small)):
         if name in tokens and other in tokens:
-            yield Row(SECTION, f"{name}: tokens/s / those of {other}", value=tokens[name] / tokens[other])
+            yield Row(SECTION, f"{other}: tokens/s {title}", value=tokens[name] / tokens[other])
 
 
 def fitting(setup: Setup, choices: list[tuple[str, ...]], more: tuple[str, ...], ranks: int = 1) -> tuple[RunConfig, JobPlan | None]:
@@ -139,7 +139,7 @@ def measured(setup: Setup, config: RunConfig) -> Measured:
     _finish(setup)
     seconds = (time.perf_counter() - started) / steps
     retries = _retries(setup) - earlier
-    exposed = exposed_share(setup, partial(trainer.train, tokens, batch))
+    exposed = exposed_share(setup, partial(trainer.train, tokens, batch)) if layout.world_size > 1 else 0.0
     return Measured(seconds, whole[0].numel() / seconds, peak, retries, exposed)
 
 
@@ -182,7 +182,7 @@ def rows_of(
         yield Row.bounded(section, memory, found.peak / wanted, MEMORY, text)
         yield Row.bounded(section, f"{name}: retries of the allocator", found.retries, 0)
     else:
-        yield Row(section, memory, value=found.peak / wanted, remark=f"{text} for a GPU")
+        yield Row(section, memory, value=found.peak / wanted, remark=f"{text} for a GPU; host memory counts too")
 
 
 def free(setup: Setup) -> None:
