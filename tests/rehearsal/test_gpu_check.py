@@ -1,4 +1,4 @@
-"""tools/gpu_check on the CUDA build of torch and the driver without a GPU: its CUDA path runs. Values are zero, so that only counts are right."""
+"""tools/gpu_check on the driver without a GPU: its CUDA path runs. Values are zero, so that only counts are right."""
 
 from __future__ import annotations
 

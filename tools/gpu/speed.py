@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.certification.batches import random_batches, split, to_device
+from pipeline.common import host_memory
 from pipeline.config import hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
@@ -83,6 +84,9 @@ def rows(setup: Setup) -> Iterator[Row]:
             continue
         try:
             config, planned = fitting(setup, choices, more)
+            if planned is not None and setup.cuda and (reason := lacks_host_memory(planned)):
+                yield Row.skipped(SECTION, name, reason)
+                continue
             with one_rank():
                 found = measured(setup, config)
         except Exception as error:
@@ -109,6 +113,12 @@ def fitting(setup: Setup, choices: list[tuple[str, ...]], more: tuple[str, ...],
         if gpu is not None and (planned := plan(config, ranks, gpu)).estimate.fits:
             return config, planned
     return config, None
+
+
+def lacks_host_memory(planned: JobPlan) -> str:
+    """Return why the host cannot hold what is offloaded to it, "" if it can."""
+    needed, available = planned.estimate.memory.host, host_memory.available_bytes()
+    return f"needs {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free" if needed > 0.9 * available else ""
 
 
 def measured(setup: Setup, config: RunConfig) -> Measured:
