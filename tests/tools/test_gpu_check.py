@@ -29,7 +29,7 @@ def gpu_check(folder: Path, *arguments: str, expect: int = 0) -> tuple[dict[str,
     return rows, printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.world
 def test_everything_passes(tmp_path):
     rows, printed = gpu_check(tmp_path)

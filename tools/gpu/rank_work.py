@@ -11,10 +11,7 @@ import torch.distributed as dist
 from pipeline.certification.layout_training import begin, train_in_layout
 from pipeline.certification.ranks_work import Work, train_all
 from pipeline.config.schema import RunConfig
-from pipeline.parallel import device as rank_device
 from pipeline.training import determinism
-from tools.gpu import speed
-from tools.gpu.rows import Setup
 
 
 def file_of(folder: str, name: str) -> Path:
@@ -26,13 +23,6 @@ def train_each(configs: Sequence[tuple[str, RunConfig]], folder: str) -> None:
     """Train every configuration; rank 0 writes what each computed."""
     for name, config in configs:
         _write(folder, name, train_in_layout(config, begin(config)))
-
-
-def measure_each(configs: Sequence[tuple[str, RunConfig]], folder: str, setup: Setup) -> None:
-    """Measure every configuration; rank 0 writes the figures."""
-    own = Setup(rank_device.choose(dist.get_rank()), setup.ranks, setup.quick, setup.spoil, setup.folder)
-    for name, config in configs:
-        _write(folder, name, speed.measured(own, config))
 
 
 def train_deterministically(work: Work) -> None:

@@ -17,7 +17,6 @@ from pipeline.certification.reference import train_plain
 from pipeline.certification.state import other_layout
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.planner.plan import JobPlan
 from tools.audit.numerics_cases import FAMILIES
 from tools.gpu import models, rank_work, speed, step
 from tools.gpu.jobs import configured
@@ -132,22 +131,18 @@ def fused(setup: Setup, count: int) -> Iterator[Row]:
 def rates(setup: Setup, count: int) -> Iterator[Row]:
     """Yield tokens/s, memory and exposed communication of Llama 1B on all ranks, of a tiny model on a CPU."""
     model = "llama 1B" if setup.cuda else "tiny for llama 1B"
-    jobs: dict[str, tuple[RunConfig, JobPlan | None]] = {}
     for zero in (3,) if setup.quick else (1, 3):
+        name = f"{model} zero {zero}"
         batch = f"training.global_batch_size={(8 if setup.cuda else 4) * count}"
-        jobs[f"{model} zero {zero}"] = speed.fitting(setup, speed.ONES, (f"parallel.zero_stage={zero}", batch), count)
-    with tempfile.TemporaryDirectory() as folder:
+        config, planned = speed.fitting(setup, speed.ONES, (f"parallel.zero_stage={zero}", batch), count)
         try:
-            configs = [(name, config) for name, (config, _) in jobs.items()]
-            run_ranks(count, rank_work.measure_each, configs, folder, setup, seconds=PATIENCE, gpus=setup.cuda)
+            found = speed.in_processes(setup, config, count)
         except RanksFailedError as error:
-            yield Row.failed(SECTION, f"{model}: speed", error)
-            return
-        for name, (config, planned) in jobs.items():
-            found: speed.Measured = torch.load(rank_work.file_of(folder, name), weights_only=False)
-            yield from speed.rows_of(setup, name, config, planned, found, SECTION, count)
-            where = "of a profiled step, rank 0" + ("" if setup.cuda else "; over gloo")
-            yield Row(SECTION, f"{name}: exposed communication, %", value=100 * found.exposed, remark=where)
+            yield Row.failed(SECTION, f"{name}: tokens/s", error)
+            continue
+        yield from speed.rows_of(setup, name, config, planned, found, SECTION, count)
+        where = "of a profiled step, rank 0" + ("" if setup.cuda else "; over gloo")
+        yield Row(SECTION, f"{name}: exposed communication, %", value=100 * found.exposed, remark=where)
 
 
 def saved(setup: Setup, count: int, name: str) -> Row:

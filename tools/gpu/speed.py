@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,10 +16,12 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.certification.batches import random_batches, split, to_device
+from pipeline.certification.distributed import run_ranks
 from pipeline.common import host_memory
 from pipeline.config import hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.parallel import device as rank_device
 from pipeline.parallel import float8
 from pipeline.parallel import mesh as meshes
 from pipeline.planner import flops
@@ -27,7 +29,7 @@ from pipeline.planner.plan import JobPlan, plan
 from pipeline.training import trace_report
 from pipeline.training.trainer import Trainer
 from tools.bench.tensor_memory import TensorMemory
-from tools.gpu.jobs import configured, one_rank
+from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup
 
 SECTION = "speed"
@@ -46,6 +48,8 @@ TINY = (
 )
 #: Steps before the measured ones, in which blocks are compiled.
 WARM = 3
+#: Seconds that a job may take.
+PATIENCE = 600.0
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,7 @@ def rows(setup: Setup) -> Iterator[Row]:
             if planned is not None and setup.cuda and (reason := lacks_host_memory(planned)):
                 yield Row.skipped(SECTION, name, reason)
                 continue
-            with one_rank():
-                found = measured(setup, config)
+            found = in_processes(setup, config, 1)
         except Exception as error:
             yield Row.failed(SECTION, name, error)
             continue
@@ -121,15 +124,34 @@ def lacks_host_memory(planned: JobPlan) -> str:
     return f"needs {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB are free" if needed > 0.9 * available else ""
 
 
-def measured(setup: Setup, config: RunConfig) -> Measured:
-    """Train some steps on this rank; collective.
+def in_processes(setup: Setup, config: RunConfig, ranks: int) -> Measured:
+    """Measure a job in processes of its own: a trainer keeps memory until its process ends.
 
     Args:
         setup: of the section.
         config: of the job, valid for the number of ranks.
+        ranks: of the job.
+
+    Raises:
+        RanksFailedError: see run_ranks.
     """
-    free(setup)
-    earlier = _retries(setup)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "measured"
+        run_ranks(ranks, be_rank, config, setup, file, seconds=PATIENCE, gpus=setup.cuda)
+        found: Measured = torch.load(file, weights_only=False)
+    return found
+
+
+def be_rank(config: RunConfig, setup: Setup, file: Path) -> None:
+    """Measure a job on this rank; rank 0 writes the figures."""
+    own = dataclasses.replace(setup, device=rank_device.choose(dist.get_rank()))
+    found = measured(own, config)
+    if dist.get_rank() == 0:
+        torch.save(found, file)
+
+
+def measured(setup: Setup, config: RunConfig) -> Measured:
+    """Train some steps on this rank; collective."""
     trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), setup.device))
     layout = trainer.mesh.layout
     whole = random_batches(config, 1)[0]
@@ -148,7 +170,7 @@ def measured(setup: Setup, config: RunConfig) -> Measured:
         trainer.train(tokens, batch)
     _finish(setup)
     seconds = (time.perf_counter() - started) / steps
-    retries = _retries(setup) - earlier
+    retries = torch.cuda.memory_stats(setup.device)["num_alloc_retries"] if setup.cuda else 0
     exposed = exposed_share(setup, partial(trainer.train, tokens, batch)) if layout.world_size > 1 else 0.0
     return Measured(seconds, whole[0].numel() / seconds, peak, retries, exposed)
 
@@ -193,19 +215,6 @@ def rows_of(
         yield Row.bounded(section, f"{name}: retries of the allocator", found.retries, 0)
     else:
         yield Row(section, memory, value=found.peak / wanted, remark=f"{text} for a GPU; host memory counts too")
-
-
-def free(setup: Setup) -> None:
-    """Free what an earlier job has left."""
-    gc.collect()
-    torch._dynamo.reset()
-    if setup.cuda:
-        torch.cuda.empty_cache()
-
-
-def _retries(setup: Setup) -> int:
-    """How often the allocator of this process had to free its cache so far."""
-    return int(torch.cuda.memory_stats(setup.device).get("num_alloc_retries", 0)) if setup.cuda else 0
 
 
 def _finish(setup: Setup) -> None:
