@@ -201,7 +201,7 @@ def rows_of(
     peak = flops.peak_flops(config.cluster, config.precision, setup.device)
     if peak is not None:
         used = flops.flops_per_token(config.model, training.sequence_length) * found.tokens / ranks
-        yield Row(section, f"{name}: MFU, %", value=100 * used / (peak.tflops * 1e12), remark=f"of {peak}")
+        yield Row.bounded(section, f"{name}: MFU, %", 100 * used / (peak.tflops * 1e12), 100, f"of {peak}")
     elif setup.cuda:
         yield Row.skipped(section, f"{name}: MFU, %", "conf/hardware/ does not have this GPU")
     memory = f"{name}: peak memory / plan"
