@@ -1,4 +1,4 @@
-"""Local ranks on the CPU of this machine."""
+"""Local ranks on the CPU or the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def run_ranks(
     *arguments: object,
     seconds: float | None = None,
     watch: Callable[[], object] = lambda: None,
+    gpus: bool = False,
 ) -> None:
-    """Run `function(*arguments)` on gloo ranks of this machine, without GPUs.
+    """Run `function(*arguments)` on ranks of this machine, over gloo without GPUs, or each on a GPU over NCCL.
 
     Args:
         size: number of ranks.
@@ -55,14 +56,17 @@ def run_ranks(
         arguments: of the function.
         seconds: time limit; None for none.
         watch: called every second while they run.
+        gpus: whether the ranks use GPUs.
 
     Raises:
         RanksFailedError: see there. No rank is left running.
     """
-    preload()
+    if not gpus:
+        preload()
+    method = "spawn" if gpus else "forkserver"  # a process that looks for GPUs cannot fork others that use them
     with tempfile.TemporaryDirectory() as folder:
         context = start_processes(
-            _serve_rank, (size, f"file://{folder}/store", function, arguments), nprocs=size, join=False, start_method="forkserver"
+            _serve_rank, (size, f"file://{folder}/store", function, arguments), nprocs=size, join=False, start_method=method
         )
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
@@ -84,7 +88,7 @@ def run_ranks(
 def _serve_rank(rank: int, size: int, store: str, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    meshes.init_distributed(rank, size, 0, store)
+    meshes.init_distributed(rank, size, rank, store)
     function(*arguments)
     dist.barrier()
     meshes.destroy_process_group()

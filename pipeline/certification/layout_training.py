@@ -15,6 +15,7 @@ from pipeline.checkpoint.fragments import Fragment, insert_fragment
 from pipeline.checkpoint.native import EMA
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.parallel import device as rank_device
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import parallelize
 from pipeline.training.engine import StepResult
@@ -27,8 +28,9 @@ KINDS = {"weight": "weight", "exp_avg": "moment"}
 AfterStep = Callable[[int, StepResult], object]
 
 
-def begin(config: RunConfig, device: torch.device = CPU) -> Trainer:
-    """Return the trainer of this rank on its device, with the initial weights of the plain loop. Collective."""
+def begin(config: RunConfig) -> Trainer:
+    """Return the trainer of this rank, with the initial weights of the plain loop. Collective. All ranks are on this machine."""
+    device = rank_device.choose(dist.get_rank())
     mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), device)
     model = parallelize(config, mesh)
     for weight in model.pieces:

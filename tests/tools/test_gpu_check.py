@@ -29,7 +29,7 @@ def gpu_check(folder: Path, *arguments: str, expect: int = 0) -> tuple[dict[str,
     return rows, printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.world
 def test_everything_passes(tmp_path):
     rows, printed = gpu_check(tmp_path)
@@ -44,7 +44,7 @@ def test_everything_passes(tmp_path):
 def test_a_wrong_scale_and_a_value_that_is_read_fail(tmp_path):
     rows, printed = gpu_check(tmp_path, "--only=kernels,step", "--spoil", expect=1)
     attention = {name: row for name, row in rows.items() if "attention" in name and row["status"] != "skipped"}
-    assert len(attention) > 20
+    assert len(attention) > 15
     assert {row["status"] for row in attention.values()} == {"failed"}
     assert rows["kernels: RMS norm 128 bf16"]["status"] == "ok"
     waits = rows["step: llama zero 3: waits of the host"]

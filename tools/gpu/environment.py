@@ -68,7 +68,7 @@ def _gpu(index: int) -> Row:
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {properties.total_memory / 1e9:.1f} GB"
     known = hardware.of_device(properties.name)
     remark = f"{text}; planned as {known.name}" if known else f"{text}; not in conf/hardware/: no plans, no MFU"
-    return Row(SECTION, f"GPU {index}", value=float(torch.cuda.device_count()), remark=remark)
+    return Row(SECTION, f"GPU {index}", remark=remark)
 
 
 def _health(setup: Setup) -> Iterator[Row]:

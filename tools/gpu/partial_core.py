@@ -34,7 +34,7 @@ class PartialAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: D102 - of torch
         q, k, v, out, total = ctx.saved_tensors
         parts, window, scale = ctx.rest
-        grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        grads = [torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32)) for each in (q, k, v)]
         for keys, mask in parts:
             where = slice(None), slice(keys.start, keys.stop), slice(keys.start, keys.stop)
             found = partial_attention.backward(
@@ -42,7 +42,7 @@ class PartialAttention(torch.autograd.Function):
             )
             for whole, rows, part in zip(grads, where, found, strict=True):
                 whole[:, :, rows] += part
-        return *grads, None, None, None
+        return *(whole.to(each.dtype) for whole, each in zip(grads, (q, k, v), strict=True)), None, None, None
 
 
 def ring_core(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:

@@ -26,6 +26,8 @@ SECTIONS = {
     "kernels": "tools.gpu.kernels",
     "models": "tools.gpu.models",
     "step": "tools.gpu.step",
+    "speed": "tools.gpu.speed",
+    "ranks": "tools.gpu.ranks",
 }
 #: Name of the row that tells how a section ended that did not reach its end.
 ENDED = "the section itself"

@@ -1,0 +1,164 @@
+"""Section ranks: layouts beside one process, speed and exposed communication, a checkpoint on another number of ranks, a stopped rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from pipeline.certification.comparison import Outcome
+from pipeline.certification.conditioning import in_precision
+from pipeline.certification.distributed import RanksFailedError, run_ranks
+from pipeline.certification.ranks_work import RankResult, Work, continue_elsewhere
+from pipeline.certification.reference import train_plain
+from pipeline.certification.state import other_layout
+from pipeline.config.layout import Layout
+from pipeline.config.schema import RunConfig
+from tools.audit.numerics_cases import FAMILIES
+from tools.gpu import models, rank_work, speed, step
+from tools.gpu.jobs import configured
+from tools.gpu.rows import Row, Setup, guarded
+from tools.gpu.stopped_rank import stopped_rank
+
+SECTION = "ranks"
+#: Name of a layout -> family, and settings of parallel. The ranks that are not named are data ranks.
+LAYOUTS = {
+    **{f"zero {zero}": ("llama", f"zero_stage={zero}") for zero in range(4)},
+    "tensor 2, zero 1": ("llama", "tensor=2 zero_stage=1"),
+    "tensor 2 without sequence parallelism, zero 2": ("llama", "tensor=2 sequence_parallel=false zero_stage=2"),
+    "pipeline 2 1f1b, zero 1": ("llama", "pipeline=2 zero_stage=1"),
+    "pipeline 2 zbv, zero 0": ("llama", "pipeline=2 schedule=zbv zero_stage=0"),
+    "ring of 2, zero 3": ("llama", "context=2 zero_stage=3"),
+    "ulysses 2, zero 1": ("llama", "context=2 context_kind=ulysses zero_stage=1"),
+    "expert 2, zero 1": ("mixtral", "expert=2 zero_stage=1"),
+    "tensor 2 expert 2, zero 2": ("mixtral", "tensor=2 expert=2 zero_stage=2"),
+}
+QUICK = ("zero 0", "zero 3", "tensor 2, zero 1", "ring of 2, zero 3", "expert 2, zero 1")
+#: Fused products and collectives need blocks that are compiled, and sizes that are worth it.
+ASYNC_MODEL = (
+    *("model=llama-tiny", "model.hidden=1024", "model.heads=8", "model.kv_heads=8", "model.layers=2", "model.ffn_hidden=2816"),
+    *("model.max_positions=1024", "training.sequence_length=1024", "training.micro_batch_size=2", "training.steps=3", "precision=bf16"),
+    *("parallel.tensor=2", "optimizer.warmup_steps=0"),
+)
+#: Largest relative difference of their losses: a rounding of bf16.
+ASYNC_BOUND = 2**-7
+#: Seconds that the ranks of one start may take.
+PATIENCE = 600.0
+
+
+def rows(setup: Setup) -> Iterator[Row]:
+    """Yield the rows."""
+    count = min(setup.ranks, torch.cuda.device_count()) if setup.cuda else setup.ranks
+    if count < 2:
+        yield Row.skipped(SECTION, "all", "one GPU" if setup.cuda else "one rank")
+        return
+    if count < setup.ranks:
+        yield Row.failed(SECTION, "GPUs", f"--ranks={setup.ranks}, but {count} GPUs are visible")
+    yield from layouts(setup, count)
+    yield from fused(setup, count)
+    yield from rates(setup, count)
+    name = "saved, and continued on another number of ranks"
+    yield guarded(SECTION, name, partial(saved, setup, count, name))
+    name = "a stopped rank is named by the watchdog"
+    yield guarded(SECTION, name, partial(stopped_rank, setup, count, SECTION, name))
+
+
+def trained(setup: Setup, count: int, configs: dict[str, RunConfig]) -> Iterator[tuple[str, Outcome | RanksFailedError]]:
+    """Train every configuration on all ranks, and yield what it computed. After an error, the ranks are started again for the rest."""
+    with tempfile.TemporaryDirectory() as folder:
+        left = dict(configs)
+        while left:
+            error = None
+            try:
+                run_ranks(count, rank_work.train_each, list(left.items()), folder, seconds=PATIENCE, gpus=setup.cuda)
+            except RanksFailedError as failed:
+                error = failed
+            for name in list(left):
+                file = rank_work.file_of(folder, name)
+                if file.exists():
+                    yield name, torch.load(file, weights_only=False)
+                else:
+                    yield name, error or RanksFailedError("no result was written")
+                    del left[name]
+                    break
+                del left[name]
+
+
+def layouts(setup: Setup, count: int) -> Iterator[Row]:
+    """Yield the rows of layouts beside a plain loop in one process on the CPU."""
+    steps, configs = 2 if setup.quick else 4, {}
+    common = (*models.WIDER, f"training.steps={steps}", f"training.global_batch_size={4 * count}")
+    for name, (family, words) in LAYOUTS.items():
+        sizes = dict(word.split("=") for word in words.split())
+        needed = int(sizes.get("tensor", 1)) * int(sizes.get("pipeline", 1)) * int(sizes.get("context", 1)) * int(sizes.get("expert", 1))
+        if (setup.quick and name not in QUICK) or count % needed:
+            continue
+        layout = [f"parallel.{word}" for word in words.split()]
+        configs[f"{family} {name}"] = configured(*FAMILIES[family].overrides, *common, *layout, ranks=count)
+    references: dict[str, tuple[Outcome, Outcome]] = {}
+    for name, found in trained(setup, count, configs):
+        if isinstance(found, RanksFailedError):
+            yield Row.failed(SECTION, name, found)
+            continue
+        config, family = configs[name], name.partition(" ")[0]
+        if family not in references:
+            references[family] = train_plain(config), train_plain(config, torch.float64)
+        tolerances, differences = models.against(setup, config, *references[family], found)
+        remark = f"{Layout.of(config, count).axes_text()}, fp32, {steps} steps, beside one process"
+        yield models.worst(name, tolerances, differences, remark, SECTION)
+
+
+def fused(setup: Setup, count: int) -> Iterator[Row]:
+    """Yield the rows of tensor parallelism with products that are fused with collectives, and without."""
+    name = "async tensor parallelism, on beside off"
+    if not setup.cuda or count % 2 or torch.cuda.get_device_capability(setup.device) < (9, 0):
+        yield Row.skipped(SECTION, name, "requires an even number of GPUs from Hopper on")
+        return
+    words = (*ASYNC_MODEL, f"training.global_batch_size={2 * count}")
+    configs = {mode: configured(*words, f"parallel.async_tensor={mode}", ranks=count) for mode in ("off", "on")}
+    found = dict(trained(setup, count, configs))
+    if error := next((each for each in found.values() if isinstance(each, RanksFailedError)), None):
+        yield Row.failed(SECTION, name, error)
+        return
+    losses = [each.losses for each in found.values() if isinstance(each, Outcome)]
+    difference = step.largest_difference(*losses)
+    yield Row.bounded(SECTION, name, difference, ASYNC_BOUND, "relative difference of the loss, bf16, compiled")
+
+
+def rates(setup: Setup, count: int) -> Iterator[Row]:
+    """Yield tokens/s, memory and exposed communication of Llama 1B on all ranks, of a tiny model on a CPU."""
+    model = "llama 1B" if setup.cuda else "tiny for llama 1B"
+    for zero in (3,) if setup.quick else (1, 3):
+        name = f"{model} zero {zero}"
+        batch = f"training.global_batch_size={(8 if setup.cuda else 4) * count}"
+        config, planned = speed.fitting(setup, speed.ONES, (f"parallel.zero_stage={zero}", batch), count)
+        try:
+            found = speed.in_processes(setup, config, count)
+        except RanksFailedError as error:
+            yield Row.failed(SECTION, f"{name}: tokens/s", error)
+            continue
+        yield from speed.rows_of(setup, name, config, planned, found, SECTION, count)
+        where = "of a profiled step, rank 0" + ("" if setup.cuda else "; over gloo")
+        yield Row(SECTION, f"{name}: exposed communication, %", value=100 * found.exposed, remark=where)
+
+
+def saved(setup: Setup, count: int, name: str) -> Row:
+    """Train, save, continue in the same layout, and load the checkpoint on another number of ranks: all bits."""
+    layout = ("parallel.tensor=2",) if count % 2 == 0 else ()
+    words = (*models.WIDER, "training.steps=6", f"training.global_batch_size={4 * count}", "parallel.zero_stage=1", *layout)
+    config = in_precision(configured(*FAMILIES["llama"].overrides, *words, ranks=count), "bf16")
+    other, size = other_layout(config)
+    if size == count:
+        other, size = dataclasses.replace(other, parallel=dataclasses.replace(other.parallel, tensor=1, zero_stage=0)), 1
+    with tempfile.TemporaryDirectory() as folder:
+        work = Work({"bf16": config}, folder, copies=False, saved="bf16")
+        run_ranks(count, rank_work.train_deterministically, work, seconds=PATIENCE, gpus=setup.cuda)
+        run_ranks(size, continue_elsewhere, other, folder, seconds=PATIENCE, gpus=setup.cuda)
+        result: RankResult = torch.load(f"{folder}/bf16", weights_only=False)
+        report, _ = torch.load(f"{folder}/elsewhere", weights_only=False)
+    failures = [line for part in (*result.reports, report) for line in part.failures]
+    remark = "; ".join(failures) or f"by {count} ranks, loaded by {size}: all bits of weights and moments"
+    return Row.bounded(SECTION, name, len(failures), 0, remark)
