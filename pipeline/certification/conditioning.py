@@ -18,6 +18,8 @@ from pipeline.config.schema import RunConfig
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
 #: rounding, or a token whose experts are equally likely, changes gradients by more.
 SEEDS = 4
+#: Runs with changed weights that must route every token as the reference does.
+PERTURBED_ROUTINGS = 3
 #: Largest learning rate in low precisions, and in fp32 where rounding errors would be too large.
 LARGEST_RATE = 1e-3
 
@@ -57,12 +59,14 @@ class PlainRun:
         reference: the outcome in fp32.
         rounding: the differences between fp32 and fp64.
         zero: weights whose gradient is zero in exact arithmetic.
+        tied: whether rounding errors send a token to another expert: those of a layout would, too.
     """
 
     small: Shrunk
     reference: Outcome
     rounding: dict[str, Difference]
     zero: frozenset[str]
+    tied: bool = False
 
 
 def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRun:
@@ -71,7 +75,7 @@ def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> P
     if FP32_FACTOR * _error(best) > FP32_CEILING and small.config.optimizer.lr > LARGEST_RATE:
         progress.extend(2 * small.config.training.steps)
         gentle = dataclasses.replace(small, config=with_small_updates(small.config))
-        best = min(best, _best_seed(planned, gentle, progress), key=_error)
+        best = min(best, _best_seed(planned, gentle, progress), key=_order)
     return best
 
 
@@ -87,10 +91,29 @@ def _best_seed(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRu
         precise = train_plain(fp32, torch.float64, after_step=progress.advance)
         zero = zero_gradients(precise)
         rounding = differences(reference, precise, zero=zero, drift=largest_drift(config))
-        tried.append(PlainRun(Shrunk(config, small.world_size, shrinking.changes(planned, config)), reference, rounding, zero))
-        if _error(tried[-1]) <= FP32_FLOOR:
+        chosen = Shrunk(config, small.world_size, shrinking.changes(planned, config))
+        tried.append(PlainRun(chosen, reference, rounding, zero, _is_tied(fp32, reference)))
+        if _error(tried[-1]) <= FP32_FLOOR and not tried[-1].tied:
             break
-    return min(tried, key=_error)
+    return min(tried, key=_order)
+
+
+def _is_tied(config: RunConfig, reference: Outcome) -> bool:
+    """Whether runs with weights that are changed by rounding errors send a token to another expert, in some layer and step."""
+    if not any(reference.router_records):
+        return False
+    expected = _expert_loads(config, reference)
+    return any(_expert_loads(config, train_plain(config, perturbed=seed)) != expected for seed in range(PERTURBED_ROUTINGS))
+
+
+def _expert_loads(config: RunConfig, run: Outcome) -> list[list[float]]:
+    """Return the numbers of tokens of the experts, in every step and layer."""
+    return [record[: getattr(config.model, "experts", 0)].tolist() for records in run.router_records for record in records]
+
+
+def _order(run: PlainRun) -> tuple[bool, float]:
+    """Return what the best run has the least of."""
+    return run.tied, _error(run)
 
 
 def _error(run: PlainRun) -> float:
