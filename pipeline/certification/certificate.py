@@ -62,12 +62,12 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     own = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
     low = [own] if own != "fp32" and "precision" not in skip else []
     saved = None if "state" in skip else (low or ["fp32"])[-1]
-    # The plain loop in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
-    passes = 3 + (3 + PERTURBED) * len(low)
+    # The plain loop for the clipping threshold, in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
+    passes = 4 + (3 + PERTURBED) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
     try:
-        with Progress(1 + passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
+        with Progress(passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
             small = plain.small
             configs = {"fp32": in_precision(small.config, "fp32"), **{name: with_small_updates(small.config) for name in low}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -40,13 +41,12 @@ def with_small_updates(config: RunConfig) -> RunConfig:
 
 
 def with_active_clipping(planned: RunConfig, small: Shrunk, progress: Progress) -> Shrunk:
-    """Lower the clipping threshold below the first gradient norm of the small model if it is above: clipping is then compared, too."""
-    threshold = small.config.optimizer.gradient_clipping
-    plain = train_plain(in_precision(small.config, "fp32"), steps=1, after_step=progress.advance) if threshold else None
-    norm = plain.norms[0] if plain else 0.0
-    if norm > threshold or not threshold:
+    """Set the clipping threshold of a job that clips between the gradient norms of the steps: some are clipped, and some are not."""
+    if not small.config.optimizer.gradient_clipping:
         return small
-    config = dataclasses.replace(small.config, optimizer=dataclasses.replace(small.config.optimizer, gradient_clipping=norm / 2))
+    norms = train_plain(in_precision(small.config, "fp32"), after_step=progress.advance).norms
+    threshold = math.sqrt(min(norms) * max(norms)) if len(norms) > 1 else norms[0] / 2
+    config = dataclasses.replace(small.config, optimizer=dataclasses.replace(small.config.optimizer, gradient_clipping=threshold))
     return Shrunk(config, small.world_size, shrinking.changes(planned, config))
 
 
