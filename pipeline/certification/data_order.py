@@ -58,7 +58,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
         found.failures += [f"step {step + 1}: {failure}" for failure in _compare(config, layout, data, step)]
     resumed = _resumed_at(config)
     found.failures += _compare_resumed(config, layout, data, resumed)
-    found.failures += _wrong_order(config, data)
+    found.failures += [*_wrong_order(config, data), *_lost_tokens(data)]
     ranks = f"{layout.batch_shards} data ranks" + (f" x {layout.context} context ranks" if layout.context > 1 else "")
     numbers = ", ".join(str(step + 1) for step in steps)
     found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
@@ -220,6 +220,14 @@ def _wrong_order(config: RunConfig, data: Objective) -> Iterator[str]:
         count = min(len(first), len(second))
         if count > FEW and np.array_equal(first[:count], second[:count]):
             yield f"epoch 2 of corpus {corpus} has the order of epoch 1"
+
+
+def _lost_tokens(data: Objective) -> Iterator[str]:
+    """Yield whether packed documents lack tokens of the corpora."""
+    samples = data.samples
+    packed = samples.packed_tokens if isinstance(samples, Samples) else None
+    if packed is not None and packed != (total := sum(corpus.total("tokens") for corpus in samples.corpora)):
+        yield f"packing keeps {packed:,} of {total:,} tokens"
 
 
 def _columns(samples: Samples, indices: np.ndarray) -> np.ndarray:

@@ -238,6 +238,20 @@ def loss_of_last_chunk() -> Any:
     return replaced(loss._LinearCrossEntropy, "forward", make)
 
 
+def ends_of_long_documents_are_dropped() -> Any:
+    """Of a document that is longer than a sequence, the rest is left out of the packing."""
+    from pipeline.data.load import packing
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def split(positions: np.ndarray, lengths: np.ndarray, capacity: int) -> Any:
+            starts, kept = original(positions, lengths, capacity)
+            return (starts[kept == capacity], kept[kept == capacity]) if (kept == capacity).any() else (starts, kept)
+
+        return split
+
+    return replaced(packing, "split_long", make)
+
+
 def decay_begins_one_step_late() -> Any:
     """The progress of every schedule is that of the step before."""
     from pipeline.training import lr_schedule

@@ -44,6 +44,13 @@ def test_a_fault_of_the_loader(tokens: Path, fault, expected: str) -> None:
     assert any(expected in failure for failure in report.failures), report.failures
 
 
+def test_packed_documents_that_lose_their_ends(tokens: Path) -> None:
+    config = configured(*JOB, f"data.tokens={tokens}", "data.packing=best_fit", "training.sequence_length=16")
+    assert data_order.report(config, 8).failures == []
+    with faults.ends_of_long_documents_are_dropped():
+        assert any("packing keeps" in failure for failure in data_order.report(config, 8).failures)
+
+
 def test_masks_of_samples(shards: Path, tmp_path: Path) -> None:
     paths = (f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", "tokenizer=bert")
     pipeline("stage=train_tokenizer", *paths, f"data.shards={shards}", "tokenizer.vocab_size=520", "tokenizer.report=false")

@@ -23,6 +23,7 @@ class BestFit:
 
     Attributes:
         counts: (corpora,) int64, sequences per epoch of each corpus.
+        tokens: tokens of all sequences, without padding.
         padding: fraction of all tokens that is padding.
     """
 
@@ -46,7 +47,8 @@ class BestFit:
         self._bounds = np.concatenate([[0], np.cumsum(chunks)])  # sequence s holds the chunks [s] to [s + 1]
         self.counts = np.array([sum(len(pack[2]) for pack in packs) for packs in packed], dtype=np.int64)
         self._starts = np.cumsum(self.counts) - self.counts
-        self.padding = 1 - float(self._lengths.sum()) / max(len(chunks) * self._capacity, 1)
+        self.tokens = int(self._lengths.sum())
+        self.padding = 1 - self.tokens / max(len(chunks) * self._capacity, 1)
 
     def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
         """Read sequences.

@@ -96,6 +96,8 @@ class Samples(Dataset):
         """
         assert len(corpora) == 1 or schedule is not None
         self.corpora, self.stream, self.counts, self.schedule = corpora, stream, sequences.counts, schedule
+        #: Tokens of an epoch of packed documents, without padding; None for windows.
+        self.packed_tokens: int | None = getattr(sequences, "tokens", None)
         self._sequences, self._shuffled, self._infill = sequences, seed is not None, infill
         self._seeds = np.array([corpus.permutation_seed(seed or 0) & ((1 << 64) - 1) for corpus in corpora], dtype=np.uint64)
         self.end_of_document = int(corpora[0].totals["end_of_document"])
