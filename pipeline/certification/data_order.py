@@ -58,7 +58,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
         found.failures += [f"step {step + 1}: {failure}" for failure in _compare(config, layout, data, step)]
     resumed = _resumed_at(config)
     found.failures += _compare_resumed(config, layout, data, resumed)
-    found.failures += [*_wrong_order(config, data), *_lost_tokens(data)]
+    found.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
     ranks = f"{layout.batch_shards} data ranks" + (f" x {layout.context} context ranks" if layout.context > 1 else "")
     numbers = ", ".join(str(step + 1) for step in steps)
     found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
@@ -228,6 +228,25 @@ def _lost_tokens(data: Objective) -> Iterator[str]:
     packed = samples.packed_tokens if isinstance(samples, Samples) else None
     if packed is not None and packed != (total := sum(corpus.total("tokens") for corpus in samples.corpora)):
         yield f"packing keeps {packed:,} of {total:,} tokens"
+
+
+def _wrong_shares(config: RunConfig, data: Objective) -> Iterator[str]:
+    """Yield corpora of which the first phase of a blend reads more or fewer samples than its weight says."""
+    samples, blend = data.samples, config.data.blend
+    if not blend or not isinstance(samples, Samples):
+        return
+    first = config.data.phases[0] if config.data.phases else None
+    total = min(warmup.samples(config.training, config.training.steps), MOST_SAMPLES)
+    if first is not None and first.until_tokens:
+        total = min(total, first.until_tokens // config.training.sequence_length)
+    weights = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in blend.items()} if first is None else first.weights
+    epoch = {corpus.name: int(count) for corpus, count in zip(samples.corpora, samples.counts, strict=True)}
+    wanted = {name: weights.get(name, 0.0) * (epoch[name] if config.data.blend_weights == "epochs" else 1) for name in blend}
+    counts = np.bincount(_columns(samples, np.arange(total))[0], minlength=len(epoch))
+    for name, count in zip(epoch, counts.tolist(), strict=True):
+        expected = total * wanted[name] / sum(wanted.values())
+        if abs(count - expected) > len(epoch) + 1:
+            yield f"of {total:,} samples, {count:,} are of corpus {name}, {expected:,.1f} by its weight"
 
 
 def _columns(samples: Samples, indices: np.ndarray) -> np.ndarray:

@@ -238,6 +238,16 @@ def loss_of_last_chunk() -> Any:
     return replaced(loss._LinearCrossEntropy, "forward", make)
 
 
+def blend_weights_are_swapped() -> Any:
+    """The weights of a blend are those of the corpora in the opposite order."""
+    from pipeline.data.load import blend_schedule
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, phases: original(self, [dataclasses.replace(phase, weights=phase.weights[::-1]) for phase in phases])
+
+    return replaced(blend_schedule.BlendSchedule, "__init__", make)
+
+
 def ends_of_long_documents_are_dropped() -> Any:
     """Of a document that is longer than a sequence, the rest is left out of the packing."""
     from pipeline.data.load import packing

@@ -44,6 +44,15 @@ def test_a_fault_of_the_loader(tokens: Path, fault, expected: str) -> None:
     assert any(expected in failure for failure in report.failures), report.failures
 
 
+def test_a_blend_with_other_weights(tokens: Path) -> None:
+    blend = f"+data.blend={{one:{{corpus:default,tokens:{tokens},weight:3}},two:{{corpus:default,tokens:{tokens},weight:1}}}}"
+    config = configured(*JOB, blend)
+    assert data_order.report(config, 8).failures == []
+    with faults.blend_weights_are_swapped():
+        failures = data_order.report(config, 8).failures
+    assert any("samples, 800 are of corpus one, 2,400.0 by its weight" in failure for failure in failures), failures
+
+
 def test_packed_documents_that_lose_their_ends(tokens: Path) -> None:
     config = configured(*JOB, f"data.tokens={tokens}", "data.packing=best_fit", "training.sequence_length=16")
     assert data_order.report(config, 8).failures == []
