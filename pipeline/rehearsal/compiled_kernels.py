@@ -23,6 +23,8 @@ from pipeline.planner.kernel_time import attention_time, elementwise_time
 from pipeline.planner.operations import AttentionCall, Phase
 from pipeline.rehearsal.operator_work import OperatorWork, access
 
+#: Arguments of FlexAttention's kernels that they write, besides those that are called so; LSE is an argument of the backward pass.
+RESULTS = frozenset({"arg_MAX", "arg_M", "arg_L", "arg_DQ", "arg_DV"})
 #: Function that is told of a kernel before it is launched: (Inductor's object of it, its arguments).
 Told = Callable[[Any, tuple[Any, ...]], None]
 
@@ -118,7 +120,9 @@ def work_of(kernel: Any, arguments: tuple[Any, ...], hardware: Hardware) -> Oper
 def _attention(kernel: Any, named: dict[str, Any]) -> AttentionCall:
     """The call of a kernel of FlexAttention. Its arguments are buffers, whose shapes are not those of the queries, keys and values."""
     sizes, q, k = kernel.inductor_meta["config_args"], named["arg_Q"], named["arg_K"]
-    batch, heads, queries = named["arg_LSE"].shape
+    # Of (batch, heads, queries); of a kernel for few queries, which divides the keys, of (batch, parts of the keys, heads, queries).
+    statistics: Tensor = named["arg_LSE"] if "arg_LSE" in named else named["arg_M"]
+    batch, heads, queries = (statistics.shape[dim] for dim in (0, -2, -1))
     kv_heads, width = heads // sizes["GQA_SHARED_HEADS"], sizes["QK_HEAD_DIM"]
     constant = re.search(r"\bKV_LEN = (\d+)", kernel.fn.src)
     keys = int(constant[1]) if constant else k.numel() // (batch * kv_heads * width)
@@ -138,6 +142,7 @@ def _memory(kernel: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Tensor, i
     """
     named = list(zip(_signature(kernel), arguments, strict=False))
     changed = kernel.inductor_meta.get("mutated_arg_names", ())
+    results = RESULTS if "arg_DO" in _signature(kernel) else RESULTS | {"arg_LSE"}
     elements = 1
     for name, value in named:
         if name.endswith("numel") and isinstance(value, int):
@@ -145,7 +150,7 @@ def _memory(kernel: Any, arguments: tuple[Any, ...]) -> Iterator[tuple[Tensor, i
     is_limited = "triton_per" not in name_of(kernel) and elements > 1  # the reduced dimension of these may be a constant
     for name, tensor in named:
         if isinstance(tensor, Tensor):
-            inside, outside = name.startswith("in_out_ptr"), name.startswith("out_ptr")
+            inside, outside = name.startswith("in_out_ptr"), name.startswith("out_ptr") or name in results
             written = inside or outside or name in changed
             size = operator_kinds.moved(tensor)
             used = min(size, elements * tensor.element_size()) if is_limited else size
