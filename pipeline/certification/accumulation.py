@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.certification.batches import RandomBatch, random_batches, split
+from pipeline.certification.batches import RandomBatch, Rows, random_batches, split
 from pipeline.certification.layout_training import begin, gather, train_steps
 from pipeline.certification.parts import PartReport
 from pipeline.certification.reference import micro_batches_of
@@ -62,12 +62,6 @@ def _of_equal_parts(config: RunConfig, factor: int) -> RandomBatch:
         count = micro_batches_of(config, own)
         parts.append((split(own, fields, count)[0], count * factor))
     return (
-        torch.cat([first.repeat(times, 1) for (first, _), times in parts]),
-        cast(Batch, {name: torch.cat([_repeated(fields, name, times) for (_, fields), times in parts]) for name in batch}),
+        torch.cat([first for (first, _), times in parts for _ in range(times)]),
+        cast(Batch, {name: torch.cat([cast(Rows, fields)[name] for (_, fields), times in parts for _ in range(times)]) for name in batch}),
     )
-
-
-def _repeated(fields: Batch, name: str, times: int) -> Tensor:
-    """Repeat an input of a micro-batch along its sequences."""
-    value = cast(Tensor, fields[name])  # type: ignore[literal-required]
-    return value.repeat(times, *(1 for _ in value.shape[1:]))

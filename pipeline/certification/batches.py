@@ -14,6 +14,8 @@ from pipeline.layers.loss import IGNORE
 
 #: Tokens int64 (sequences, sequence) and the other model inputs of a global batch.
 RandomBatch = tuple[Tensor, Batch]
+#: Name of a model input -> its rows: a Batch whose fields are chosen by name.
+Rows = dict[str, Tensor]
 
 
 def random_batches(config: SampleConfig, steps: int | None = None) -> list[RandomBatch]:
@@ -51,10 +53,7 @@ def random_split(config: SampleConfig, rows: int) -> RandomBatch:
     """Return sequences to validate on: a part of the targets, another one in each sequence, is IGNORE."""
     generator = torch.Generator().manual_seed(2)
     tokens, batch = _batch(config, rows, generator)
-    targets = batch["targets"]
-    kept = torch.rand(targets.shape, generator=generator) < torch.linspace(0.3, 1.0, rows)[:, None]
-    kept[:, 0] = True
-    return tokens, {**batch, "targets": targets.masked_fill(~kept, IGNORE)}
+    return tokens, {**batch, "targets": _some_targets(batch["targets"], torch.linspace(0.3, 1.0, rows)[:, None], generator)}
 
 
 def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> RandomBatch:
@@ -87,7 +86,7 @@ def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> Rando
     return tokens(rows, length), {**batch, "documents": _documents(rows, length, generator, packed=False)}
 
 
-def _some_targets(targets: Tensor, fraction: float, generator: torch.Generator) -> Tensor:
+def _some_targets(targets: Tensor, fraction: float | Tensor, generator: torch.Generator) -> Tensor:
     """Keep a random fraction of the targets and set the others to IGNORE. Their number varies by sequence; the first one always counts."""
     counted = torch.rand(targets.shape, generator=generator) < fraction
     counted[:, 0] = True

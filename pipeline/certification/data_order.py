@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.certification.batches import Rows
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import state_after
 from pipeline.common.errors import UserError
@@ -31,9 +32,6 @@ MOST_SAMPLES = 1 << 20
 
 #: So few sequences may have the same order in two epochs by chance.
 FEW = 8
-
-#: Name of a model input -> its rows.
-Rows = dict[str, Tensor]
 
 
 def report(config: RunConfig, world_size: int) -> PartReport:

@@ -31,7 +31,8 @@ def reference_loss(model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
     """
     multi_token = next((module for module in model.modules() if isinstance(module, MultiTokenHead)), None)
     # A model of further tokens computes them with targets only, in a loop of its own.
-    inputs = batch if multi_token is None else {name: batch[name] for name in batch if name not in ("targets", "loss_scale")}  # type: ignore[literal-required]
+    left_out = () if multi_token is None else ("targets", "loss_scale")
+    inputs = {name: value for name, value in batch.items() if name not in left_out}
     with _arguments_of_heads(model) as calls:
         returned: Tensor = model(tokens, **inputs)
     by_head = dict(calls)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.certification.batches import random_split, with_loss_scale
+from pipeline.certification.batches import Rows, random_split, with_loss_scale
 from pipeline.certification.parts import PartReport
 from pipeline.certification.reference import build_plain
 from pipeline.certification.reference_loss import reference_loss
@@ -30,7 +30,7 @@ class _Split:
     sums = 0
 
     def __init__(self, tokens: Tensor, batch: Batch) -> None:
-        self._rows = {"tokens": tokens, **cast(dict[str, Tensor], batch)}
+        self._rows = {"tokens": tokens, **cast(Rows, batch)}
         self.parts = [("random", len(tokens))]
 
     def validation_sample(self, _size: int | None) -> np.ndarray:

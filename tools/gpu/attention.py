@@ -19,6 +19,7 @@ from pipeline.layers.attention_kernel import Kernel, automatic
 from pipeline.layers.mask import Mask
 from pipeline.layers.partial_attention import partial_kernel
 from pipeline.layers.position_bias import AlibiSlopes
+from pipeline.parallel.parallelize import DTYPES
 from tools.gpu.against_formula import compare
 from tools.gpu.partial_core import ring_core
 from tools.gpu.rows import Row, Setup, guarded
@@ -30,7 +31,6 @@ WIDTHS = ((64, 64), (96, 96), (128, 128), (192, 192), (256, 256), (192, 128))
 QUICK_WIDTHS = ((64, 64), (192, 128))
 #: Masks for which FlexAttention is compiled, which takes many seconds: documents with all widths, the others with the first one.
 RULES = ("window", "padding", "prefix", "alibi")
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: Operators of PyTorch's kernels, as in `_scaled_dot_product_NAME_attention`. The kernels flash_2 and flash_3 share one.
 OPERATORS = ("flash", "cudnn", "efficient")
 #: Factor of the scores that --spoil plants.

@@ -15,6 +15,7 @@ from pipeline.layers.moe import grouped_mm, loop_mm
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
 from pipeline.parallel import float8
+from pipeline.parallel.parallelize import DTYPES
 from tools.gpu import attention
 from tools.gpu.against_formula import Function, compare
 from tools.gpu.rows import Row, Setup, guarded
@@ -101,7 +102,7 @@ def _check(title: str, kernel: Function, formula: Function, inputs: dict[str, Te
     device = next(iter(inputs.values())).device
     # PyTorch's kernel for CPUs adds the gradients of the bias in 16 bits.
     slack = 4.0 if device.type == "cpu" and title.startswith("layer norm") else 1.0
-    found = compare(torch.compile(kernel) if compiled else kernel, formula, inputs, attention.DTYPES[dtype], slack=slack)
+    found = compare(torch.compile(kernel) if compiled else kernel, formula, inputs, DTYPES[dtype], slack=slack)
     return Row.bounded(SECTION, title, found.error, found.bound, f"relative error of the {found.where}")
 
 
