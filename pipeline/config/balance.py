@@ -7,10 +7,14 @@ from functools import cache
 from itertools import accumulate
 from math import inf
 
+#: By how much the largest cost of a stage may exceed the smallest possible one, for numbers of blocks that are more even: the additional
+#: block of a stage needs memory, and costs are FLOPs, which are no more exact as times.
+TOLERANCE = 0.02
+
 
 @cache
 def balanced(first: float, blocks: tuple[float, ...], last: float, stages: int) -> tuple[int, ...]:
-    """Return the number of blocks of each stage, so that the largest cost of a stage is as small as possible.
+    """Return the number of blocks of each stage, so that the largest cost of a stage is within TOLERANCE of the smallest possible one.
 
     Among these distributions, one with the most even numbers of blocks: their sum of squares is the smallest.
 
@@ -26,7 +30,7 @@ def balanced(first: float, blocks: tuple[float, ...], last: float, stages: int) 
         return sums[stop] - sums[start] + (first if stage == 0 else 0.0) + (last if stage == stages - 1 else 0.0)
 
     limit, _ = _smallest(stages, len(blocks), cost, max)
-    allowed = limit * (1 + 1e-9)  # sums of equal blocks may differ by rounding
+    allowed = limit * (1 + TOLERANCE)
 
     def unevenness(stage: int, start: int, stop: int) -> float:
         return (stop - start) ** 2 if cost(stage, start, stop) <= allowed else inf

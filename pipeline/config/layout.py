@@ -204,7 +204,8 @@ def blocks_per_stage(config: LayoutConfig) -> tuple[int, ...]:
     from pipeline.models.registry import family_of  # loads torch
 
     costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
-    return balanced(costs.first, costs.blocks, costs.last, parallel.pipeline * stages_per_rank(parallel))
+    stages = parallel.pipeline * stages_per_rank(parallel)
+    return balanced(costs.first, costs.blocks, costs.last, stages) if stages <= len(costs.blocks) else ()
 
 
 def job_size(config: RunConfig, started: int) -> int:

@@ -219,8 +219,8 @@ class ParallelConfig:
     schedule: str = knob("1f1b", "pipeline schedule", choices=("1f1b", "interleaved", "zbv"))
     stages_per_rank: int | None = knob(None, "pipeline stages per rank; default: 1 for 1f1b, 2 for interleaved and zbv", at_least=1)
     balance: str = knob(
-        "layers",
-        "distribution of the layers over pipeline stages: equal numbers (layers), or equal FLOPs, which count the output head (flops)",
+        "flops",
+        "distribution of the layers over pipeline stages: equal FLOPs, which count the output head (flops), or equal numbers (layers)",
         choices=("layers", "flops"),
     )
     layers_per_stage: list[int] = knob([], "number of layers of each pipeline stage, instead of parallel.balance", at_least=1)

@@ -118,10 +118,13 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             layer.core = core or attention_core(config.training, config.model.heads, mesh)
         if mesh.layout.context > 1:
             context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
+        compiled = compile_enabled(config.training, config.parallel, mesh.device)
+        if compiled and mesh.layout.tensor > 1 and config.parallel.sequence_parallel:
+            tensor_parallel.start_gathers_early()
         if async_tensor_enabled(config.training, config.parallel, mesh):
             tensor_parallel.fuse_collectives(mesh.tensor)
         for name, block in stage.blocks.items():
-            mode, compiled = config.training.activation_checkpointing, compile_enabled(config.training, config.parallel, mesh.device)
+            mode = config.training.activation_checkpointing
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
 
 

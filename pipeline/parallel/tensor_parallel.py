@@ -271,6 +271,14 @@ def apply(
                 module.register_forward_pre_hook(partial(local_positions, group=group))
 
 
+def start_gathers_early() -> None:
+    """Make inductor start gatherings of compiled blocks before the products that do not need them."""
+    from pipeline.parallel.early_gathers import EarlyGathers  # loads inductor
+
+    torch._inductor.config.post_grad_custom_post_pass = EarlyGathers()
+    torch._inductor.config.reorder_for_peak_memory = False  # which moves them back
+
+
 def fuse_collectives(group: ProcessGroup) -> None:
     """Make inductor compute each product of a compiled block in pieces, while its input is gathered or its output is reduced.
 

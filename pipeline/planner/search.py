@@ -144,7 +144,7 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     """Search over tensor, pipeline, context, expert and data sizes, schedules, ZeRO stages, micro-batches and recomputation.
 
     Legal is what config/rules accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
-    even pipeline, and the bytes of gradients; the best ones are simulated, and the fastest pipelines also with stages of equal FLOPs.
+    even pipeline, and the bytes of gradients; the best ones are simulated, and the fastest pipelines also with equal numbers of layers.
     """
     started, traces = time.perf_counter(), traces or Traces()
     if config.stage.name not in TRAINING_STAGES:
@@ -168,10 +168,10 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     with Progress(len(chosen), "search: simulated", "layouts", every=10) as progress:
         choices = _simulated([candidate for _, _, candidate in chosen], world_size, hardware, traces, progress)
         piped = [choice.plan.config for choice in choices if choice.plan.layout.pipeline > 1][:BALANCED]
-        uneven = [replace(candidate, parallel=replace(candidate.parallel, balance="flops")) for candidate in piped]
-        uneven = [candidate for candidate in uneven if len(set(Layout.of(candidate, world_size).blocks)) > 1]
-        progress.extend(len(uneven))
-        choices += _simulated(uneven, world_size, hardware, traces, progress)
+        piped = [candidate for candidate in piped if len(set(Layout.of(candidate, world_size).blocks)) > 1]
+        even = [replace(candidate, parallel=replace(candidate.parallel, balance="layers")) for candidate in piped]
+        progress.extend(len(even))
+        choices += _simulated(even, world_size, hardware, traces, progress)
     choices.sort(key=lambda choice: choice.step_time)
     roomy = [choice for choice in choices if choice.plan.estimate.memory.total <= USABLE * limit]
     fitting = roomy or [choice for choice in choices if choice.plan.estimate.fits]
@@ -205,7 +205,7 @@ def _candidates(config: RunConfig, world_size: int, hardware: Hardware) -> Itera
         # More than ZeRO 1 would reduce every micro-batch, which only pays where the memory requires it. ZeRO 0 sends as much as ZeRO 1.
         for (schedule, chunks), micro, recompute, zero in product(_schedules(axes["pipeline"]), batches, RECOMPUTATION, (1, 2, 3)):
             parallel = replace(config.parallel, **axes, schedule=schedule, stages_per_rank=chunks, zero_stage=zero)
-            parallel = replace(parallel, balance="layers", layers_per_stage=[])
+            parallel = replace(parallel, balance="flops", layers_per_stage=[])
             batch = replace(training, micro_batch_size=micro, activation_checkpointing=recompute)
             yield replace(config, parallel=parallel, training=batch)
 
@@ -283,7 +283,7 @@ def settings_of(config: RunConfig) -> tuple[str, ...]:
         words.append(f"parallel.schedule={parallel.schedule}")
     if parallel.stages_per_rank is not None:
         words.append(f"parallel.stages_per_rank={parallel.stages_per_rank}")
-    if parallel.balance != "layers":
+    if parallel.balance != "flops":
         words.append(f"parallel.balance={parallel.balance}")
     words.append(f"training.micro_batch_size={training.micro_batch_size}")
     if training.activation_checkpointing != "none":

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.config import layout
-from pipeline.config.balance import balanced
+from pipeline.config.balance import TOLERANCE, balanced
 from pipeline.config.rules import check
 from pipeline.models.registry import family_of
 from tests.world import configured
 
-COST = st.integers(0, 20)
+COST = st.integers(0, 200)
 
 
 @settings(deadline=None)
-@given(COST, st.lists(st.integers(1, 20), min_size=1, max_size=8), COST, st.integers(1, 4))
-def test_the_largest_stage_is_as_small_as_possible(first, blocks, last, stages):
+@given(COST, st.lists(st.integers(1, 200), min_size=1, max_size=8), COST, st.integers(1, 4))
+def test_the_largest_stage_is_nearly_as_small_as_possible_and_then_the_stages_are_even(first, blocks, last, stages):
     stages = min(stages, len(blocks))
 
     def largest(sizes):
@@ -36,9 +36,9 @@ def test_the_largest_stage_is_as_small_as_possible(first, blocks, last, stages):
     assert sum(sizes) == len(blocks)
     assert min(sizes) >= 1
     possible = [sizes_of(cuts) for cuts in combinations(range(1, len(blocks)), stages - 1)]
-    best = min(map(largest, possible))
-    assert largest(sizes) == best
-    assert sum(n * n for n in sizes) == min(sum(n * n for n in each) for each in possible if largest(each) == best)
+    allowed = min(map(largest, possible)) * (1 + TOLERANCE)
+    assert largest(sizes) <= allowed
+    assert sum(n * n for n in sizes) == min(sum(n * n for n in each) for each in possible if largest(each) <= allowed)
 
 
 def blocks_of(*overrides):
@@ -46,23 +46,34 @@ def blocks_of(*overrides):
     return config, layout.blocks_per_stage(config)
 
 
-@pytest.mark.parametrize("pipeline, expected", [(4, [19, 20, 20, 21]), (16, [4, *[5] * 14, 6])])
-def test_the_head_of_llama3_70b_counts(pipeline, expected):
-    """Its head of 128,256 tokens has the FLOPs of about 1.1 blocks, and so the last stage has fewer blocks."""
-    length = "training.sequence_length=8192"
-    config, sizes = blocks_of("model=llama3-70b", length, f"parallel.pipeline={pipeline}", "parallel.balance=flops")
-    assert sorted(sizes) == expected
-    assert sizes[-1] == min(sizes)
+@pytest.mark.parametrize(
+    "model, pipeline, expected",
+    [
+        ("llama3-8b", 2, [17, 15]),
+        ("llama3-70b", 4, [20] * 4),
+        ("llama3-70b", 16, [5] * 16),
+        ("llama3-70b", 40, [2] * 38 + [3, 1]),
+        ("deepseek-v3", 16, [4] * 15 + [1]),
+    ],
+)
+def test_the_head_counts(model, pipeline, expected):
+    """Llama-3 70B's head of 128,256 tokens has the FLOPs of about 1.1 blocks; DeepSeek-V3's last stage has the further token's block too.
+
+    A block more on some stages would save less than 2 % of the first two cases of 70B, which is not worth its memory.
+    """
+    config, sizes = blocks_of(f"model={model}", "training.sequence_length=8192", f"parallel.pipeline={pipeline}")
+    assert list(sizes) == expected
     costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length)
-    even = 80 // pipeline * costs.blocks[0] + costs.last
-    assert max(max(sizes) * costs.blocks[0], sizes[-1] * costs.blocks[0] + costs.last) < even
+    even = len(costs.blocks) // pipeline * max(costs.blocks) + costs.last
+    assert max(max(sizes[:-1]) * max(costs.blocks), sum(costs.blocks[-sizes[-1] :]) + costs.last) <= even
 
 
-def test_equal_numbers_are_the_default_and_given_numbers_replace_them():
-    assert blocks_of("model=llama-tiny", "model.layers=8", "parallel.pipeline=4")[1] == ()
-    given_numbers = "parallel.layers_per_stage=[3,2,2,1]"
-    assert blocks_of("model=llama-tiny", "model.layers=8", "parallel.pipeline=4", given_numbers)[1] == (3, 2, 2, 1)
-    assert blocks_of("model=llama-tiny", "parallel.balance=flops")[1] == ()
+def test_equal_numbers_and_given_numbers_replace_it():
+    model = ("model=llama-tiny", "model.layers=8", "parallel.pipeline=4")
+    assert blocks_of(*model)[1] == (2, 2, 3, 1)
+    assert blocks_of(*model, "parallel.balance=layers")[1] == ()
+    assert blocks_of(*model, "parallel.layers_per_stage=[3,2,2,1]")[1] == (3, 2, 2, 1)
+    assert blocks_of("model=llama-tiny")[1] == ()
 
 
 @pytest.mark.parametrize(

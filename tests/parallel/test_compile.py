@@ -5,11 +5,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.config.rules import check
+from pipeline.parallel.early_gathers import EarlyGathers
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import async_tensor_enabled
 from tests.world import causal, configured, share, tiny, trainer
@@ -93,6 +94,57 @@ def test_collectives_can_be_fused_with_matrix_products(worlds):
     The inputs that are gathered again for the gradients of the weights are the second operand of a product, which the pass does not fuse.
     """
     assert set(worlds(2).run(fusible_collectives)[0]) == {(4, 4), (6, 4)}
+
+
+def gatherings(micro_batch: str, *, early: bool) -> tuple[list[tuple[int, int]], int, list[Tensor]]:
+    """For each compiled graph its gatherings, and those that run beside a product; copies of gathered sequences; the trained weights."""
+    import torch._dynamo
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    found, copies = [], 0
+
+    def count(graph, inputs):  # noqa: ARG001 - a compiler of AOTAutograd
+        nonlocal copies
+        view_to_reshape(graph)
+        if early:
+            EarlyGathers()(graph.graph)
+            graph.recompile()
+        nodes = list(graph.graph.nodes)
+        starts = [node for node in nodes if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default]
+        beside = [nodes[nodes.index(start) : nodes.index(next(iter(start.users)))] for start in starts]
+        found.append((len(starts), sum(any(node.target is torch.ops.aten.mm.default for node in between) for between in beside)))
+        copies += sum(node.target is torch.ops.aten.cat.default and "getitem" in str(node.args[0][0]) for node in nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compile_module = nn.Module.compile
+    backend = aot_autograd(fw_compiler=count, bw_compiler=count, decompositions=select_decomp_table)
+    with mock.patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
+        config, mine = trainer(*MODEL, "parallel.tensor=2", "training.global_batch_size=4", micro_batch)
+    shape = (config.training.global_batch_size, config.training.sequence_length + 1)
+    tokens = torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(1))
+    mine.train(*causal(*share(mine, tokens)))
+    return found, copies, [parameter.detach().clone() for parameter in mine.model.parameters()]
+
+
+def early_gatherings(micro_batch: str) -> None:
+    """Compare the graphs and the trained weights with and without the pass."""
+    plain, copies, weights = gatherings(micro_batch, early=False)
+    assert set(plain) == {(2, 0), (4, 0)}
+    assert copies > 0
+    moved, copies, same = gatherings(micro_batch, early=True)
+    assert set(moved) == {(2, 0), (4, 2)}
+    assert isinstance(torch._inductor.config.post_grad_custom_post_pass, EarlyGathers), "the blocks of a job are compiled with the pass"
+    assert (copies == 0) == (micro_batch == "training.micro_batch_size=1")
+    assert all(map(torch.equal, weights, same))
+
+
+@pytest.mark.parametrize("micro_batch", ["training.micro_batch_size=1", "training.micro_batch_size=2"])
+def test_inputs_for_the_gradients_of_weights_are_gathered_beside_products(worlds, micro_batch):
+    """Of the four gatherings of a block's backward pass, two are of gradients, without which nothing can be computed."""
+    worlds(2).run(early_gatherings, micro_batch)
 
 
 COMBINATIONS = [
