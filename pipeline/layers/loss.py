@@ -31,6 +31,18 @@ def chunk_rows(hidden: int, vocabulary: int, device: torch.device) -> int:
     return max(512, hidden // 2, elements // max(1, vocabulary))
 
 
+def _apply(operation: Callable[..., Tensor], values: Tensor, of_rows: Tensor, *, out: Tensor) -> Tensor:
+    """Apply an operation of the values and a column, one of them fp32, and write its result in the dtype of `out`, which may be `values`.
+
+    That is one pass over memory on a GPU. A CPU is slow in mixed dtypes: it computes in fp32, and converts before or after.
+    """
+    if values.device.type != "cpu" or out.dtype == values.dtype:
+        return operation(values, of_rows, out=out)
+    if out.dtype == of_rows.dtype:
+        return operation(out.copy_(values), of_rows, out=out)
+    return out.copy_(operation(values, of_rows, out=values))
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of hidden @ weight.T + bias against targets, with all gradients from one pass."""
 
@@ -56,6 +68,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), dtype=compute_dtype, device=hidden.device)
 
         chunk = chunk_rows(hidden.shape[1], vocabulary, hidden.device)
+        wide: Tensor | None = None  # one buffer for all chunks: a CPU maps new memory more slowly than it computes in it
         for start in range(0, rows, chunk):
             chunk_slice = slice(start, min(start + chunk, rows))
             is_target = targets[chunk_slice] != IGNORE
@@ -64,11 +77,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             local = local.clamp(0, vocabulary - 1).unsqueeze(1)
 
             local_logits = F.linear(hidden[chunk_slice], weight, bias)
-            logits = local_logits.to(compute_dtype)
-            largest = logits.amax(dim=1, keepdim=True)
+            largest = local_logits.amax(dim=1, keepdim=True).to(compute_dtype)
             if reduce_max is not None:
                 largest = reduce_max(largest)
-            logits -= largest
+            if wide is None and local_logits.dtype != compute_dtype:
+                wide = torch.empty_like(local_logits, dtype=compute_dtype)
+            logits = _apply(torch.sub, local_logits, largest, out=local_logits if wide is None else wide[: len(local)])
             target_logit = torch.where(is_local, logits.gather(1, local).squeeze(1), 0.0)
             target_term = (1 - label_smoothing) * target_logit if label_smoothing else target_logit
             if label_smoothing:
@@ -81,14 +95,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
             if needs_grad_hidden or needs_grad_weight:
                 # d sum / d logits = softmax - smoothed one-hot; divided by the number of rows in the backward pass, where fp16 can hold it
-                grad_logits = exponentials.div_(sums[0].unsqueeze(1))
-                grad_logits.scatter_add_(1, local, torch.where(is_local, label_smoothing - 1.0, 0.0).to(compute_dtype).unsqueeze(1))
+                # The gradient replaces the logits in the dtype of the products; rows without a target are divided by infinity.
+                divisor = torch.where(is_target, sums[0], torch.inf)
+                one_hot = torch.where(is_local, 1.0 - label_smoothing, 0.0)
+                at_target = exponentials.gather(1, local).squeeze(1) / divisor - one_hot
                 if label_smoothing:
-                    grad_logits -= label_smoothing / full_vocabulary
-                grad_logits.masked_fill_(~is_target.unsqueeze(1), 0.0)
+                    spread = torch.where(is_target, label_smoothing / full_vocabulary, 0.0)
+                    at_target -= spread
+                    _apply(torch.sub, exponentials.div_(divisor.unsqueeze(1)), spread.unsqueeze(1), out=local_logits)
+                else:
+                    _apply(torch.div, exponentials, divisor.unsqueeze(1), out=local_logits)
+                local_logits[torch.arange(len(local), device=local.device), local.squeeze(1)] = at_target.to(local_logits.dtype)
                 if grad_bias is not None:
-                    grad_bias += grad_logits.sum(dim=0)
-                local_logits.copy_(grad_logits)
+                    grad_bias += local_logits.sum(dim=0, dtype=compute_dtype)
                 if grad_hidden is not None:
                     torch.mm(local_logits, weight, out=grad_hidden[chunk_slice])
                 if needs_grad_weight:

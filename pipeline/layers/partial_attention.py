@@ -86,11 +86,14 @@ def backward(
     return torch.cat(grads_q, dim=2), grad_k, grad_v
 
 
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the outputs and L over two sets of keys; shapes as returned by `forward`."""
-    merged_lse = torch.logaddexp(lse, other_lse)
-    finite = merged_lse.masked_fill(merged_lse == -torch.inf, 0.0)
-    return out * (lse - finite).exp().unsqueeze(3) + other * (other_lse - finite).exp().unsqueeze(3), merged_lse
+def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Merge the output and L over another set of keys into `out` and `lse`, in place; shapes as returned by `forward`.
+
+    The share of the other set, exp(other_lse) / (exp(lse) + exp(other_lse)), is a sigmoid; without keys in both, L is -inf and it is 0.
+    """
+    share = torch.sigmoid(other_lse - lse).nan_to_num(0.0)
+    out.lerp_(other.to(out.dtype), share.unsqueeze(3))
+    lse.copy_(torch.logaddexp(lse, other_lse))
 
 
 def flash_forward(kernel: PartialKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

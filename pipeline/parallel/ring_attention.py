@@ -168,7 +168,7 @@ def ring_attention(
             rows = block.queries
             keys, values = kv[:, :, block.keys].split(widths, dim=3)
             partial = partial_attention.forward(q[:, :, rows], keys, values, block.mask, window=window, scale=scale)
-            out[:, :, rows], logsumexp[:, :, rows] = partial_attention.merge(out[:, :, rows], logsumexp[:, :, rows], *partial)
+            partial_attention.merge_(out[:, :, rows], logsumexp[:, :, rows], *partial)
         if next_kv is not None:
             kv = next_kv.wait()
     return out.to(v.dtype), logsumexp
