@@ -27,7 +27,13 @@ def project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
 
 
 class Linear(nn.Linear):
-    """nn.Linear with uninitialized weights. The weight may be replaced by an NF4Weight, which is frozen (QLoRA)."""
+    """nn.Linear with uninitialized weights. The weight may be replaced by an NF4Weight, which is frozen (QLoRA).
+
+    Attributes:
+        joined: the rows of this weight and of those that follow it in memory, if layers with the same input are computed as one.
+    """
+
+    joined: Tensor | None = None
 
     def reset_parameters(self) -> None:
         """Leave the weights as they are."""

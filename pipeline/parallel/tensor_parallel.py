@@ -8,9 +8,10 @@ layers at the entry, row-parallel ones at the exit (Shoeybi et al. 2019). Entry 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,18 +75,56 @@ def fused_project(x: Tensor, *linears: nn.Module) -> list[Tensor]:
     """As `project`, with one matrix product for all layers: their slices of the outputs are too narrow to use a GPU well.
 
     One product is also what inductor fuses with the collective of its input, and in the backward pass with that of the input's gradient.
-    Autograd saves the concatenated weights, unless they are concatenated again in the backward pass (activation checkpointing).
+    Weights that are not joined in memory are concatenated. Autograd then saves the concatenated weights, unless they are concatenated again
+    in the backward pass (activation checkpointing).
     """
     plain = [linear for linear in linears if type(linear) is Linear and isinstance(linear.weight, Tensor)]
     if len(plain) < len(linears):  # an adapter, or a weight in 4 bits, for example
         return project(x, *linears)
     widths = [linear.weight.shape[0] for linear in plain]
-    y = F.linear(x, torch.cat(tuple(linear.weight for linear in plain)) if len(plain) > 1 else plain[0].weight)
+    y = F.linear(x, _joint_weight(plain))
     biases = [linear.bias for linear in plain if linear.bias is not None]
     assert len(biases) in (0, len(plain)), "layers with the same input all have a bias, or none has"
     if biases:
         y = y + torch.cat(tuple(biases))
     return list(y.split(widths, dim=-1))
+
+
+def _joint_weight(linears: list[Linear]) -> Tensor:
+    """The weights of some layers below one another: (all outputs, input)."""
+    weights = [linear.weight for linear in linears]
+    if len(weights) == 1:
+        return weights[0]
+    joined = linears[0].joined
+    if joined is None or joined.shape[0] != sum(weight.shape[0] for weight in weights):
+        return torch.cat(weights)
+    view: Tensor = _JoinedWeights.apply(joined, *weights) if torch.is_grad_enabled() else joined
+    return view
+
+
+class _JoinedWeights(torch.autograd.Function):
+    """A tensor that holds some weights already, in their order: its gradient is divided among them."""
+
+    @staticmethod
+    def forward(ctx: Any, joined: Tensor, *weights: Tensor) -> Tensor:
+        ctx.rows = [weight.shape[0] for weight in weights]
+        return joined.view_as(joined)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *grad.split(ctx.rows)
+
+
+def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
+    """Yield the layers that may be computed as one, those of a cross-attention's memory besides."""
+    for module in model.modules():
+        if isinstance(module, Attention):
+            groups = [(module.query, module.key, module.value), (module.key, module.value)]
+        elif isinstance(module, GatedMLP):
+            groups = [(module.gate, module.up)]
+        else:
+            continue
+        yield from (layers for layers in groups if all(type(layer) is Linear for layer in layers))
 
 
 def gathered_projection(enter: RegionBoundary, apply_layers: Projection) -> Projection:

@@ -28,13 +28,12 @@ def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
         recording: of a forward and a backward pass.
         fused: fuse memory-bound kernels between two other kernels into one, as a compiler does: a tensor that is only used inside is never
             written, and one that follows from saved tensors is computed again in the backward pass instead of being saved.
-        copies: count the copies beside collectives and of concatenated weights, which engines do not make that keep the sequence in the
-            first dimension and these weights as one.
+        copies: count the copies beside collectives, which engines do not make that keep the sequence in the first dimension. Weights that
+            are concatenated are one in memory.
     """
     kernels, storages = recording.kernels, recording.storages
-    if not copies:
-        dropped = _layout_copies(recording)
-        kernels = [replace(k, reads={}, writes={}) if index in dropped else k for index, k in enumerate(kernels)]
+    dropped = _layout_copies(recording, of_collectives=not copies)
+    kernels = [replace(k, reads={}, writes={}) if index in dropped else k for index, k in enumerate(kernels)]
     groups = _groups(kernels, fused=fused)
     readers: dict[int, set[int]] = {}
     for index, kernel in enumerate(kernels):
@@ -78,8 +77,8 @@ def _label(kernel: Kernel) -> str:
     return f"elementwise ({kernel.name.partition('.')[0].strip('_')})"
 
 
-def _layout_copies(recording: Recording) -> set[int]:
-    """Indices of the kernels that concatenate only weights or results of collectives, or whose result only collectives read."""
+def _layout_copies(recording: Recording, *, of_collectives: bool) -> set[int]:
+    """Indices of the kernels that concatenate only weights, or also results of collectives, or whose result only collectives read."""
     kernels, storages = recording.kernels, recording.storages
     readers: dict[int, list[Operation | None]] = {}
     for kernel in kernels:
@@ -89,12 +88,12 @@ def _layout_copies(recording: Recording) -> set[int]:
     def from_elsewhere(key: int) -> bool:
         """Whether a storage is a weight or the result of a collective."""
         made = storages[key].kernel
-        return not storages[key].part or (made is not None and isinstance(kernels[made].operation, Collective))
+        return not storages[key].part or (of_collectives and made is not None and isinstance(kernels[made].operation, Collective))
 
     copies = set()
     for index, kernel in enumerate(kernels):
         if kernel.name.partition(".")[0] == "cat":
-            sent = [operation for key in kernel.writes for operation in readers.get(key, [])]
+            sent = [operation for key in kernel.writes for operation in readers.get(key, [])] if of_collectives else []
             if all(map(from_elsewhere, kernel.reads)) or (sent and all(isinstance(operation, Collective) for operation in sent)):
                 copies.add(index)
     return copies

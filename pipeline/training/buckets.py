@@ -5,7 +5,7 @@ A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -69,6 +69,15 @@ class Bucket:
         """The elements of a weight in a flat tensor of this bucket, in the weight's shape."""
         piece = self.pieces[parameter]
         return flat.narrow(0, self.offsets[parameter], piece.elements).view(piece.shape)
+
+    def joint_view(self, flat: Tensor, weights: Sequence[nn.Parameter]) -> Tensor | None:
+        """The rows of some matrices below one another, as a view of a flat tensor of this bucket; None if they are not successive in it."""
+        start = end = self.offsets[weights[0]]
+        for weight in weights:
+            if self.offsets.get(weight) != end:
+                return None
+            end += self.pieces[weight].elements
+        return flat[start:end].view(-1, *weights[0].shape[1:])
 
     def partition_slices(self) -> dict[nn.Parameter, slice]:
         """Weight -> its slice of this rank's partition; without the weights that are not in the partition."""

@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 from torch import Tensor, nn
 
+from pipeline.layers.linear import Linear
 from pipeline.training.buckets import Bucket
 from pipeline.training.offloaded_update import in_host_memory
 from pipeline.training.weight_gathering import FlatWeights
@@ -31,6 +32,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         materialize: allocates a weight that has no storage; called for one bucket after the other.
         shard_weights: free the matrices after they have been partitioned (ZeRO 3). Vectors are few and remain.
         offload: keep the master weights in host memory.
+        joint_layers: layers that are computed as one, whose weights are joined if they are successive in a bucket.
     """
 
     bit16_groups_flat: list[Tensor]
@@ -43,8 +45,10 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         *,
         shard_weights: bool,
         offload: bool = False,
+        joint_layers: Iterable[tuple[Linear, ...]] = (),
     ) -> None:
         self._buckets, self._shard_weights, self._offload = buckets, shard_weights, offload
+        self._joint_layers = list(joint_layers)
         self._materialize = materialize
         self.weights: list[FlatWeights] = []
         names = {parameter: piece.name for bucket in buckets for parameter, piece in bucket.pieces.items()}
@@ -97,6 +101,10 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
             self.single_partition_of_fp32_groups[index] = master
             self.optimizer.param_groups[index]["params"] = [master]
         self.weights.append(FlatWeights(bucket, flat, partitions[rank], freed=freed))
+        for layers in self._joint_layers:
+            weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]
+            if weights[0] in bucket.pieces:
+                layers[0].joined = bucket.joint_view(flat.data, weights)
         self.weights[-1].free()
         return super().get_partition_info(*args)
 

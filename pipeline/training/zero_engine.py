@@ -15,6 +15,7 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
+from pipeline.parallel.tensor_parallel import joint_layers
 from pipeline.training import gradient_clipping
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
@@ -68,7 +69,10 @@ class ZeroEngine(Engine):
         update = OffloadedUpdate if self._offloads else WeightUpdate
         self._update = update(groups, optimizer, training, self.loss_scale, mesh.device)
         self._zero = BucketZeroOptimizer(
-            self._update.optimizer, self._buckets, model.materialize, shard_weights=stage == 3, offload=self._offloads
+            *(self._update.optimizer, self._buckets, model.materialize),
+            shard_weights=stage == 3,
+            offload=self._offloads,
+            joint_layers=joint_layers(model.stages),
         )
         self._update.begin(self._zero.masters)
         self._gatherer = WeightGatherer(self._zero.weights, model.stages)
