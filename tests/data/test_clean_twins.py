@@ -62,6 +62,7 @@ def prose(text: str) -> str:
 @settings(max_examples=300, deadline=None)
 @given(LINES)
 @example("    code\n" + "prose " * 100)
+@example("prose " * 100 + "\n   three spaces\n    four")
 @example("prose " * 100 + "\n\n    code")
 @example("\n\t" + "prose\n" * 100 + "\t")
 def test_prose_is_what_a_loop_over_the_lines_leaves(text):
@@ -157,6 +158,7 @@ PERSONAL = st.lists(
 @settings(max_examples=400, deadline=None)
 @given(st.lists(PERSONAL, max_size=4))
 @example(["", "a@b.com", ""])
+@example(["(030) 12345"])
 def test_the_fast_tests_miss_no_personal_data(texts):
     plain = []
     for text in texts:
@@ -169,6 +171,7 @@ def test_the_fast_tests_miss_no_personal_data(texts):
 
 @settings(max_examples=400, deadline=None)
 @given(PERSONAL)
+@example("phone: 555-1234")
 def test_runs_with_few_digits_hold_no_phone_number(text):
     fast = phones.spans(text)
     everywhere = re.compile("")
