@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from heapq import nsmallest
+from itertools import compress
+from typing import Any, NamedTuple
 
 import xxhash
 
 from pipeline.config.cleaning import CleanConfig
 from pipeline.data.clean import language_filter, origin, pii_masking, quality, repetition, text_repair
-from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict
+from pipeline.data.clean.document_batch import DocumentBatch, Step
 from pipeline.data.read.documents import Document, utf8_length
 
 _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
@@ -28,6 +30,16 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "repetition": repetition.repetition,
     "contamination": origin.Contamination,
 }
+
+
+class Change(NamedTuple):
+    """What a step does to a document, for a reason: the text before and after it; None if it drops the document."""
+
+    reason: str
+    identity: str
+    before: str
+    after: str | None
+
 
 Dropped = Callable[[Document, str, str, str, str], None]
 """Receives a dropped document: (document, step, reason, its text before that step, its language)."""
@@ -77,22 +89,31 @@ class StepCounts:
         for reason, examples in other.examples.items():
             self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
 
-    def example(self, verdict: Verdict, identity: str, before: str, shown_as: Callable[[str], str]) -> None:
-        """Keep this document as an example if its hash is among the lowest.
+    def add_examples(self, changes: Iterable[Change], shown_as: Callable[[Sequence[str]], list[str]]) -> None:
+        """Keep the documents whose hashes are among the lowest as examples.
 
         Args:
-            shown_as: what an example shows of a text.
+            changes: what the step does to the documents of a batch.
+            shown_as: what examples show of texts. It takes long, so that it is called once, with the texts that may be shown.
         """
-        rank = xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass"))
-        shown = self.examples.setdefault(verdict.reason, [])
-        if len(shown) == EXAMPLES and rank >= shown[-1][0]:
-            return
-        before, changed = shown_as(before), None if verdict.text is None else shown_as(verdict.text)
-        start = 0 if changed is None else max(0, _first_difference(before, changed) - _EXCERPT // 4)
-        after = None if changed is None else changed[start : start + _EXCERPT]
-        shown.append([rank, identity, before[start : start + _EXCERPT], after])
-        shown.sort()
-        del shown[EXAMPLES:]
+        ranked = [(xxhash.xxh3_64_intdigest(change.identity.encode("utf-8", "surrogatepass")), change) for change in changes]
+        limits: dict[str, int] = {}  # reason -> a hash above which no document can become an example
+        for reason in {change.reason for _, change in ranked}:
+            shown = [example[0] for example in self.examples.setdefault(reason, [])]
+            lowest = nsmallest(EXAMPLES, [*shown, *(rank for rank, change in ranked if change.reason == reason)])
+            limits[reason] = lowest[-1]
+        ranked = [(rank, change) for rank, change in ranked if rank <= limits[change.reason]]
+        texts = iter(shown_as([text for _, change in ranked for text in (change.before, change.after) if text is not None]))
+        for rank, change in ranked:
+            before, after = next(texts), None if change.after is None else next(texts)
+            shown = self.examples[change.reason]
+            if len(shown) == EXAMPLES and rank >= shown[-1][0]:
+                continue
+            start = 0 if after is None else max(0, _first_difference(before, after) - _EXCERPT // 4)
+            excerpts = (text if text is None else text[start : start + _EXCERPT] for text in (before, after))
+            shown.append([rank, change.identity, *excerpts])
+            shown.sort()
+            del shown[EXAMPLES:]
 
 
 class Cleaner:
@@ -120,11 +141,13 @@ class Cleaner:
         for name, step in self._steps:
             step_counts = counts.setdefault(name, StepCounts())
             step_counts.documents += int(batch.alive.sum())
-            step_counts.bytes += sum(size for size, alive in zip(sizes, batch.alive, strict=True) if alive)
+            step_counts.bytes += sum(compress(sizes, batch.alive.tolist()))
             verdicts = list(step(batch))
+            step_counts.add_examples(
+                (Change(reason, batch.documents[index].id, batch.texts[index], text) for index, reason, text in verdicts), self._shown_as
+            )
             for verdict in verdicts:
                 document = batch.documents[verdict.document]
-                step_counts.example(verdict, document.id, batch.texts[verdict.document], self._shown_as)
                 if verdict.text is None:
                     if not self._tag:
                         label = batch.label(verdict.document, identify=self._identify)

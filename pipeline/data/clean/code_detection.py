@@ -13,6 +13,7 @@ _FENCE = r"^[ \t>]*(?:[-*+][ \t]+)?(?P<fence>`{3,}|~{3,})[^`\n]*\n(?:.*?^[ \t>]*
 _INLINE = r"(?<!`)(?P<pair>`{2,3})(?!`)[^\n]+?(?<!`)(?P=pair)(?!`)|(?<!`)(?P<ticks>`{1,3})(?!`)[^`\n]*(?:\n[^`\n]+)?(?P=ticks)(?!`)"
 _INDENTED = r"^(?: {4}|\t)[^\n]*"
 _FENCE_LINE = re.compile(r"[ \t>]*(?:[-*+][ \t]+)?(?P<fence>```|~~~)[^`]*$")
+_INDENTED_LINE = re.compile(r"\n(?: {4}|\t)[^\n]*")
 _TICKS = re.compile(r"`[^`\n]*`")
 _MARKED = re.compile(f"{_FENCE}|{_INLINE}", re.MULTILINE | re.DOTALL)
 _ALL = re.compile(f"{_FENCE}|{_INDENTED}|{_INLINE}", re.MULTILINE | re.DOTALL)
@@ -68,6 +69,14 @@ def prose(text: str) -> str:
     """The text without code if at least a fifth remains; otherwise, as in manual pages, which are indented throughout, the text."""
     if "`" not in text and "\n    " not in text and "\n\t" not in text:
         return text
+    lines = _unfenced(text) if "```" in text or "~~~" in text else text
+    rest = _INDENTED_LINE.sub("", f"\n{lines}")[1:]
+    rest = _TICKS.sub(" ", rest) if "`" in rest else rest
+    return rest if len(rest) >= max(200, len(text) // 5) else text
+
+
+def _unfenced(text: str) -> str:
+    """The lines outside fenced blocks."""
     lines: list[str] = []
     fence = ""
     for line in text.split("\n"):
@@ -75,7 +84,6 @@ def prose(text: str) -> str:
             fence = "" if line.lstrip(" \t>").startswith(fence) else fence
         elif opened := _FENCE_LINE.match(line):
             fence = opened["fence"]
-        elif not line.startswith(("    ", "\t")):
+        else:
             lines.append(line)
-    rest = _TICKS.sub(" ", "\n".join(lines))
-    return rest if len(rest) >= max(200, len(text) // 5) else text
+    return "\n".join(lines)

@@ -18,6 +18,7 @@ _END = rf"(?![^\W{UNSPACED}]|[%€$°]|[.,:/-]\d|-\w)"
 
 # Runs of digits and separators; the patterns below are searched within them only.
 _RUN = re.compile(r"[+(\d][\d \u00a0\u202f()./\u2010-\u2013-]{5,60}")
+_SEVEN_DIGITS = re.compile(r"\d(?:\D*\d){6}")
 _CANDIDATE = re.compile(
     # international, with + or 00
     rf"(?<![^\W{UNSPACED}])(?<![.,+#&=/\\-])(?<![\da-f]:)"
@@ -53,6 +54,8 @@ def spans(text: str) -> list[tuple[int, int]]:
     numbers: list[tuple[int, int]] = []
     for run in _RUN.finditer(text):
         start, end = run.start(), run.end() + 3  # what follows decides whether a number ends there
+        if not _SEVEN_DIGITS.search(text, start, end):  # fewer are no number
+            continue
         if _is_after_cue(text, start) and (number := _NUMBER.match(text, start)) and _is_cued(number[0]):
             numbers.append(number.span())
             start = number.end()

@@ -82,12 +82,16 @@ def personal(knobs: PersonalStep) -> Step:
     return step
 
 
-def mask(text: str, kinds: Sequence[str]) -> str:
-    """Return a text with all personal data of these kinds replaced."""
-    for kind, (_, _, find) in _SEARCHES.items():
-        if kind in kinds:
-            text = _replaced(text, find(text), kind)
-    return text
+def mask(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
+    """Return texts with all personal data of these kinds replaced."""
+    masked = list(texts)
+    if not (masked and kinds):
+        return masked
+    words = Words(masked)
+    for kind, (_, possible, find) in _SEARCHES.items():
+        for index in np.flatnonzero(possible(words)) if kind in kinds else ():
+            masked[index] = _replaced(masked[index], find(masked[index]), kind)
+    return masked
 
 
 def _replaced(text: str, spans: Spans, kind: str) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import numpy as np
 
 from pipeline.config.cleaning import RepetitionStep
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 from pipeline.data.clean.limits import Limits
-from pipeline.data.words import Spans, Words, mix, ngrams
+from pipeline.data.clean.repeated_ngrams import ChosenWords, grouped
+from pipeline.data.words import Spans, Words, ngrams
 
 Faults = list[tuple[np.ndarray, str]]
 
@@ -56,21 +57,12 @@ def repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
 
 def _repeat_positions(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """Positions of hashes that occurred earlier in the same text."""
-    order, bounds = _groups(hashes, texts)
-    repeated = np.ones(len(order), dtype=bool)
-    if len(order):
-        repeated[np.minimum.reduceat(order, bounds)] = False
+    members, bounds = grouped(hashes, texts)
+    repeated = np.zeros(len(hashes), dtype=bool)
+    repeated[members] = True
+    if len(members):
+        repeated[np.minimum.reduceat(members, bounds)] = False
     return np.flatnonzero(repeated)
-
-
-def _groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (an order in which equal hashes of one text are adjacent, the start of every such group)."""
-    keys = hashes ^ mix(texts.astype(np.uint64)) if len(texts) and texts[-1] else hashes  # all of the first text
-    order = np.argsort(keys)
-    ordered = keys[order]
-    begins = np.ones(len(keys), dtype=bool)
-    begins[1:] = ordered[1:] != ordered[:-1]
-    return order, np.flatnonzero(begins)
 
 
 def _ngrams(batch: DocumentBatch, top: np.ndarray, long: np.ndarray) -> Faults:
@@ -80,38 +72,25 @@ def _ngrams(batch: DocumentBatch, top: np.ndarray, long: np.ndarray) -> Faults:
         top: (texts, 3) maximum shares of the most frequent 2-, 3- and 4-gram.
         long: (texts, 6) maximum shares of repeated 5- to 10-grams.
     """
-    characters, longest = batch.characters, _longest_ngram(batch.words, 5)
+    words, characters, longest = batch.words, batch.characters, _longest_ngram(batch.words, 5)
     faults: Faults = []
-    for length, share in zip((2, 3, 4), top.T, strict=True):
-        most, _ = _repeats(batch.words, length)
-        chosen = np.flatnonzero(most * longest > share * characters)
-        faults.append((_above(batch, chosen, _top_ngram, length, share), f"one frequent {length}-gram"))
+    possible = {length: _repeats(words, length)[0] * longest > share * characters for length, share in zip(range(2, 5), top.T, strict=True)}
+    measured = [length for length, chosen in possible.items() if chosen.any()]
+    if measured:
+        lengths = range(measured[0], measured[-1] + 1)
+        most = ChosenWords(words, np.logical_or.reduce(list(possible.values()))).most_covered(lengths)
+        for length, covered in zip(lengths, most, strict=True):
+            faults.append((possible[length] & (covered > top[:, length - 2] * characters), f"one frequent {length}-gram"))
     # A repeated 6-gram contains repeated 5-grams: the coverage of 5-grams bounds that of all longer ones.
-    _, repeated = _repeats(batch.words, 5)
+    _, repeated = _repeats(words, 5)
     least = long.min(axis=1)
-    chosen = np.flatnonzero(repeated * longest > least * characters)
-    chosen = np.flatnonzero(_above(batch, chosen, _covered, 5, least))
-    for length, share in enumerate(long.T, start=5):
-        faults.append((_above(batch, chosen, _covered, length, share), f"repeated {length}-grams"))
+    chosen = repeated * longest > least * characters
+    if chosen.any():
+        for length, share, covered in zip(range(5, 11), long.T, ChosenWords(words, chosen).covered(range(5, 11)), strict=True):
+            if length == 5:
+                chosen &= covered > least * characters
+            faults.append((chosen & (covered > share * characters), f"repeated {length}-grams"))
     return faults
-
-
-def _above(
-    batch: DocumentBatch, chosen: np.ndarray, measure: Callable[[Words, int], np.ndarray], length: int, share: np.ndarray
-) -> np.ndarray:
-    """(texts,) bool: which of the chosen texts have a measure above their (texts,) share of their characters."""
-    above = np.zeros(len(batch.texts), dtype=bool)
-    if len(chosen):
-        words = batch.words if len(chosen) == len(batch.texts) else Words([batch.texts[index] for index in chosen])
-        above[chosen] = measure(words, length) > share[chosen] * batch.characters[chosen]
-    return above
-
-
-def _grams(words: Words, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (first word, hash, text) of every n-gram within a text."""
-    hashes, texts = ngrams(words.hashes, length), words.spans.texts
-    starts = np.flatnonzero(texts[: len(hashes)] == texts[length - 1 :][: len(hashes)])
-    return starts, hashes[starts], texts[starts]
 
 
 def _repeats(words: Words, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,30 +131,3 @@ def _longest_ngram(words: Words, length: int) -> np.ndarray:
         reach = spans.ends[length - 1 :] - spans.starts[: len(spans) - length + 1]
         longest[some] = np.maximum.reduceat(np.concatenate([reach, np.zeros(length - 1, dtype=reach.dtype)]), starts[some])
     return longest
-
-
-def _top_ngram(words: Words, length: int) -> np.ndarray:
-    """Characters in all occurrences of the n-gram that covers most of a text, for every text; n-grams that occur once do not count.
-
-    Occurrences may differ in length, by the spaces and the punctuation between the words.
-    """
-    starts, hashes, texts = _grams(words, length)
-    most = np.zeros(len(words.offsets) - 1, dtype=np.int64)
-    if not len(starts):
-        return most
-    order, bounds = _groups(hashes, texts)
-    often = np.diff(bounds, append=len(order)) > 1
-    characters = np.add.reduceat((words.spans.ends[starts + length - 1] - words.spans.starts[starts])[order], bounds)
-    np.maximum.at(most, texts[order[bounds[often]]], characters[often])
-    return most
-
-
-def _covered(words: Words, length: int) -> np.ndarray:
-    """Characters of the words of every text that are in a repetition of an earlier n-gram; each word counts once."""
-    starts, hashes, texts = _grams(words, length)
-    repeats = starts[_repeat_positions(hashes, texts)]
-    steps = np.zeros(len(words.spans) + 1, dtype=np.int64)
-    np.add.at(steps, repeats, 1)
-    np.add.at(steps, repeats + length, -1)
-    inside = np.flatnonzero(np.cumsum(steps[:-1]) > 0)
-    return np.bincount(words.spans.texts[inside], words.spans.lengths[inside], minlength=len(words.offsets) - 1)
