@@ -8,6 +8,7 @@ import numpy as np
 import xxhash
 
 from pipeline.common.mpi import Comm, exchange
+from pipeline.data.dedup import distributed
 from pipeline.data.dedup.exact import repeated_rows
 
 SLICE_ROWS = 1 << 22
@@ -54,8 +55,8 @@ def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np
         (paragraphs,) bool.
     """
     owners = np.repeat(numbers, np.diff(offsets))
-    slices = max(comm.allgather(-(-len(flat) // SLICE_ROWS)))
-    slice_of = (flat >> np.uint64(32)) * np.uint64(slices) >> np.uint64(32)
+    slices = distributed.slices(comm, len(flat), SLICE_ROWS)
+    slice_of = distributed.slice_of(flat, slices)
     repeated = np.zeros(len(flat), dtype=bool)
     for part in range(slices):
         indices = np.flatnonzero(slice_of == part)
