@@ -11,7 +11,7 @@ from pipeline.common import mpi
 from pipeline.common.mpi import Comm, exchange
 
 SAMPLES = 64
-"""Rows that a rank contributes on average to the choice of the ranges in sorted_over_ranks: the largest range is about 1.4 times the mean."""
+"""Rows that a rank contributes on average to the choice of the ranges in sorted_over_ranks."""
 
 
 def ask(comm: Comm, questions: np.ndarray, owners: np.ndarray, answer: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Duplicate search over all ranks: exact by hash, near by MinHash, locality-sensitive hashing (LSH) and the exact Jaccard index.
 
-The result does not depend on the number of ranks. The rows of a band are sorted over all ranks, so that also a frequent band hash is divided,
+The result does not depend on the number of ranks. The rows of a band are sorted over all ranks, which also divides a frequent band hash,
 and the cost of a bucket is linear: each document is compared with the first of the bucket and with its predecessor. Texts of compared
-documents, and components of the graph of duplicates, are exchanged; no rank holds more than its share of documents, pairs and edges.
+documents, and labels of the graph of duplicates, are exchanged; no rank holds more than its share of documents, pairs and edges.
 """
 
 from __future__ import annotations
@@ -94,12 +94,13 @@ def _candidates(
     count = distributed.slices(comm, len(known.numbers) + len(documents.numbers), SLICE_ROWS)
     pairs = np.empty(0, dtype=_PAIR)
     for band in range(settings.bands):
-        sources = (
-            (known_bands[band], known.numbers, known_length, known_bands[band] != minhash.NO_BAND),
-            (hashes := bands(band), documents.numbers, documents.lengths, remaining & (hashes != minhash.NO_BAND)),
-        )
+        own, others = bands(band), known_bands[band]
+        chosen = remaining & (own != minhash.NO_BAND)
         for part in range(count):
-            rows = np.concatenate([_band_rows(*source, part, count, comm.rank) for source in sources])
+            slice_of = part, count, comm.rank
+            rows = _band_rows(own, documents.numbers, documents.lengths, chosen, *slice_of)
+            if len(others):
+                rows = np.concatenate([_band_rows(others, known.numbers, known_length, others != minhash.NO_BAND, *slice_of), rows])
             found = _bucket_pairs(*_with_predecessors(comm, distributed.sorted_over_ranks(comm, rows)))
             pairs = _distinct(np.concatenate([pairs, exchange(comm, found, found["right_holder"])]))
     return pairs
