@@ -16,7 +16,7 @@ from pipeline.data.dedup.exact import repeated_rows
 SLICE_ROWS = 1 << 22
 """Approximate number of paragraphs that a rank sends at a time: 28 bytes each."""
 
-_FLAGS = ".flags.npz"
+FLAGS = ".flags.npz"
 
 _ROW = np.dtype([("hash", "<u8"), ("number", "<i8"), ("index", "<i8"), ("holder", "<i4")])
 
@@ -81,7 +81,7 @@ class Flags:
     """
 
     def __init__(self, stem: Path) -> None:
-        with np.load(stem.with_suffix(_FLAGS)) as saved:
+        with np.load(stem.with_suffix(FLAGS)) as saved:
             self._numbers, self._ends, self._counts, self._flags = (saved[name] for name in ("numbers", "ends", "counts", "flags"))
 
     def of(self, number: int) -> list[bool]:
@@ -100,5 +100,5 @@ def save_flags(stem: Path, numbers: np.ndarray, flags: np.ndarray, counts: np.nd
         flags: (paragraphs,) bool, in the order of the documents.
         counts: (documents,) paragraphs of each document.
     """
-    with atomic_file(stem.with_suffix(_FLAGS)) as handle:
+    with atomic_file(stem.with_suffix(FLAGS)) as handle:
         np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)

@@ -19,18 +19,21 @@ from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.dedup import clusters, duplicates, signatures
+from pipeline.data.dedup import clusters, duplicates, paragraphs, signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, drops, shards
+from pipeline.data.shard import dropped, drops, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import Pool, contained
 from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
+
+INTERMEDIATE = (spill.SUFFIX, drops.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
+"""Suffixes of the files of a part, besides its completion record."""
 
 
 class ShardPasses:
@@ -130,16 +133,26 @@ class ShardPasses:
         comm.barrier()
         written = shards.Written.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
-        if comm.rank > 0:
-            return {}
+        totals = self._publish(pool, written, counts, duplicated, plan) if comm.rank == 0 else {}
+        comm.barrier()  # the manifest is written: the folder is complete
+        for part in pool.mine:
+            unfinished.remove(_name(part), INTERMEDIATE)
+        for number in mine:
+            unfinished.remove(plan[number].name, [dropped.BY_PARAGRAPHS])
+        comm.barrier()
+        if comm.rank == 0:
+            unfinished.clear()
+        return totals
+
+    def _publish(self, pool: Pool, written: shards.Written, counts: PartCounts, found: Clusters, plan: list[ShardPlan]) -> dict[str, Any]:
+        """Write report and manifest; return the totals. Only on rank 0."""
+        unfinished = self._unfinished
         if self._data.save_dropped:
             parts = map(self._stem, range(len(self._parts)))
             files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
-        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, duplicated, pool, self._files)
-        unfinished.clear()
-        return totals
+        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, pool, self._files)
 
     def _missing(self, plan: list[ShardPlan], numbers: range) -> list[int]:
         """Which of these shards are not written."""
