@@ -149,7 +149,8 @@ def _bucket_pairs(rows: np.ndarray, preceding: int) -> np.ndarray:
         (m,) _PAIR, except pairs of two documents of other corpora.
     """
     later, first = repeated_rows(rows["hash"])
-    left, right = np.concatenate([first, later - 1]), np.concatenate([later, later])
+    third = later[first != later - 1]  # of a second document, the first one and the predecessor are the same
+    left, right = np.concatenate([first, third - 1]), np.concatenate([later, third])
     new = (rows["number"][right] >= 0) & (right >= preceding)
     left, right = left[new], right[new]
     pairs = np.empty(len(left), dtype=_PAIR)

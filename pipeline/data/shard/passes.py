@@ -24,7 +24,7 @@ from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, drops, shards, spill
+from pipeline.data.shard import dropped, drops, report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import Pool, contained
@@ -133,7 +133,8 @@ class ShardPasses:
         comm.barrier()
         written = shards.Written.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
-        totals = self._publish(pool, written, counts, duplicated, plan) if comm.rank == 0 else {}
+        excerpts = report.excerpts_of(comm, pool, duplicated)
+        totals = self._publish(written, counts, duplicated, excerpts, plan) if comm.rank == 0 else {}
         comm.barrier()  # the manifest is written: the folder is complete
         for part in pool.mine:
             unfinished.remove(_name(part), INTERMEDIATE)
@@ -144,7 +145,9 @@ class ShardPasses:
             unfinished.clear()
         return totals
 
-    def _publish(self, pool: Pool, written: shards.Written, counts: PartCounts, found: Clusters, plan: list[ShardPlan]) -> dict[str, Any]:
+    def _publish(
+        self, written: shards.Written, counts: PartCounts, found: Clusters, excerpts: report.Excerpts, plan: list[ShardPlan]
+    ) -> dict[str, Any]:
         """Write report and manifest; return the totals. Only on rank 0."""
         unfinished = self._unfinished
         if self._data.save_dropped:
@@ -152,7 +155,7 @@ class ShardPasses:
             files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
-        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, pool, self._files)
+        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, excerpts, self._files)
 
     def _missing(self, plan: list[ShardPlan], numbers: range) -> list[int]:
         """Which of these shards are not written."""

@@ -22,7 +22,6 @@ from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard import dropped, report, text_shards
 from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
-from pipeline.data.shard.spilled_documents import Pool
 from pipeline.data.shard.sweep import Found
 
 Entries = dict[str, dict[str, Any]]
@@ -130,12 +129,19 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
 
 
 def publish(
-    folder: Path, settings: dict[str, Any], written: Written, counts: PartCounts, found: Clusters, pool: Pool, inputs: list[InputFile]
+    folder: Path,
+    settings: dict[str, Any],
+    written: Written,
+    counts: PartCounts,
+    found: Clusters,
+    excerpts: report.Excerpts,
+    inputs: list[InputFile],
 ) -> dict[str, Any]:
     """Write report and manifest after all shards are written; return the totals.
 
     Args:
         written: on rank 0.
+        excerpts: of the documents in clusters.
         inputs: the files that were read.
     """
     files: Entries = {name: entry for of_shard in written.files for name, entry in of_shard.items()}
@@ -159,7 +165,7 @@ def publish(
         "languages": dict(sorted(written.languages.items(), key=lambda entry: (-entry[1][1], entry[0]))),
         "lengths": {bit: written.lengths[bit] for bit in sorted(written.lengths, key=int)},
     }
-    made = report.build(counts, found, pool, output, settings, inputs)
+    made = report.build(counts, found, excerpts, output, settings, inputs)
     pages = {
         "report.json": report.as_json(made),
         "report.html": report.html(made).encode("utf-8", "replace"),
