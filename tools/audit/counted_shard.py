@@ -1,7 +1,7 @@
 """One rank of a counted run of stage=shard: `python counted_shard.py FOLDER key=value ...`, which writes FOLDER/rank-N.json.
 
 Counted are, by pass, the files that are opened and created in the folders of input and output (by an audit hook of Python), the bytes that
-system calls read and write (/proc/self/io), the messages and bytes that the communicator sends to other ranks, and the peak of resident memory:
+system calls read and write (/proc/self/io), the messages and bytes that the communicator sends to other ranks, and the peak of memory:
 
   list      finding and sampling the input
   read      pass 1: reading, cleaning, intermediate files
@@ -33,12 +33,17 @@ class Counts:
 
     Args:
         watched: path prefixes; only files below them count.
+
+    Attributes:
+        current: the pass.
+        passes: its name -> counts.
+        corpus: properties of the corpus.
     """
 
     def __init__(self, watched: tuple[str, ...]) -> None:
         self.passes = {name: Counter(dict.fromkeys(COUNTS, 0)) for name in PASSES}
         self.corpus: Counter[str] = Counter()
-        self._watched, self._current = watched, "list"
+        self._watched, self.current = watched, "list"
         self._io = self._read_io()
         sys.addaudithook(self._audit)
 
@@ -46,19 +51,19 @@ class Counts:
         if event not in ("open", "os.rename") or not isinstance(arguments[0], str | bytes | os.PathLike):
             return
         if os.fsdecode(arguments[0]).startswith(self._watched):
-            self.passes[self._current]["opens" if event == "open" else "inodes"] += 1
+            self.passes[self.current]["opens" if event == "open" else "inodes"] += 1
 
     def sent(self, messages: int, size: int) -> None:
         """Count messages to other ranks."""
-        self.passes[self._current]["messages"] += messages
-        self.passes[self._current]["bytes_sent"] += size
+        self.passes[self.current]["messages"] += messages
+        self.passes[self.current]["bytes_sent"] += size
 
     def within(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Count a block as one pass."""
 
         @contextlib.contextmanager
         def block() -> Iterator[None]:
-            before = self._current
+            before = self.current
             self.turn(name)
             yield
             self.turn(before)
@@ -67,14 +72,14 @@ class Counts:
 
     def turn(self, name: str) -> None:
         """End the current pass."""
-        now, counts = self._read_io(), self.passes[self._current]
+        now, counts = self._read_io(), self.passes[self.current]
         counts["bytes_read"] += now[0] - self._io[0]
         counts["bytes_written"] += now[1] - self._io[1]
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        if self._current != "list" or not counts["memory"]:  # at the end it is what the other passes have left
+        if self.current != "list" or not counts["memory"]:  # at the end it is what the other passes have left
             counts["memory"] = max(counts["memory"], 1024 * int(status["VmHWM"].split()[0]))
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-        self._io, self._current = self._read_io(), name
+        self._io, self.current = self._read_io(), name
 
     def begin(self) -> None:
         """Leave out the bytes that were read until now: imports."""
@@ -174,8 +179,9 @@ def install(counts: Counts) -> None:
     wrapped(distributed, "fetch", with_property("fetched", len))
     wrapped(distributed, "values_of", with_property("lookups", lambda _: 1))
     wrapped(Unfinished, "write", with_property("note_bytes", _note_bytes, of_result=False))
-    wrapped(Pool, "record", with_property("texts", lambda _: 1))
-    wrapped(Pool, "record", with_property("texts_bytes", lambda result: len(result[0]) + len(result[1])))
+    wrapped(Pool, "record", with_property("texts", lambda _: counts.current == "clusters"))
+    wrapped(Pool, "record", with_property("texts_bytes", lambda result: sum(map(len, result)) * (counts.current == "clusters")))
+    wrapped(Pool, "record", with_property("shown_bytes", lambda result: sum(map(len, result)) * (counts.current == "shuffle")))
 
 
 def _note_bytes(arguments: Any) -> int:
@@ -186,6 +192,9 @@ def _note_bytes(arguments: Any) -> int:
 
 def main() -> None:
     """Run the stage and write the counts of this rank."""
+    import jinja2  # noqa: F401 (imported late by the stage: what an import reads is not counted)
+    import numpy.ma  # noqa: F401
+
     from pipeline.__main__ import run
     from pipeline.common import ranks
 

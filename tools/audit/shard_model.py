@@ -48,6 +48,7 @@ class Corpus:
         fetched: texts of other ranks among these; None: a random share.
         lookups: exchanges of labels until the components of the graph are found, which grows with the logarithm of the longest chain.
         note_bytes: completion record of a part.
+        report_bytes: report.json and report.html; shown_bytes: the texts of which it has excerpts.
         shard_bytes, part_bytes: as configured; part_bytes None is the default.
         sizes: of the files; default: all are equal.
     """
@@ -68,6 +69,8 @@ class Corpus:
     fetched: int | None = None
     lookups: int = 20
     note_bytes: int = 400
+    report_bytes: int = 500_000
+    shown_bytes: int = 1200 * 3800
     shard_bytes: float = 128e6
     part_bytes: int | None = None
     sizes: tuple[int, ...] = ()
@@ -193,17 +196,18 @@ class Model:
         samples = distributed.SAMPLES * 16 * ranks * bands * slices * (ranks - 1)
         slice_rows = mine / slices
         # an exchange is an allgather and one alltoall for each mpi.MESSAGE_BYTES
-        turns = max(1, math.ceil(c.pairs / ranks / duplicates.PAIR_BATCH))
+        characters = 2 * c.pairs * c.texts_bytes / max(1, c.texts)
+        turns = max(1, math.ceil(max(c.pairs / duplicates.PAIR_BATCH, characters / duplicates.BATCH_CHARACTERS) / ranks))
         band = 6 + math.ceil(slice_rows * BAND_ROW / mpi.MESSAGE_BYTES)
         key = 1 + 2 * (1 + math.ceil(slice_rows * KEY_ROW / mpi.MESSAGE_BYTES))
-        rounds = slices * (bands * band + key) + 6 * turns + 5 * c.lookups + 23
+        rounds = slices * (bands * band + key) + 1 + 5 * turns + 22 + 5 * c.lookups + 2 * (c.lookups - 3) / 3
         memory = 33 * mine + 16 * mine + slice_rows * 7 * BAND_ROW + (PAIR_ROW * 4) * c.pairs / ranks + 600 * c.edges / ranks + 40 * MIB
         samples_held = 3 * distributed.SAMPLES * 16 * ranks
         return Counts(
             opens=self.parts,
             most_opens=math.ceil(self.parts / ranks),
             bytes_read=read,
-            messages=rounds * ranks * (ranks - 1),
+            messages=rounds * ranks * (ranks - 1) + 3 * (ranks - 1),
             bytes_sent=sent + samples,
             memory=BASE + self._shared() + memory + samples_held,
         )
@@ -219,9 +223,10 @@ class Model:
         tar = text + written * (2 * 512 + 256 + record)  # two headers; members are padded to 512 bytes
         entries = 450 * self.shards
         read = c.note_bytes * self.parts + (self.row + 8) * c.documents + (12 + self.row) * c.documents
-        read += (8 + self.row) * c.documents + self.record_bytes + (2 * self.row + HEAD) * segments + tar + 600 * self.shards
+        read += (8 + self.row) * c.documents + self.record_bytes + (2 * self.row + HEAD) * segments
+        read += tar + 600 * self.shards + c.report_bytes + c.shown_bytes
         sent = self.elsewhere * (text + c.meta * share + written * (self.row + 16 + 12)) + 8 * self.bins * (ranks - 1) * 2
-        rounds = math.ceil(self.shards / ranks) * pieces + 4 + 2
+        rounds = math.ceil(self.shards / ranks) * pieces + 9
         piece = min(sweep.PIECE_BYTES, text / self.shards)
         mine = c.documents / ranks
         memory = 8 * mine + 5 * piece + 17 * dropped / ranks + 16 * self.bins + 350 * self.shards
@@ -232,8 +237,8 @@ class Model:
             most_opens=(self.parts + 2 * with_drops) / ranks + 6 * math.ceil(self.shards / ranks) + 10,
             inodes=with_drops + 2 * self.shards + 4,
             bytes_read=read,
-            bytes_written=tar + 17 * dropped + 600 * self.shards + entries,
-            messages=rounds * ranks * (ranks - 1) + 10 * (ranks - 1),
+            bytes_written=tar + 17 * dropped + 600 * self.shards + entries + c.report_bytes,
+            messages=rounds * ranks * (ranks - 1) + 8 * (ranks - 1),
             bytes_sent=sent,
             memory=BASE + self._shared() + memory + root,
         )
