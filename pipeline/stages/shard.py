@@ -43,7 +43,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 return
             if comm.rank == 0:
                 inventory.report_listing(listing, config.data.suffixes)
-            passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished)
+            passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished, ranks.local_size)
+            passes.check_limits()
             tasks = array or ArrayTask("", 0, 1)
             passes.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
             with claim_final_passes(passes, unfinished, comm) if array else nullcontext(True) as ours:

@@ -24,7 +24,7 @@ from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, drops, report, shards, spill
+from pipeline.data.shard import dropped, drops, limits, report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import Pool, contained
@@ -39,13 +39,35 @@ INTERMEDIATE = (spill.SUFFIX, drops.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANIN
 class ShardPasses:
     """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards."""
 
-    def __init__(self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished) -> None:
+    def __init__(
+        self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished, local_size: int
+    ) -> None:
+        self._local_size = local_size
         self._data, self._dedup, self._comm, self._parts, self._unfinished = data, dedup, comm, parts, unfinished
         files = list(dict.fromkeys(span.file for part in parts for span in part.spans))
         self._files = files
         size = sum(file.size * file.expansion for file in files)
         self._input_bytes = sum(file.size for file in files)
         self._order = Order.plan([file.corpus for file in files], size, data.shard_megabytes, data.seed, data.validation_fraction)
+
+    def check_limits(self, documents: int | None = None) -> None:
+        """Refuse a run that needs more files or memory than there are. Collective.
+
+        Args:
+            documents: that are read, if that is known.
+
+        Raises:
+            UserError: on rank 0; nothing of a new run remains.
+        """
+        if self._comm.rank == 0:
+            ranks, bins = (self._comm.size, self._local_size), self._order.groups * self._order.bins
+            try:
+                limits.check(self._unfinished.output, self._parts, bins, ranks, self._data, self._dedup, documents)
+            except UserError:
+                if not any(self._unfinished.folder.glob("part-*")):
+                    self._unfinished.clear()
+                raise
+        self._comm.barrier()
 
     def _stem(self, part: int) -> Path:
         return self._unfinished.folder / _name(part)
@@ -88,7 +110,7 @@ class ShardPasses:
         if comm.rank == 0:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in listing.bad)
             _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
-        comm.barrier()
+        self.check_limits(counts.documents)
         pool = Pool(comm, self._stem, runs, index, self._dedup)
         try:
             return self._write(pool, counts)
