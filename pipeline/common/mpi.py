@@ -166,13 +166,6 @@ def exchange(comm: Comm, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:
     return np.concatenate([part for parts in incoming for part in parts])
 
 
-def broadcast(comm: Comm, rows: np.ndarray) -> np.ndarray:
-    """Return the root's rows on every rank. Collective; the other ranks pass rows of the same dtype and any length."""
-    step = _rows_per_round(rows, 1)
-    starts = range(0, comm.bcast(len(rows)), step)
-    return np.concatenate([rows[:0], *(comm.bcast(rows[start : start + step]) for start in starts)])
-
-
 def _rows_per_round(rows: np.ndarray, parts: int) -> int:
     """The number of rows in one message when `parts` messages are sent at once."""
     row_bytes = rows.itemsize * int(np.prod(rows.shape[1:]))

@@ -77,6 +77,11 @@ class Unfinished:
         with atomic_file(self.folder / f"{name}.json", "w") as handle:
             json.dump(note, handle)
 
+    def remove(self, name: str, suffixes: Sequence[str]) -> None:
+        """Delete the files of a finished part, which are many in a large run: every rank removes its own before `clear`."""
+        for suffix in (*suffixes, ".json"):
+            (self.folder / f"{name}{suffix}").unlink(missing_ok=True)
+
     def clear(self) -> None:
         """Delete all completion records; the stage is finished."""
         shutil.rmtree(self.folder, ignore_errors=True)

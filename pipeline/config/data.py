@@ -145,9 +145,7 @@ class DataConfig:
         unit="MB",
         at_least=0.001,
     )
-    shard_megabytes: float = knob(
-        128.0, "approximate text size of a shard; a rank holds one shard in memory", unit="MB", above=0, at_most=2000
-    )
+    shard_megabytes: float = knob(128.0, "approximate text size of a shard", unit="MB", above=0, at_most=2000)
     validation_fraction: float = knob(0.005, "fraction of the documents in the validation split", at_least=0, at_most=0.5)
     documents_per_member: int = knob(
         1, "documents per tar member of a text shard; values above 1 save space for short documents", at_least=1

@@ -13,7 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data import few_documents
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.read import fingerprint, input_files, inventory
-from pipeline.data.shard import shards
+from pipeline.data.shard import shards, spill
 from pipeline.data.shard.passes import ShardPasses, claim_final_passes
 from pipeline.data.shard.report import summary
 from pipeline.data.shard.settings import list_input
@@ -31,7 +31,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         files = listing.files
         settings |= {"data.input": fingerprint.content(comm, files)}
         parts = input_files.parts(files, input_files.part_bytes(files, config.data.part_megabytes))
-        resume = {"data.part_megabytes": config.data.part_megabytes, **fingerprint.versions(files)}
+        resume = {
+            "data.part_megabytes": config.data.part_megabytes,
+            "version of the intermediate files": spill.FORMAT,
+            **fingerprint.versions(files),
+        }
         cleaner = Cleaner(config.clean)
         made_as, job_array = ("data.shards", "shard"), array.job if array else None
         with work(comm, folder, made_as, settings, summary, shards.OUTPUTS, resume=resume, array=job_array) as unfinished:
@@ -39,7 +43,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 return
             if comm.rank == 0:
                 inventory.report_listing(listing, config.data.suffixes)
-            passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished)
+            passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished, ranks.local_size)
+            passes.check_limits()
             tasks = array or ArrayTask("", 0, 1)
             passes.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
             with claim_final_passes(passes, unfinished, comm) if array else nullcontext(True) as ours:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from mpi4py import MPI
 
 from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
-from pipeline.data.dedup import duplicates, exact, minhash, paragraphs, signatures
-from pipeline.data.dedup.clusters import Clusters, Kind
+from pipeline.data.dedup import distributed, duplicates, exact, minhash, paragraphs, signatures
+from pipeline.data.dedup.clusters import LISTED, Clusters, Kind, resolve
 from pipeline.data.words import Words
 
 
@@ -34,14 +35,21 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     mine = numbers[holders[numbers] == comm.rank]
 
     def read(wanted: Sequence[int]) -> list[str]:
+        assert set(wanted) <= set(mine.tolist()), "a rank reads only the documents that it holds"
         return [texts[number] for number in wanted]
 
     own = read(mine.tolist())
     flat, offsets = minhash.shingles(Words(own), settings.shingle) if own else (np.empty(0, np.uint64), np.zeros(1, np.int64))
     known = signatures.load(comm, settings) if settings.against else None
-    score = np.array(case["scores"], dtype=np.int64)[mine]
+    length = np.array(case["scores"], dtype=np.int64)[mine]
     made = minhash.signatures(flat, offsets, settings.permutations)
-    clusters = duplicates.find(comm, mine, exact.keys(own), made, score, read, settings, known)
+    hashes = minhash.all_band_hashes(made, settings.bands, settings.rows)
+    documents = duplicates.Documents(mine, length, exact.keys(own), hashes.__getitem__, made.__getitem__, read)
+    clusters = duplicates.find(comm, documents, settings, known)
+    assert set(clusters.drop.tolist()) <= set(mine.tolist()), "a rank has only the drops of its documents"
+    drop, origin = (np.concatenate(comm.allgather(array)) for array in (clusters.drop, clusters.origin))
+    order = np.argsort(drop)
+    clusters = dataclasses.replace(clusters, drop=drop[order], origin=origin[order])
 
     lines, offsets = paragraphs.hashes(own, settings.paragraph_characters)
     repeated = np.split(paragraphs.find_repeated(comm, mine, lines, offsets), offsets[1:-1])
@@ -51,7 +59,7 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
         check_origin(clusters, texts)
     return {
         **dataclasses.asdict(clusters),
-        "origin": None,
+        "origin": clusters.origin.tolist(),
         "drop": clusters.drop.tolist(),
         "shortened": [all_shortened[n] for n in range(len(texts))],
     }
@@ -67,20 +75,63 @@ def check_origin(clusters: Clusters, texts: list[str]) -> None:
 
 
 def check_exchange(comm: mpi.Comm) -> None:
-    """Every row arrives on its owner, in order; the rows of the root arrive on every rank."""
+    """Every row arrives on its owner, in order."""
     owners = [np.random.default_rng(rank).integers(0, comm.size, 50 * rank) for rank in range(comm.size)]
     sent = [np.arange(len(mine)) + 1000 * rank for rank, mine in enumerate(owners)]
     expected = np.concatenate([rows[mine == comm.rank] for rows, mine in zip(sent, owners, strict=True)])
     assert np.array_equal(mpi.exchange(comm, sent[comm.rank], owners[comm.rank]), expected)
-    shared = mpi.broadcast(comm, np.arange(99) if comm.rank == 0 else np.arange(comm.rank))
-    assert np.array_equal(shared, np.arange(99))
+
+
+def check_sort(comm: mpi.Comm) -> None:
+    """All rows are sorted over the ranks, and the rows of one hash, which is half of them, are divided."""
+    chance = np.random.default_rng(comm.rank)
+    rows = np.empty(3000, dtype=[("hash", "<u8"), ("number", "<i8")])
+    rows["hash"] = np.where(chance.random(3000) < 0.5, 7, chance.integers(0, 20, 3000))
+    rows["number"] = comm.size * np.arange(3000) + comm.rank
+    everyone = np.concatenate(comm.allgather(rows))
+    ordered = distributed.sorted_over_ranks(comm, rows)
+    assert len(ordered) < 2 * len(rows)
+    assert np.array_equal(np.concatenate(comm.allgather(ordered)), everyone[np.lexsort((everyone["number"], everyone["hash"]))])
+
+
+def check_clusters(comm: mpi.Comm) -> None:
+    """Clusters of random graphs, one of them a long chain, equal those of a union of sets."""
+    for seed in range(6):
+        chance = np.random.default_rng(seed)
+        pairs = np.unique(np.sort(chance.integers(-5, 200, (chance.integers(1, 250), 2)), axis=1), axis=0)
+        if seed == 5:
+            pairs = np.sort(np.stack([order := chance.permutation(700), np.roll(order, 1)], axis=1)[1:], axis=1)
+        pairs = pairs[(pairs[:, 0] < pairs[:, 1]) & (pairs[:, 1] >= 0)]
+        groups: list[set[int]] = []
+        for pair in pairs.tolist():
+            touched = [group for group in groups if group & set(pair)]
+            groups = [group for group in groups if group not in touched] + [set(pair).union(*touched)]
+        lengths = {number: int(chance.integers(3)) if number >= 0 else duplicates.ALWAYS_KEPT for number in range(-5, 700)}
+        best = {min(group, key=lambda number: (-lengths[number], number)): group for group in groups}
+        edges = np.zeros(len(pairs), dtype=exact.EDGE)
+        for side, numbers in (("left", pairs[:, 0]), ("right", pairs[:, 1])):
+            edges[side], edges[f"{side}_length"] = numbers, [lengths[number] for number in numbers.tolist()]
+            edges[f"{side}_holder"] = numbers % 3 % comm.size
+        mine = edges[chance.integers(0, comm.size, len(edges)) == comm.rank]
+        result = resolve(comm, mine)
+        kept = {number: head for head, group in best.items() for number in group if number >= 0 and number != head}
+        assert result.drop.tolist() == sorted(number for number in kept if number % 3 % comm.size == comm.rank)
+        assert result.origin["kept"].tolist() == [kept[number] for number in result.drop.tolist()]
+        assert result.sizes == Counter(map(len, groups))
+        ordered = sorted(best.items(), key=lambda entry: (-len(entry[1]), min(entry[1])))[:LISTED]
+        assert [(cluster.kept, cluster.size) for cluster in result.clusters] == [(h if h >= 0 else None, len(g)) for h, g in ordered]
 
 
 def main() -> None:
     cases, results, round_bytes = sys.argv[1:]
-    mpi.MESSAGE_BYTES = paragraphs.SLICE_ROWS = int(round_bytes)
+    mpi.MESSAGE_BYTES = int(round_bytes)
+    if mpi.MESSAGE_BYTES < 1000:  # many rounds, slices and batches
+        paragraphs.SLICE_ROWS = exact.SLICE_ROWS = duplicates.SLICE_ROWS = 20
+        duplicates.PAIR_BATCH, duplicates.BATCH_CHARACTERS = 7, 10
     comm = MPI.COMM_WORLD
     check_exchange(comm)
+    check_sort(comm)
+    check_clusters(comm)
     answers = [found(comm, case) for case in json.loads(Path(cases).read_text())]
     everyone = comm.allgather(answers)
     assert all(others == answers for others in everyone), "ranks disagree"

@@ -162,9 +162,11 @@ EDGE_PAIRS = st.tuples(st.integers(-3, 30), st.integers(0, 30)).filter(lambda pa
 EDGES = st.lists(EDGE_PAIRS, max_size=40, unique_by=frozenset)
 
 
-def edges_of(pairs: list[tuple[int, int]]) -> np.ndarray:
+def edges_of(pairs: list[tuple[int, int]], lengths: dict[int, int]) -> np.ndarray:
     edges = np.zeros(len(pairs), dtype=EDGE)
     edges["left"], edges["right"] = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    for side in ("left", "right"):
+        edges[f"{side}_length"] = [lengths.get(number, 0) for number in edges[side].tolist()]
     return edges
 
 
@@ -178,19 +180,20 @@ def test_the_best_document_of_every_cluster_is_kept(pairs, chance):
     scores = {number: chance.randrange(3) if number >= 0 else duplicates.ALWAYS_KEPT for number in numbers}
     best = {min(group, key=lambda number: (-scores[number], number)) for group in groups}
 
-    found = clusters.resolve(edges_of(pairs), np.array([scores[number] for number in numbers], dtype=np.int64))
+    found = clusters.resolve(SingleProcessComm(), edges_of(pairs, scores))
     assert found.drop.tolist() == [number for number in numbers if number >= 0 and number not in best]
     assert found.sizes == Counter(map(len, groups))
     assert sorted(number for cluster in found.clusters for number in cluster.dropped) == found.drop.tolist()
     assert {cluster.kept for cluster in found.clusters} == {number if number >= 0 else None for number in best}
     shuffled = chance.sample(pairs, len(pairs))
-    again = clusters.resolve(edges_of(shuffled), np.array([scores[number] for number in numbers], dtype=np.int64))
+    again = clusters.resolve(SingleProcessComm(), edges_of(shuffled, scores))
     assert (again.clusters, again.sizes, again.drop.tolist()) == (found.clusters, found.sizes, found.drop.tolist())
 
 
 def test_a_long_chain_is_one_cluster():
     order = np.random.default_rng(0).permutation(5000)
-    found = clusters.resolve(edges_of(list(zip(order[:-1].tolist(), order[1:].tolist(), strict=True))), np.zeros(5000, np.int64))
+    chain = list(zip(order[:-1].tolist(), order[1:].tolist(), strict=True))
+    found = clusters.resolve(SingleProcessComm(), edges_of(chain, {}))
     assert found.drop.tolist() == list(range(1, 5000))
     (cluster,) = found.clusters
     assert (cluster.kept, cluster.size) == (0, 5000)
@@ -248,8 +251,10 @@ def find_on_one_rank(texts: list[str], keys: np.ndarray, made: np.ndarray, read:
             read.update(wanted)
         return [texts[number] for number in wanted]
 
-    numbers = np.arange(len(texts))
-    return duplicates.find(SingleProcessComm(), numbers, keys, made, -numbers, reader, DedupConfig())
+    numbers, settings = np.arange(len(texts)), DedupConfig()
+    hashes = minhash.all_band_hashes(made, settings.bands, settings.rows)
+    documents = duplicates.Documents(numbers, numbers[::-1], keys, hashes.__getitem__, made.__getitem__, reader)
+    return duplicates.find(SingleProcessComm(), documents, settings)
 
 
 def test_boilerplate_that_fills_a_bucket_is_read_in_linear_time():

@@ -15,7 +15,7 @@ from pipeline.data.shard import shuffle, text_shards
 from pipeline.data.shard.shuffle import Order, Tally
 from tests.data.library import LIBRARY, samples
 from tests.data.raw_files import json_line
-from tests.helpers import RAW, pipeline, prose, same_files, write_corpus
+from tests.helpers import RAW, ROOT, pipeline, prose, python, same_files, write_corpus
 
 
 def read_json(path: Path) -> dict:
@@ -34,6 +34,18 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
     for ranks in (1, 2, 4):
         pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/{ranks}", ranks=ranks)
         assert same_files(cleaned, tmp_path / str(ranks)), ranks
+
+
+@pytest.mark.slow
+def test_limits_of_memory_and_open_files_change_nothing(library, tmp_path):
+    """Runs, pieces, batches, slices and messages of a few kilobytes, and two open files."""
+    settings = (*LIBRARY, f"data.input=[{library}]", "dedup.paragraphs=true", "dedup.paragraph_characters=30", "data.save_dropped=true")
+    pipeline(*settings, f"data.shards={tmp_path}/one")
+    for ranks in (1, 3):
+        script = ROOT / "tests/data/small_limits.py"
+        code, printed = python(script, *settings, f"data.shards={tmp_path}/{ranks}", ranks=ranks)
+        assert code == 0, printed
+        assert same_files(tmp_path / "one", tmp_path / str(ranks)), ranks
 
 
 def test_cleaning_and_deduplication_keep_the_expected_documents(cleaned):

@@ -84,19 +84,33 @@ def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
     assert same_files(cleaned, folder)
 
 
+def ranks_of(process: subprocess.Popen, count: int) -> list[psutil.Process]:
+    """The processes of the ranks, once all are started."""
+    found: list[psutil.Process] = []
+    while len(found) < count and process.poll() is None:
+        found = []
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "python" in child.name() and "stage=shard" in child.cmdline():
+                    found.append(child)
+    return found
+
+
 @pytest.mark.slow
 def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
+    """In every phase, and continued on another number of ranks: reading, drops saved, planned, shards."""
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    command = [program("mpirun"), "-n", "2", sys.executable, "-m", "pipeline", *settings]
-    process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    wait_for(folder, ".unfinished/part-*.json", process)
-    ranks = [child for child in psutil.Process(process.pid).children(recursive=True) if "stage=shard" in " ".join(child.cmdline())]
-    victim = [rank for rank in ranks if "python" in rank.name()][-1]
-    victim.kill()
-    assert process.wait(timeout=60) != 0
-    psutil.wait_procs(ranks, timeout=30)
-    assert not (folder / "manifest.json").exists()
+    marks = (".unfinished/part-000002.json", ".unfinished/*.drop", ".unfinished/plan.json", "train-00001.tar")
+    for mark, ranks in zip(marks, (2, 4, 2, 3), strict=True):
+        command = [program("mpirun"), "-n", str(ranks), sys.executable, "-m", "pipeline", *settings]
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        started = ranks_of(process, ranks)
+        wait_for(folder, mark, process)
+        started[-1].kill()
+        assert process.wait(timeout=60) != 0, f"it ended before it could be killed at {mark}"
+        psutil.wait_procs(started, timeout=30)
+        assert not (folder / "manifest.json").exists()
     pipeline(*settings, ranks=2)
     assert same_files(cleaned, folder)
 

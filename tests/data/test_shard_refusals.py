@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+import re
 import shutil
 
 import pytest
@@ -39,6 +41,24 @@ def test_an_invalid_input_or_output_is_explained(tmp_path):
     assert "which is a file" in below_a_file
     printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
     assert "cleaning and deduplication dropped all 1 non-empty documents" in printed
+
+
+@pytest.mark.slow
+def test_a_run_that_needs_more_files_or_memory_than_there_are_is_refused_before_it_works(tmp_path):
+    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(5000)))
+    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s")
+    refused = pipeline(*settings, ranks=2, env={"SLURM_MEM_PER_NODE": "200"}, expect=2)
+    assert "ranks=2: needs 0.1" in refused
+    assert "GB of memory a rank" in refused
+    assert "0.10 GB are available" in refused
+    assert "start at most 1 ranks on a node" in refused
+    if os.statvfs(tmp_path).f_files:
+        refused = pipeline(*settings, "data.shard_megabytes=1e-10", expect=2)
+        assert re.search(rf"data.shards={tmp_path}/s: needs [\d,]+ files, of which the file system has [\d,]+ left", refused), refused
+        smallest = float(re.search(r"set data.part_megabytes=1 and data.shard_megabytes=(\S+), in an empty data.shards", refused)[1])
+        assert 1e-10 < smallest < 1
+    assert not (tmp_path / "s" / ".unfinished").exists()
+    pipeline(*settings, ranks=2)
 
 
 @pytest.mark.slow

@@ -8,12 +8,28 @@ from urllib.parse import urlsplit
 import numpy as np
 import xxhash
 
-from pipeline.common.mpi import Comm, exchange
+from pipeline.common.mpi import Comm
+from pipeline.data.dedup import distributed
 
-EDGE = np.dtype([("left", "<i8"), ("right", "<i8"), ("jaccard", "<f8"), ("exact", "?")])
-"""Two duplicate documents, by number; `exact` distinguishes exact from near duplicates."""
+EDGE = np.dtype(
+    [
+        ("left", "<i8"),
+        ("right", "<i8"),
+        ("left_length", "<i8"),
+        ("right_length", "<i8"),
+        ("left_holder", "<i4"),
+        ("right_holder", "<i4"),
+        ("jaccard", "<f8"),
+        ("exact", "?"),
+    ]
+)
+"""Two duplicate documents, by number, with their lengths and the ranks that hold them; `exact` distinguishes exact from near duplicates."""
 
-_ROW = np.dtype([("key", "<u8", 2), ("number", "<i8"), ("score", "<i8"), ("holder", "<i4")])
+SLICE_ROWS = 1 << 22
+"""Approximate number of documents of which a rank sends the keys at a time."""
+
+_ROW = np.dtype([("key", "<u8", 2), ("number", "<i8"), ("length", "<i8")])
+_BEST = np.dtype([("number", "<i8"), ("length", "<i8"), ("holder", "<i4")])
 
 
 def keys(texts: Iterable[str]) -> np.ndarray:
@@ -40,28 +56,61 @@ def normal_url(url: str) -> str:
     return f"{host.removeprefix('www.')}{named_port}{parts.path.rstrip('/')}{query}"
 
 
-def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, score: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the copies: all documents with the same key except the one with the highest score and, among equals, the lowest number.
+def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Find the copies: all documents with the same key except the longest one and, among equals, that with the lowest number. Collective.
 
-    Every key is sent to the rank that it selects (44 bytes per document, temporarily twice in memory). Collective.
+    Every rank sends one row for each of its distinct keys to the rank that the key selects: a text that fills a share of the corpus
+    costs that rank one row per rank. Temporary memory is about 200 bytes for each of SLICE_ROWS documents.
 
     Args:
         numbers: (n,) int64 numbers of the documents that this rank holds.
         exact: (n, 2) uint64 keys.
-        score: (n,) int64.
+        length: (n,) int64.
 
     Returns:
         copies: sorted numbers of this rank's documents that are copies of a better one.
-        edges: (m,) EDGE from the best document to each of its copies, for the keys sent to this rank.
+        edges: (m,) EDGE from the best document to each of these copies.
     """
-    rows = np.empty(len(numbers), dtype=_ROW)
-    rows["key"], rows["number"], rows["score"], rows["holder"] = exact, numbers, score, comm.rank
-    rows = exchange(comm, rows, (exact[:, 0] % np.uint64(comm.size)).astype(np.int64))
-    rows = rows[np.lexsort((rows["number"], -rows["score"], rows["key"][:, 1], rows["key"][:, 0]))]
-    copy, first = repeated_rows(rows["key"][:, 0], rows["key"][:, 1])
-    edges = np.empty(len(copy), dtype=EDGE)
-    edges["left"], edges["right"], edges["jaccard"], edges["exact"] = rows["number"][first], rows["number"][copy], 1.0, True
-    return np.sort(exchange(comm, rows["number"][copy], rows["holder"][copy])), edges
+    count = distributed.slices(comm, len(numbers), SLICE_ROWS)
+    slice_of, edges = distributed.slice_of(exact[:, 0], count), [np.empty(0, dtype=EDGE)]
+    for part in range(count):
+        mine = np.flatnonzero(slice_of == part)
+        rows = np.empty(len(mine), dtype=_ROW)
+        rows["key"], rows["number"], rows["length"] = exact[mine], numbers[mine], length[mine]
+        rows = rows[_best_first(rows)]
+        copy, first = repeated_rows(rows["key"][:, 0], rows["key"][:, 1])
+        heads = np.delete(np.arange(len(rows)), copy)
+        best = distributed.ask(comm, rows[heads], (rows["key"][heads, 0] % np.uint64(comm.size)).astype(np.int64), _best)
+        best_of = np.empty(len(rows), dtype=_BEST)
+        best_of[heads] = best
+        best_of[copy] = best_of[first]
+        worse = np.flatnonzero(best_of["number"] != rows["number"])
+        found = np.empty(len(worse), dtype=EDGE)
+        for name in _BEST.names or ():
+            found[f"left_{name}" if name != "number" else "left"] = best_of[name][worse]
+        found["right"], found["right_length"], found["right_holder"] = rows["number"][worse], rows["length"][worse], comm.rank
+        found["jaccard"], found["exact"] = 1.0, True
+        edges.append(found)
+    joined = np.concatenate(edges)
+    return np.sort(joined["right"]), joined
+
+
+def _best(rows: np.ndarray, holders: np.ndarray) -> np.ndarray:
+    """The best document with the key of every row: (rows,) _BEST."""
+    order = _best_first(rows)
+    copy, first = repeated_rows(rows["key"][order, 0], rows["key"][order, 1])
+    heads = np.arange(len(rows))
+    heads[copy] = first
+    chosen = np.empty(len(rows), dtype=np.int64)
+    chosen[order] = order[heads]
+    best = np.empty(len(rows), dtype=_BEST)
+    best["number"], best["length"], best["holder"] = rows["number"][chosen], rows["length"][chosen], holders[chosen]
+    return best
+
+
+def _best_first(rows: np.ndarray) -> np.ndarray:
+    """The order of _ROW by key, the best document of each first."""
+    return np.lexsort((rows["number"], -rows["length"], rows["key"][:, 1], rows["key"][:, 0]))
 
 
 def repeated_rows(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -24,6 +24,9 @@ ALGORITHM = f"shingles 1, rensa RMinHash {RMinHash.ALGORITHM_VERSION}, seed {SEE
 NO_WORDS = np.uint32(0xFFFFFFFF)
 """Every element of the signature of a document without words."""
 
+NO_BAND = np.uint64(0xFFFFFFFFFFFFFFFF)
+"""In place of every band hash of a document without words, which has no near duplicates."""
+
 _MULTIPLIER = np.uint64(0xD1342543DE82EF95)  # multiplier of a linear congruential generator modulo 2**64 (Steele & Vigna 2021)
 _CHARACTERS = 1 << 18  # batch size of shingle_sets: larger batches exceed the CPU caches
 
@@ -83,6 +86,16 @@ def band_hashes(minhash: np.ndarray, band: int, rows: int) -> np.ndarray:
         combined *= _MULTIPLIER
         combined += minhash[:, element]
     return mix(combined)
+
+
+def all_band_hashes(minhash: np.ndarray, bands: int, rows: int) -> np.ndarray:
+    """The hashes of all bands of every signature, NO_BAND for those of a document without words: (bands, n) uint64."""
+    hashes = np.empty((bands, len(minhash)), dtype=np.uint64)
+    without = ~has_words(minhash)
+    for band in range(bands):
+        hashes[band] = band_hashes(minhash, band, rows)
+        hashes[band, without] = NO_BAND
+    return hashes
 
 
 def estimated_jaccard(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import xxhash
 
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import Comm, exchange
+from pipeline.data.dedup import distributed
 from pipeline.data.dedup.exact import repeated_rows
 
 SLICE_ROWS = 1 << 22
 """Approximate number of paragraphs that a rank sends at a time: 28 bytes each."""
+
+FLAGS = ".flags.npz"
 
 _ROW = np.dtype([("hash", "<u8"), ("number", "<i8"), ("index", "<i8"), ("holder", "<i4")])
 
@@ -54,8 +59,8 @@ def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np
         (paragraphs,) bool.
     """
     owners = np.repeat(numbers, np.diff(offsets))
-    slices = max(comm.allgather(-(-len(flat) // SLICE_ROWS)))
-    slice_of = (flat >> np.uint64(32)) * np.uint64(slices) >> np.uint64(32)
+    slices = distributed.slices(comm, len(flat), SLICE_ROWS)
+    slice_of = distributed.slice_of(flat, slices)
     repeated = np.zeros(len(flat), dtype=bool)
     for part in range(slices):
         indices = np.flatnonzero(slice_of == part)
@@ -66,3 +71,34 @@ def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np
         later, _ = repeated_rows(rows["hash"])
         repeated[exchange(comm, rows["index"][later], rows["holder"][later])] = True
     return repeated
+
+
+class Flags:
+    """The saved flags of the paragraphs of a part, which are read once.
+
+    Args:
+        stem: path of the files of the part, without suffix.
+    """
+
+    def __init__(self, stem: Path) -> None:
+        with np.load(stem.with_suffix(FLAGS)) as saved:
+            self._numbers, self._ends, self._counts, self._flags = (saved[name] for name in ("numbers", "ends", "counts", "flags"))
+
+    def of(self, number: int) -> list[bool]:
+        """The flags of one document, by its number in the part."""
+        row = int(np.searchsorted(self._numbers, number))
+        end = int(self._ends[row])
+        return self._flags[end - int(self._counts[row]) : end].tolist()
+
+
+def save_flags(stem: Path, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
+    """Save one flag per paragraph of the given documents.
+
+    Args:
+        stem: path of the files of the part, without suffix.
+        numbers: (documents,) sorted numbers in the part.
+        flags: (paragraphs,) bool, in the order of the documents.
+        counts: (documents,) paragraphs of each document.
+    """
+    with atomic_file(stem.with_suffix(FLAGS)) as handle:
+        np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)

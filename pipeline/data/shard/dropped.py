@@ -17,8 +17,9 @@ import orjson
 import zstandard
 
 from pipeline.common.atomic_files import atomic_file
-from pipeline.common.mpi import Comm, exchange
-from pipeline.data.dedup.clusters import ORIGIN, Clusters, Kind
+from pipeline.common.mpi import Comm
+from pipeline.data.dedup.clusters import Clusters, Kind
+from pipeline.data.dedup.distributed import fetch
 from pipeline.data.shard.spilled_documents import Pool
 
 NAME = "dropped.jsonl.zst"
@@ -43,22 +44,23 @@ def writer(path: Path) -> Iterator[Add]:
 
 
 def write_duplicates(comm: Comm, pool: Pool, found: Clusters) -> None:
-    """Write the duplicates of every part next to its spill. Collective.
-
-    Args:
-        found: with `origin` on rank 0.
-    """
-    rows = np.empty(len(found.origin), dtype=[("number", "<i8"), *ORIGIN.descr])
-    if len(rows):
-        rows["number"], rows["kept"], rows["kind"] = found.drop, found.origin["kept"], found.origin["kind"]
-    rows = np.sort(exchange(comm, rows, pool.parts_of(rows["number"]) % comm.size), order="number")
-    parts = pool.parts_of(rows["number"])
-    for part in range(comm.rank, len(pool.stems), comm.size):
-        with writer(pool.stems[part].with_suffix(BY_DEDUPLICATION)) as add:
-            for number, kept, kind in rows[parts == part].tolist():
+    """Write the duplicates of every part of this rank next to its spill, with the identity of the document that is kept. Collective."""
+    kept = np.unique(found.origin["kept"])
+    kept = kept[kept >= 0]
+    identities = fetch(comm, kept, pool.holders_of(kept), lambda numbers: [_identity(pool, number) for number in numbers])
+    originals = dict(zip(kept.tolist(), identities, strict=True))
+    parts = pool.parts_of(found.drop)
+    for part in pool.mine:
+        with writer(pool.stem(part).with_suffix(BY_DEDUPLICATION)) as add:
+            mine = parts == part
+            for number, (of, kind) in zip(found.drop[mine].tolist(), found.origin[mine].tolist(), strict=True):
                 (meta, text), reason = pool.record(number), Kind(kind).reason
-                original = orjson.loads(pool.record(kept)[0])["id"] if kept >= 0 else "a document of dedup.against"
+                original = originals[of] if of >= 0 else "a document of dedup.against"
                 add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
+
+
+def _identity(pool: Pool, number: int) -> str:
+    return str(orjson.loads(pool.record(number)[0])["id"])
 
 
 def join(path: Path, parts: Iterable[Path]) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
@@ -19,23 +19,30 @@ from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.dedup import clusters, duplicates, signatures
+from pipeline.data.dedup import clusters, duplicates, paragraphs, signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, shards
+from pipeline.data.shard import dropped, drops, limits, report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
-from pipeline.data.shard.spilled_documents import Pool
+from pipeline.data.shard.spilled_documents import Pool, contained
+from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
+
+INTERMEDIATE = (spill.SUFFIX, drops.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
+"""Suffixes of the files of a part, besides its completion record."""
 
 
 class ShardPasses:
     """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards."""
 
-    def __init__(self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished) -> None:
+    def __init__(
+        self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished, local_size: int
+    ) -> None:
+        self._local_size = local_size
         self._data, self._dedup, self._comm, self._parts, self._unfinished = data, dedup, comm, parts, unfinished
         files = list(dict.fromkeys(span.file for part in parts for span in part.spans))
         self._files = files
@@ -43,25 +50,44 @@ class ShardPasses:
         self._input_bytes = sum(file.size for file in files)
         self._order = Order.plan([file.corpus for file in files], size, data.shard_megabytes, data.seed, data.validation_fraction)
 
-    def _stem(self, part: InputPart) -> Path:
+    def check_limits(self, documents: int | None = None) -> None:
+        """Refuse a run that needs more files or memory than there are. Collective.
+
+        Args:
+            documents: that are read, if that is known.
+
+        Raises:
+            UserError: on rank 0; nothing of a new run remains.
+        """
+        if self._comm.rank == 0:
+            ranks, bins = (self._comm.size, self._local_size), self._order.groups * self._order.bins
+            try:
+                limits.check(self._unfinished.output, self._parts, bins, ranks, self._data, self._dedup, documents)
+            except UserError:
+                if not any(self._unfinished.folder.glob("part-*")):
+                    self._unfinished.clear()
+                raise
+        self._comm.barrier()
+
+    def _stem(self, part: int) -> Path:
         return self._unfinished.folder / _name(part)
 
     def read(self, cleaner: Cleaner, index: int, size: int) -> None:
         """Pass 1: process this rank's parts, except those that an earlier run has finished."""
-        mine = [part for part in input_files.assigned(self._parts, index, size) if self._unfinished.note(_name(part)) is None]
+        mine = [part for part in input_files.assigned(self._parts, index, size) if self._unfinished.note(_name(part.number)) is None]
         options, dedup = ReadOptions.of(self._data), self._dedup
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
             for part in mine:
                 save_dropped = self._data.save_dropped
-                stem = self._stem(part)
+                stem = self._stem(part.number)
                 counts = process(part, stem, options, cleaner, self._order, dedup, progress.advance, save_dropped=save_dropped)
-                self._unfinished.write(_name(part), counts.to_json())
+                self._unfinished.write(_name(part.number), counts.to_json())
         self._comm.barrier()
 
     def all_read(self) -> bool:
         """Whether every part is spilled, by any rank or task."""
-        return all(self._unfinished.note(_name(part)) is not None for part in self._parts)
+        return all(self._unfinished.note(_name(part.number)) is not None for part in self._parts)
 
     def write(self, listing: Listing) -> dict[str, Any]:
         """Passes 2 and 3: duplicates, then shards, report and manifest.
@@ -80,85 +106,132 @@ class ShardPasses:
         for corpus, reasons in listing.skipped.items():
             for reason, (number, size) in reasons.items():
                 counts.count_skipped(corpus, f"file {reason}", number, size)
-        runs = []
-        for part in self._parts if comm.rank == 0 else ():
-            part_counts = PartCounts.from_json(unfinished.note(_name(part)))
-            counts.add(part_counts)
-            runs.append(part_counts.runs)
+        runs, index = self._sum(counts)
         if comm.rank == 0:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in listing.bad)
             _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
-        pool = Pool([self._stem(part) for part in self._parts], comm.bcast(runs))
+        self.check_limits(counts.documents)
+        pool = Pool(comm, self._stem, runs, index, self._dedup)
+        try:
+            return self._write(pool, counts)
+        finally:
+            pool.close()
+
+    def _sum(self, counts: PartCounts) -> tuple[list[list[int]], list[int]]:
+        """Add the counts of all parts to those of rank 0; returns the bounds of the runs, and the index, of every part.
+
+        Every rank reads the records of consecutive parts, so that the sum has their order.
+        """
+        comm, runs, index, mine = self._comm, [], [], PartCounts()
+        bounds = np.arange(comm.size + 1) * len(self._parts) // comm.size
+        for part in range(bounds[comm.rank], bounds[comm.rank + 1]):
+            of_part = PartCounts.from_json(self._unfinished.note(_name(part)))
+            mine.add(of_part)
+            runs.append(of_part.runs)
+            index.append(of_part.index)
+        for added in comm.gather(mine) or ():
+            counts.add(added)
+        everyone = comm.allgather((runs, index))
+        return [bounds for of_rank, _ in everyone for bounds in of_rank], [offset for _, of_rank in everyone for offset in of_rank]
+
+    def _write(self, pool: Pool, counts: PartCounts) -> dict[str, Any]:
+        """Passes 2 and 3 on the pool of all parts; see write."""
+        comm, unfinished = self._comm, self._unfinished
         duplicated, plan = self._planned(pool, counts)
         if self._data.save_dropped:
             dropped.write_duplicates(comm, pool, duplicated)
-        for shard in plan[comm.rank :: comm.size]:
-            if unfinished.note(shard.name) is None:
-                unfinished.write(
-                    shard.name, shards.write(unfinished.output, shard, pool, duplicated.drop, self._data, self._dedup, unfinished.folder)
-                )
+        mine = range(comm.rank, len(plan), comm.size)
+        missing = sorted(number for found in comm.allgather(self._missing(plan, mine)) for number in found)
+        sweep = Sweep(comm, pool, duplicated.drop, self._dedup)
+        for start in range(0, len(missing), comm.size):
+            shards_of_round = [plan[number] for number in missing[start : start + comm.size]]
+            documents = sweep.documents(shards_of_round)
+            if comm.rank < len(shards_of_round):
+                shard = shards_of_round[comm.rank]
+                note = shards.write(unfinished.output, shard, documents, self._data, self._dedup, unfinished.folder)
+                unfinished.write(shard.name, note)
+            else:
+                deque(documents, maxlen=0)  # this rank sends its documents to the others
         comm.barrier()
-        if comm.rank > 0:
-            return {}
-        written = {shard.name: unfinished.note(shard.name) for shard in plan}
-        if self._data.save_dropped:
-            files = [stem.with_suffix(suffix) for stem in pool.stems for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
-            files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
-            dropped.join(unfinished.output / dropped.NAME, files)
+        written = shards.Written.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
-        totals = shards.publish(unfinished.output, unfinished.settings, written, counts, duplicated, pool, self._files)
-        unfinished.clear()
+        excerpts = report.excerpts_of(comm, pool, duplicated)
+        totals = self._publish(written, counts, duplicated, excerpts, plan) if comm.rank == 0 else {}
+        comm.barrier()  # the manifest is written: the folder is complete
+        for part in pool.mine:
+            unfinished.remove(_name(part), INTERMEDIATE)
+        for number in mine:
+            unfinished.remove(plan[number].name, [dropped.BY_PARAGRAPHS])
+        comm.barrier()
+        if comm.rank == 0:
+            unfinished.clear()
         return totals
 
+    def _publish(
+        self, written: shards.Written, counts: PartCounts, found: Clusters, excerpts: report.Excerpts, plan: list[ShardPlan]
+    ) -> dict[str, Any]:
+        """Write report and manifest; return the totals. Only on rank 0."""
+        unfinished = self._unfinished
+        if self._data.save_dropped:
+            parts = map(self._stem, range(len(self._parts)))
+            files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
+            files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
+            dropped.join(unfinished.output / dropped.NAME, files)
+        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, excerpts, self._files)
+
+    def _missing(self, plan: list[ShardPlan], numbers: range) -> list[int]:
+        """Which of these shards are not written."""
+        return [number for number in numbers if self._unfinished.note(plan[number].name) is None]
+
     def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
-        """Add the duplicates to the dropped documents of every corpus. Only on rank 0."""
+        """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""
         groups, sizes = pool.groups_and_sizes(found.drop)
-        for number, corpus in enumerate(self._order.corpora):
-            for kind in clusters.Kind:
-                mine = (groups // 2 == number) & (found.origin["kind"] == kind)
-                if mine.any():
-                    counts.count_lost(corpus, f"dedup: {kind.reason}", int(mine.sum()), int(sizes[mine].sum()))
+        table = np.zeros((len(self._order.corpora), len(clusters.Kind), 2), dtype=np.int64)
+        np.add.at(table, (groups // 2, found.origin["kind"]), np.stack([np.ones_like(sizes), sizes], axis=1))
+        gathered = self._comm.gather(table)
+        if gathered is not None:
+            for corpus, of_corpus in zip(self._order.corpora, sum(gathered).tolist(), strict=True):
+                for kind, (documents, size) in zip(clusters.Kind, of_corpus, strict=True):
+                    if documents:
+                        counts.count_lost(corpus, f"dedup: {kind.reason}", documents, size)
 
     def _planned(self, pool: Pool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
-        """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step."""
+        """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step.
+
+        The drops are saved by part, and a rank loads those of its parts.
+        """
         saved = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
-        arrays = {name: self._unfinished.folder / f"{name}.npy" for name in ("drop", "origin")}
         if saved:
-            origin = np.load(arrays["origin"]) if self._comm.rank == 0 else np.empty(0, clusters.ORIGIN)
-            return clusters.from_json(saved["found"], np.load(arrays["drop"]), origin), [ShardPlan(**shard) for shard in saved["shards"]]
+            drop, origin = drops.load(pool)
+            return clusters.from_json(saved["found"], drop, origin), [ShardPlan(**shard) for shard in saved["shards"]]
         duplicated = self._duplicates(pool)
         plan = self._plan(pool, duplicated, counts)
+        drops.save(pool, duplicated)
+        self._comm.barrier()
         if self._comm.rank == 0:
-            for name, path in arrays.items():
-                with atomic_file(path) as handle:
-                    np.save(handle, getattr(duplicated, name))
-            self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [vars(shard) for shard in plan]})
+            self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [asdict(shard) for shard in plan]})
         return duplicated, plan
 
     def _duplicates(self, pool: Pool) -> Clusters:
         """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs."""
         dedup, comm = self._dedup, self._comm
         duplicated = clusters.NOTHING
-        if dedup.url or dedup.exact or dedup.near:
-            numbers, rows = pool.local_rows(comm)
-            score = rows["score"].astype(np.int64)
         if dedup.url:
-            duplicated = duplicates.find(comm, numbers, rows["url"], None, score, pool.texts, replace(dedup, exact=True, near=False))
+            documents = pool.documents(url=True)
+            duplicated = duplicates.find(comm, documents, replace(dedup, exact=True, near=False))
             duplicated.origin["kind"] = clusters.Kind.URL
         if dedup.exact or dedup.near:
-            remaining = np.isin(numbers, duplicated.drop, invert=True) if len(duplicated.drop) else slice(None)
+            chosen = ~contained(documents.numbers, duplicated.drop) if dedup.url else None
             known = signatures.load(comm, dedup) if dedup.against else None
-            keys, minhash = rows["exact"][remaining], rows["minhash"][remaining] if dedup.near else None
-            duplicated = clusters.joined(
-                duplicated, duplicates.find(comm, numbers[remaining], keys, minhash, score[remaining], pool.texts, dedup, known)
-            )
+            found = duplicates.find(comm, pool.documents(url=False, chosen=chosen), dedup, known)
+            duplicated = clusters.joined(duplicated, found)
         if dedup.paragraphs:
-            pool.find_repeated(comm, duplicated.drop, dedup.paragraph_characters)
+            pool.find_repeated(duplicated.drop, dedup.paragraph_characters)
         return duplicated
 
     def _plan(self, pool: Pool, found: Clusters, counts: PartCounts) -> list[ShardPlan]:
         """The shard plan, identical on all ranks."""
-        tallies = pool.tally(self._comm, self._order, found.drop)
+        tallies = pool.tally(self._order, found.drop)
         plan = plan_shards(self._order, tallies, self._data.shard_megabytes) if tallies else None
         if tallies and not plan:
             rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents"
@@ -183,8 +256,8 @@ def claim_final_passes(passes: ShardPasses, unfinished: Unfinished, comm: Comm) 
         yield comm.bcast(ours)
 
 
-def _name(part: InputPart) -> str:
-    return f"part-{part.number:06d}"
+def _name(part: int) -> str:
+    return f"part-{part:06d}"
 
 
 def _check_quarantine(counts: PartCounts, input_bytes: int, limit: float, records: Path) -> None:

@@ -20,7 +20,8 @@ from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.shard import dropped
 from pipeline.data.shard.shuffle import Order
-from pipeline.data.shard.spill import Spill, row_type
+from pipeline.data.shard.spill import SUFFIX, Spill, row_type
+from pipeline.data.shard.spilled_documents import permutations
 
 KEPT = "kept"
 """Among the reasons of PartCounts.languages: what cleaning keeps."""
@@ -41,6 +42,7 @@ class PartCounts:
         languages: language -> "kept", or step and reason -> [documents, bytes] that cleaning kept or dropped.
         notes: step -> what the report tells of its inputs -> number; the same for every part.
         runs: bounds of the sorted runs in the spill.
+        index: offset of the index in the spill.
     """
 
     documents: int = 0
@@ -54,6 +56,7 @@ class PartCounts:
     languages: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     notes: dict[str, dict[str, int]] = field(default_factory=dict)
     runs: list[int] = field(default_factory=list)
+    index: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON for the completion record of the part."""
@@ -123,12 +126,12 @@ def process(
     """Read and clean one part, and spill the documents that are kept.
 
     Args:
-        stem: path of the spill files without suffixes.
+        stem: path of the files of the part, without suffixes.
         advance: called with the number of input bytes that have been processed.
         save_dropped: write the dropped documents next to the spill.
     """
-    counts, rows = PartCounts(notes=cleaner.notes), row_type(dedup.permutations if dedup.near else 0)
-    spill = Spill(stem, rows)
+    counts, rows = PartCounts(notes=cleaner.notes), row_type(permutations(dedup))
+    spill = Spill(stem.with_suffix(SUFFIX), rows, dedup.bands if dedup.near else 0)
     try:
         with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:
 
@@ -144,7 +147,7 @@ def process(
     except BaseException as error:
         spill.discard(error)
         raise
-    counts.runs = spill.runs
+    counts.runs, counts.index = spill.runs, spill.index
     return counts
 
 
@@ -180,19 +183,22 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     rows["language"] = [language.encode() for language in languages]
     for language, text in zip(languages, texts, strict=True):
         counts.count_language(language, KEPT, 1, utf8_length(text))
-    rows["score"] = [len(text) for text in texts]
+    rows["length"] = [len(text) for text in texts]
     rows["exact"] = exact.keys(texts)
     if dedup.url:
         # A document without a URL is unique: its identity replaces the URL.
         rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
+    hashes = np.zeros((0, len(alive)), dtype=np.uint64)
     if dedup.near:
         flat, offsets = minhash.shingles(batch.words, dedup.shingle)
         signatures = minhash.signatures(flat, offsets, dedup.permutations)
-        rows["minhash"] = signatures[alive]
+        hashes = minhash.all_band_hashes(signatures[alive], dedup.bands, dedup.rows)
+        if permutations(dedup):
+            rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
     tags = [batch.tags[index] for index in alive]
     metadata = [_metadata(document, language or None, tag) for document, language, tag in zip(documents, languages, tags, strict=True)]
-    spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows)
+    spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows, hashes)
 
 
 def _metadata(document: Document, language: str | None, tags: list[str]) -> dict[str, Any]:

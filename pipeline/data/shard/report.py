@@ -5,15 +5,18 @@ report.json depends neither on the number of ranks nor on the time of the run; t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import orjson
 
 from pipeline.common import page
+from pipeline.common.mpi import Comm
 from pipeline.common.page import Bar, Bold, megabytes
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import Cluster, Clusters
+from pipeline.data.dedup.distributed import fetch
 from pipeline.data.read import inventory
 from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard.process_part import KEPT, PartCounts
@@ -31,11 +34,14 @@ LISTED_REASONS = 30
 SHOWN_CLUSTERS = 20
 """Clusters of each kind on the HTML page; report.json lists more."""
 
+Excerpts = dict[int, tuple[str, str]]
+"""Number of a document -> its identity, and the beginning of its text."""
+
 _BAD = ("file", "position", "reason", "lost_bytes")
 
 
 def build(
-    counts: PartCounts, clusters: Clusters, pool: Pool, output: dict[str, Any], made_with: dict[str, Any], files: list[InputFile]
+    counts: PartCounts, clusters: Clusters, excerpts: Excerpts, output: dict[str, Any], made_with: dict[str, Any], files: list[InputFile]
 ) -> dict[str, Any]:
     """Build the report as a JSON object.
 
@@ -70,7 +76,7 @@ def build(
             "near": clusters.near,
             "repeated": output.pop("repeated_documents"),
             "cluster_sizes": {str(size): number for size, number in sorted(clusters.sizes.items())},
-            "clusters": [_cluster(cluster, pool) for cluster in clusters.clusters],
+            "clusters": [_cluster(cluster, excerpts) for cluster in clusters.clusters],
         },
         "output": output,
     }
@@ -93,12 +99,29 @@ def _step(counts: StepCounts) -> dict[str, Any]:
     }
 
 
-def _cluster(cluster: Cluster, pool: Pool) -> dict[str, Any]:
+def excerpts_of(comm: Comm, pool: Pool, found: Clusters) -> Excerpts:
+    """What the report shows of the documents in clusters, read by the ranks that hold them; on rank 0. Collective."""
+
+    def read(numbers: Sequence[int]) -> list[bytes]:
+        records = [pool.record(number) for number in numbers]
+        return [orjson.dumps((orjson.loads(meta)["id"], text[: 4 * EXCERPT].decode("utf-8", "ignore")[:EXCERPT])) for meta, text in records]
+
+    listed = found.clusters if comm.rank == 0 else []
+    numbers = np.array(sorted({number for cluster in listed for number in _shown(cluster)}), dtype=np.int64)
+    return dict(zip(numbers.tolist(), map(orjson.loads, fetch(comm, numbers, pool.holders_of(numbers), read)), strict=True))
+
+
+def _shown(cluster: Cluster) -> list[int]:
+    """The numbers of the documents of which excerpts are shown: the one that is kept, and at most five others."""
+    return [*([] if cluster.kept is None else [cluster.kept]), *cluster.dropped[:5]]
+
+
+def _cluster(cluster: Cluster, excerpts: Excerpts) -> dict[str, Any]:
     """The report entry of a cluster of duplicates, with excerpts of at most five dropped documents."""
 
     def document(number: int) -> dict[str, Any]:
-        meta, text = pool.record(number)
-        return {"id": orjson.loads(meta)["id"], "begins": text[: 4 * EXCERPT].decode("utf-8", "ignore")[:EXCERPT]}
+        identity, begins = excerpts[number]
+        return {"id": identity, "begins": begins}
 
     return {
         "kind": cluster.kind,

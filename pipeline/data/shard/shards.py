@@ -1,9 +1,11 @@
-"""Writes the shards from the pool, then the report and the manifest."""
+"""Writes the shards, then the report and the manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import orjson
 
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file
+from pipeline.common.mpi import Comm
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
@@ -19,7 +22,7 @@ from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard import dropped, report, text_shards
 from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
-from pipeline.data.shard.spilled_documents import Pool
+from pipeline.data.shard.sweep import Found
 
 Entries = dict[str, dict[str, Any]]
 
@@ -27,14 +30,60 @@ OUTPUTS = ("*-?????.tar", f"{signatures.PREFIX}*.safetensors", "report.json", "r
 """Glob patterns of the files of a folder of text shards, besides the manifest."""
 
 
-def write(
-    folder: Path, plan: ShardPlan, pool: Pool, drop: np.ndarray, data: DataConfig, dedup: DedupConfig, records: Path
-) -> dict[str, Any]:
+@dataclass
+class Written:
+    """What was written, summed over shards.
+
+    Attributes:
+        files: manifest entries of every shard, in the order of the plan.
+        languages: language -> [documents, bytes].
+        lengths: log2 of the bytes -> documents.
+        repeated: corpus -> [documents, bytes] without text after dedup.paragraphs.
+    """
+
+    files: list[Entries] = field(default_factory=list)
+    languages: dict[str, list[int]] = field(default_factory=dict)
+    lengths: dict[str, int] = field(default_factory=dict)
+    repeated: dict[str, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def gathered(cls, comm: Comm, notes: list[dict[str, Any]]) -> Written:
+        """Sum the results of `write` of all ranks on rank 0; the other ranks return the sum of theirs. Collective.
+
+        Args:
+            notes: of every `size`-th shard of the plan.
+        """
+        mine = cls()
+        for note in notes:
+            (corpus,) = {entry["corpus"] for entry in note["files"].values() if "corpus" in entry}
+            repeated = {corpus: note["repeated"]} if note["repeated"][0] else {}
+            mine._add(cls([note["files"]], note["languages"], note["lengths"], repeated))
+        ranks = comm.gather(mine)
+        if ranks is None:
+            return mine
+        everything = cls()
+        for rank in ranks:
+            everything._add(rank)
+        turns = zip_longest(*(rank.files for rank in ranks))
+        everything.files = [files for turn in turns for files in turn if files is not None]
+        return everything
+
+    def _add(self, other: Written) -> None:
+        self.files += other.files
+        for mine, others in ((self.languages, other.languages), (self.repeated, other.repeated)):
+            for name, (documents, size) in others.items():
+                total = mine.get(name, [0, 0])
+                mine[name] = [total[0] + documents, total[1] + size]
+        for bit, documents in other.lengths.items():
+            self.lengths[bit] = self.lengths.get(bit, 0) + documents
+
+
+def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfig, dedup: DedupConfig, records: Path) -> dict[str, Any]:
     """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
+        found: its documents.
         records: folder of the completion records, where the documents are saved that dedup.paragraphs drops.
-        drop: sorted numbers of the documents to drop.
 
     Returns:
         {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents,
@@ -42,23 +91,26 @@ def write(
     """
     languages: dict[str, list[int]] = {}
     lengths: dict[str, int] = {}
-    rows: list[np.void] = []
-    repeated = [0, 0]
+    hashes: list[tuple[np.ndarray, np.ndarray]] = []
+    repeated, written = [0, 0], 0
 
     def documents(add: dropped.Add | None) -> Iterator[tuple[bytes, bytes]]:
-        for number, meta, original, row in pool.shard_documents(plan, drop):
-            text = pool.without_repeated(number, original, dedup.paragraph_characters) if dedup.paragraphs else original
-            if not text.strip():
-                repeated[:] = repeated[0] + 1, repeated[1] + len(original)
+        nonlocal written
+        for document in found:
+            size = len(document.text)
+            if document.repeated:
+                repeated[:] = repeated[0] + 1, repeated[1] + size
                 if add:
-                    add(orjson.loads(meta), "dedup", "all lines are repeated", original.decode("utf-8"))
+                    add(orjson.loads(document.meta), "dedup", "all lines are repeated", document.text.decode("utf-8"))
                 continue
-            total = languages.setdefault(row["language"].decode(), [0, 0])
-            total[:] = total[0] + 1, total[1] + len(text)
-            bit = str(len(text).bit_length() - 1)
+            total = languages.setdefault(document.row["language"].decode(), [0, 0])
+            total[:] = total[0] + 1, total[1] + size
+            bit = str(size.bit_length() - 1)
             lengths[bit] = lengths.get(bit, 0) + 1
-            rows.append(row)
-            yield text, meta
+            written += 1
+            if dedup.save_signatures:
+                hashes.append((document.row["exact"].copy(), document.row["minhash"].copy()))
+            yield document.text, document.meta
 
     save = data.save_dropped and dedup.paragraphs
     with (
@@ -67,25 +119,32 @@ def write(
     ):
         text_shards.write(handle, documents(add), data.documents_per_member)
     text_bytes = sum(size for _, size in languages.values())
-    fields = {"split": plan.split, "corpus": plan.corpus, "documents": len(rows), "text_bytes": text_bytes}
+    fields = {"split": plan.split, "corpus": plan.corpus, "documents": written, "text_bytes": text_bytes}
     files = {plan.name: artifact.entry(folder / plan.name, **fields)}
-    if dedup.save_signatures and rows:
+    if hashes:
         name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
-        table = np.array(rows, dtype=rows[0].dtype)
-        files[name] = signatures.write(folder / name, table["exact"], table["minhash"], dedup)
+        keys, minhash = (np.stack(column) for column in zip(*hashes, strict=True))
+        files[name] = signatures.write(folder / name, keys, minhash, dedup)
     return {"files": files, "languages": languages, "lengths": lengths, "repeated": repeated}
 
 
 def publish(
-    folder: Path, settings: dict[str, Any], written: Entries, counts: PartCounts, found: Clusters, pool: Pool, inputs: list[InputFile]
+    folder: Path,
+    settings: dict[str, Any],
+    written: Written,
+    counts: PartCounts,
+    found: Clusters,
+    excerpts: report.Excerpts,
+    inputs: list[InputFile],
 ) -> dict[str, Any]:
     """Write report and manifest after all shards are written; return the totals.
 
     Args:
-        written: shard -> result of `write`.
+        written: on rank 0.
+        excerpts: of the documents in clusters.
         inputs: the files that were read.
     """
-    files: Entries = {name: entry for shard in written.values() for name, entry in shard["files"].items()}
+    files: Entries = {name: entry for of_shard in written.files for name, entry in of_shard.items()}
     totals = {
         **totals_of(files, ("documents", "text_bytes")),
         "files": len(inputs),
@@ -95,19 +154,18 @@ def publish(
         "cleaned_documents": sum(n for step in counts.steps.values() for n, _ in step.dropped.values()),
         "exact_duplicates": found.exact,
         "near_duplicates": found.near,
-        "repeated_documents": sum(shard["repeated"][0] for shard in written.values()),
+        "repeated_documents": sum(documents for documents, _ in written.repeated.values()),
     }
     if (folder / dropped.NAME).exists():
         files[dropped.NAME] = artifact.entry(folder / dropped.NAME)
-    for name, shard in written.items():
-        if shard["repeated"][0]:
-            counts.count_lost(files[name]["corpus"], "dedup: all lines repeated", *shard["repeated"])
+    for corpus, (documents, size) in sorted(written.repeated.items()):
+        counts.count_lost(corpus, "dedup: all lines repeated", documents, size)
     output = {
         **{key: totals[key] for key in (*SPLITS, "corpora", "repeated_documents")},
-        "languages": _sorted_languages(written),
-        "lengths": _lengths(written),
+        "languages": dict(sorted(written.languages.items(), key=lambda entry: (-entry[1][1], entry[0]))),
+        "lengths": {bit: written.lengths[bit] for bit in sorted(written.lengths, key=int)},
     }
-    made = report.build(counts, found, pool, output, settings, inputs)
+    made = report.build(counts, found, excerpts, output, settings, inputs)
     pages = {
         "report.json": report.as_json(made),
         "report.html": report.html(made).encode("utf-8", "replace"),
@@ -137,22 +195,3 @@ def totals_of(files: Entries, counted: tuple[str, ...]) -> dict[str, Any]:
     corpora = sorted({entry["corpus"] for entry in files.values() if "split" in entry})
     by_corpus = {corpus: {split: sums(split, corpus) for split in SPLITS} for corpus in corpora}
     return {**{split: sums(split, None) for split in SPLITS}, "corpora": by_corpus}
-
-
-def _sorted_languages(written: Entries) -> dict[str, list[int]]:
-    """Language -> [documents, bytes] of all shards, in descending order of bytes."""
-    languages: dict[str, list[int]] = {}
-    for shard in written.values():
-        for code, (documents, size) in shard["languages"].items():
-            total = languages.get(code, [0, 0])
-            languages[code] = [total[0] + documents, total[1] + size]
-    return dict(sorted(languages.items(), key=lambda entry: (-entry[1][1], entry[0])))
-
-
-def _lengths(written: Entries) -> dict[str, int]:
-    """K -> number of documents with 2**k to 2**(k + 1) - 1 bytes, in all shards."""
-    lengths: dict[int, int] = {}
-    for shard in written.values():
-        for bit, documents in shard["lengths"].items():
-            lengths[int(bit)] = lengths.get(int(bit), 0) + documents
-    return {str(bit): lengths[bit] for bit in sorted(lengths)}

@@ -64,7 +64,7 @@ class Order:
         return (group << KEY_BITS) + bin_in_group * ((1 << KEY_BITS) // self.bins)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ShardPlan:
     """One shard: the documents with first <= shuffle key < stop.
 

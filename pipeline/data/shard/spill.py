@@ -1,16 +1,16 @@
-"""Intermediate files between reading and writing: one file of documents per part, in shuffled order, with an index.
+"""Intermediate files between reading and writing: one file per part, with its documents in shuffled order and an index behind them.
 
 The documents of a part are numbered from 0 in the order of the input, so that a number does not depend on the shuffle or on the parts.
 
-One file per part and shard would be simpler, but thousands of parts and shards would make millions of files.
+One file per part and shard would be simpler, but thousands of parts and shards would make millions of files. A part has a single file: a
+rank can keep the files of all its parts open, and opens each of them once.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 import struct
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,11 @@ import numpy as np
 import orjson
 
 from pipeline.common.atomic_files import atomic_file
+
+SUFFIX = ".spill"
+
+FORMAT = 2
+"""Version of the files: an interrupted run of another version cannot be continued."""
 
 RUN_BYTES = 128 << 20
 """Bytes of documents that are collected in memory before a sorted run is written. Usually a part has one run."""
@@ -28,58 +33,70 @@ _HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
 def row_type(permutations: int) -> np.dtype:
     """The dtype of the index row of a document.
 
-    Fields: number of the document in the part, offset in the file, bytes of text, language, score, hashes of text and URL, and signature.
+    Fields: number of the document in the part, offset in the file, bytes of text, language, length in characters, hashes of text and URL,
+    and signature.
     """
-    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S16"), ("score", "<i4")]
+    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S16"), ("length", "<i4")]
     return np.dtype([*fields, ("exact", "<u8", 2), ("url", "<u8", 2), ("minhash", "<u4", permutations)])
 
 
 class Spill:
     """Writes the documents of one part.
 
+    The file contains the runs, then the index: the shuffle keys and the rows in shuffled order, the row of every document by its number,
+    and the band hashes by number, one band after the other.
+
     Args:
-        stem: path of the files without suffix: `.documents`, `.places.npy` (shuffle keys) and `.rows.npy`, all in shuffled order, and
-            `.order.npy` (the row of every document, by its number).
+        path: the file.
         row: dtype returned by row_type.
+        bands: number of band hashes of a document.
+
+    Attributes:
+        runs: bounds of the sorted runs, in rows.
+        index: offset of the index.
     """
 
-    def __init__(self, stem: Path, row: np.dtype) -> None:
-        self._stem, self._row = stem, row
-        self._file = atomic_file(stem.with_suffix(".documents"))
+    def __init__(self, path: Path, row: np.dtype, bands: int) -> None:
+        self._row, self._bands = row, bands
+        self._file = atomic_file(path)
         self._handle = self._file.__enter__()
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._records: list[bytes] = []
-        self._collected = self._written = 0
+        self._collected = self.index = 0
         self._keys: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
+        self._hashes: list[np.ndarray] = []
         self.runs: list[int] = [0]
 
-    def add(self, keys: np.ndarray, metadata: Sequence[dict[str, Any]], texts: Sequence[bytes], rows: np.ndarray) -> None:
+    def add(
+        self, keys: np.ndarray, metadata: Sequence[dict[str, Any]], texts: Sequence[bytes], rows: np.ndarray, hashes: np.ndarray
+    ) -> None:
         """Add documents.
 
         Args:
             keys: (documents,) uint64 shuffle keys.
             rows: (documents,) of row_type; this method sets number, position and size.
+            hashes: (bands, documents) uint64.
         """
         rows["size"] = [len(text) for text in texts]
         for fields, text in zip(metadata, texts, strict=True):
             meta = orjson.dumps(fields, default=str)
-            record = _HEAD.pack(len(meta), len(text)) + meta + text
-            self._records.append(record)
-            self._collected += len(record)
+            self._records += [_HEAD.pack(len(meta), len(text)) + meta, text]
+            self._collected += _HEAD.size + len(meta) + len(text)
         self._pending.append((keys, rows))
+        self._hashes.append(hashes)
         if self._collected >= RUN_BYTES:
             self._write_run()
 
     def close(self) -> None:
         """Write the documents that are still in memory, and the index."""
         self._write_run()
-        self._file.__exit__(None, None, None)
         keys = np.concatenate([np.zeros(0, dtype="<u8"), *self._keys])
         rows = np.concatenate([np.zeros(0, dtype=self._row), *self._rows])
-        for ending, array in ((".places.npy", keys), (".rows.npy", rows), (".order.npy", np.argsort(rows["number"]).astype("<u4"))):
-            with atomic_file(self._stem.with_suffix(ending)) as handle:
-                np.save(handle, array)
+        hashes = np.concatenate([np.zeros((self._bands, 0), dtype="<u8"), *self._hashes], axis=1)
+        for array in (keys, rows, np.argsort(rows["number"]).astype("<u4"), hashes):
+            self._handle.write(np.ascontiguousarray(array).tobytes())
+        self._file.__exit__(None, None, None)
 
     def discard(self, error: BaseException) -> None:
         """Remove the partial file."""
@@ -95,11 +112,12 @@ class Spill:
         keys, rows = (np.concatenate(arrays) for arrays in zip(*self._pending, strict=True))
         rows["number"] = np.arange(self.runs[-1], self.runs[-1] + len(rows))
         order = np.argsort(keys, kind="stable")
-        sizes = np.array([len(record) for record in self._records], dtype=np.uint64)[order]
+        sizes = np.array([len(record) for record in self._records], dtype=np.uint64).reshape(-1, 2).sum(axis=1)[order]
         rows = rows[order]
-        rows["position"] = self._written + np.cumsum(sizes) - sizes
-        self._handle.writelines(self._records[number] for number in order.tolist())
-        self._written += int(sizes.sum())
+        rows["position"] = self.index + np.cumsum(sizes) - sizes
+        for number in order.tolist():
+            self._handle.writelines(self._records[2 * number : 2 * number + 2])
+        self.index += int(sizes.sum())
         self._keys.append(keys[order])
         self._rows.append(rows)
         self.runs.append(self.runs[-1] + len(rows))
@@ -107,77 +125,71 @@ class Spill:
 
 
 class Spilled:
-    """Reads the documents of one part. Rows are in shuffled order; `order` maps the numbers of documents to rows."""
+    """Reads the documents of one part. Rows are in shuffled order.
 
-    def __init__(self, stem: Path, runs: Sequence[int]) -> None:
-        self._stem, self._runs = stem, runs
+    Args:
+        descriptor: returns the descriptor of the open file.
+        runs, index: of the Spill.
+        row, bands: of the Spill.
+    """
 
-    @property
+    def __init__(self, descriptor: Callable[[], int], runs: Sequence[int], index: int, row: np.dtype, bands: int) -> None:
+        self._descriptor, self.runs, self._row, self._bands = descriptor, runs, row, bands
+        count = runs[-1]
+        self._count, self._index = count, index
+        self._rows_at = index + 8 * count
+        self._order_at = self._rows_at + row.itemsize * count
+        self._bands_at = self._order_at + 4 * count
+
+    def __len__(self) -> int:
+        return self._count
+
     def shuffle_keys(self) -> np.ndarray:
         """(documents,) uint64."""
-        return np.load(self._stem.with_suffix(".places.npy"), mmap_mode="r")
+        return self._array(self._index, self._count, np.dtype("<u8"))
 
-    @property
-    def rows(self) -> np.ndarray:
-        """(documents,) of row_type."""
-        return np.load(self._stem.with_suffix(".rows.npy"), mmap_mode="r")
+    def rows(self, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """(end - begin,) of row_type."""
+        return self._array(self._rows_at + begin * self._row.itemsize, (self._count if end is None else end) - begin, self._row)
 
-    @property
     def order(self) -> np.ndarray:
         """(documents,) uint32, the row of every document, by its number."""
-        return np.load(self._stem.with_suffix(".order.npy"), mmap_mode="r")
+        return self._array(self._order_at, self._count, np.dtype("<u4"))
 
-    def between(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield (first row, end) of the documents with first <= shuffle key < stop, for every run that has any."""
-        keys = self.shuffle_keys
-        for begin, end in zip(self._runs[:-1], self._runs[1:], strict=True):
-            low, high = np.searchsorted(keys[begin:end], np.array([first, stop], dtype=np.uint64)).tolist()
-            if low < high:
-                yield begin + low, begin + high
+    def band(self, band: int) -> np.ndarray:
+        """(documents,) uint64 hashes of a band, by the number of the document."""
+        assert band < self._bands
+        return self._array(self._bands_at + 8 * self._count * band, self._count, np.dtype("<u8"))
 
     def records(self, begin: int, end: int) -> Iterator[tuple[bytes, bytes]]:
-        """Yield (metadata, text) of the rows begin <= row < end, which must be in one run."""
-        rows = self.rows[begin:end]
-        start = int(rows["position"][0])
-        with open(self._stem.with_suffix(".documents"), "rb") as handle:
-            handle.seek(start)
-            for _ in range(len(rows)):
-                meta_bytes, text_bytes = _HEAD.unpack(handle.read(_HEAD.size))
-                yield handle.read(meta_bytes), handle.read(text_bytes)
+        """Yield (metadata, text) of the rows begin <= row < end, which must be in one run. They are read at once."""
+        first, last = self.rows(begin, begin + 1)[0], self.rows(end - 1, end)[0]
+        tail = int(last["position"])
+        start = int(first["position"])
+        tail_meta = _HEAD.unpack(self._read(_HEAD.size, tail))[0]
+        data = memoryview(self._read(tail + _HEAD.size + tail_meta + int(last["size"]) - start, start))
+        place = 0
+        while place < len(data):
+            meta_bytes, text_bytes = _HEAD.unpack_from(data, place)
+            middle = place + _HEAD.size + meta_bytes
+            place, meta = middle + text_bytes, bytes(data[place + _HEAD.size : middle])
+            yield meta, bytes(data[middle:place])
 
     def record(self, number: int) -> tuple[bytes, bytes]:
         """(metadata, text) of the document with this number."""
-        data, start = _mapped(self._stem.with_suffix(".documents")), int(self.rows[self.order[number]]["position"])
-        meta_bytes, text_bytes = _HEAD.unpack_from(data, start)
-        middle = start + _HEAD.size + meta_bytes
-        return data[start + _HEAD.size : middle], data[middle : middle + text_bytes]
+        row = int(self._array(self._order_at + 4 * number, 1, np.dtype("<u4"))[0])
+        (record,) = self.records(row, row + 1)
+        return record
 
-    def save_flags(self, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:
-        """Save one flag per paragraph of the given documents.
+    def _array(self, offset: int, count: int, kind: np.dtype) -> np.ndarray:
+        return np.frombuffer(self._read(count * kind.itemsize, offset), dtype=kind)
 
-        Args:
-            numbers: (documents,) sorted.
-            flags: (paragraphs,) bool, in the order of the documents.
-            counts: (documents,) paragraphs of each document.
-        """
-        with atomic_file(self._stem.with_suffix(".flags.npz")) as handle:
-            np.savez(handle, numbers=numbers, flags=flags, ends=np.cumsum(counts), counts=counts)
-
-    def flags(self, number: int) -> list[bool]:
-        """The saved flags of one document."""
-        saved = _loaded(self._stem.with_suffix(".flags.npz"))
-        row = int(np.searchsorted(saved["numbers"], number))
-        end = int(saved["ends"][row])
-        return saved["flags"][end - int(saved["counts"][row]) : end].tolist()
-
-
-@lru_cache(maxsize=4)
-def _loaded(path: Path) -> dict[str, np.ndarray]:
-    with np.load(path) as arrays:
-        return dict(arrays)
-
-
-@lru_cache(maxsize=64)
-def _mapped(path: Path) -> mmap.mmap:
-    with open(path, "rb") as handle:
-        return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
+    def _read(self, size: int, offset: int) -> bytes:
+        """Read from the file; the kernel returns at most 2 GiB at a time."""
+        data = os.pread(self._descriptor(), size, offset)
+        while len(data) < size:
+            more = os.pread(self._descriptor(), size - len(data), offset + len(data))
+            if not more:
+                raise EOFError("an intermediate file of data.shards is truncated; remove data.shards and run the command again")
+            data += more
+        return data
