@@ -82,11 +82,18 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
 
 
 def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:
-    """Print the plan of a job that has run beside its measured step time and memory; cluster.hardware replaces that of the run."""
+    """Print the plan of a job that has run beside its measured step time and memory; cluster.hardware replaces that of the run.
+
+    With cluster.correction, the run is added to this file, and the correction that follows is printed.
+    """
     run, planned = measured_report.compare(config, run_dir)
     print("\n".join(measured_report.lines(run_dir, run, planned)))
+    correction, path = None, config.cluster.correction
+    if path is not None:
+        correction = measured_report.correct(config, run_dir, run, planned)
+        print("\n".join(["", *measured_report.correction_lines(path, correction)]))
     if out:
-        _write_json(out, measured_report.content(run, planned))
+        _write_json(out, measured_report.content(run, planned, correction))
 
 
 def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
