@@ -12,6 +12,7 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Hardware
 from pipeline.config.schema import RunConfig
 from pipeline.planner import measured_run, site_correction
+from pipeline.planner.accuracy import memory_range, time_range
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 from pipeline.planner.site_correction import Anchor, SiteCorrection
 
@@ -32,7 +33,8 @@ def compare(config: RunConfig, run_dir: Path) -> tuple[measured_run.MeasuredRun,
     cluster = _cluster(config, job)
     if cluster.correction is not None and not Path(cluster.correction).exists():  # the first run, which writes it
         cluster = replace(cluster, correction=None)
-    return job, plan(job.config, job.world_size, hardware_of(replace(job.config, cluster=cluster)))
+    planned = replace(job.config, cluster=cluster)
+    return job, plan(planned, job.world_size, hardware_of(planned))
 
 
 def _cluster(config: RunConfig, job: measured_run.MeasuredRun) -> ClusterConfig:
@@ -102,7 +104,12 @@ def content(job: measured_run.MeasuredRun, planned: JobPlan, correction: SiteCor
         "hardware": planned.hardware.name,
         "ranks": job.world_size,
         "steps": job.steps,
-        "planned": {"step_time_s": planned.estimate.step_time, "memory_bytes": planned.estimate.memory.total},
+        "planned": {
+            "step_time_s": planned.estimate.step_time,
+            "step_time_range_s": time_range(planned.estimate.step_time, planned.config),
+            "memory_bytes": planned.estimate.memory.total,
+            "memory_range_bytes": memory_range(planned.estimate.memory.total),
+        },
         "measured": {"step_time_s": job.step_time, "memory_bytes": job.memory},
         "correction": None if correction is None else asdict(correction),
     }
@@ -114,8 +121,13 @@ def lines(run_dir: Path, job: measured_run.MeasuredRun, planned: JobPlan) -> Ite
     yield f"  {'':<10}{'planned':>14}{'measured':>14}{'planned / measured':>22}"
     seconds = planned.estimate.step_time
     yield f"  {'step':<10}{seconds:>12.4f} s{job.step_time:>12.4f} s{seconds / job.step_time:>22.3f}"
+    low, high = time_range(seconds, planned.config)
+    contains = "contains" if low <= job.step_time <= high else "DOES NOT CONTAIN"
+    yield f"  {'range':<10}{low:>12.4f} to {high:.4f} s {contains} the measured time"
     memory = planned.estimate.memory.total
     if job.memory is None:
         yield f"  {'memory':<10}{memory / GB:>11.2f} GB{'not measured':>14}"
     else:
         yield f"  {'memory':<10}{memory / GB:>11.2f} GB{job.memory / GB:>11.2f} GB{memory / job.memory:>22.3f}"
+    low, high = memory_range(memory / GB)
+    yield f"  {'range':<10}{low:>11.2f} to {high:.2f} GB"

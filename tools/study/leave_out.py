@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 from pipeline.planner.site_correction import Anchor, corrected, fitted
 from tools.study.fit import Fit, MeasuredRow, publication
@@ -49,42 +51,33 @@ def unseen(found: Mapping[str, Iterable[tuple[MeasuredRow, float]]]) -> list[Uns
     return [Unseen(source, int(float(sample.row["gpus"])), error) for source, rows in found.items() for sample, error in rows]
 
 
-def time_range(runs: Sequence[Unseen], covered: float = COVERED) -> tuple[float, float]:
-    """Return the factors of a predicted time between which the given share of the measured times is, every publication weighted equally.
+def range_factor(runs: Sequence[Unseen], covered: float = COVERED) -> float:
+    """Return the factor above and below a prediction within which the runs of another publication are.
+
+    It is the quantile of the absolute logarithms in which every publication counts the same, and so does the unknown one, with errors that
+    may be of any size (conformal prediction of hierarchical data; Lee et al. 2023, https://arxiv.org/abs/2306.06342). With few publications
+    that is the largest error.
 
     Args:
         runs: predicted without their publications.
-        covered: share of the runs inside; half of the others are on each side.
+        covered: share of the runs of another publication that are inside, on average.
     """
-    counts: dict[str, int] = defaultdict(int)
-    for run in runs:
-        counts[publication(run.source)] += 1
-    ordered = sorted((-run.error, 1 / counts[publication(run.source)] / len(counts)) for run in runs)
-    return math.exp(_quantile(ordered, (1 - covered) / 2)), math.exp(_quantile(ordered, (1 + covered) / 2))
-
-
-def _quantile(ordered: Sequence[tuple[float, float]], share: float) -> float:
-    """The value below which a share of the weights is."""
-    below = 0.0
-    for value, weight in ordered:
-        below += weight
-        if below >= share:
-            return value
-    return ordered[-1][0]
-
-
-def inside(run: Unseen, factors: tuple[float, float]) -> bool:
-    """Whether the measured time is in the range of the predicted one."""
-    return factors[0] <= math.exp(-run.error) <= factors[1]
+    counts = Counter(publication(run.source) for run in runs)
+    below, target = 0.0, covered * (len(counts) + 1) / len(counts)
+    for size, name in sorted((abs(run.error), publication(run.source)) for run in runs):
+        below += 1 / counts[name] / len(counts)
+        if below >= target - 1e-9:
+            return math.exp(size)
+    return math.exp(max(abs(run.error) for run in runs))
 
 
 def coverage(runs: Sequence[Unseen]) -> dict[str, float]:
     """Return for every publication the share of its runs that is in the range which the others give."""
     names = sorted({publication(run.source) for run in runs})
     result = {}
-    for name in names:
-        factors = time_range([run for run in runs if publication(run.source) != name])
-        result[name] = statistics.fmean(inside(run, factors) for run in runs if publication(run.source) == name)
+    for name in names if len(names) > 1 else ():
+        most = math.log(range_factor([run for run in runs if publication(run.source) != name])) + 1e-9
+        result[name] = statistics.fmean(abs(run.error) <= most for run in runs if publication(run.source) == name)
     return result
 
 
@@ -96,8 +89,8 @@ def by_gpus(runs: Sequence[Unseen]) -> Iterator[tuple[str, list[Unseen]]]:
             yield (f"more than {least:,}" if most is None else f"up to {most:,}"), chosen
 
 
-def anchored(job: Fit, x: Mapping[str, object], numbers: Sequence[int] = (0, 1, 2, 3)) -> dict[tuple[str, str], dict[int, float]]:
-    """Return the mean absolute error of the runs of a publication on a GPU with some of them as anchors, by their number.
+def anchored(job: Fit, x: Mapping[str, Tensor], numbers: Sequence[int] = (0, 1, 2, 3)) -> dict[tuple[str, str], dict[int, list[Unseen]]]:
+    """Return what is predicted of the runs of a publication on a GPU with some of them as anchors, by their number.
 
     The anchors are chosen at random (seeds 0, 1, ...), and the runs that are not among them are predicted.
 
@@ -109,26 +102,25 @@ def anchored(job: Fit, x: Mapping[str, object], numbers: Sequence[int] = (0, 1, 
     groups: dict[tuple[str, str], list[MeasuredRow]] = defaultdict(list)
     for sample in job.all:
         groups[sample.source, sample.file].append(sample)
-    result: dict[tuple[str, str], dict[int, float]] = {}
+    result: dict[tuple[str, str], dict[int, list[Unseen]]] = {}
     for (source, file), samples in groups.items():
         if len(samples) < FEWEST:
             continue
         runs = [(job.run_of(sample, x[publication(source)]), sample.measured) for sample in samples]
-        result[source, file] = {number: _anchored_error(job, runs, number) for number in numbers}
+        result[source, file] = {number: list(_anchored(job, source, runs, number)) for number in numbers}
     return result
 
 
-def _anchored_error(job: Fit, runs: list[tuple[PublishedRun, float]], number: int) -> float:
-    """The mean absolute error of the runs that are no anchors."""
-    errors = []
+def _anchored(job: Fit, source: str, runs: list[tuple[PublishedRun, float]], number: int) -> Iterator[Unseen]:
+    """The runs that are no anchors, for every choice of anchors."""
     for seed in range(CHOICES if number else 1):
         chosen = set(random.Random(seed).sample(range(len(runs)), number))
         correction = fitted([_anchor(job, *runs[index]) for index in sorted(chosen)])
         others = [index for index in range(len(runs)) if index not in chosen]
         for index in others[:: math.ceil(len(others) / SCORED)]:
             run, measured = runs[index]
-            errors.append(abs(_seconds(job, replace(run, hardware=corrected(run.hardware, *correction))) / measured - 1))
-    return statistics.fmean(errors)
+            seconds = _seconds(job, replace(run, hardware=corrected(run.hardware, *correction)))
+            yield Unseen(source, run.layout.world_size, math.log(seconds / measured))
 
 
 def _anchor(job: Fit, run: PublishedRun, measured: float) -> Anchor:
