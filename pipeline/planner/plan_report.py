@@ -100,8 +100,7 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
     low, high = memory_range(memory.total / GB)
-    more = ": the job may not fit" if result.estimate.fits and high > limit else ""
-    yield f"  {'range':<14}{low:9.2f} to {high:.2f} GB contains {COVERED:.0%} of unseen runs{more}"
+    yield f"  {'range':<14}{low:9.2f} to {high:.2f} GB contains {COVERED:.0%} of unseen runs"
     if memory.host:
         yield f"  {'host memory':<14}{memory.host / GB:9.2f} GB (the updates of the CPU are not in the time of a step)"
 

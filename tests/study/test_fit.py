@@ -113,6 +113,11 @@ def test_ranges_count_every_publication_the_same():
     assert leave_out.range_factor(many[:20]) == pytest.approx(1.5)  # two publications promise nothing: the largest error
 
 
+def test_quantiles_count_every_source_the_same():
+    runs = [*unseen("a", *[1 / 2.0] * 100), *unseen("b", 1.0)]
+    assert leave_out.quantiles(runs, (0.1, 0.5, 0.9)) == [pytest.approx(1.0), pytest.approx(1.0), pytest.approx(2.0)]
+
+
 def test_the_range_of_a_publication_follows_from_the_others():
     runs = [*unseen("a (x)", 1.05, 1.1), *unseen("a (y)", 2.0), *unseen("b", 1.2), *unseen("c", 1 / 1.15)]
     assert leave_out.coverage(runs) == {"a": pytest.approx(2 / 3), "b": 1.0, "c": 1.0}
@@ -141,6 +146,12 @@ def test_the_table_of_what_is_left_out(runs, tmp_path):
     assert code == 0, printed
     for word in ("covered", "range of a time", "up to 8", "anchors"):
         assert word in printed
+    code, printed = python(ROOT / "tools/plan_score", tmp_path / "rows.csv", "--leave-out", "--kind", "a|b")
+    assert code == 0, printed
+    assert "measured / predicted at 10, 50 and 90 %" in printed
+    assert "c  " not in printed
+    code, printed = python(ROOT / "tools/plan_score", tmp_path / "rows.csv", "--leave-out", "--kind", "nobody")
+    assert (code, "matches 0 publications" in printed) == (2, True)
     (tmp_path / "two.csv").write_text("".join((tmp_path / "rows.csv").read_text().splitlines(keepends=True)[:5]))
     code, printed = python(ROOT / "tools/plan_score", tmp_path / "two.csv", "--leave-out")
     assert code == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,27 +149,27 @@ class Fit:
         """The logarithm of predicted over measured time."""
         return math.log(predict(self.run_of(sample, x), self.traces).step_time / sample.measured)
 
-    def residuals(self, x: Tensor, without: str = "") -> Tensor:
-        """The logarithms of predicted over measured time of all samples; 0 for those of a publication that is left out."""
-        values = [0.0 if publication(sample.source) == without else self.residual(sample, x) for sample in self.samples]
+    def residuals(self, x: Tensor, without: Collection[str] = ()) -> Tensor:
+        """The logarithms of predicted over measured time of all samples; 0 for those of publications that are left out."""
+        values = [0.0 if publication(sample.source) in without else self.residual(sample, x) for sample in self.samples]
         return torch.tensor(values, dtype=torch.float64)
 
-    def jacobian(self, x: Tensor, at: Tensor, without: str = "") -> Tensor:
-        """Derivatives of the residuals by the logarithms of the constants, by differences; 0 for a publication that is left out."""
+    def jacobian(self, x: Tensor, at: Tensor, without: Collection[str] = ()) -> Tensor:
+        """Derivatives of the residuals by the logarithms of the constants, by differences; 0 for publications that are left out."""
         derivatives = torch.zeros(len(self.samples), len(self.constants), dtype=torch.float64)
         for column, constant in enumerate(self.constants):
             moved = x.clone()
             moved[column] -= STEP  # downwards: shares are at most one
             for index, sample in enumerate(self.samples):
                 depends = not constant.files or sample.file in constant.files
-                if depends and publication(sample.source) != without:
+                if depends and publication(sample.source) not in without:
                     derivatives[index, column] = (at[index] - self.residual(sample, moved)) / STEP
         return derivatives
 
-    def solve(self, x: Tensor, at: Tensor, jacobian: Tensor, without: str = "") -> Tensor:
-        """The constants with the least mean absolute error by a linear model of the residuals, without a publication."""
+    def solve(self, x: Tensor, at: Tensor, jacobian: Tensor, without: Collection[str] = ()) -> Tensor:
+        """The constants with the least mean absolute error by a linear model of the residuals, without some publications."""
         counts: Mapping[str, int] = {source: sum(s.source == source for s in self.samples) for source in self.sources}
-        share = torch.tensor([0.0 if publication(s.source) == without else 1 / counts[s.source] for s in self.samples], dtype=torch.float64)
+        share = torch.tensor([0.0 if publication(s.source) in without else 1 / counts[s.source] for s in self.samples], dtype=torch.float64)
         pull = torch.eye(len(self.constants), dtype=torch.float64) * PULL
         # In the common fit, constants that no row depends on keep their values; those of a fabric have no neutral value but that of others.
         known = (jacobian.abs().sum(dim=0) > 0) & ~self.of_fabric
@@ -225,14 +225,14 @@ class Fit:
                 found[sample.source].append(math.exp(self.residual(sample, x)) - 1)
         return dict(found)
 
-    def refitted(self, x: Tensor, at: Tensor, jacobian: Tensor, without: str, iterations: int = 1) -> Tensor:
-        """Return the constants that are fitted again without a publication.
+    def refitted(self, x: Tensor, at: Tensor, jacobian: Tensor, without: Collection[str], iterations: int = 1) -> Tensor:
+        """Return the constants that are fitted again without some publications.
 
         Args:
             x: constants of the common fit.
             at: residuals there.
             jacobian: their derivatives.
-            without: the publication; no residual and no derivative of its rows is used.
+            without: the publications; no residual and no derivative of their rows is used.
             iterations: of Gauss-Newton after the linear solution from the common fit.
         """
         x = self.solve(x, at, jacobian, without)
@@ -244,16 +244,19 @@ class Fit:
     def left_out(self, x: Tensor, at: Tensor, jacobian: Tensor, iterations: int = 1) -> dict[str, Tensor]:
         """Return for every publication the constants that are fitted again without it."""
         names = sorted({publication(source) for source in self.sources})
-        return {name: self.refitted(x, at, jacobian, name, iterations) for name in names}
+        return {name: self.refitted(x, at, jacobian, (name,), iterations) for name in names}
 
-    def predicted_without(self, constants: Mapping[str, Tensor]) -> dict[str, list[tuple[MeasuredRow, float]]]:
+    def predicted_without(self, constants: Mapping[str, Tensor], only: Collection[str] = ()) -> dict[str, list[tuple[MeasuredRow, float]]]:
         """Return the rows of every source with the logarithm of predicted over measured time.
 
         Args:
             constants: of every publication, as left_out returns them.
+            only: these publications; all when empty.
         """
         found: dict[str, list[tuple[MeasuredRow, float]]] = defaultdict(list)
         for sample in self.all:
+            if only and publication(sample.source) not in only:
+                continue
             found[sample.source].append((sample, self.residual(sample, constants[publication(sample.source)])))
         return dict(found)
 

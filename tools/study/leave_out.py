@@ -71,6 +71,18 @@ def range_factor(runs: Sequence[Unseen], covered: float = COVERED) -> float:
     return math.exp(max(abs(run.error) for run in runs))
 
 
+def quantiles(runs: Sequence[Unseen], shares: Sequence[float]) -> list[float]:
+    """Return the measured over the predicted times below which these shares of the runs are, every source weighted equally."""
+    counts = Counter(run.source for run in runs)
+    ordered = sorted((-run.error, run.source) for run in runs)
+    below, result = 0.0, []
+    for value, source in ordered:
+        below += 1 / counts[source] / len(counts)
+        while len(result) < len(shares) and below >= shares[len(result)] - 1e-9:
+            result.append(math.exp(value))
+    return result
+
+
 def coverage(runs: Sequence[Unseen]) -> dict[str, float]:
     """Return for every publication the share of its runs that is in the range which the others give."""
     names = sorted({publication(run.source) for run in runs})
