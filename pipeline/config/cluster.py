@@ -61,6 +61,11 @@ class ClusterConfig:
     hardware: str | None = knob(
         None, "GPU of the nodes: a file of conf/hardware/, for stage=plan and MFU (default there: by the name of the GPU)"
     )
+    correction: str | None = knob(
+        None,
+        "file with the corrections of planned times by measured runs on this cluster, which stage=plan stage.run=RUN_DIR writes; default: "
+        "plans are those of conf/hardware/",
+    )
     check_memory: bool = knob(
         True, "refuse a training job that does not fit in the memory of cluster.hardware (plan, dry run, Slurm launcher)"
     )

@@ -190,7 +190,11 @@ class Plan(StageConfig):
         "output: a PNG file with the roofline of the matrix products; with stage.search, time over memory of the layouts; with "
         "stage.scaling, time and efficiency over the number of nodes; default: none",
     )
-    run: str | None = knob(None, "run directory of a training job, whose plan is printed beside its measured step time and memory")
+    run: str | None = knob(
+        None,
+        "run directory of a training job, whose plan is printed beside its measured step time and memory; with cluster.correction, the run "
+        "is added to this file, and later plans with it are corrected by its runs",
+    )
     out: str | None = knob(None, "output: a JSON file with what is printed; default: none")
 
 

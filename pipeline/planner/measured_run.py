@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.common import artifact
+from pipeline.common import artifact, events
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.models.config_classes import from_dict
@@ -29,6 +29,7 @@ class MeasuredRun:
         steps: number of measured steps.
         step_time: their median, seconds.
         memory: most bytes that rank 0 reserved on its GPU; None for a CPU.
+        gpu: name of the GPU of rank 0 in CUDA; None for a CPU, and for a run that did not record it.
     """
 
     config: RunConfig
@@ -36,6 +37,7 @@ class MeasuredRun:
     steps: int
     step_time: float
     memory: float | None
+    gpu: str | None = None
 
 
 def read(run_dir: Path) -> MeasuredRun:
@@ -51,7 +53,9 @@ def read(run_dir: Path) -> MeasuredRun:
         raise UserError.of("stage.run", run_dir, rule, "pass the run_dir of a pretrain job that has trained longer")
     memory = max((line.get("memory_gb") or 0.0 for line in lines), default=0.0) * 1e9
     seconds = [line["seconds"] for line in lines]
-    return MeasuredRun(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None)
+    starts = [event for event in events.read(run_dir) if event["event"] == "run_start"]
+    gpu = starts[-1].get("gpu") if starts else None
+    return MeasuredRun(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None, gpu)
 
 
 def saved_config(run_dir: Path) -> RunConfig:

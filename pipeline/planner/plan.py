@@ -11,6 +11,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
+from pipeline.planner import site_correction
 from pipeline.planner.collective_time import collective_time
 from pipeline.planner.communication import step_exchanges
 from pipeline.planner.engine_model import engine_model
@@ -57,12 +58,15 @@ class OperationRow:
 
 
 def hardware_of(config: RunConfig) -> Hardware:
-    """Return the hardware of the configured cluster.
+    """Return the hardware of the configured cluster, corrected by its measured runs (cluster.correction).
 
     Raises:
-        UserError: cluster.hardware is not set, or names no file.
+        UserError: cluster.hardware is not set, or names no file; or cluster.correction cannot be read or is that of another GPU.
     """
-    return hardware_files.of_cluster(config.cluster)
+    hardware, cluster = hardware_files.of_cluster(config.cluster), config.cluster
+    if cluster.correction is None or cluster.hardware is None:
+        return hardware
+    return site_correction.apply(hardware, cluster.hardware, cluster.correction)
 
 
 def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace | None = None) -> JobPlan:

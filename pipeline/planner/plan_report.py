@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from pipeline.config.schema import RunConfig
+from pipeline.planner.accuracy import COVERED, memory_range, time_range
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import fullest_moment, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow
@@ -32,7 +33,7 @@ def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float], *,
     yield from memory_lines(result)
     if starts:
         yield from time_lines(result)
-        yield from cost_lines(costs)
+        yield from cost_lines(costs, result.config)
 
 
 def head_lines(result: JobPlan) -> Iterator[str]:
@@ -98,6 +99,8 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
                 yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
+    low, high = memory_range(memory.total / GB)
+    yield f"  {'range':<14}{low:9.2f} to {high:.2f} GB contains {COVERED:.0%} of unseen runs"
     if memory.host:
         yield f"  {'host memory':<14}{memory.host / GB:9.2f} GB (the updates of the CPU are not in the time of a step)"
 
@@ -114,6 +117,9 @@ def time_lines(result: JobPlan) -> Iterator[str]:
     speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
     peak = result.hardware.peak(result.config.precision)
     yield f"  {'step':<22}{estimate.step_time:10.4f} s, {speed} ({rate / peak.tflops:.1%} of the {peak.number_format} peak)"
+    low, high = time_range(estimate.step_time, result.config)
+    site = "" if result.config.cluster.correction is None else f", corrected by {result.config.cluster.correction}"
+    yield f"  {'range':<22}{low:10.4f} to {high:.4f} s contains {COVERED:.0%} of unseen runs{site}"
 
 
 def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:
@@ -121,8 +127,10 @@ def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) 
     estimate = result.estimate
     return {
         "step_time_s": estimate.step_time,
+        "step_time_range_s": time_range(estimate.step_time, result.config),
         "causes_s": estimate.causes,
         "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
+        "memory_range_bytes": memory_range(estimate.memory.total),
         "fits": estimate.fits,
         "cost": costs,
         "layout": asdict(result.layout),

@@ -12,6 +12,7 @@ from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
+from pipeline.planner.accuracy import factors_text
 from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.planner.plan import JobPlan
 from pipeline.planner.state_memory import frozen_bytes, rank_state, state_tensors
@@ -56,6 +57,7 @@ def plan_lines(result: JobPlan) -> Iterator[str]:
     yield f"planned on {result.hardware.name} (details: stage=plan)"
     yield f"  {'memory':<14}{memory:9.1f} GB of {result.hardware.memory_gb:.1f} GB on the fullest rank"
     yield f"  {'step':<14}{result.estimate.step_time:9.2f} s"
+    yield f"  {factors_text(result.config)}"
 
 
 def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:

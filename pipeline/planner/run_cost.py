@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pipeline.config import warmup
+from pipeline.config.schema import RunConfig
+from pipeline.planner.accuracy import COVERED, time_range
 from pipeline.planner.plan import JobPlan, plan
 
 
@@ -40,10 +42,12 @@ def cost(result: JobPlan) -> dict[str, float]:
     }
 
 
-def cost_lines(costs: dict[str, float]) -> Iterator[str]:
-    """Yield the cost of the run, as `cost` returns it."""
+def cost_lines(costs: dict[str, float], config: RunConfig) -> Iterator[str]:
+    """Yield the cost of the run, as `cost` returns it, with the range of its time."""
     yield f"the run: {costs['tokens']:.3g} tokens = {costs['steps']:,.0f} steps, without checkpoints, failures and validation"
     yield f"  {duration(costs['days'] * 86400)}, {number(costs['node_hours'])} node-hours, {number(costs['gpu_hours'])} GPU-hours"
+    low, high = (duration(days * 86400) for days in time_range(costs["days"], config))
+    yield f"  {low} to {high}, and as much less or more of the others, contain {COVERED:.0%} of unseen runs"
     yield f"  {number(costs['mwh'])} MWh at the stated power of GPUs and nodes"
 
 

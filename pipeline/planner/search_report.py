@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
+from pipeline.planner.accuracy import factors_text, memory_range, time_range
 from pipeline.planner.plan import hardware_of
 from pipeline.planner.run_cost import cost, cost_lines, duration, run_seconds
 from pipeline.planner.search import Choice, SearchResult, search, why_slower
@@ -42,6 +43,7 @@ def search_lines(result: SearchResult) -> Iterator[str]:
     best = result.choices[0]
     counts = f"{result.legal:,} legal layouts, {result.fitting:,} may fit, {len(result.choices):,} of the simulated ones fit"
     yield f"{counts}; searched in {result.seconds:.1f} s"
+    yield factors_text(best.plan.config)
     yield f"  {'step':>10}{'run':>15}{'memory':>12}  {'loses by':<34}layout"
     for choice in result.choices[:LINES]:
         reason = "best" if choice is best else why_slower(choice, best)
@@ -50,7 +52,7 @@ def search_lines(result: SearchResult) -> Iterator[str]:
     for choice in result.front[:LINES]:
         yield f"  {_figures(choice)}  {' '.join(choice.settings)}"
     yield "the best layout"
-    yield from cost_lines(cost(best.plan))
+    yield from cost_lines(cost(best.plan), best.plan.config)
 
 
 def _figures(choice: Choice) -> str:
@@ -73,6 +75,8 @@ def choice_content(choice: Choice) -> dict[str, object]:
     return {
         "settings": list(choice.settings),
         "step_time_s": estimate.step_time,
+        "step_time_range_s": time_range(estimate.step_time, choice.plan.config),
+        "memory_range_bytes": memory_range(estimate.memory.total),
         "cost": cost(choice.plan),
         "causes_s": estimate.causes,
         "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},

@@ -17,7 +17,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.config.stages import plans_other_layouts
 from pipeline.launch import submission
-from pipeline.planner import measured_report, memory_check, plan_report, roofline_plot, search_report
+from pipeline.planner import accuracy, measured_report, memory_check, plan_report, roofline_plot, search_report
 from pipeline.planner.plan import hardware_of, plan, table
 from pipeline.planner.run_cost import cost
 from pipeline.planner.scaling import scaling_points
@@ -82,11 +82,18 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
 
 
 def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:
-    """Print the plan of a job that has run beside its measured step time and memory; cluster.hardware replaces that of the run."""
+    """Print the plan of a job that has run beside its measured step time and memory; cluster.hardware replaces that of the run.
+
+    With cluster.correction, the run is added to this file, and the correction that follows is printed.
+    """
     run, planned = measured_report.compare(config, run_dir)
     print("\n".join(measured_report.lines(run_dir, run, planned)))
+    correction, path = None, config.cluster.correction
+    if path is not None:
+        correction = measured_report.correct(config, run_dir, run, planned)
+        print("\n".join(["", *measured_report.correction_lines(path, correction)]))
     if out:
-        _write_json(out, measured_report.content(run, planned))
+        _write_json(out, measured_report.content(run, planned, correction))
 
 
 def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
@@ -107,6 +114,7 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
     training, points = config.training, []
     tokens = warmup.samples(training, training.steps) * training.sequence_length
     print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
+    print(accuracy.factors_text(config))
     print(search_report.SCALING_TITLES)
     for point in scaling_points(config):
         print(search_report.scaling_line(point), flush=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from pipeline.checkpoint import catalog
 from pipeline.common import events, git_commit, metrics_file
@@ -54,6 +55,7 @@ def recorded(
         step=step,
         nodes=sorted(set(hosts)),
         ranks=len(hosts),
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_initialized() else None,
         layout=text,
         origin=origin,
         version=git_commit.version(),

@@ -14,6 +14,7 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import detect
@@ -22,7 +23,7 @@ from pipeline.config.paths import CONF_DIR
 from pipeline.config.planned import job_stage
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
-from pipeline.planner import run_cost
+from pipeline.planner import run_cost, site_correction
 from pipeline.planner.plan import hardware_of, plan
 from pipeline.stages import plan as stage
 from tests.world import configured
@@ -257,3 +258,38 @@ def test_the_run_costs_what_its_steps_take():
 @pytest.mark.parametrize(("seconds", "text"), [(0.5, "0.50 seconds"), (90, "1.50 minutes"), (5400, "1.50 hours"), (129600, "1.50 days")])
 def test_durations_are_readable(seconds, text):
     assert run_cost.duration(seconds) == text
+
+
+def test_every_time_and_memory_has_a_range(printed, tmp_path):
+    """The printed and written ranges are those of accuracy.py; a correction of the site narrows those of times."""
+    text = printed(*TINY, f"stage.out={tmp_path}/plan.json")
+    found = json.loads((tmp_path / "plan.json").read_text())
+    low, high = found["step_time_range_s"]
+    assert low < found["step_time_s"] < high
+    assert f"{low:10.4f} to {high:.4f} s contains 80% of unseen runs" in text
+    low, high = found["memory_range_bytes"]
+    assert low < found["memory_bytes"]["total"] < high
+    assert f"{low / 1e9:9.2f} to {high / 1e9:.2f} GB" in text
+    assert re.search(r"the run: .*\n.*node-hours.*\n  \S+ \w+ to \S+ \w+, .* contain 80% of unseen runs", text)
+    assert "ranges that contain 80% of unseen runs" in printed(*TINY, "stage.search=true", "training.global_batch_size=64")
+    site_correction.write(tmp_path / "site.yaml", site_correction.SiteCorrection("a100-40", 1.25, 1.25))
+    text = printed(*TINY, f"stage.out={tmp_path}/site.json", f"cluster.correction={tmp_path}/site.yaml")
+    corrected = json.loads((tmp_path / "site.json").read_text())
+    assert corrected["step_time_s"] == pytest.approx(1.25 * found["step_time_s"], rel=1e-4)
+    assert f"corrected by {tmp_path}/site.yaml" in text
+    (own, other) = (range_[1] / range_[0] for range_ in (corrected["step_time_range_s"], found["step_time_range_s"]))
+    assert own < other
+
+
+def test_a_measured_run_corrects_later_plans(printed, tmp_path):
+    config = configured("stage=pretrain", *TINY[1:])
+    (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    seconds = 1.4 * plan(config, 4, hardware_of(config)).estimate.step_time
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": step, "seconds": seconds}) for step in range(9)))
+    words = ("stage=plan", f"stage.run={tmp_path}", f"cluster.correction={tmp_path}/site.yaml")
+    text = printed(*words)
+    assert "correction of a100-40 by 1 runs" in text
+    assert "DOES NOT CONTAIN" not in text
+    before, after = (float(value) for value in re.search(r"measured (\S+), corrected (\S+) ", text).groups())
+    assert before == pytest.approx(1 / 1.4, abs=1e-3)
+    assert before < after < 1

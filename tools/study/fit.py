@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.planner.trace import Trace
 from tools.study.cells import Contradiction, measured_step_time
 from tools.study.frameworks import FITTED
-from tools.study.runs import read
+from tools.study.runs import PublishedRun, read
 from tools.study.tables import predict
 
 #: Generation of GPUs -> its files in conf/hardware/, which share the fitted constants.
@@ -109,7 +109,7 @@ class Fit:
     """
 
     def __init__(self, rows: list[dict[str, str]], chosen: list[FittedConstant] | None = None) -> None:
-        self.constants, self._traces = chosen or constants(), dict[str, Trace]()
+        self.constants, self.traces = chosen or constants(), dict[str, Trace]()
         self.all = list(self._read(rows))
         by_source: dict[str, list[MeasuredRow]] = defaultdict(list)
         for sample in self.all:
@@ -134,8 +134,8 @@ class Fit:
         """Names of the sources."""
         return sorted({sample.source for sample in self.samples})
 
-    def residual(self, sample: MeasuredRow, x: Tensor) -> float:
-        """The logarithm of predicted over measured time."""
+    def run_of(self, sample: MeasuredRow, x: Tensor) -> PublishedRun:
+        """The run of a row with these logarithms of the constants."""
         changed: dict[str, dict[str, float]] = defaultdict(dict)
         frameworks = FITTED
         for constant, value in zip(self.constants, x.exp().tolist(), strict=True):
@@ -143,28 +143,33 @@ class Fit:
                 changed[file][constant.key] = min(value, constant.most)
             if not constant.files:
                 frameworks = replace(frameworks, **{constant.key: value})
-        run = read(sample.row, frameworks, changed)
-        return math.log(predict(run, self._traces).step_time / sample.measured)
+        return read(sample.row, frameworks, changed)
 
-    def residuals(self, x: Tensor) -> Tensor:
-        """The logarithms of predicted over measured time of all samples."""
-        return torch.tensor([self.residual(sample, x) for sample in self.samples], dtype=torch.float64)
+    def residual(self, sample: MeasuredRow, x: Tensor) -> float:
+        """The logarithm of predicted over measured time."""
+        return math.log(predict(self.run_of(sample, x), self.traces).step_time / sample.measured)
 
-    def jacobian(self, x: Tensor, at: Tensor) -> Tensor:
-        """Derivatives of the residuals by the logarithms of the constants, by differences."""
+    def residuals(self, x: Tensor, without: Collection[str] = ()) -> Tensor:
+        """The logarithms of predicted over measured time of all samples; 0 for those of publications that are left out."""
+        values = [0.0 if publication(sample.source) in without else self.residual(sample, x) for sample in self.samples]
+        return torch.tensor(values, dtype=torch.float64)
+
+    def jacobian(self, x: Tensor, at: Tensor, without: Collection[str] = ()) -> Tensor:
+        """Derivatives of the residuals by the logarithms of the constants, by differences; 0 for publications that are left out."""
         derivatives = torch.zeros(len(self.samples), len(self.constants), dtype=torch.float64)
         for column, constant in enumerate(self.constants):
             moved = x.clone()
             moved[column] -= STEP  # downwards: shares are at most one
             for index, sample in enumerate(self.samples):
-                if not constant.files or sample.file in constant.files:
+                depends = not constant.files or sample.file in constant.files
+                if depends and publication(sample.source) not in without:
                     derivatives[index, column] = (at[index] - self.residual(sample, moved)) / STEP
         return derivatives
 
-    def solve(self, x: Tensor, at: Tensor, jacobian: Tensor, without: str = "") -> Tensor:
-        """The constants with the least mean absolute error by a linear model of the residuals, without a source."""
+    def solve(self, x: Tensor, at: Tensor, jacobian: Tensor, without: Collection[str] = ()) -> Tensor:
+        """The constants with the least mean absolute error by a linear model of the residuals, without some publications."""
         counts: Mapping[str, int] = {source: sum(s.source == source for s in self.samples) for source in self.sources}
-        share = torch.tensor([0.0 if s.source == without else 1 / counts[s.source] for s in self.samples], dtype=torch.float64)
+        share = torch.tensor([0.0 if publication(s.source) in without else 1 / counts[s.source] for s in self.samples], dtype=torch.float64)
         pull = torch.eye(len(self.constants), dtype=torch.float64) * PULL
         # In the common fit, constants that no row depends on keep their values; those of a fabric have no neutral value but that of others.
         known = (jacobian.abs().sum(dim=0) > 0) & ~self.of_fabric
@@ -220,12 +225,45 @@ class Fit:
                 found[sample.source].append(math.exp(self.residual(sample, x)) - 1)
         return dict(found)
 
-    def left_out(self, x: Tensor, at: Tensor, jacobian: Tensor) -> dict[str, list[float]]:
-        """The errors of every source with constants that are fitted again without it, from the common fit."""
-        found: dict[str, list[float]] = {}
-        for source in self.sources:
-            found |= self.errors(self.solve(x, at, jacobian, source), source)
-        return found
+    def refitted(self, x: Tensor, at: Tensor, jacobian: Tensor, without: Collection[str], iterations: int = 1) -> Tensor:
+        """Return the constants that are fitted again without some publications.
+
+        Args:
+            x: constants of the common fit.
+            at: residuals there.
+            jacobian: their derivatives.
+            without: the publications; no residual and no derivative of their rows is used.
+            iterations: of Gauss-Newton after the linear solution from the common fit.
+        """
+        x = self.solve(x, at, jacobian, without)
+        for _ in range(iterations):
+            at = self.residuals(x, without)
+            x = self.solve(x, at, self.jacobian(x, at, without), without)
+        return x
+
+    def left_out(self, x: Tensor, at: Tensor, jacobian: Tensor, iterations: int = 1) -> dict[str, Tensor]:
+        """Return for every publication the constants that are fitted again without it."""
+        names = sorted({publication(source) for source in self.sources})
+        return {name: self.refitted(x, at, jacobian, (name,), iterations) for name in names}
+
+    def predicted_without(self, constants: Mapping[str, Tensor], only: Collection[str] = ()) -> dict[str, list[tuple[MeasuredRow, float]]]:
+        """Return the rows of every source with the logarithm of predicted over measured time.
+
+        Args:
+            constants: of every publication, as left_out returns them.
+            only: these publications; all when empty.
+        """
+        found: dict[str, list[tuple[MeasuredRow, float]]] = defaultdict(list)
+        for sample in self.all:
+            if only and publication(sample.source) not in only:
+                continue
+            found[sample.source].append((sample, self.residual(sample, constants[publication(sample.source)])))
+        return dict(found)
+
+
+def publication(source: str) -> str:
+    """Return what a source belongs to: rows of one publication differ in brackets only, and are left out together."""
+    return source.partition(" (")[0]
 
 
 def mean_error(errors: dict[str, list[float]]) -> float:

@@ -105,12 +105,8 @@ def _scores(row: dict[str, str], modern: bool) -> Literal["fused", "saved", "rec
 
 
 def _overlap(row: dict[str, str], modern: bool, sharding: Sharding) -> float:
-    """Share of the compute beside which collectives of data parallelism run."""
-    if sharding.stage == 3 and not modern and sharding.engine == "deepspeed":
-        return 0.7  # chosen by six runs of Narayanan et al. 2021
-    if modern or sharding.stage == 3:
-        return 0.9
-    return 0.5 if compiled(row) else 0.0  # 0.5 is chosen by runs of OneFlow; the first frameworks reduced after the backward pass
+    """Share of the compute beside which collectives of data parallelism run; the first frameworks reduced after the backward pass."""
+    return 0.9 if modern or sharding.stage == 3 or compiled(row) else 0.0
 
 
 def eager(row: dict[str, str], sharding: Sharding) -> bool:
