@@ -83,8 +83,9 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     check_nodes(config, ranks)
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
-    shards = registry.objective_of(config).data_key == "data.tokens"
-    read = dataclasses.replace(config, data=stage_in.staged(config.data)) if shards else config
+    key = registry.objective_of(config).data_key
+    staged = key in ("data.tokens", "data.instructions.train")
+    read = dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
     training_data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
     config = epochs.with_steps(config, training_data, ranks.rank)
     hooks = hooks_of(config)

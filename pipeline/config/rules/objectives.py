@@ -67,8 +67,8 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
     if config.model.objective != "causal":
         rule = f"trains models that predict the next token; model.family={config.model.family} has another objective"
         yield Violation("training.objective", training.objective, rule, "choose a decoder, or set training.objective=auto")
-    if config.stage.name != "evaluate" and not data.instructions.train:
-        fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}'
+    if config.stage.name != "evaluate" and not data.instructions.train and data.instructions.tokens is None:
+        fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}, or set data.instructions.tokens'
         yield Violation("data.instructions.train", [], "names no file", fix)
     if data.infill.rate > 0:
         yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
@@ -122,6 +122,7 @@ def _classification(config: RunConfig) -> Iterator[Violation]:
         rule = f"are the labels {', '.join(labels) or 'of no line'}; at least two different ones are required"
         yield Violation("data.instructions.labels", labels, rule, "add lines with other labels, or list the labels")
     for key, value, default in (
+        ("data.instructions.tokens", config.data.instructions.tokens, None),
         ("data.blend", ", ".join(sorted(config.data.blend)), ""),
         ("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", "0 entries"),
         ("parallel.context", config.parallel.context, 1),
