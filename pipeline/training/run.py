@@ -34,6 +34,7 @@ from pipeline.training import (
     epochs,
     loop,
     node_phases,
+    reference_answers,
     resume,
     rewinds,
     run_directory,
@@ -108,6 +109,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
             state = resume.begin(config, trainer, begin, training_data)
+            reference_answers.attach(config, trainer, begin, state, training_data, validation_data, watchdog.report)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))

@@ -6,15 +6,25 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from pipeline.common.errors import Violation
+from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig, TrainingConfig
 from pipeline.models.config import MaskedModelConfig
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the rules of the configured objective that are violated."""
-    if config.objective != "dpo" and (beta := config.training.dpo_beta) != TrainingConfig().dpo_beta:
-        rule = f"has no effect with the objective {config.objective}"
-        yield Violation("training.dpo_beta", beta, rule, "set training.objective=dpo, or remove it")
+    training, defaults = config.training, TrainingConfig()
+    for name in ("dpo_beta", "preference_loss", "simpo_margin") if config.objective != "dpo" else ():
+        if (value := getattr(training, name)) != getattr(defaults, name):
+            rule = f"has no effect with the objective {config.objective}"
+            yield Violation(f"training.{name}", value, rule, "set training.objective=dpo, or remove it")
+    if training.simpo_margin and training.preference_loss != "simpo":
+        rule = f"has no effect with training.preference_loss={training.preference_loss}"
+        yield Violation("training.simpo_margin", training.simpo_margin, rule, "set it to simpo, or remove the margin")
+    if config.data.instructions.reference is not None and not has_reference(config):
+        rule = "is not read by a loss without a reference model"
+        fix = "remove it, or set training.objective=dpo and another training.preference_loss than simpo and orpo"
+        yield Violation("data.instructions.reference", config.data.instructions.reference, rule, fix)
     yield from RULES[config.objective](config)
 
 
@@ -87,13 +97,10 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
 
 
 def _preferences(config: RunConfig) -> Iterator[Violation]:
-    """The reference model is the model without adapters."""
+    """With adapters, the reference model is the model without them."""
     yield from _supervised(config)
-    if config.stage.name == "evaluate":
+    if config.stage.name == "evaluate" or not has_reference(config):
         return
-    if config.lora.rank == 0:
-        rule = "trains adapters only: the reference model is the model without them"
-        yield Violation("training.objective", "dpo", rule, "set lora.rank=16, or another rank above 0")
     if config.lora.modules_to_save:
         rule = "would change the reference model, which is the model without adapters"
         yield Violation("lora.modules_to_save", ", ".join(config.lora.modules_to_save), rule, "leave it empty")

@@ -25,6 +25,7 @@ INPUTS = (
     "data.instructions.train",
     "data.instructions.validation",
     "data.instructions.tokens",
+    "data.instructions.reference",
     "dedup.against",
     "tokenizer.path",
     "tokenizer.source",
