@@ -1,4 +1,4 @@
-"""The losses of preferences, written from their papers and as TRL 0.2x computes them, for tests."""
+"""The losses of preferences, written from their papers and as TRL 1.16 computes them, for tests."""
 
 from __future__ import annotations
 

@@ -91,14 +91,14 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
     if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions, and prompts have none
         rule = "predicts further tokens from the labels of all positions, and prompts have none"
         yield Violation("model.mtp_depth", depth, rule, "choose a model without it")
-    if config.parallel.context > 1:
-        rule = "splits sequences by their positions, and those of packed examples begin at 0 several times"
-        yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
 
 
 def _preferences(config: RunConfig) -> Iterator[Violation]:
     """With adapters, the reference model is the model without them."""
     yield from _supervised(config)
+    if config.parallel.context > 1:
+        rule = "splits answers, and the loss of a pair is no sum over their tokens"
+        yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
     if config.stage.name == "evaluate" or not has_reference(config):
         return
     if config.lora.modules_to_save:
