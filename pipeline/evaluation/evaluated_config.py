@@ -40,7 +40,8 @@ def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
     path = native.find(Path(config.run_dir), "latest" if stage.checkpoint == ALL else stage.checkpoint)
     trained = native.read_index(path).config
     model, training = config_classes.from_dict(trained["model"]), config.training
-    if training.objective == "auto" and config.data.instructions.validation and model.objective == "causal":
+    lines = config.data.instructions.validation or config.data.instructions.tokens
+    if training.objective == "auto" and lines and model.objective == "causal":
         before = trained["training"].get("objective", "auto")
         training = replace(training, objective="supervised" if before == "auto" else before)
     if training.objective == "dpo" and trained["training"].get("objective") == "dpo":
@@ -54,7 +55,8 @@ def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
         lora = replace(lora_of(trained), adapter=None)
         if lora.rank == 0 and compares:
             rule = "has no adapter, and the reference of training.objective=dpo is the model without it"
-            raise UserError.of("stage.checkpoint", path, rule, "name a checkpoint of a run with adapters, or set stage.adapter")
+            fix = "name a checkpoint of a run with adapters, set stage.adapter, or evaluate with training.preference_loss=simpo or orpo"
+            raise UserError.of("stage.checkpoint", path, rule, fix)
     config = replace(config, model=model, training=replace(training, ema=None), lora=lora)
     if violations := check.evaluation_violations(config, world_size):
         raise UserError(violations)

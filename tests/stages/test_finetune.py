@@ -371,6 +371,8 @@ def test_a_run_from_packed_shards_is_that_from_files(base, tmp_path):
     pipeline(*settings(base, packed, *tuned, *shards))
     assert losses(packed) == losses(direct)
     assert metrics(packed)[-1]["validation_loss"] == metrics(direct)[-1]["validation_loss"]
+    files, folder = (evaluated(base, packed, word, tuned[-1], "stage.batches=1") for word in (validation, shards[0]))
+    assert files["validation_loss"] == folder["validation_loss"] == pytest.approx(metrics(packed)[-1]["validation_loss"], rel=1e-4)
     shutil.rmtree(packed / "checkpoints/step-00000008")
     run_ranks(2, *settings(base, packed, *tuned, *shards))
     assert losses(packed)[-4:] == pytest.approx(losses(direct)[4:], rel=1e-4)
