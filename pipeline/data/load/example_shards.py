@@ -94,9 +94,9 @@ class ExamplesInShards:
 
     def __init__(self, shards: Sequence[Shard], *, lazy_checks: bool, share: tuple[int, int]) -> None:
         """Read the index; arguments as of TokenStream."""
-        self.stream = TokenStream(shards, lazy_checks=lazy_checks, share=share)
+        self.stream = TokenStream(shards, lazy_checks=lazy_checks, share=share, streams=2)
         bits = [Shard(shard.path, {**shard.entry, **_as_tokens(shard.entry, "answers")}) for shard in shards]
-        self._bits = TokenStream(bits)
+        self._bits = TokenStream(bits, streams=2)
         lengths = [token_shards.lengths(shard.path, shard.entry) for shard in shards]
         counts = [np.fromfile(shard.path, "<u4", shard.entry["sequences"], offset=shard.entry["sequences_offset"]) for shard in shards]
         self.index = SequenceIndex(np.concatenate(lengths), np.concatenate(counts))
