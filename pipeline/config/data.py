@@ -88,6 +88,16 @@ class InstructionsConfig:
         'dpo: {"prompt": ..., "chosen": ..., "rejected": ...}; classification: {"text": TEXT, "label": TEXT}',
     )
     validation: list[str] = knob([], "validation files: JSON lines")
+    tokens: str | None = knob(
+        None,
+        "folder of packed examples: stage=tokenize writes the lines of train and validation to it once, in parallel, for the objective and "
+        "sequence length of the training group, and finetune reads it instead of them; default: every rank tokenizes the files",
+    )
+    reference: str | None = knob(
+        None,
+        "dpo: folder of the log-probabilities of the reference, which the first run computes with the weights that it begins with, and "
+        "later ones read; default: run_dir/reference if all weights are trained; none with adapters, the model without them computes them",
+    )
     pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
     labels: list[str] = knob([], "classification: the labels; default: those of the checkpoint, or of the training files")
     too_long: str = knob(

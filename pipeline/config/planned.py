@@ -16,7 +16,8 @@ TUNED = ("supervised", "dpo", "classification")
 def job_stage(config: RunConfig) -> str:
     """Return the stage of a planned job: finetune if it has settings that only fine-tuning reads, else pretrain."""
     training = config.training
-    tunes = bool(config.data.instructions.train) or training.objective in TUNED or training.context_factor != 1
+    files = config.data.instructions
+    tunes = bool(files.train or files.tokens) or training.objective in TUNED or training.context_factor != 1
     return "finetune" if tunes else "pretrain"
 
 

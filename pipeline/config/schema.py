@@ -36,7 +36,19 @@ class TrainingConfig:
         "which of two answers is preferred; classification: the label of a text (BERT, RoBERTa)",
         choices=("auto", "supervised", "dpo", "classification"),
     )
-    dpo_beta: float = knob(0.1, "dpo: strength of the penalty for leaving the reference model", above=0)
+    preference_loss: str = knob(
+        "sigmoid",
+        "dpo: the loss of a pair: DPO (sigmoid), DPO per token (sigmoid_norm), IPO, SLiC (hinge), or without a reference model SimPO and "
+        "ORPO",
+        choices=("sigmoid", "sigmoid_norm", "hinge", "ipo", "simpo", "orpo"),
+    )
+    dpo_beta: float = knob(
+        0.1,
+        "dpo: strength of the penalty for leaving the reference model, for orpo the weight of the odds ratio; sigmoid_norm and simpo "
+        "compare means over tokens and need larger ones, such as 5 and 2",
+        above=0,
+    )
+    simpo_margin: float = knob(0.0, "dpo: the margin between both rewards that preference_loss=simpo aims at", at_least=0)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     fake_quantize: str = knob(
         "none",

@@ -251,7 +251,10 @@ def plans_other_layouts(stage: StageConfig) -> bool:
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
     "shard": (StageConfig, "documents -> cleaned, deduplicated, shuffled text shards (multiple ranks: mpirun or srun)"),
     "train_tokenizer": (StageConfig, "text shards -> BPE, Unigram or WordPiece tokenizer (Hugging Face folder) and a report"),
-    "tokenize": (StageConfig, "text shards -> token shards (multiple ranks: mpirun or srun)"),
+    "tokenize": (
+        StageConfig,
+        "text shards -> token shards; or files of chats and prompts -> shards of packed examples (multiple ranks: mpirun or srun)",
+    ),
     "convert_tokens": (ConvertTokens, "token shards -> Megatron indexed datasets or Parquet; or Megatron indexed datasets -> token shards"),
     "pretrain": (StageConfig, "token shards -> checkpoints and metrics.jsonl (multiple ranks: torchrun or srun)"),
     "finetune": (
@@ -304,7 +307,7 @@ _TRAINING = (
 READS: dict[str, tuple[str, ...]] = {
     "shard": ("data", "clean", "dedup"),
     "train_tokenizer": ("tokenizer", "data"),
-    "tokenize": ("data", "tokenizer"),
+    "tokenize": ("data", "tokenizer", "training"),
     "convert_tokens": ("data", "tokenizer"),
     "pretrain": (*_TRAINING, "certify"),
     "finetune": (*_TRAINING, "tokenizer"),

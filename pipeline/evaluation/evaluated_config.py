@@ -14,6 +14,7 @@ from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.peft_format import configured, read_peft
 from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
+from pipeline.config.preferences import has_reference
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
@@ -39,19 +40,23 @@ def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
     path = native.find(Path(config.run_dir), "latest" if stage.checkpoint == ALL else stage.checkpoint)
     trained = native.read_index(path).config
     model, training = config_classes.from_dict(trained["model"]), config.training
-    if training.objective == "auto" and config.data.instructions.validation and model.objective == "causal":
+    lines = config.data.instructions.validation or config.data.instructions.tokens
+    if training.objective == "auto" and lines and model.objective == "causal":
         before = trained["training"].get("objective", "auto")
         training = replace(training, objective="supervised" if before == "auto" else before)
     if training.objective == "dpo" and trained["training"].get("objective") == "dpo":
-        training = replace(training, dpo_beta=trained["training"]["dpo_beta"])
+        names = ("dpo_beta", "preference_loss", "simpo_margin")
+        training = replace(training, **{name: trained["training"][name] for name in names if name in trained["training"]})
+    compares = has_reference(replace(config, model=model, training=training))
     lora = LoraConfig()
     if training.objective == "dpo" and stage.adapter is not None:
         lora = configured(LoraConfig(adapter=stage.adapter), read_peft(Path(stage.adapter), model, "stage.adapter"))
     elif training.objective == "dpo":
         lora = replace(lora_of(trained), adapter=None)
-        if lora.rank == 0:
+        if lora.rank == 0 and compares:
             rule = "has no adapter, and the reference of training.objective=dpo is the model without it"
-            raise UserError.of("stage.checkpoint", path, rule, "name a checkpoint of a run with adapters, or set stage.adapter")
+            fix = "name a checkpoint of a run with adapters, set stage.adapter, or evaluate with training.preference_loss=simpo or orpo"
+            raise UserError.of("stage.checkpoint", path, rule, fix)
     config = replace(config, model=model, training=replace(training, ema=None), lora=lora)
     if violations := check.evaluation_violations(config, world_size):
         raise UserError(violations)

@@ -152,7 +152,8 @@ def _model_violations(link: Link, before: Sequence[Link]) -> Iterator[Violation]
 
 def _output(config: RunConfig) -> Path | None:
     """The folder that a stage writes for later ones."""
-    folders = {"shard": config.data.shards, "train_tokenizer": config.tokenizer.path, "tokenize": config.data.tokens}
+    tokens = config.data.instructions.tokens or config.data.tokens
+    folders = {"shard": config.data.shards, "train_tokenizer": config.tokenizer.path, "tokenize": tokens}
     folders |= dict.fromkeys(TRAINING_STAGES, config.run_dir)
     return Path(folders[config.stage.name]).absolute() if config.stage.name in folders else None
 
@@ -168,6 +169,10 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, Path]]:
         "generate": ("run_dir",),
         "convert": ("run_dir",),
     }
+    if examples := config.data.instructions.tokens:
+        keys["tokenize"] = ("tokenizer.path",)
+        if config.stage.name == "finetune":
+            yield "data.instructions.tokens", Path(examples).absolute()
     values = {"data.shards": config.data.shards, "data.tokens": config.data.tokens, "tokenizer.path": config.tokenizer.path}
     values["run_dir"] = config.run_dir
     for key in keys.get(config.stage.name, ()):

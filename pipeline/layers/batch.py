@@ -22,7 +22,7 @@ class Batch(TypedDict, total=False):
         choices: int64 (batch, sequence), 1 for positions of a preferred answer, -1 for those of the answer that it is preferred to, 0 for
             padding; each row has both. The model then returns the loss of preferences (layers/preference.py).
         per_sequence: (batch,), any number: the model returns the sum of the loss over the targets of each sequence, fp32 (batch, 1).
-        reference: fp32 (batch, 3), beta of that loss, and the log-probabilities of both answers under the reference model.
+        reference: fp32 (batch, 2), the log-probabilities of both answers under the reference model; 0 for losses without one.
     """
 
     targets: Tensor

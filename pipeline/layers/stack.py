@@ -16,7 +16,7 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import MoE, SharedExpertMoE
 from pipeline.layers.position_bias import AlibiSlopes
-from pipeline.layers.preference import log_probabilities, preference_loss
+from pipeline.layers.preference import PreferenceLoss, log_probabilities, preference_loss
 from pipeline.layers.rotary import Rotary
 
 
@@ -112,6 +112,7 @@ class Stack(nn.Module):
 
     Attributes:
         measured: what the loss of preferences or of a classifier measures besides, for each batch since the caller cleared it.
+        preference: the loss of preferences.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Stack(nn.Module):
         self.norm = norm
         self.head: nn.Module | None = head
         self.measured: list[Tensor] = []
+        self.preference = PreferenceLoss()
         if tie_embeddings:
             output = head if isinstance(head, OutputHead) else head.output
             output.weight = embed.tokens.weight  # type: ignore[union-attr] # a head's own output, a Parameter
@@ -198,7 +200,7 @@ class Stack(nn.Module):
         """Return the loss of preferences, and without a reference the log-probabilities of the answers, (batch, 2)."""
         if "reference" not in batch:
             return answers
-        loss, rewards = preference_loss(answers, batch)
+        loss, rewards = preference_loss(answers, batch, self.preference)
         self.measured.append(rewards)
         return loss
 

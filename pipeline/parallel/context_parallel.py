@@ -51,7 +51,6 @@ def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str,
         Tokens (sequences, sequence / ranks), and the batch with positions. The batch also has a loss_scale, since the shards of a sequence
         may have different numbers of counted targets.
     """
-    assert "positions" not in batch, "context parallelism sets the positions of the tokens"
     local_tokens = tokens.shape[1] // group.size()
     positions = token_positions(group.rank(), group.size(), local_tokens, tokens.device)
     if kind == "ulysses":
@@ -60,7 +59,8 @@ def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str,
     for name in PER_TOKEN:
         if name in batch:
             local[name] = batch[name][:, positions]  # type: ignore[literal-required] # the names are Batch's
-    local["positions"] = positions.expand(len(tokens), -1)
+    # Those of the batch, which begin at 0 in every packed example, are for embeddings; attention masks have the places in the sequence.
+    local["positions"] = batch["positions"][:, positions] if "positions" in batch else positions.expand(len(tokens), -1)
     if "loss_scale" not in batch:
         local["loss_scale"] = _loss_scale(batch["targets"], micro_batches)
     return tokens[:, positions], local

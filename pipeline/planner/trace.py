@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.config import trained
 from pipeline.config.layout import Coordinates, Layout, may_compile
+from pipeline.config.preferences import has_reference, stores_reference
 from pipeline.config.schema import RunConfig
 from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.batch import Batch
@@ -236,13 +237,13 @@ def empty_inputs(config: RunConfig, device: torch.device | str = "meta") -> tupl
     if getattr(config.model, "next_sentence", False):
         batch["next_sentence"] = torch.empty(rows, dtype=torch.int64, device=device)
     if config.objective == "dpo":
-        batch["choices"], batch["reference"] = tokens.clone(), torch.empty(rows, 3, device=device)
+        batch["choices"], batch["reference"] = tokens.clone(), torch.empty(rows, 2, device=device)
     return tokens, batch
 
 
 def _reference(stage: Stack, config: RunConfig, recorder: Recorder, tokens: Tensor, batch: Batch) -> Recording | None:
-    """The forward pass of the reference model of DPO, which is the model without adapters; None for other objectives."""
-    if config.objective != "dpo":
+    """The forward pass of the reference model of DPO, which is the model without adapters; None if no step has one."""
+    if not has_reference(config) or stores_reference(config):
         return None
     given = batch.copy()
     given.pop("reference")

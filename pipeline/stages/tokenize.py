@@ -1,4 +1,7 @@
-"""tokenize: text shards -> token shards with the same names. The output is byte-identical for any number of ranks."""
+"""tokenize: text shards -> token shards with the same names; or files of examples -> shards of packed examples, for finetune.
+
+The output is byte-identical for any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
+from pipeline.data.load import prepare_examples
 from pipeline.data.tokenize import encoders, token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -22,7 +26,12 @@ log = logging.getLogger("pipeline")
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
-    """Write the folder `data.tokens` from the text shards of `data.shards` with the tokenizer of `tokenizer.path`."""
+    """Write `data.tokens` from the text shards of `data.shards`, or `data.instructions.tokens` from the files of that group."""
+    if config.data.instructions.tokens is not None:
+        mpi.share_cores(ranks)
+        with mpi.world(ranks, Path(config.data.instructions.tokens)) as comm:
+            prepare_examples.run(config, comm)
+        return
     shards, folder = Path(config.data.shards), Path(config.data.tokens)
     tokenizer = Path(config.tokenizer.path), config.tokenizer.end_of_document
     mpi.share_cores(ranks)

@@ -100,7 +100,8 @@ class BatchLoader:
         if length < arrays["tokens"].shape[1]:
             arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
         # Transferred as two bytes per token, then widened to eight on the device.
-        batch = {name: self._to_device(array).to(torch.int32 if name == "documents" else torch.int64) for name, array in arrays.items()}
+        dtypes = {"documents": torch.int32, "reference": torch.float32}
+        batch = {name: self._to_device(array).to(dtypes.get(name, torch.int64)) for name, array in arrays.items()}
         return batch.pop("tokens"), cast(Batch, batch)
 
     def _prefetch(self, requests: Iterator[tuple[np.ndarray, int, int]]) -> Iterator[DeviceBatch]:

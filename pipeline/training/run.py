@@ -34,6 +34,7 @@ from pipeline.training import (
     epochs,
     loop,
     node_phases,
+    reference_answers,
     resume,
     rewinds,
     run_directory,
@@ -83,8 +84,9 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     check_nodes(config, ranks)
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
-    shards = registry.objective_of(config).data_key == "data.tokens"
-    read = dataclasses.replace(config, data=stage_in.staged(config.data)) if shards else config
+    key = registry.objective_of(config).data_key
+    staged = key in ("data.tokens", "data.instructions.train")
+    read = dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
     training_data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
     config = epochs.with_steps(config, training_data, ranks.rank)
     hooks = hooks_of(config)
@@ -107,6 +109,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
             state = resume.begin(config, trainer, begin, training_data)
+            reference_answers.attach(config, trainer, begin, state, training_data, validation_data, watchdog.report)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))

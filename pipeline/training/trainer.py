@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,12 +12,13 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from pipeline.config import loss_weights
+from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
-from pipeline.layers.preference import PREFERENCE_SUMS
+from pipeline.layers.preference import PREFERENCE_SUMS, PreferenceLoss
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -43,6 +45,9 @@ class Trainer:
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
         self._reference: Pipeline | None = None
         self._loss_weights: dict[str, float] = {}
+        training = config.training
+        for stage in self.model.stage_modules():
+            stage.preference = PreferenceLoss(training.preference_loss, training.dpo_beta, training.simpo_margin)
         #: Called before every update of the optimizer: a checkpoint may be copying the weights.
         self.before_update: Callable[[], None] = lambda: None
 
@@ -123,17 +128,46 @@ class Trainer:
             return batch
         return _with_scale(batch, self._counts(batch))
 
+    def answers(self, tokens: Tensor, batch: Batch, *, full: bool) -> Tensor:
+        """Compute the log-probabilities of the answers of preferences; collective.
+
+        Args:
+            tokens, batch: as in train.
+            full: with full attention, as in evaluate, and not with that of training.
+
+        Returns:
+            fp64 (sequences, 2), of each sequence of the global batch, in the order of its samples; the same on every rank.
+        """
+        if self._config.lora.dropout:
+            self.model.eval()
+        with full_attention(self.model) if full else nullcontext():
+            found = self._answers(tokens, batch)
+        if self._config.lora.dropout:
+            self.model.train()
+        counts = torch.zeros(len(tokens), device=tokens.device)
+        return torch.stack([self._gather_sequences(column, counts)[0] for column in found.unbind(dim=1)], dim=1)
+
     def _with_reference(self, tokens: Tensor, batch: Batch) -> Batch:
-        """Add Batch.reference to a batch of preferences: the log-probabilities of the answers under the model without adapters."""
+        """Add Batch.reference to a batch of preferences that lacks it: the log-probabilities of the answers without adapters, or 0."""
         if "choices" not in batch:
             return batch
+        if "reference" in batch:
+            self._forget_measured()
+            return batch
+        if has_reference(self._config):
+            assert self._config.lora.rank, "training/reference_answers.py gives the log-probabilities to the data"
+            with without_adapters(self.model):
+                reference = self._answers(tokens, batch)
+        else:
+            reference = torch.zeros(len(tokens), 2, device=tokens.device)
+        self._forget_measured()
+        return {**batch, "reference": reference}
+
+    def _answers(self, tokens: Tensor, batch: Batch) -> Tensor:
+        """Return the log-probabilities of the answers of this rank's sequences, fp32 (sequences, 2); zeros without the last stage."""
         if self._reference is None:
             self._reference = Pipeline(self.model.stages, self._config, self.mesh, tuple(tokens.shape), values=2)
-        with without_adapters(self.model):
-            answers = self._reference.evaluate(tokens, batch).float()
-        beta = torch.full_like(answers[:, :1], self._config.training.dpo_beta)
-        self._forget_measured()
-        return {**batch, "reference": torch.cat([beta, answers], dim=1)}
+        return self._reference.evaluate(tokens, batch).float()
 
     def _measured(self, size: int) -> Tensor:
         """Return the sums of Stack.measured over the micro-batches of a step, fp32 (size,); zeros on ranks without the last stage."""

@@ -56,6 +56,15 @@ def test_ranks_of_a_node_make_one_copy(tokens: Path, tmp_path: Path, monkeypatch
     assert Path(found[0]).parent == tmp_path
 
 
+def test_only_the_shards_of_examples_are_copied_for_fine_tuning(tokens: Path, tmp_path: Path) -> None:
+    own = configured("stage=finetune", f"data.instructions.tokens={tokens}", f"data.stage_in={tmp_path}").data
+    found = stage_in.staged(own, examples=True)
+    assert Path(str(found.instructions.tokens)).parent == tmp_path
+    assert found.tokens == own.tokens
+    files = dataclasses.replace(own, instructions=dataclasses.replace(own.instructions, tokens=None))
+    assert stage_in.staged(files, examples=True) == files, "files are tokenized where they are"
+
+
 def test_folders_of_a_blend_are_copied_and_other_data_is_not(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL", str(tmp_path))
     own = dataclasses.replace(

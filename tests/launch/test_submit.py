@@ -173,6 +173,10 @@ def test_problems_of_all_stages_are_reported_at_once(slurm: Path, tmp_path: Path
         (("submit.stages=[plan]",), "is no batch job"),
         (("submit.stages=[shard,shard]",), "is named 2 times"),
         (("submit.stages=[tokenize,shard]",), "is read by tokenize before shard writes it .in stage tokenize."),
+        (
+            ("submit.stages=[finetune,tokenize]", "data.instructions.tokens=no/tokens", "data.instructions.train=[x.jsonl]"),
+            "no/tokens: is read by finetune before tokenize writes it",
+        ),
         (("submit.stages=[shard]", "submit.overrides.shrad=[data.seed=1]"), "did you mean submit.overrides.shard"),
         (("submit.stages=[shard]", "submit.overrides.shard=[stage=tokenize]"), "is set for the whole chain"),
         (("submit.stages=[shard]", "submit.overrides.shard=[data.seed]"), "is not of the form key=value"),

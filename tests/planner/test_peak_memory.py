@@ -50,7 +50,7 @@ def real(*settings: str) -> float:
     if config.objective == "dpo":
         batch["choices"] = torch.ones_like(tokens)
         batch["choices"][:, length // 2 :] = -1
-        batch["reference"] = torch.zeros(rows, 3)
+        batch["reference"] = torch.zeros(rows, 2)
     tracker = MemTracker()
     tracker.track_external(model)
     with tracker:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from pipeline.common.errors import UserError
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.training import finetuning
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
-from tests.helpers import pipeline
+from tests.helpers import pipeline, run_ranks
 from tests.world import configured
 
 TEMPLATE = (
@@ -300,7 +301,81 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     paths = (f"run_dir={base}", f"tokenizer.path={base / 'imported'}", "training.sequence_length=64")
     assert "has no adapter" in pipeline("stage=evaluate", *paths, "training.objective=dpo", held_out, expect=2)
     assert "data.instructions.validation=[]: names no file" in pipeline("stage=evaluate", *paths, "training.objective=supervised", expect=2)
-    assert "training.objective=dpo: trains adapters only" in pipeline(*settings(base, tmp_path / "no", *dpo, "lora.rank=0"), expect=2)
+
+
+@pytest.mark.slow
+def test_preferences_are_learned_by_all_weights(base, tmp_path):
+    """The reference's log-probabilities are computed once, also for a second run and after a restart on two ranks; SimPO has none."""
+    lines = [{"messages": [{"role": "user", "content": word}], "chosen": NUMBERS[word], "rejected": "null"} for word in NUMBERS] * 8
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:10]))
+    files = (f"data.instructions.train=[{tmp_path / 'pairs.jsonl'}]", f"data.instructions.validation=[{tmp_path / 'held_out.jsonl'}]")
+    tuned = ("training.objective=dpo", "optimizer.lr=0.002", "training.steps=12", "checkpoint.every=4", "checkpoint.keep=9", *files)
+    one, other, again = (tmp_path / name for name in ("one", "other", "again"))
+    printed = pipeline(*settings(base, one, *tuned))
+    assert "computing the reference log-probabilities of 32 pairs" in printed
+    found = losses(one)
+    assert found[0] == pytest.approx(math.log(2), rel=1e-5)
+    assert found[-1] < 0.5
+    assert metrics(one)[-1]["validation_loss"] < 0.6
+
+    # What is stored is what the stock model gives, in the order of the file.
+    stored = sorted((one / "reference").glob("*/answers.npy"), key=lambda path: path.stat().st_size)
+    assert [len(np.load(path)) for path in stored] == [10, 32]
+    stock = AutoModelForCausalLM.from_pretrained(base / "stock").eval()
+    for answers, line in zip(np.load(stored[1])[:4], lines, strict=False):
+        chats = [[*line["messages"], assistant(line[kind])] for kind in ("chosen", "rejected")]
+        expected = [float(answer_log_probabilities(stock, base, chat).sum()) for chat in chats]
+        assert answers.tolist() == pytest.approx(expected, rel=1e-4)
+
+    # Another run reads them; a resumed one too, on two ranks, and is refused without them.
+    shared = f"data.instructions.reference={one / 'reference'}"
+    printed = pipeline(*settings(base, other, *tuned, shared, "training.preference_loss=ipo"))
+    assert "computing the reference" not in printed
+    (again / "checkpoints").mkdir(parents=True)
+    shutil.copytree(one / "checkpoints/step-00000004", again / "checkpoints/step-00000004")
+    assert "the weights of the run are no longer those of its reference" in pipeline(*settings(base, again, *tuned), expect=2)
+    run_ranks(2, *settings(base, again, *tuned, shared))
+    assert losses(again) == pytest.approx(found[4:], rel=1e-4)
+    weights = (f"checkpoint.initialize_from={one}", f"tokenizer.path={base / 'imported'}")
+    printed = pipeline(*settings(base, tmp_path / "third", *tuned, shared, *weights), expect=2)
+    assert "has the log-probabilities of another reference" in printed
+    damaged = bytearray(stored[1].read_bytes())
+    damaged[-1] ^= 1
+    stored[1].write_bytes(damaged)
+    assert "is corrupt" in pipeline(*settings(base, tmp_path / "fourth", *tuned, shared), expect=2)
+
+    free = ("training.preference_loss=simpo", "training.dpo_beta=2", "training.simpo_margin=1")
+    pipeline(*settings(base, tmp_path / "simpo", *tuned, *free))
+    assert not (tmp_path / "simpo/reference").exists()
+    assert losses(tmp_path / "simpo")[-1] < 0.5 * losses(tmp_path / "simpo")[0]
+    scores = evaluated(base, tmp_path / "simpo", files[1], "stage.batches=1")
+    assert scores["validation_loss"] == pytest.approx(metrics(tmp_path / "simpo")[-1]["validation_loss"], rel=1e-3)
+    printed = pipeline(*settings(base, tmp_path / "no", *tuned, "training.preference_loss=orpo", shared), expect=2)
+    assert "is not read by a loss without a reference model" in printed
+    printed = pipeline(*settings(base, tmp_path / "no", "training.preference_loss=ipo"), expect=2)
+    assert "training.preference_loss=ipo: has no effect with the objective supervised" in printed
+
+
+@pytest.mark.slow
+def test_a_run_from_packed_shards_is_that_from_files(base, tmp_path):
+    """The same losses on one rank from files, and from shards in two jobs, the second of which has two ranks."""
+    direct, packed = tmp_path / "direct", tmp_path / "packed"
+    tuned = ("training.steps=8", "checkpoint.every=4", "checkpoint.keep=9", "data.shard_megabytes=0.004")
+    pipeline(*settings(base, direct, *tuned))
+    train, validation = (f"data.instructions.{split}=[{base / split}.jsonl]" for split in ("train", "validation"))
+    words = ("stage=tokenize", train, validation, f"tokenizer.path={base / 'imported'}", "training.sequence_length=64", tuned[-1])
+    pipeline(*words, f"data.instructions.tokens={tmp_path / 'tokens'}")
+    assert len(list((tmp_path / "tokens").glob("train-*.tar"))) > 3
+    shards = (f"data.instructions.tokens={tmp_path / 'tokens'}", "data.instructions.train=[]", "data.instructions.validation=[]")
+    pipeline(*settings(base, packed, *tuned, *shards))
+    assert losses(packed) == losses(direct)
+    assert metrics(packed)[-1]["validation_loss"] == metrics(direct)[-1]["validation_loss"]
+    files, folder = (evaluated(base, packed, word, tuned[-1], "stage.batches=1") for word in (validation, shards[0]))
+    assert files["validation_loss"] == folder["validation_loss"] == pytest.approx(metrics(packed)[-1]["validation_loss"], rel=1e-4)
+    shutil.rmtree(packed / "checkpoints/step-00000008")
+    run_ranks(2, *settings(base, packed, *tuned, *shards))
+    assert losses(packed)[-4:] == pytest.approx(losses(direct)[4:], rel=1e-4)
 
 
 @pytest.mark.slow

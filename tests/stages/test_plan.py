@@ -195,8 +195,8 @@ def test_fine_tuning_is_planned_as_the_job_that_it_is(printed, tmp_path):
     assert re.search(r"^  reference +\d", preferences, re.MULTILINE)
     encoder = ("stage=plan", "model=bert-tiny", *A100, "training.objective=classification", data, none)
     assert submitted(printed(*encoder), "finetune").objective == "classification"
-    with pytest.raises(UserError, match=r"set lora\.rank=16"):
-        printed(*TINY, data, none, "training.objective=dpo")
+    stored = printed(*TINY, data, none, "training.objective=dpo")
+    assert not re.search(r"^  reference +\d", stored, re.MULTILINE), "all weights: its log-probabilities are read"
     with pytest.raises(UserError, match="bidirectional encoder"):
         printed(*TINY, data, none, "training.objective=classification", "stage.search=true")
     assert "checkpoint.initialize_from is not set" in printed(*TINY, none, "lora.rank=4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from typing import Any
@@ -11,14 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pipeline.config.preferences import stores_reference
 from pipeline.data.load.objectives.preferences import Preferences
-from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
+from tests.layers.preference_losses import expected_losses
 from tests.training.expected import train_plain
 from tests.training.test_lora import initialized, settings
 from tests.world import configured, share, trainer
 
-STEPS, BETA = 3, 0.5
+STEPS, BETA, MARGIN = 3, 0.5, 0.3
 DPO = ("training.objective=dpo", f"training.dpo_beta={BETA}")
 
 
@@ -38,35 +40,39 @@ def pairs(config: Any, step: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]
 
 
 class Plain(nn.Module):
-    """The loss in plain PyTorch: answers are sequences of their own."""
+    """The loss in plain PyTorch: answers are sequences of their own. The reference is a copy of the initial model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kind: str = "sigmoid") -> None:
         super().__init__()
-        self.model = model
+        self.model, self.kind = model, kind
+        self._initial = [copy.deepcopy(model)]  # no submodule: it is not trained
         self.rewards: list[torch.Tensor] = []
 
     def forward(self, tokens: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
         targets = batch["targets"].view(-1, tokens.shape[1] // 2)
 
-        def answers() -> torch.Tensor:
-            logits = self.model(tokens.view(targets.shape))
+        def answers(model: nn.Module) -> torch.Tensor:
+            logits = model(tokens.view(targets.shape))
             values = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="none").view(targets.shape)
             return -values.sum(1).view(-1, 2)
 
-        with torch.no_grad(), without_adapters(self.model):
-            reference = answers()
+        with torch.no_grad():
+            initial = answers(self._initial[0])
         valid = (batch["targets"] != IGNORE).any(1)
-        rewards = BETA * (answers() - reference)[valid]
+        lengths = (targets != IGNORE).sum(1).view(-1, 2)[valid]
+        losses, rewards = expected_losses(self.kind, answers(self.model)[valid], initial[valid], lengths, BETA, MARGIN)
         if torch.is_grad_enabled():
             self.rewards.append(rewards.detach())
-        return -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
+        return losses.mean()
 
 
 @functools.cache
-def reference(name: str) -> list[tuple[float, ...]]:
+def reference(name: str, kind: str = "sigmoid", *more: str) -> list[tuple[float, ...]]:
     """Loss and gradient norm of each step; the means of both rewards, of their difference and of its sign."""
-    config = configured(*settings(name, *DPO))
-    model = Plain(initialized(config))
+    config = configured(*settings(name, *DPO, *more))
+    model = Plain(initialized(config), kind)
+    if config.lora.rank == 0:
+        model.requires_grad_()
     numbers = train_plain(config, [pairs(config, step) for step in range(STEPS)], model=model, own_loss=True).numbers
     rewards = torch.cat(model.rewards).view(STEPS, -1, 2)
     return [
@@ -75,12 +81,15 @@ def reference(name: str) -> list[tuple[float, ...]]:
     ]
 
 
-def train(name: str, layout: str) -> list[tuple[float, ...]]:
+def train(name: str, layout: str, *more: str) -> list[tuple[float, ...]]:
     words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
-    config, mine = trainer(*settings(name, *DPO, *words))
+    config, mine = trainer(*settings(name, *DPO, *words, *more))
     numbers = []
+    stored = [answers(mine, *pairs(config, step)) for step in range(STEPS)] if stores_reference(config) else []
     for step in range(STEPS):
         tokens, batch = pairs(config, step)
+        if stored:
+            batch["reference"] = stored[step]
         tokens, *values = share(mine, tokens, *batch.values())
         losses, counts = mine.evaluate(tokens, dict(zip(batch, values, strict=True)))
         measured = mine.measured(4)
@@ -92,6 +101,12 @@ def train(name: str, layout: str) -> list[tuple[float, ...]]:
         evaluated = Preferences.measures(None, measured.double().numpy())
         assert list(evaluated.values()) == pytest.approx(numbers[-1][2:], abs=1e-6)
     return numbers
+
+
+def answers(mine: Any, tokens: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The log-probabilities of the answers of a global batch under the weights of a trainer, as data that has been read."""
+    tokens, *values = share(mine, tokens, *batch.values())
+    return mine.answers(tokens, dict(zip(batch, values, strict=True)), full=False).float()
 
 
 LAYOUTS = [
@@ -112,6 +127,27 @@ def test_two_ranks_equal_a_plain_loop(worlds, name, layout):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-6)
 
 
+ALL_WEIGHTS = ("lora.rank=0", f"training.simpo_margin={MARGIN}", "optimizer.lr=0.002")
+LOSSES = [
+    ("llama", "sigmoid", "zero_stage=1 tensor=2"),
+    ("llama", "sigmoid_norm", "zero_stage=3"),
+    ("llama", "ipo", "zero_stage=0 pipeline=2 schedule=zbv"),
+    ("llama", "hinge", "zero_stage=2"),
+    ("mixtral", "simpo", "zero_stage=1 expert=2"),
+    ("llama", "orpo", "zero_stage=0 pipeline=2"),
+]
+
+
+@pytest.mark.parametrize("name, kind, layout", LOSSES)
+def test_all_weights_learn_by_every_loss(worlds, name, kind, layout):
+    """The reference is what the weights gave before the first step, of which only the log-probabilities are kept."""
+    more = (*ALL_WEIGHTS, f"training.preference_loss={kind}")
+    expected = torch.tensor(reference(name, kind, *more))
+    assert (expected[1:, 0] - expected[0, 0]).abs().max() > 1e-4, "training would not show"
+    for found in worlds(2).run(train, name, layout, *more):
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_models_with_a_head_of_their_own_have_this_loss():
     """DeepSeek's head has its MTP modules; without a reference, the answers' log-probabilities are returned."""
     config = configured(*settings("deepseek-grouped", "model.mtp_depth=0", *DPO))
@@ -120,7 +156,6 @@ def test_models_with_a_head_of_their_own_have_this_loss():
     with torch.no_grad():
         answers = model(tokens, **batch)
         assert answers.shape == (len(tokens), 2)
-        beta = torch.full((len(tokens), 1), BETA)
-        loss = model(tokens, **batch, reference=torch.cat([beta, answers], dim=1))
+        loss = model(tokens, **batch, reference=answers)
     assert float(loss) == pytest.approx(math.log(2))
     assert model.measured[0].tolist() == [0.0, 0.0, 0.0, len(tokens)]

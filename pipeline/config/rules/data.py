@@ -17,9 +17,21 @@ _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules of corpus names; for stages that read a blend, also those of the blend and its phases."""
     yield from _corpora(config.data)
+    if config.stage.name == "tokenize" and config.data.instructions.tokens is not None:
+        yield from _examples(config)
     if config.stage.name in PARALLEL_STAGES:
         yield from _blend(config.data)
         yield from _phases(config.data, config.training.sequence_length)
+
+
+def _examples(config: RunConfig) -> Iterator[Violation]:
+    """Packed examples are made of files, for an objective that packs them."""
+    if not config.data.instructions.train:
+        rule, fix = "names no file to write data.instructions.tokens from", "name .jsonl files, or remove that key to tokenize data.shards"
+        yield Violation("data.instructions.train", [], rule, fix)
+    if config.training.objective == "classification":
+        rule = "reads data.instructions.train directly"
+        yield Violation("training.objective", "classification", rule, "leave stage=tokenize out, or choose supervised or dpo")
 
 
 def _corpora(data: DataConfig) -> Iterator[Violation]:

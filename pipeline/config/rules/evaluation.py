@@ -22,7 +22,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if reads_average(wanted) and config.training.ema is None:
         rule = "evaluate averaged weights, and training.ema is not set"
         yield Violation("evaluation.overrides", wanted.overrides, rule, "set training.ema=0.999, or remove stage.weights=ema")
-    if wanted.validation and config.stage.name == "finetune" and not config.data.instructions.validation:
+    lines = config.data.instructions.validation or config.data.instructions.tokens
+    if wanted.validation and config.stage.name == "finetune" and not lines:
         fix = "name files in data.instructions.validation, or set it to false"
         yield Violation("evaluation.validation", True, "requires data.instructions.validation in stage=finetune", fix)
 

@@ -6,15 +6,25 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from pipeline.common.errors import Violation
+from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig, TrainingConfig
 from pipeline.models.config import MaskedModelConfig
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the rules of the configured objective that are violated."""
-    if config.objective != "dpo" and (beta := config.training.dpo_beta) != TrainingConfig().dpo_beta:
-        rule = f"has no effect with the objective {config.objective}"
-        yield Violation("training.dpo_beta", beta, rule, "set training.objective=dpo, or remove it")
+    training, defaults = config.training, TrainingConfig()
+    for name in ("dpo_beta", "preference_loss", "simpo_margin") if config.objective != "dpo" else ():
+        if (value := getattr(training, name)) != getattr(defaults, name):
+            rule = f"has no effect with the objective {config.objective}"
+            yield Violation(f"training.{name}", value, rule, "set training.objective=dpo, or remove it")
+    if training.simpo_margin and training.preference_loss != "simpo":
+        rule = f"has no effect with training.preference_loss={training.preference_loss}"
+        yield Violation("training.simpo_margin", training.simpo_margin, rule, "set it to simpo, or remove the margin")
+    if config.data.instructions.reference is not None and not has_reference(config):
+        rule = "is not read by a loss without a reference model"
+        fix = "remove it, or set training.objective=dpo and another training.preference_loss than simpo and orpo"
+        yield Violation("data.instructions.reference", config.data.instructions.reference, rule, fix)
     yield from RULES[config.objective](config)
 
 
@@ -67,8 +77,8 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
     if config.model.objective != "causal":
         rule = f"trains models that predict the next token; model.family={config.model.family} has another objective"
         yield Violation("training.objective", training.objective, rule, "choose a decoder, or set training.objective=auto")
-    if config.stage.name != "evaluate" and not data.instructions.train:
-        fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}'
+    if config.stage.name != "evaluate" and not data.instructions.train and data.instructions.tokens is None:
+        fix = 'name .jsonl files with lines {"messages": [...]} or {"prompt": ..., "completion": ...}, or set data.instructions.tokens'
         yield Violation("data.instructions.train", [], "names no file", fix)
     if data.infill.rate > 0:
         yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
@@ -81,19 +91,16 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
     if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions, and prompts have none
         rule = "predicts further tokens from the labels of all positions, and prompts have none"
         yield Violation("model.mtp_depth", depth, rule, "choose a model without it")
-    if config.parallel.context > 1:
-        rule = "splits sequences by their positions, and those of packed examples begin at 0 several times"
-        yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
 
 
 def _preferences(config: RunConfig) -> Iterator[Violation]:
-    """The reference model is the model without adapters."""
+    """With adapters, the reference model is the model without them."""
     yield from _supervised(config)
-    if config.stage.name == "evaluate":
+    if config.parallel.context > 1:
+        rule = "splits answers, and the loss of a pair is no sum over their tokens"
+        yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
+    if config.stage.name == "evaluate" or not has_reference(config):
         return
-    if config.lora.rank == 0:
-        rule = "trains adapters only: the reference model is the model without them"
-        yield Violation("training.objective", "dpo", rule, "set lora.rank=16, or another rank above 0")
     if config.lora.modules_to_save:
         rule = "would change the reference model, which is the model without adapters"
         yield Violation("lora.modules_to_save", ", ".join(config.lora.modules_to_save), rule, "leave it empty")
@@ -122,6 +129,7 @@ def _classification(config: RunConfig) -> Iterator[Violation]:
         rule = f"are the labels {', '.join(labels) or 'of no line'}; at least two different ones are required"
         yield Violation("data.instructions.labels", labels, rule, "add lines with other labels, or list the labels")
     for key, value, default in (
+        ("data.instructions.tokens", config.data.instructions.tokens, None),
         ("data.blend", ", ".join(sorted(config.data.blend)), ""),
         ("training.sequence_warmup", f"{len(config.training.sequence_warmup)} entries", "0 entries"),
         ("parallel.context", config.parallel.context, 1),

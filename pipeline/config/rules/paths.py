@@ -24,6 +24,8 @@ INPUTS = (
     "data.pairs.validation",
     "data.instructions.train",
     "data.instructions.validation",
+    "data.instructions.tokens",
+    "data.instructions.reference",
     "dedup.against",
     "tokenizer.path",
     "tokenizer.source",
@@ -83,7 +85,8 @@ def _output_folders(config: RunConfig) -> dict[str, str | None]:
     if stage.name == "shard":
         return {"data.shards": config.data.shards}
     if stage.name == "tokenize":
-        return {"data.tokens": config.data.tokens}
+        examples = config.data.instructions.tokens
+        return {"data.tokens": config.data.tokens} if examples is None else {"data.instructions.tokens": examples}
     if stage.name == "train_tokenizer":
         return {"tokenizer.path": config.tokenizer.path}
     return {"run_dir": config.run_dir}

@@ -187,7 +187,11 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
     """The corpora of the run, all tokenized with one tokenizer."""
     if not data.blend:
         folder = Path(data.tokens)
-        return [Corpus.of(folder, artifact.read(folder, key="data.tokens", stage="tokenize"), split)]
+        manifest = artifact.read(folder, key="data.tokens", stage="tokenize")
+        if "training.objective" in manifest.settings:
+            rule = "contains packed examples of stage=finetune, not text"
+            raise UserError.of("data.tokens", folder, rule, "name a folder that stage=tokenize wrote from data.shards")
+        return [Corpus.of(folder, manifest, split)]
     manifests: dict[Path, artifact.Manifest] = {}
     corpora: list[Corpus] = []
     problems: list[Violation] = []

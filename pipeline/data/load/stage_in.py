@@ -27,11 +27,12 @@ log = logging.getLogger("pipeline")
 _SPARE = 0.02
 
 
-def staged(data: DataConfig) -> DataConfig:
+def staged(data: DataConfig, *, examples: bool = False) -> DataConfig:
     """Return the configuration with the folders of the copies in place of data.tokens and data.blend.*.tokens.
 
     Args:
         data: of the run; without stage_in it is returned as it is.
+        examples: the run reads data.instructions, of which only the folder of shards is copied.
 
     Raises:
         UserError: data.stage_in is not a folder, or has no space for the shards.
@@ -46,6 +47,9 @@ def staged(data: DataConfig) -> DataConfig:
             copies[folder] = str(_copied(Path(folder), root)) if (Path(folder) / MANIFEST).is_file() else folder
         return copies[folder]
 
+    if examples:
+        tokens = data.instructions.tokens
+        return dataclasses.replace(data, instructions=dataclasses.replace(data.instructions, tokens=tokens and copy(tokens)))
     own = [name for name, corpus in data.blend.items() if corpus.tokens]
     blend = {name: dataclasses.replace(data.blend[name], tokens=copy(str(data.blend[name].tokens))) for name in own}
     tokens = data.tokens if data.blend and len(own) == len(data.blend) else copy(data.tokens)

@@ -51,13 +51,14 @@ class TokenStream:
         dtype: of the tokens on disk, little-endian.
     """
 
-    def __init__(self, shards: Sequence[Shard], *, lazy_checks: bool = False, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, shards: Sequence[Shard], *, lazy_checks: bool = False, share: tuple[int, int] = (0, 1), streams: int = 1) -> None:
         """Compute the offsets; no file is opened.
 
         Args:
             shards: in order, all of one dtype.
             lazy_checks: verify the checksum of a shard in a background thread when it is first opened.
             share: (rank, ranks): this process verifies every ranks-th shard, so that a job verifies each shard once.
+            streams: number of streams of the same shards, which share the limit on open files.
         """
         entries = [shard.entry for shard in shards]
         self.shards, self.lazy_checks, self.read_shards = shards, lazy_checks, np.zeros(len(shards), dtype=bool)
@@ -68,6 +69,7 @@ class TokenStream:
         self.dtype = np.dtype(entries[0]["dtype"] if entries else "u2").newbyteorder("<")
         assert all(entry["dtype"] == entries[0]["dtype"] for entry in entries)
         self._open: dict[int, _OpenShard] = {}
+        self._streams = streams
         self._lock = threading.Lock()
         self._retries = Retries()
         self._verifier = Verifier(self._retries)
@@ -166,12 +168,12 @@ class TokenStream:
         raise OSError(errno.EIO, "fewer bytes were read than the file has", shard.path)
 
     def _file(self, number: int) -> _OpenShard:
-        """The open file of a shard, from an LRU cache of OPEN_SHARDS files."""
+        """The open file of a shard, from an LRU cache of this stream's part of OPEN_SHARDS files."""
         with self._lock:
             file = self._open.pop(number, None) or _OpenShard(self.shards[number])
             self._open[number] = file
             self.read_shards[number] = True
-            if len(self._open) > OPEN_SHARDS:
+            if len(self._open) > OPEN_SHARDS // self._streams:
                 del self._open[next(iter(self._open))]
             self._verify_later(number)
         return file

@@ -4,6 +4,8 @@ A shard contains one sample of three members: `.tokens.npy` (uint16 or uint32, t
 by the end-of-document token; `.lengths.npy` (uint32, documents) is the number of tokens of every document; `.json` contains the metadata.
 The tokens are the first member and are written as they are produced, so that memory does not grow with the shard. The headers before them
 have a fixed size and are written at the end, when the number of tokens is known.
+
+Shards of fine-tuning (data/load/example_shards.py) have two members more.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import heapq
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -75,14 +77,16 @@ class Writer:
         self._lengths.append(lengths.astype("<u4"))
         self._tokens += len(tokens)
 
-    def close(self, **about: Any) -> dict[str, Any]:
-        """Write the headers, the lengths and the metadata.
+    def close(self, arrays: Mapping[str, np.ndarray] | None = None, /, **about: Any) -> dict[str, Any]:
+        """Write the headers, the lengths, further arrays and the metadata.
 
         Args:
+            arrays: name of a further member -> (n,) its content.
             about: additional metadata for the shard's `.json`.
 
         Returns:
-            The fields of the manifest entry that locate the arrays: dtype, tokens, documents, and the byte offsets of both arrays.
+            The fields of the manifest entry that locate the arrays: dtype, tokens, documents, and the byte offsets of the first two arrays;
+            of each further one its length, under its name, and NAME_offset.
         """
         lengths, handle = np.concatenate(self._lengths), self._handle
         content = _HEADERS - tar.BLOCK + self._tokens * self._dtype.itemsize
@@ -90,11 +94,15 @@ class Writer:
         handle.write(tar.padding(content))
         after = handle.tell()
         handle.write(tar.member(f"{self._stem}.lengths.npy", _npy_header(lengths.dtype, len(lengths)) + lengths.tobytes()))
+        places = {}
+        for name, values in (arrays or {}).items():
+            counts[name], places[f"{name}_offset"] = len(values), handle.tell() + _HEADERS
+            handle.write(tar.member(f"{self._stem}.{name}.npy", _npy_header(values.dtype, len(values)) + values.tobytes()))
         handle.write(tar.member(f"{self._stem}.json", json.dumps({**counts, **about}).encode()))
         handle.write(tar.END)
         handle.seek(0)
         handle.write(tar.header(f"{self._stem}.tokens.npy", content) + _npy_header(self._dtype, self._tokens))
-        return {**counts, "offset": _HEADERS, "lengths_offset": after + _HEADERS}
+        return {**counts, "offset": _HEADERS, "lengths_offset": after + _HEADERS, **places}
 
 
 def write(

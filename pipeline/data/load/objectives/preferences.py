@@ -16,15 +16,20 @@ class Preferences(Supervised):
     #: Those of layers/preference.py preference_loss, which loads torch.
     sums: int = 4
 
+    #: fp32 (pairs, 2), log-probabilities of both answers under the reference model, in the order of the files; None if steps compute them.
+    reference: np.ndarray | None = None
+
     @property
     def documents(self) -> int:
         """See Objective: pairs."""
         return int(self.samples.counts[0])
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See Objective: as Supervised, and the choices."""
+        """See Objective: as Supervised, the choices, and the log-probabilities of the reference if they are known, fp32 (n, 2)."""
         arrays = super().arrays(indices)
         arrays["choices"] = np.select([arrays["documents"] == 0, arrays["documents"] == 1], [1, -1], 0)
+        if self.reference is not None:
+            arrays["reference"] = self.reference[self.samples.places(indices)]
         return arrays
 
     def measures(self, sums: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import numpy as np
 import xxhash
 
-from pipeline.data.load.instructions import Instructions, open_files
+from pipeline.data.load.instructions import Instructions, open_files, open_folder
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.load.sample_config import SampleConfig
@@ -23,7 +23,7 @@ class Supervised(Objective):
     """Packed examples. Only tokens of answers are targets; an example attends to nothing but itself, and its positions begin at 0."""
 
     settings: ClassVar[tuple[str, ...]] = (
-        *("data.instructions.pack", "data.instructions.too_long"),
+        *("data.instructions.pack", "data.instructions.too_long", "data.instructions.tokens", "data.shard_megabytes"),
         *("tokenizer.path", "tokenizer.end_of_document", "tokenizer.chat_template"),
     )
     data_key: ClassVar[str] = "data.instructions.train"
@@ -39,26 +39,54 @@ class Supervised(Objective):
 
     @classmethod
     def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
-        """See Objective: data.instructions.train, shuffled."""
-        return cls._open(config, config.data.instructions.train, "data.instructions.train", share, config.training.seed)
+        """See Objective: data.instructions.train, or the shards of data.instructions.tokens, shuffled."""
+        seed = config.training.seed
+        if config.data.instructions.tokens is None:
+            return cls._open(config, config.data.instructions.train, "data.instructions.train", share, seed)
+        samples = open_folder(config, "train", share, seed)
+        assert samples is not None  # stage=tokenize requires training files
+        return cls(samples, config.training.sequence_length)
 
     @classmethod
     def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
-        """See Objective: data.instructions.validation in file order; None if it names no file."""
+        """See Objective: data.instructions.validation in file order, or those of data.instructions.tokens; None if there are none."""
         paths = config.data.instructions.validation
+        if config.data.instructions.tokens is not None:
+            samples = open_folder(config, "validation", share, None)
+            return None if samples is None else cls(samples, config.training.sequence_length)
         return cls._open(config, paths, "data.instructions.validation", share, None) if paths else None
 
     @classmethod
-    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+    def tokenizer_of(cls, config: SampleConfig) -> tuple[TextEncoder, ExampleReader]:
+        """Open the tokenizer, and the reader of lines.
+
+        Raises:
+            UserError: the folder has no tokenizer, or its chat template cannot be compiled.
+        """
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         encoder = TextEncoder(folder, config.tokenizer.end_of_document)
-        pack, limit = config.data.instructions.pack, config.data.quarantine_limit
         template = chat_template.of(config.tokenizer)
-        reader = cls.reader(folder, encoder.end_of_document, length + 1, config.data.instructions.too_long, template)
+        return encoder, cls.reader(folder, encoder.end_of_document, length + 1, config.data.instructions.too_long, template)
+
+    @classmethod
+    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+        encoder, reader = cls.tokenizer_of(config)
+        length, template = config.training.sequence_length, chat_template.of(config.tokenizer)
         report = Path(config.run_dir) if share[0] == 0 else None
         if template is not None and template.is_dated and report is not None:
             log.warning("the chat template writes the date of today: on another day the same chats have other tokens")
-        samples = open_files(paths, reader, encoder, key=key, length=length, pack=pack, seed=seed, limit=limit, report=report)
+        samples = open_files(
+            paths,
+            reader,
+            encoder,
+            key=key,
+            length=length,
+            pack=config.data.instructions.pack,
+            seed=seed,
+            limit=config.data.quarantine_limit,
+            megabytes=config.data.shard_megabytes,
+            report=report,
+        )
         return cls(samples, length)
 
     @property
@@ -67,7 +95,7 @@ class Supervised(Objective):
         return self.samples.examples
 
     def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
-        """See Objective: the lines, the tokenizer, its chat template, and packing."""
+        """See Objective: the sequences, the tokenizer, and packing."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], corpus.totals["end_of_document"], config.data.instructions.pack)
         return xxhash.xxh3_64_hexdigest(repr(content).encode())
