@@ -35,14 +35,31 @@ class RingCore:
         assert mask.bias is None, "ring attention does not shard a bias per query and key"
         assert mask.key_documents is None, "ring attention supports self-attention only"
         assert mask.key_positions is None, "ring attention supports self-attention only"
-        documents = mask.documents
-        if documents is not None:
-            local: Tensor = documents
-            documents = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
         out, _ = ring_attention(
-            q, k, v, documents, mask.slopes, mask.prefix, group=self.group.group_name, causal=mask.causal, window=window, scale=scale
+            q,
+            k,
+            v,
+            self._documents(mask),
+            mask.slopes,
+            mask.prefix,
+            group=self.group.group_name,
+            causal=mask.causal,
+            window=window,
+            scale=scale,
         )
         return out
+
+    def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:  # noqa: ARG002 - the interface of cores
+        """Gather the documents of all tokens; see prepare (layers/attention_kernel.py)."""
+        self._documents(mask)
+
+    def _documents(self, mask: Mask) -> Tensor | None:
+        """Return the documents of all tokens, (ranks, batch, tokens); None without a document mask."""
+        local = mask.documents
+        if local is None:
+            return None
+        documents: Tensor = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
+        return documents
 
 
 @dataclass(frozen=True)
