@@ -35,6 +35,8 @@ class RingCore:
         assert mask.bias is None, "ring attention does not shard a bias per query and key"
         assert mask.key_documents is None, "ring attention supports self-attention only"
         assert mask.key_positions is None, "ring attention supports self-attention only"
+        if window is not None and window >= q.shape[2] * self.group.size():
+            window = None  # of a model whose window no sequence exceeds: without a rule, a fused kernel applies
         out, _ = ring_attention(
             q,
             k,
@@ -97,16 +99,9 @@ class RingPlan:
 
     def block(self, step: int) -> AttentionBlock | None:
         """The attention block of a step, None when no query attends to any of its keys."""
-        rank, source = self.group.rank(), self.source(step)
-        half, full = self.tokens // 2, slice(0, self.tokens)
-        if not self.mask.causal or self.mask.prefix is not None:
-            return AttentionBlock(full, full, self._block_mask(source, full, full))
-        distance = abs(rank - source)
-        if self.window is not None and (distance - 1) * half + 1 >= self.window:
-            return None  # even the nearest key is outside the window
-        queries = full if source <= rank else slice(half, self.tokens)
-        keys = full if source >= rank else slice(0, half)
-        return AttentionBlock(queries, keys, self._block_mask(source, queries, keys))
+        source, causal = self.source(step), self.mask.causal and self.mask.prefix is None
+        found = attended(self.group.rank(), source, self.tokens, causal=causal, window=self.window)
+        return None if found is None else AttentionBlock(*found, self._block_mask(source, *found))
 
     def _block_mask(self, source: int, queries: slice, keys: slice) -> Mask:
         """The mask between a slice of the local queries and a slice of the keys of rank `source`."""
@@ -122,6 +117,23 @@ class RingPlan:
             positions=token_positions(rank, ranks, self.tokens, self.device)[None, queries],
             key_positions=token_positions(source, ranks, self.tokens, self.device)[None, keys],
         )
+
+
+def attended(rank: int, source: int, tokens: int, *, causal: bool, window: int | None) -> tuple[slice, slice] | None:
+    """Return which of its queries a rank attends with, and to which keys of rank `source`; None if to none.
+
+    Args:
+        rank, source: of the ring.
+        tokens: of a rank.
+        causal: a query does not attend to later positions.
+        window: as in Mask.visible.
+    """
+    half, full = tokens // 2, slice(0, tokens)
+    if not causal:
+        return full, full
+    if window is not None and (abs(rank - source) - 1) * half + 1 >= window:
+        return None  # even the nearest key is outside the window
+    return full if source <= rank else slice(half, tokens), full if source >= rank else slice(0, half)
 
 
 def token_positions(rank: int, ranks: int, tokens: int, device: torch.device) -> Tensor:
