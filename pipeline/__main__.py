@@ -178,7 +178,7 @@ def run_one(composed: object, command: Command | None = None) -> None:
     from pipeline.common import ends, git_commit, ranks
     from pipeline.common.errors import CheckFailed, RunFailed, ToBeContinued, UserError
     from pipeline.common.progress import set_up_logging
-    from pipeline.config import compose, deepspeed_json, layout
+    from pipeline.config import compose, deepspeed_json, layout, ring_kernels
     from pipeline.config.rules import check
     from pipeline.launch import job
 
@@ -198,6 +198,8 @@ def run_one(composed: object, command: Command | None = None) -> None:
             log.info("%s%s: run_dir=%s, tannschen %s", kind, config.stage.name, config.run_dir, git_commit.version())
             for line in deepspeed_json.lines(config.parallel.deepspeed) if config.parallel.deepspeed else ():
                 log.info("%s", line)
+            if text := ring_kernels.notice(config):
+                log.warning("%s", text)
         job.warn_of_other_size(config.cluster, config.stage.name, here)
         from pipeline import stages
 

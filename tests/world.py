@@ -65,9 +65,9 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
     """Be a rank."""
     pipe = Connection(pipe_fd)
     torch.set_num_threads(1)
-    from pipeline.parallel import mesh as meshes
+    from pipeline.parallel import open_files
 
-    meshes.allow_many_connections()
+    open_files.allow_many_connections()
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()

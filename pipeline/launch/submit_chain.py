@@ -13,6 +13,7 @@ from pathlib import Path
 from pipeline.common import locks
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import UserError, Violation
+from pipeline.config import ring_kernels
 from pipeline.config.schema import RunConfig
 from pipeline.launch import conf_copy, in_use, job, moldable, queues, sbatch, site, snapshot, stage_chain
 from pipeline.launch.stage_chain import Link
@@ -37,6 +38,8 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
         raise UserError(found)
     for link in links:
         if text := moldable.idle_text(link.config):
+            log.warning("%s: %s", link.stage, text)
+        if text := ring_kernels.notice(link.config):
             log.warning("%s: %s", link.stage, text)
     if text := site.other_architecture(config.cluster):
         log.warning("%s", text)

@@ -156,25 +156,27 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None
         return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
 
 
-def prepare(core: Any, mask: Mask, window: int | None, tokens: Tensor | None = None) -> None:
+def prepare(core: Any, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:
     """Compute what a core derives from a mask, once and outside of the blocks, which would all compute it if compiled.
 
     Args:
-        core: of a layer with self-attention; nothing is done for the cores of context parallelism and of LongLoRA, which change the mask.
-        mask: of the blocks.
+        core: of an attention layer. A core that derives other masks from the given one has a `prepare` method with the other arguments;
+            nothing is done for other cores (LongLoRA, key-value caches).
+        mask: of the layer.
         window: of the layer.
-        tokens: of the full sequences, (batch, sequence); None where they are not known, as in later pipeline stages: without documents,
-            each of their blocks then computes its mask.
+        shape: (batch, queries, keys) on this rank; None where the caller does not know it, and each block computes its mask.
+        device: of queries and keys.
     """
-    given = mask.documents if mask.documents is not None or mask.positions is not None else tokens
-    if given is None or mask.key_documents is not None or core not in (automatic, flex, sdpa, plain):
+    if (own := getattr(core, "prepare", None)) is not None:
+        own(mask, window, shape, device)
+    if shape is None or core not in (automatic, flex, sdpa, plain):
         return
-    batch, length = given.shape
-    if core is flex or (core is automatic and given.is_cuda and mask.bias is None):
-        if core is flex or mask.slopes is not None or mask.has_rules(length, window):
-            block_mask(mask, (batch, length, length), given.device, window)
-    elif mask.documents is not None:
-        mask.visible(length, length, given.device, window)
+    _, queries, keys = shape
+    if core is flex or (core is automatic and device.type == "cuda" and mask.bias is None):
+        if core is flex or mask.slopes is not None or mask.has_rules(keys, window):
+            block_mask(mask, shape, device, window)
+    else:
+        mask.visible(queries, keys, device, window)
 
 
 def pad_values(q: Tensor, v: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import RelativeBias
-from pipeline.layers.stack import Stack
+from pipeline.layers.stack import Stack, prepare_layer
 
 
 class EncoderDecoder(Stack):
@@ -76,7 +76,7 @@ class EncoderDecoder(Stack):
         return encoder_states, decoder_states.clone() if decoder_states is decoder_input else decoder_states
 
     def attention_contexts(self, encoder_states: Tensor, decoder_states: Tensor, batch: Batch) -> tuple[AttentionContext, AttentionContext]:
-        """Return the contexts of the encoder's and the decoder's blocks."""
+        """Return the contexts of the encoder's and the decoder's blocks, and compute what the blocks derive from their masks."""
         # Under sequence parallelism both states are slices along the sequence by the same factor, known from the decoder's full length.
         length = batch["decoder_tokens"].shape[1]
         source = encoder_states.shape[1] * (length // decoder_states.shape[1])
@@ -86,4 +86,12 @@ class EncoderDecoder(Stack):
         encoder_bias = self.encoder_bias(source) if self.encoder_bias is not None and min(indices) < self.encoder_blocks else None
         decoder_bias = self.decoder_bias(length) if self.decoder_bias is not None and max(indices) >= self.encoder_blocks else None
         encoder = AttentionContext(Mask(causal=False, documents=documents, bias=encoder_bias))
-        return encoder, AttentionContext(Mask(bias=decoder_bias), cross=Mask(causal=False, key_documents=documents))
+        decoder = AttentionContext(Mask(bias=decoder_bias), cross=Mask(causal=False, key_documents=documents))
+        batch_size, device = encoder_states.shape[0], encoder_states.device
+        for index, block in self.blocks.items():
+            if int(index) < self.encoder_blocks:
+                prepare_layer(block.attention, encoder.mask, (batch_size, source, source), device)
+            else:
+                prepare_layer(block.attention, decoder.mask, (batch_size, length, length), device)
+                prepare_layer(block.cross, decoder.cross, (batch_size, length, source), device)
+        return encoder, decoder

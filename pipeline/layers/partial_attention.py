@@ -32,13 +32,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None =
     kernel = partial_kernel(*facts_of(q, k, v, mask, window))
     if kernel != "unfused":
         return flash_forward(kernel, q, k, v, causal=mask.causal, scale=scale)
-    outputs, lses = [], []
-    for rows, chunk_mask in _row_chunks(q, k, mask):
-        scores = _scores(q[:, :, rows], k, chunk_mask, window, scale)
-        lses.append(scores.logsumexp(dim=3))
-        weights = _probabilities(scores, lses[-1]).to(v.dtype)
-        outputs.append(_ungroup_queries(_group_queries(weights, v) @ v, q))
+    chunks = [_forward_chunk(q[:, :, rows], k, v, chunk_mask, window, scale) for rows, chunk_mask in _row_chunks(q, k, mask)]
+    outputs, lses = zip(*chunks, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
+
+
+def _forward_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Compute `forward` unfused. A function, so that its scores are freed before the next chunk has any."""
+    scores = _scores(q, k, mask, window, scale)
+    lse = scores.logsumexp(dim=3)
+    weights = _probabilities(scores, lse).to(v.dtype)
+    return _ungroup_queries(_group_queries(weights, v) @ v, q), lse
 
 
 def backward(
@@ -74,16 +78,24 @@ def backward(
     compute_dtype = lse.dtype
     grads_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=compute_dtype), torch.zeros_like(v, dtype=compute_dtype)
     for rows, chunk_mask in _row_chunks(q, k, mask):
-        chunk, chunk_grad = q[:, :, rows], grad[:, :, rows]
-        weights = _probabilities(_scores(chunk, k, chunk_mask, window, scale), lse[:, :, rows])
-        grouped_grad = _group_queries(chunk_grad, v)
-        grad_v += _group_queries(weights.to(v.dtype), v).transpose(2, 3) @ grouped_grad
-        grad_weights = _ungroup_queries(grouped_grad @ v.transpose(2, 3), q).to(compute_dtype)
-        delta = (chunk_grad.to(compute_dtype) * out[:, :, rows].to(compute_dtype)).sum(dim=3, keepdim=True)
-        grad_scores = _group_queries((weights * (grad_weights - delta) * factor).to(q.dtype), k)
-        grads_q.append(_ungroup_queries(grad_scores @ k, q))
-        grad_k += grad_scores.transpose(2, 3) @ _group_queries(chunk, k)
+        weights = _probabilities(_scores(q[:, :, rows], k, chunk_mask, window, scale), lse[:, :, rows])
+        grads_q.append(_backward_chunk(weights, grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], factor, (grad_k, grad_v)))
+        del weights  # before the next chunk has any
     return torch.cat(grads_q, dim=2), grad_k, grad_v
+
+
+def _backward_chunk(
+    weights: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, factor: float, sums: tuple[Tensor, Tensor]
+) -> Tensor:
+    """Return the gradient of some queries, and add to those of k and v (`sums`); weights are the probabilities of their scores."""
+    grad_k, grad_v = sums
+    grouped_grad = _group_queries(grad, v)
+    grad_v += _group_queries(weights.to(v.dtype), v).transpose(2, 3) @ grouped_grad
+    grad_weights = _ungroup_queries(grouped_grad @ v.transpose(2, 3), q).to(weights.dtype)
+    delta = (grad.to(weights.dtype) * out.to(weights.dtype)).sum(dim=3, keepdim=True)
+    grad_scores = _group_queries((weights * (grad_weights - delta) * factor).to(q.dtype), k)
+    grad_k += grad_scores.transpose(2, 3) @ _group_queries(q, k)
+    return _ungroup_queries(grad_scores @ k, q)
 
 
 def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Unpack, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -89,6 +89,16 @@ class Block(nn.Module):
         return self.mlp(x, context) if isinstance(self.mlp, MoE | SharedExpertMoE) else self.mlp(x)
 
 
+def prepare_layer(attention: Any, mask: Mask, shape: tuple[int, int, int] | None, device: torch.device) -> None:
+    """Compute what the blocks derive from a mask outside of them; mask, shape and device as in attention_kernel.prepare.
+
+    Args:
+        attention: the self-attention or cross-attention of a block; nothing is done for layers without a core.
+    """
+    if (core := getattr(attention, "core", None)) is not None:
+        prepare(core, mask, getattr(attention, "window", None), shape, device)
+
+
 def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
     """Apply a norm, if there is one."""
     return x if norm is None else norm(x)
@@ -157,9 +167,11 @@ class Stack(nn.Module):
         """Return the output of the last block, (batch, sequence, hidden), and the context of the blocks; arguments as in forward."""
         # Do not take the sequence length from x: under sequence parallelism, x is a slice along the sequence.
         context = self.attention_context(batch)
-        tokens = x if self.embed is not None else None
+        # A stage without an embedding has the targets of all tokens: its input may be a slice along the sequence.
+        tokens = x if self.embed is not None else batch.get("targets")
+        shape = None if tokens is None else (*tokens.shape, tokens.shape[1])
         for block in self.blocks.values():
-            prepare(getattr(block.attention, "core", None), context.mask, getattr(block.attention, "window", None), tokens)
+            prepare_layer(block.attention, context.mask, shape, x.device)
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
         for block in self.blocks.values():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import resource
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout
-from pipeline.parallel import cpu_affinity, rehearsed_group
+from pipeline.parallel import cpu_affinity, open_files, rehearsed_group
 from pipeline.parallel import device as rank_device
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
@@ -98,14 +96,16 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
         minutes: training.timeout_minutes. Ranks wait for each other INPUT_OUTPUT times as long, since they load and save for so long.
 
     Raises:
-        UserError: another rank uses the GPU of this one.
+        UserError: another rank uses the GPU of this one, or rank 0 may not open a connection to every rank.
     """
     timeout = timedelta(minutes=minutes * INPUT_OUTPUT)
     device = rank_device.choose(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         cpu_affinity.bind(device)
-    allow_many_connections()
+    open_files.allow_many_connections()
+    if rank == 0 and init_method.startswith("tcp://"):
+        open_files.check_store(world_size)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
@@ -113,18 +113,6 @@ def init_distributed(rank: int, world_size: int, local_rank: int, init_method: s
         dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
         rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())
     return device
-
-
-def allow_many_connections() -> None:
-    """Let gloo connect two ranks when they first communicate, instead of each with all others, and raise the number of files to the limit.
-
-    The default group would otherwise need a file for every rank of the job, where 1,024 are usual, and two requests to one store for
-    every pair. The store, which rank 0 hosts, still has connections of all ranks.
-    """
-    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def init_fake(rank: int, world_size: int) -> torch.device:

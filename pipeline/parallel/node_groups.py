@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.common.ranks import Ranks
 from pipeline.parallel import device as rank_device
-from pipeline.parallel.mesh import allow_many_connections
+from pipeline.parallel.open_files import allow_many_connections
 
 
 class NotReadyError(Exception):

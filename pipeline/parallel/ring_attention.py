@@ -35,14 +35,33 @@ class RingCore:
         assert mask.bias is None, "ring attention does not shard a bias per query and key"
         assert mask.key_documents is None, "ring attention supports self-attention only"
         assert mask.key_positions is None, "ring attention supports self-attention only"
-        documents = mask.documents
-        if documents is not None:
-            local: Tensor = documents
-            documents = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
+        if window is not None and window >= q.shape[2] * self.group.size():
+            window = None  # of a model whose window no sequence exceeds: without a rule, a fused kernel applies
         out, _ = ring_attention(
-            q, k, v, documents, mask.slopes, mask.prefix, group=self.group.group_name, causal=mask.causal, window=window, scale=scale
+            q,
+            k,
+            v,
+            self._documents(mask),
+            mask.slopes,
+            mask.prefix,
+            group=self.group.group_name,
+            causal=mask.causal,
+            window=window,
+            scale=scale,
         )
         return out
+
+    def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:  # noqa: ARG002 - the interface of cores
+        """Gather the documents of all tokens; see prepare (layers/attention_kernel.py)."""
+        self._documents(mask)
+
+    def _documents(self, mask: Mask) -> Tensor | None:
+        """Return the documents of all tokens, (ranks, batch, tokens); None without a document mask."""
+        local = mask.documents
+        if local is None:
+            return None
+        documents: Tensor = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
+        return documents
 
 
 @dataclass(frozen=True)
@@ -80,16 +99,9 @@ class RingPlan:
 
     def block(self, step: int) -> AttentionBlock | None:
         """The attention block of a step, None when no query attends to any of its keys."""
-        rank, source = self.group.rank(), self.source(step)
-        half, full = self.tokens // 2, slice(0, self.tokens)
-        if not self.mask.causal or self.mask.prefix is not None:
-            return AttentionBlock(full, full, self._block_mask(source, full, full))
-        distance = abs(rank - source)
-        if self.window is not None and (distance - 1) * half + 1 >= self.window:
-            return None  # even the nearest key is outside the window
-        queries = full if source <= rank else slice(half, self.tokens)
-        keys = full if source >= rank else slice(0, half)
-        return AttentionBlock(queries, keys, self._block_mask(source, queries, keys))
+        source, causal = self.source(step), self.mask.causal and self.mask.prefix is None
+        found = attended(self.group.rank(), source, self.tokens, causal=causal, window=self.window)
+        return None if found is None else AttentionBlock(*found, self._block_mask(source, *found))
 
     def _block_mask(self, source: int, queries: slice, keys: slice) -> Mask:
         """The mask between a slice of the local queries and a slice of the keys of rank `source`."""
@@ -105,6 +117,23 @@ class RingPlan:
             positions=token_positions(rank, ranks, self.tokens, self.device)[None, queries],
             key_positions=token_positions(source, ranks, self.tokens, self.device)[None, keys],
         )
+
+
+def attended(rank: int, source: int, tokens: int, *, causal: bool, window: int | None) -> tuple[slice, slice] | None:
+    """Return which of its queries a rank attends with, and to which keys of rank `source`; None if to none.
+
+    Args:
+        rank, source: of the ring.
+        tokens: of a rank.
+        causal: a query does not attend to later positions.
+        window: as in Mask.visible.
+    """
+    half, full = tokens // 2, slice(0, tokens)
+    if not causal:
+        return full, full
+    if window is not None and (abs(rank - source) - 1) * half + 1 >= window:
+        return None  # even the nearest key is outside the window
+    return full if source <= rank else slice(half, tokens), full if source >= rank else slice(0, half)
 
 
 def token_positions(rank: int, ranks: int, tokens: int, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed import ProcessGroup
 
+from pipeline.layers import attention_kernel
 from pipeline.layers.attention import Core
 from pipeline.layers.mask import Mask
 from pipeline.parallel import collectives
@@ -30,11 +31,22 @@ class UlyssesCore:
         scale: float | None = None,
     ) -> torch.Tensor:
         """See Core (layers/attention.py); the mask has the documents of the local tokens and the slopes of all heads."""
-        full_mask: Mask = mask.cached("of all tokens", lambda: self._full_mask(mask))
+        full_mask = self._full_mask(mask)
         q, k, v = (collectives.scatter_heads_gather_sequence(x, self.group) for x in (q, k, v))
         return collectives.scatter_sequence_gather_heads(self.inner(q, k, v, full_mask, window=window, scale=scale), self.group)
 
+    def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:
+        """Gather the documents of all tokens and compute their mask; see prepare (layers/attention_kernel.py)."""
+        ranks = self.group.size()
+        full = None if shape is None else (shape[0], ranks * shape[1], ranks * shape[2])
+        attention_kernel.prepare(self.inner, self._full_mask(mask), window, full, device)
+
     def _full_mask(self, mask: Mask) -> Mask:
+        """The mask of full sequences, computed once."""
+        full: Mask = mask.cached("of all tokens", lambda: self._compute_full_mask(mask))
+        return full
+
+    def _compute_full_mask(self, mask: Mask) -> Mask:
         """The mask of full sequences, with positions that start at 0, and the slopes of the local heads."""
         assert mask.bias is None, "ulysses does not shard a bias per query and key"
         assert mask.key_documents is None, "ulysses supports self-attention only"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
-from pipeline.planner import kernel_time
+from pipeline.planner import kernel_time, ring_formula
 from pipeline.planner.collective_time import Group, collective_time, group
 from pipeline.planner.communication import RepeatedCollective, gathers, reductions
 from pipeline.planner.operations import AttentionCall, Collective, Operation, Product, TracedPart
@@ -97,6 +97,8 @@ class EngineModel:
 
     def attention_time(self, call: AttentionCall, hardware: Hardware) -> float:
         """Return the seconds of an attention call, without the exchange of keys and values."""
+        if ring_formula.is_unfused(call):
+            return sum(count * self.operation_time(operation, hardware, {})[1] for operation, count in ring_formula.work(call).operations)
         return kernel_time.attention_time(call, hardware)
 
     def operation_time(self, operation: Operation, hardware: Hardware, groups: dict[str, Group]) -> tuple[str, float]:

@@ -39,6 +39,28 @@ class Product:
 
 
 @dataclass(frozen=True)
+class RingRules:
+    """What decides the kernel of ring attention, besides shapes and dtype.
+
+    Attributes:
+        causal: a query does not attend to later positions.
+        documents: a query attends only to its document.
+        slopes: ALiBi slopes are added to the scores.
+        window: sliding window in tokens, None for none.
+    """
+
+    causal: bool
+    documents: bool = False
+    slopes: bool = False
+    window: int | None = None
+
+    @property
+    def masked(self) -> bool:
+        """Whether a rule besides `causal` applies."""
+        return self.documents or self.slopes or self.window is not None
+
+
+@dataclass(frozen=True)
 class AttentionCall:
     """One call of an attention kernel, or the backward pass of one.
 
@@ -51,6 +73,7 @@ class AttentionCall:
         pairs: share of all (query, key) pairs that are computed: one half for a causal mask, less for a window.
         ring: ranks between which keys and values rotate.
         bytes_per_element: of queries, keys, values and output.
+        rules: of ring attention, else None.
     """
 
     phase: Phase
@@ -64,6 +87,7 @@ class AttentionCall:
     pairs: float
     ring: int = 1
     bytes_per_element: int = 2
+    rules: RingRules | None = None
 
     @property
     def products(self) -> int:

@@ -11,7 +11,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
-from pipeline.planner import site_correction
+from pipeline.planner import ring_formula, site_correction
 from pipeline.planner.collective_time import collective_time
 from pipeline.planner.communication import step_exchanges
 from pipeline.planner.engine_model import engine_model
@@ -130,13 +130,15 @@ def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
         part = plan.trace.parts[name]
         for operation in (*part.operations, *part.reference):
             _, time = engine.operation_time(operation, plan.hardware, groups)
-            shape, flops, bound = "", 0.0, "memory"
+            shape, flops, moved, bound = "", 0.0, operation.bytes, "memory"
             if isinstance(operation, Elementwise):
                 label = "elementwise"
             elif isinstance(operation, Collective):
                 label, bound = f"{operation.kind} ({operation.axis})", "network"
             elif isinstance(operation, AttentionCall):
                 label, flops, bound = "attention", operation.flops, "compute"
+                if ring_formula.is_unfused(operation):
+                    label, bound, moved = "attention (unfused)", "memory", ring_formula.moved(operation)
                 shape = f"{operation.batch}x{operation.heads} x {operation.queries} x {operation.keys} x {operation.head_dim}"
                 if operation.sent:
                     sent = collective_time("send", operation.sent, groups["context"], plan.hardware)
@@ -145,7 +147,7 @@ def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
                 label = operation.name.split(".", 2)[-1] if operation.name.startswith("blocks.") else operation.name or "(activations)"
                 flops, (_, bound) = operation.flops, product_time(operation, plan.hardware)
                 shape = f"{operation.batch} x " * (operation.batch > 1) + f"{operation.m} x {operation.n} x {operation.k}"
-            yield OperationRow(label, operation.phase, shape, count, flops, operation.bytes, time, bound)
+            yield OperationRow(label, operation.phase, shape, count, flops, moved, time, bound)
 
 
 def _exchange_rows(plan: JobPlan) -> Iterator[OperationRow]:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pipeline.layers.uncompiled import Calls
 from pipeline.parallel import ring_attention  # noqa: F401 - registers its operator
 from pipeline.planner import operator_kinds
-from pipeline.planner.operations import AttentionCall, Collective, Kind, Operation, Phase, Product
+from pipeline.planner.operations import AttentionCall, Collective, Kind, Operation, Phase, Product, RingRules
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         if operator in operator_kinds.PRODUCTS:
             return self._named(operator_kinds.product(operator, args, self.phase), operator, args)
         if operator in (_FLASH, _RING):
-            call = self._attention(inputs[:3], operator is _RING, kwargs)
+            call = self._attention(inputs[:3], args[3:6] if operator is _RING else None, kwargs)
             self._calls[self._id(outputs[1])] = call
             return call
         if operator in (_FLASH_BACKWARD, _RING_BACKWARD):
@@ -223,13 +223,15 @@ class Recorder(TorchDispatchMode):
                 name = forward[1]
         return replace(product, name=name)
 
-    def _attention(self, inputs: list[Tensor], ring: bool, kwargs: Any) -> AttentionCall:
-        """A call of an attention kernel."""
-        ranks = self._sizes["context"] if ring else 1
-        if ring:
-            queries, keys = (tensor.shape[2] * ranks for tensor in inputs[:2])
-            self.pairs = operator_kinds.visible_share(queries, keys, causal=kwargs["causal"], window=kwargs["window"])
-        return operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs, ranks)
+    def _attention(self, inputs: list[Tensor], ring: Any, kwargs: Any) -> AttentionCall:
+        """A call of an attention kernel; `ring` are the documents, slopes and prefix of ring attention, None for other kernels."""
+        if ring is None:
+            return operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs)
+        ranks, (documents, slopes, _), window = self._sizes["context"], ring, kwargs["window"]
+        queries, keys = (tensor.shape[2] * ranks for tensor in inputs[:2])
+        self.pairs = operator_kinds.visible_share(queries, keys, causal=kwargs["causal"], window=window)
+        call = operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs, ranks)
+        return replace(call, rules=RingRules(kwargs["causal"], documents is not None, slopes is not None, window))
 
 
 def _sizes(recorder: Recorder, tensors: list[Tensor]) -> Iterator[tuple[int, int]]:

@@ -36,6 +36,7 @@ from pipeline.parallel.activation_checkpointing import stays_eager
 from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, layers_in_4_bits
 from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
+from pipeline.planner import ring_formula
 from pipeline.planner.kernel_fusion import fuse
 from pipeline.planner.norm_kernel import norm_kernels
 from pipeline.planner.operations import TracedPart, TracedWeights
@@ -128,6 +129,7 @@ def trace(
     finally:
         meshes.destroy_process_group()
         sys.excepthook = excepthook
+    ring_formula.add_memory(recorder.recording)
     operations = fuse(recorder.recording, fused=fused, copies=copies)
     memory = operations if fused_saves in (None, fused) else fuse(recorder.recording, fused=not fused)
     parts = {
@@ -231,6 +233,8 @@ def empty_inputs(config: RunConfig, device: torch.device | str = "meta") -> tupl
     batch: Batch = {"targets": tokens.clone()}
     if config.parallel.context > 1:
         batch["positions"] = tokens.clone()
+        if config.training.document_mask:
+            batch["documents"] = torch.empty(rows, length, dtype=torch.int32, device=device)
         batch["loss_scale"] = torch.empty(rows, device=device)
     if config.model.objective == "encoder_decoder" or hasattr(config.model, "encoder_blocks"):
         batch["decoder_tokens"] = tokens.clone()

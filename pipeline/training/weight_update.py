@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,12 @@ class WeightUpdate:
     def begin(self, masters: Sequence[Tensor]) -> None:
         """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
         self._masters = list(masters)
+        # The optimizer calls a kernel for each of its groups, and ZeRO has one for each bucket.
+        merged: dict[float, dict[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            kept = merged.setdefault(group["weight_decay"], {**group, "params": []})
+            kept["params"] += group["params"]
+        self._merged = list(merged.values())
         self.average = WeightAverage(self._training, masters)
 
     @torch.no_grad()
@@ -65,7 +72,9 @@ class WeightUpdate:
         skipped = self._prepare(norm, self._loss_scale.factor)
         for master, gradient in zip(self._masters, gradients, strict=True):
             master.grad = gradient
+        groups, self.optimizer.param_groups = self.optimizer.param_groups, self._merged
         self.optimizer.step()
+        self.optimizer.param_groups = groups
         for master in self._masters:
             master.grad = None
         self._updates += (1 - skipped).long()

@@ -219,7 +219,7 @@ def test_flex_attention_in_compiled_blocks_takes_a_block_mask_that_was_made_outs
         documents = (torch.rand(2, 128, generator=generator) < 0.1).int().cumsum(1, dtype=torch.int32)
         q, k, v = torch.randn(3, 2, 2, 128, 16, generator=generator).unbind()
         mask = Mask(documents=documents if window is None else None)
-        attention_kernel.prepare(flex.flex, mask, window, documents)
+        attention_kernel.prepare(flex.flex, mask, window, (2, 128, 128), documents.device)
         with torch.no_grad():
             for _ in range(2):
                 torch.testing.assert_close(block(q, k, v, mask), plain(q, k, v, mask, window=window), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,7 @@
 """The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
 
 import resource
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.common.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel import open_files
+from pipeline.parallel.rehearsed_store import CountingStore
 from tests.world import causal, share, tiny, trainer
 
 
@@ -54,6 +58,56 @@ def test_a_rank_connects_to_those_that_it_communicates_with(worlds):
         assert created <= 5
         assert used <= created + 2 * 3  # a barrier exchanges messages in three rounds, each with one rank to and one from
         assert soft == hard
+
+
+def _needs(layout):
+    """Requests of rank 0 to the store of a job, and files that it opens, until it has its process groups; no other rank exists."""
+    files, store, options = _files(), CountingStore(), {"timeout": timedelta(seconds=5)}
+    dist.init_process_group("gloo", store=store, rank=0, world_size=layout.world_size, **options)
+    try:
+        meshes._create_groups(layout, 0, (0, layout.pipeline - 1), partial(dist.new_group, backend="gloo", **options))
+        return dict(store.requests), _files() - files
+    finally:
+        meshes.destroy_process_group()
+
+
+def test_what_a_rank_asks_the_store_for_and_opens_does_not_grow_with_the_job(monkeypatch):
+    """At 64, 256 and 4,096 ranks with all axes: a request for each group of the rank, and one for the default group."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")  # which is restored after the test
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    open_files.allow_many_connections()
+    found = [_needs(Layout(4, data, 4)) for data in (4, 16, 256)]
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == {"set": 6}
+    assert found[0][1] <= 6 * 5
+
+
+@pytest.mark.parametrize(
+    "ranks, limit, outcome", [(256, 1024, "none"), (300, 1024, "warned"), (512, 1024, "refused"), (16_384, -1, "none")]
+)
+def test_more_connections_to_the_store_than_open_files_are_refused_with_their_number(ranks, limit, outcome, caplog):
+    given = pytest.raises(UserError) if outcome == "refused" else nullcontext()
+    with given as refused:
+        open_files.check_store(ranks, limit)
+    text = str(refused.value) if refused else caplog.text
+    assert bool(text) == (outcome != "none")
+    if text:
+        assert f"ulimit -Hn={limit}: is the hard limit of open files of rank 0" in text
+        assert f"raise the hard limit of the nodes' jobs to {3 * ranks + 256:,}" in text
+
+
+def test_the_rank_that_hosts_the_store_compares_its_limit_before_it_connects(monkeypatch):
+    """Under torchrun, the agent hosts it."""
+    asked = []
+
+    def asks(world_size):
+        asked.append(world_size)
+        raise UserError.of("ulimit -Hn", 1, "", "")
+
+    monkeypatch.setattr(open_files, "check_store", asks)
+    with pytest.raises(UserError):
+        meshes.init_distributed(0, 1_000_000, 0, "tcp://127.0.0.1:1")
+    assert asked == [1_000_000]
 
 
 #: 1,024 ranks, with every axis larger than 1.

@@ -87,6 +87,31 @@ def test_another_layout_has_the_same_metrics(eight, tokens, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
+#: A rank that notes which folders it lists, before it runs the package.
+NOTING = """
+import os, sys
+def note(event, arguments):
+    if event in ("os.listdir", "os.scandir") and str(arguments[0]).endswith("/checkpoints"):
+        with open(os.environ["LISTED"] + os.environ["RANK"], "a") as file:
+            file.write(event + "\\n")
+sys.addaudithook(note)
+from pipeline.__main__ import main_and_leave
+main_and_leave()
+"""
+
+
+def test_only_rank_0_lists_the_checkpoints_to_choose_one(eight, tokens, tmp_path, monkeypatch):
+    """On a parallel file system, every listing of a folder is a request to one server."""
+    shutil.copytree(eight[0], tmp_path / "run")
+    monkeypatch.setenv("LISTED", f"{tmp_path}/listed-")
+    settings = ("parallel.zero_stage=1", "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=6")
+    with (tmp_path / "printed").open("wb") as output:
+        ranks = start_ranks(2, "stage=pretrain", *TINY, *settings, output=output.fileno(), program=("-c", NOTING))
+        codes = [rank.wait() for rank in ranks]
+    assert codes == [0, 0], (tmp_path / "printed").read_text()
+    assert sorted(path.name for path in tmp_path.glob("listed-*")) == ["listed-0"]
+
+
 def test_evaluate_and_convert_read_the_checkpoint_in_one_process(eight, tokens, tokenizer, tmp_path):
     shutil.copytree(eight[0], tmp_path / "run")
     common = (*TINY, "precision=fp32", f"data.tokens={tokens}", f"tokenizer.path={tokenizer}", f"run_dir={tmp_path}/run")
