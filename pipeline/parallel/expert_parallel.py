@@ -1,11 +1,12 @@
 """Expert parallelism: each rank holds a subset of the experts; an all-to-all sends tokens to their experts and back.
 
-As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), but without a fixed capacity: the number of rows per rank is dynamic.
+As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), with the fixed capacity that it has (`dispatch_padded`), or without:
+the number of rows of a rank is then dynamic, and the host reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import Experts, RoutedExperts, inverse_permutation, moe_layers, permute
+from pipeline.config.schema import ParallelConfig
+from pipeline.layers.moe import Experts, RoutedExperts, moe_layers
 from pipeline.layers.row_counts import counts_on_host
+from pipeline.layers.token_permutation import inverse_permutation, permute
 from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
@@ -144,6 +147,30 @@ class ExpertParallelExperts(RoutedExperts):
         combined = exchange.returning().transfer(outputs)
         return torch.cat([combined, combined.new_zeros(length - len(combined), combined.shape[1])])
 
+    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """See RoutedExperts. All parts are sent at once; each is computed when it has arrived, and returns beside the next one."""
+        pending = [collectives.start_all_to_all(part.flatten(0, 1), self.group) for part in parts]
+
+        def compute() -> list[Tensor]:
+            returning = [self._compute_padded(part) for part in pending]
+            experts = parts[0].shape[0]
+            return [collectives.finish_all_to_all(part, self.group).unflatten(0, (experts, -1)) for part in returning]
+
+        return compute
+
+    def _compute_padded(self, pending: Tensor) -> Tensor:
+        """Apply the local experts to the rows that arrive, and begin to send the outputs back."""
+        ranks = self.group.size()
+        rows = collectives.finish_all_to_all(pending, self.group)
+        if self.tensor is not None:
+            rows = collectives.gather_columns(rows, self.tensor)
+        rows = rows.unflatten(0, (ranks, len(self.experts.gate), -1)).transpose(0, 1).flatten(1, 2)
+        outputs = self.experts.forward_padded(rows)
+        outputs = outputs.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
+        if self.tensor is not None:
+            outputs = collectives.reduce_scatter_columns(outputs, self.tensor)
+        return collectives.start_all_to_all(outputs, self.group)
+
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
     """Return the permutation from rows ordered by (rank, expert) to rows ordered by (expert, rank).
@@ -161,9 +188,11 @@ def _own_columns(tokens: Tensor, group: ProcessGroup) -> Tensor:
     return tokens.chunk(group.size(), dim=1)[group.rank()]
 
 
-def apply(model: nn.Module, mesh: Mesh) -> None:
+def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
     """Make every MoE layer dispatch over the expert group, and its statistics cover full sequences under context parallelism."""
     for moe in list(moe_layers(model)):
+        if parallel.expert_padding:
+            moe.parts = parallel.expert_parts
         if mesh.layout.expert > 1:
             assert isinstance(moe.experts, Experts), "the layer is already connected"
             moe.experts = ExpertParallelExperts(moe.experts, mesh.expert, mesh.tensor)

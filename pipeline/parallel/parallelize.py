@@ -111,7 +111,7 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             )
         if config.precision.fp8 != "none":
             float8.apply(stage, config.precision, config.model.layers, mesh.device)
-        expert_parallel.apply(stage, mesh)
+        expert_parallel.apply(stage, mesh, config.parallel)
         budget, dtype = config.training.activation_budget, DTYPES[config.precision.dtype]
         kept = {} if budget is None else activation_checkpointing.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):

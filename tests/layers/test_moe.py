@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
+from pipeline.layers.moe import Experts, MoE, grouped_mm, loop_mm, moe_layers
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.row_counts import VALUES, counts_on_host
+from pipeline.layers.token_permutation import drop_over_capacity, tokens_per_expert
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
 
