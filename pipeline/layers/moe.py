@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
 from pipeline.layers.row_counts import counts_on_host
@@ -120,7 +121,7 @@ def batched_mm(x: Tensor, weights: Tensor) -> Tensor:
     return F.grouped_mm(x, weights.transpose(1, 2)) if _has_grouped_kernel(x) else torch.bmm(x, weights.transpose(1, 2))
 
 
-class MoE(nn.Module):
+class MoE(ComputedBuffers):
     """MoE layer: a router and routed experts. A token's output is the weighted sum of its experts' outputs.
 
     Args:
@@ -136,8 +137,8 @@ class MoE(nn.Module):
         parts: if not 0, every expert gets as many rows as its capacity, filled with zeros, in this number of parts: no size depends on the
             load, and one part travels while another one is computed. It requires a capacity; parallel/expert_parallel.py sets it.
         narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
-        record: sums since the last `take_record`, fp32 (experts + 4,), None before the first backward pass: tokens of each expert, mean
-            entropy of a token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
+        record: sums over the backward passes since the last `take_record`, fp32 (experts + 4,): tokens of each expert, mean entropy of a
+            token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
     """
 
     def __init__(
@@ -150,7 +151,12 @@ class MoE(nn.Module):
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
         self.parts = 0
         self.narrow: Callable[[Tensor], Tensor] | None = None
-        self.record: Tensor | None = None
+        self.register_buffer("record", torch.zeros(router.weight.shape[0] + 4, dtype=torch.float32), persistent=False)
+        self.record: Tensor
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """See ComputedBuffers."""
+        self.record = torch.zeros(self.record.shape, dtype=torch.float32, device=device)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None, meanwhile: Meanwhile = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); padding (document -1) is routed to no expert and its output is zero.
@@ -182,7 +188,10 @@ class MoE(nn.Module):
         outputs = outputs.unflatten(0, x.shape[:2])
         if not torch.is_grad_enabled():
             return outputs
-        return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid, all_valid=documents is None))
+        loss, record = self._loss_and_record(routing, counts, valid, all_valid=documents is None)
+        scale = self.loss_scale if isinstance(self.loss_scale, Tensor) else loss.new_full((), self.loss_scale)
+        with_loss: Tensor = _AddAuxLoss.apply(outputs, loss, scale, record, self.record)
+        return with_loss
 
     def _capacity(self, expert_ids: Tensor, num_experts: int) -> int:
         """The most assignments of an expert; a token has at most one to each."""
@@ -248,15 +257,10 @@ class MoE(nn.Module):
             record = torch.cat([counts, *(value.view(1) for value in (entropy, dropped, loss.detach(), torch.ones_like(loss)))]).float()
         return loss, record
 
-    @uncompiled  # its backward pass changes the layer's record
-    def _add_aux_loss(self, y: Tensor, loss: Tensor, record: Tensor) -> Tensor:
-        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
-        output: Tensor = _AddAuxLoss.apply(y, loss, self, record)
-        return output
-
-    def take_record(self) -> Tensor | None:
+    def take_record(self) -> Tensor:
         """Return `record` and reset it."""
-        record, self.record = self.record, None
+        record = self.record.clone()
+        self.record.zero_()
         return record
 
 
@@ -283,14 +287,13 @@ class _AddAuxLoss(torch.autograd.Function):
     """Identity on a layer's output whose backward pass adds a loss; that runs once, however often the forward pass is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
-        scale = moe.loss_scale
-        ctx.moe, ctx.record = moe, record
-        ctx.grad_loss = loss.new_ones(()) * scale if isinstance(scale, Tensor) else loss.new_full((), scale)
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: Tensor, record: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, record)
+        ctx.total, ctx.dtype = total, loss.dtype  # not saved as a tensor: other micro-batches change it in the meantime
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        before = ctx.moe.record
-        ctx.moe.record = ctx.record if before is None else before + ctx.record
-        return grad, ctx.grad_loss, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        scale, record = ctx.saved_tensors
+        ctx.total.add_(record)
+        return grad, scale.to(ctx.dtype), None, None, None
