@@ -80,7 +80,14 @@ class Experts(RoutedExperts):
 
     def forward_padded(self, x: Tensor) -> Tensor:
         """Apply each expert to as many rows: (experts, rows, hidden) -> (experts, rows, hidden). Rows of zeros remain zeros."""
-        inner = self.activation(batched_mm(x, self.gate)) * batched_mm(x, self.up)
+        return self.outer_padded(self.inner_padded(x))
+
+    def inner_padded(self, x: Tensor) -> Tensor:
+        """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
+        return self.activation(batched_mm(x, self.gate)) * batched_mm(x, self.up)
+
+    def outer_padded(self, inner: Tensor) -> Tensor:
+        """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""
         return batched_mm(inner, self.down)
 
 

@@ -15,7 +15,6 @@
 | scatter_heads_gather_sequence: all-to-all | scatter_sequence_gather_heads |
 | scatter_sequence_gather_heads: all-to-all | scatter_heads_gather_sequence |
 | scatter_sequence_gather_columns: all-to-all | its inverse |
-| start_all_to_all, then finish_all_to_all: all-to-all | all-to-all |
 
 Activations are (batch, sequence, hidden); the sequence collectives shard dim 1. No collective works in place, since autograd may share
 the same buffer with other consumers. The sequence collectives are written as split and cat, the form in which inductor recognizes them
@@ -217,51 +216,3 @@ def scatter_sequence_gather_columns(tensor: Tensor, group: ProcessGroup) -> Tens
     (batch, sequence, hidden / ranks) -> (batch, sequence / ranks, hidden).
     """
     return _conjugate_pair(tensor, group, _scatter_sequence_gather_columns, _scatter_columns_gather_sequence)
-
-
-class _StartAllToAll(torch.autograd.Function):
-    """The begin of an all-to-all; its backward pass waits for the gradients that _FinishAllToAll sends."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:  # noqa: ARG004 - torch's signature
-        return _start_all_to_all(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # noqa: ARG004 - torch's signature
-        return _result(grad), None
-
-
-class _FinishAllToAll(torch.autograd.Function):
-    """The end of an all-to-all; its backward pass begins that of the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, pending: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = _result(pending)
-        return received.view_as(received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _start_all_to_all(grad, ctx.group), None
-
-
-def _start_all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Send equal parts of dim 0 to all ranks, without waiting for those of the others."""
-    parts = [len(tensor) // group.size()] * group.size()
-    pending: Tensor = _OPS.all_to_all_single(tensor.contiguous(), parts, parts, group.group_name)
-    return pending
-
-
-def start_all_to_all(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Begin an all-to-all of equal parts of dim 0; only `finish_all_to_all` may read the result.
-
-    Operations between both run while the parts travel, in the forward and in the backward pass.
-    """
-    result: Tensor = _StartAllToAll.apply(tensor, group)
-    return result
-
-
-def finish_all_to_all(pending: Tensor, group: ProcessGroup) -> Tensor:
-    """Wait for the parts of all ranks, in rank order."""
-    result: Tensor = _FinishAllToAll.apply(pending, group)
-    return result

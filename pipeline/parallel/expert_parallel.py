@@ -22,6 +22,7 @@ from pipeline.layers.token_permutation import inverse_permutation, permute
 from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.overlapped_collectives import ALL_TO_ALL, GATHER_COLUMNS, REDUCE_SCATTER_COLUMNS, Pending, finish, start
 
 
 class Exchange:
@@ -148,28 +149,48 @@ class ExpertParallelExperts(RoutedExperts):
         return torch.cat([combined, combined.new_zeros(length - len(combined), combined.shape[1])])
 
     def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """See RoutedExperts. All parts are sent at once; each is computed when it has arrived, and returns beside the next one."""
-        pending = [collectives.start_all_to_all(part.flatten(0, 1), self.group) for part in parts]
+        """See RoutedExperts. All parts are sent at once. Each returns while the next one is computed."""
+        pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]
+        return partial(self._compute_padded, pending, len(parts[0]))
 
-        def compute() -> list[Tensor]:
-            returning = [self._compute_padded(part) for part in pending]
-            experts = parts[0].shape[0]
-            return [collectives.finish_all_to_all(part, self.group).unflatten(0, (experts, -1)) for part in returning]
+    def _compute_padded(self, pending: Sequence[Pending], experts: int) -> list[Tensor]:
+        """Apply the local experts to the parts that arrive, and send the outputs back.
 
-        return compute
+        The tensor ranks gather the columns of a part beside the last product of the part before, and reduce its sums beside the first
+        products of the part after.
+        """
+        returning: list[Pending] = []
+        arriving, reduced = self._gather(pending[0]), None
+        for following in (*pending[1:], None):
+            inner = self.experts.inner_padded(self._by_expert(arriving))
+            if reduced is not None:
+                returning.append(self._return(reduced))
+            if following is not None:
+                arriving = self._gather(following)
+            outputs = self.experts.outer_padded(inner).unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 2)
+            if self.tensor is None:
+                returning.append(start(ALL_TO_ALL, outputs, self.group))
+            else:
+                reduced = start(REDUCE_SCATTER_COLUMNS, outputs, self.tensor)
+        if reduced is not None:
+            returning.append(self._return(reduced))
+        return [finish(ALL_TO_ALL, part, self.group).unflatten(0, (experts, -1)) for part in returning]
 
-    def _compute_padded(self, pending: Tensor) -> Tensor:
-        """Apply the local experts to the rows that arrive, and begin to send the outputs back."""
-        ranks = self.group.size()
-        rows = collectives.finish_all_to_all(pending, self.group)
-        if self.tensor is not None:
-            rows = collectives.gather_columns(rows, self.tensor)
-        rows = rows.unflatten(0, (ranks, len(self.experts.gate), -1)).transpose(0, 1).flatten(1, 2)
-        outputs = self.experts.forward_padded(rows)
-        outputs = outputs.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 2)
-        if self.tensor is not None:
-            outputs = collectives.reduce_scatter_columns(outputs, self.tensor)
-        return collectives.start_all_to_all(outputs, self.group)
+    def _gather(self, pending: Pending) -> Pending:
+        """With tensor parallelism, wait for a part and begin to gather its columns."""
+        if self.tensor is None:
+            return pending
+        return start(GATHER_COLUMNS, finish(ALL_TO_ALL, pending, self.group), self.tensor)
+
+    def _by_expert(self, arriving: Pending) -> Tensor:
+        """Wait for the rows of a part with all columns: (local experts, rows, hidden)."""
+        rows = finish(ALL_TO_ALL, arriving, self.group) if self.tensor is None else finish(GATHER_COLUMNS, arriving, self.tensor)
+        return rows.unflatten(0, (self.group.size(), len(self.experts.gate), -1)).transpose(0, 1).flatten(1, 2)
+
+    def _return(self, reduced: Pending) -> Pending:
+        """Wait for the sums of a part over the tensor ranks, and begin to send them back to the ranks of their tokens."""
+        assert self.tensor is not None
+        return start(ALL_TO_ALL, finish(REDUCE_SCATTER_COLUMNS, reduced, self.tensor), self.group)
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:

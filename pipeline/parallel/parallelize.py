@@ -27,7 +27,14 @@ from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import activation_checkpointing, context_parallel, expert_parallel, float8, tensor_parallel
+from pipeline.parallel import (
+    activation_checkpointing,
+    context_parallel,
+    expert_parallel,
+    float8,
+    overlapped_collectives,
+    tensor_parallel,
+)
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
@@ -120,8 +127,10 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
         if async_tensor_enabled(config.training, config.parallel, mesh):
             tensor_parallel.fuse_collectives(mesh.tensor)
+        mode, compiled = config.training.activation_checkpointing, compile_enabled(config.training, config.parallel, mesh.device)
+        if compiled and config.parallel.expert_padding and mesh.layout.expert > 1:
+            overlapped_collectives.keep_order()
         for name, block in stage.blocks.items():
-            mode, compiled = config.training.activation_checkpointing, compile_enabled(config.training, config.parallel, mesh.device)
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
 
 
