@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, grouped_mm, loop_mm, moe_layers
+from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, grouped_mm, loop_mm, moe_layers
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.row_counts import VALUES, counts_on_host
 from pipeline.layers.token_permutation import drop_over_capacity, tokens_per_expert
@@ -271,6 +271,50 @@ def test_the_record_counts_backward_passes_once():
     entropy = torch.distributions.Categorical(routing.probs).entropy().mean()
     torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
     assert list(moe_layers(torch.nn.ModuleList([layer]))) == [layer]
+
+
+class Recorded(torch.nn.Module):
+    """A product with a loss of its weights and a record, as a MoE layer has them; its record is small enough to be computed early."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("record", torch.zeros(2))
+
+    def forward(self, x):
+        y, loss = x @ self.weight, self.weight.square().sum()
+        record = torch.stack([y.detach().sum(), loss.detach()])
+        return _AddAuxLoss.apply(y, loss, torch.tensor(0.5), record, self.record)
+
+
+def test_the_record_of_a_compiled_layer_counts_micro_batches_in_flight():
+    """Pipeline schedules run several forward passes before the backward pass of the first one. The partitioner is inductor's."""
+    layer, x = Recorded(), torch.ones(2, 3)
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    for y in [compiled(x), compiled(2 * x)]:
+        y.sum().backward()
+    assert layer.record.tolist() == [18 + 36, 9 + 9]
+
+
+@pytest.mark.parametrize("capacity_factor", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("padding", [False, True])
+def test_padded_experts_are_those_of_the_same_capacity(capacity_factor, parts, padding):
+    """They drop the same assignments, also where a capacity is no multiple of the parts; without a limit they are the dense sum."""
+    x, documents = tokens(3, 5), torch.zeros(3, 5, dtype=torch.int32)
+    if padding:
+        documents[0, 3:] = documents[2] = -1
+    context = AttentionContext(Mask(documents=documents)) if padding else None
+    layer = moe(capacity_factor=capacity_factor, aux_loss=AuxLoss(batch=1.0))
+    expected, record = value_and_gradients(lambda layer, x: layer(x, context), layer, x), layer.take_record()
+    layer.parts = parts
+    found = value_and_gradients(lambda layer, x: layer(x, context), layer, x)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert torch.equal(layer.take_record(), record)
+    assert (record[EXPERTS + 1] > 0) == (capacity_factor < 1 or (capacity_factor == 1 and not padding)), "some are dropped"
+    if not padding and capacity_factor == 4:
+        torch.testing.assert_close(found[0], naive(layer, x))
 
 
 def test_without_values_every_expert_gets_the_same_rows(monkeypatch):
