@@ -212,7 +212,7 @@ class ParallelConfig:
     )
     expert_parts: int = knob(
         1,
-        "parts in which tokens travel to the experts of other ranks: one travels while another one is computed; with expert_padding",
+        "parts in which tokens travel to the experts of other ranks: one travels while another one is computed; needs expert_padding",
         at_least=1,
         at_most=8,
     )

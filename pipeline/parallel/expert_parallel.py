@@ -213,7 +213,7 @@ def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
     """Make every MoE layer dispatch over the expert group, and its statistics cover full sequences under context parallelism."""
     for moe in list(moe_layers(model)):
         if parallel.expert_padding:
-            moe.parts = parallel.expert_parts
+            moe.parts = parallel.expert_parts if mesh.layout.expert > 1 else 1
         if mesh.layout.expert > 1:
             assert isinstance(moe.experts, Experts), "the layer is already connected"
             moe.experts = ExpertParallelExperts(moe.experts, mesh.expert, mesh.tensor)

@@ -74,9 +74,9 @@ def _expert_padding(config: RunConfig) -> Iterator[Violation]:
     elif parallel.expert_padding and getattr(config.model, "capacity_factor", None) is None:
         rule = "requires model.capacity_factor, which sets the number of rows of an expert"
         yield Violation("parallel.expert_padding", True, rule, "set model.capacity_factor=1.25, or parallel.expert_padding=false")
-    if parallel.expert_parts > 1 and not (parallel.expert_padding and parallel.expert > 1):
-        rule = "requires parallel.expert_padding=true, and parallel.expert above 1"
-        yield Violation("parallel.expert_parts", parallel.expert_parts, rule, "set it to 1, or set these")
+    if parallel.expert_parts > 1 and not parallel.expert_padding:
+        rule = "requires parallel.expert_padding=true: the parts have equal sizes"
+        yield Violation("parallel.expert_parts", parallel.expert_parts, rule, "set it to 1, or parallel.expert_padding=true")
 
 
 def _context(config: RunConfig) -> Iterator[Violation]:
