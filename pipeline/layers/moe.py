@@ -8,16 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.computed_buffers import ComputedBuffers
+from pipeline.layers.expert_products import batched_mm, grouped_mm, has_grouped_kernel, loop_mm
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
-from pipeline.layers.row_counts import counts_on_host
 from pipeline.layers.token_permutation import drop_over_capacity, inverse_permutation, padded_slots, permute, tokens_per_expert
-from pipeline.layers.uncompiled import uncompiled
 
 #: What is called while the tokens travel to their experts.
 Meanwhile = Callable[[], None] | None
@@ -74,7 +72,7 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        product = grouped_mm if _has_grouped_kernel(x) else loop_mm
+        product = grouped_mm if has_grouped_kernel(x) else loop_mm
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
 
@@ -91,43 +89,6 @@ class Experts(RoutedExperts):
         return batched_mm(inner, self.down)
 
 
-def _has_grouped_kernel(x: Tensor) -> bool:
-    """Whether products are those of the grouped kernel of GPUs, which the planner traces."""
-    return x.dtype == torch.bfloat16 and (x.is_cuda or x.is_meta)
-
-
-@uncompiled  # the number of rows of each expert changes with every micro-batch
-def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Compute x @ weights[e].T for the rows of each expert in a loop; an expert without rows gets a zero gradient.
-
-    Args:
-        x: (rows, input), sorted by expert.
-        weights: (experts, output, input).
-        counts: int64 (experts,), number of rows of each; reading them synchronizes with the device.
-
-    Returns:
-        (rows, output).
-    """
-    sizes = counts_on_host(counts, len(x))
-    parts = x.split([*sizes, x.shape[0] - sum(sizes)])
-    products = [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=False)]
-    return torch.cat([*products, x.new_zeros(parts[-1].shape[0], weights.shape[1])])
-
-
-def grouped_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Compute `loop_mm` in one kernel that reads the counts on the device; rows of no expert are undefined."""
-    return F.grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-
-
-def batched_mm(x: Tensor, weights: Tensor) -> Tensor:
-    """Compute x[e] @ weights[e].T: (experts, rows, input) and (experts, output, input) -> (experts, rows, output).
-
-    On GPUs by the grouped kernel, whose result selective activation checkpointing keeps; it does not keep that of `bmm`, the operator of
-    attention scores.
-    """
-    return F.grouped_mm(x, weights.transpose(1, 2)) if _has_grouped_kernel(x) else torch.bmm(x, weights.transpose(1, 2))
-
-
 class MoE(ComputedBuffers):
     """MoE layer: a router and routed experts. A token's output is the weighted sum of its experts' outputs.
 
@@ -136,13 +97,14 @@ class MoE(ComputedBuffers):
         experts: the routed experts.
         aux_loss: auxiliary losses, added to the model's loss in the backward pass.
         capacity_factor: maximum load of an expert, over the mean load of a micro-batch; assignments beyond it are dropped, those of the
-            last tokens first (Fedus et al. 2022, section 2.2). The capacity is per rank. None drops nothing.
+            last tokens first (Fedus et al. 2022, section 2.2). The capacity is per rank. None drops nothing, and so does a forward pass
+            without gradients: the loss of a validation is that of an export, and does not depend on the other sequences of a batch.
 
     Attributes:
         loss_scale: scales the auxiliary losses like the model's loss; gradient accumulation over micro-batches sets it.
         reduce_sums: as in AuxLoss.loss; context parallelism sets it.
         parts: if not 0, every expert gets as many rows as its capacity, filled with zeros, in this number of parts: no size depends on the
-            load, and one part travels while another one is computed. It requires a capacity; parallel/expert_parallel.py sets it.
+            load, and one part travels while another one is computed. parallel/expert_parallel.py sets it.
         narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
         record: sums over the backward passes since the last `take_record`, fp32 (experts + 4,): tokens of each expert, mean entropy of a
             token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
@@ -182,14 +144,15 @@ class MoE(ComputedBuffers):
             expert_ids = expert_ids.masked_fill(~valid.view(-1, 1), num_experts)
         tokens = tokens if self.narrow is None else self.narrow(tokens)
         weights = routing.weights.to(x.dtype)
-        if self.parts:
+        limited = self.capacity_factor is not None and torch.is_grad_enabled()
+        if limited and self.parts:
             outputs, counts = self._compute_padded(tokens, expert_ids, weights, num_experts, meanwhile)
         else:
-            if self.capacity_factor is not None:
+            if limited:
                 expert_ids = drop_over_capacity(expert_ids, num_experts, self._capacity(expert_ids, num_experts))
             counts = tokens_per_expert(expert_ids, num_experts)
             # Rows of no expert are undefined: times a zero weight they could still be NaN, in the output and in the gradient.
-            every = documents is None and self.capacity_factor is None
+            every = documents is None and not limited
             assigned = None if every else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
             outputs = self._compute_experts(tokens, expert_ids, weights, counts, assigned, meanwhile)
         outputs = outputs.unflatten(0, x.shape[:2])

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.expert_products import grouped_mm, loop_mm
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, grouped_mm, loop_mm, moe_layers
+from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, moe_layers
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.row_counts import VALUES, counts_on_host
 from pipeline.layers.token_permutation import drop_over_capacity, tokens_per_expert
@@ -194,6 +195,16 @@ def test_assignments_beyond_the_capacity_contribute_nothing():
     record = layer.take_record()
     assert record[:EXPERTS].tolist() == [3, 3, 0, 0]
     assert record[EXPERTS + 1].item() == pytest.approx(18 / 24)
+
+
+def test_nothing_is_dropped_without_gradients():
+    x = tokens()
+    for parts in (0, 2):
+        layer = moe(capacity_factor=0.25)
+        layer.parts = parts
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), naive(layer, x))
+        assert not torch.allclose(layer(x), naive(layer, x))
 
 
 def test_groups_and_bias_affect_selection_but_not_weights():

@@ -95,7 +95,7 @@ def test_a_block_keeps_at_most_its_budget(worlds, share):
 
 def expert_products(mode: str) -> int:
     """How often a backward pass with a checkpoint has computed grouped products that its forward pass computed."""
-    from pipeline.layers.moe import grouped_mm
+    from pipeline.layers.expert_products import grouped_mm
 
     class Products(nn.Module):
         """Of gate and down, as on a GPU."""

@@ -29,7 +29,9 @@ class DeepseekV3Config(rope.RopeConfig):
     expert_ffn_hidden: int = knob(2048, "intermediate width of each expert", at_least=1)
     top_k: int = knob(8, "routed experts per token", at_least=1)
     capacity_factor: float | None = knob(
-        None, "maximum load of an expert over the mean load of a micro-batch, excess assignments are dropped; null for no limit", above=0
+        None,
+        "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit",
+        above=0,
     )
     groups: int = knob(8, "groups of routed experts", at_least=1)
     topk_group: int = knob(4, "groups that a token's experts are selected from", at_least=1)
