@@ -100,9 +100,7 @@ def test_a_mask_that_every_layer_computes_has_the_most_launches(results: Results
 
 @pytest.mark.parametrize(("name", "said"), [("break: print", "`print`"), ("break: branch", "data-dependent branching")])
 def test_halves_of_a_collective_that_the_compiler_moves_together_are_exposed(results: Results) -> None:
-    """With the order of the code, one part of the tokens travels beside the products of another one, in one graph without waits."""
-    compiled = results["none: padded experts"]["report"]["launches"]["compiled"]
-    assert compiled["breaks"] == []
+    """With the order of the code, one part of the tokens travels beside the products of another one."""
     exposed = {}
     for name in ("none: padded experts", "order of inductor"):
         times = replay_of(results, name)["times"]["infinitely_fast_host"]
