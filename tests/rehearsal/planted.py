@@ -137,12 +137,6 @@ def flash_3_everywhere() -> None:
     mutate("layers.attention_kernel", "case", ("capability == _HOPPER and has_flash_3()", "has_flash_3() and capability == _HOPPER"))
 
 
-#: Compiled with generated code, whose order counts.
-PADDED = (
-    *("model=mixtral-tiny", "parallel.expert=2", "parallel.expert_padding=true", "parallel.expert_parts=2", "model.capacity_factor=1"),
-    *("parallel.zero_stage=1", "training.compile=on", "training.sequence_length=512", "training.micro_batch_size=8"),
-    "training.global_batch_size=128",
-)
 REDUCTION = "training.gradient_reduction"
 MAIN_WAITS = "if self._stream is not None and flat is not state.reduced:"
 FAULTS = {
@@ -171,17 +165,6 @@ FAULTS = {
     "no wait for tokens of experts": Planted(
         ("model=mixtral-tiny", "parallel.expert=2", "parallel.zero_stage=1"),
         partial(mutate, "parallel.expert_parallel", "Exchange._wait", ("self._work.wait()", "pass")),
-    ),
-    "none: padded experts": Planted(PADDED),
-    "no wait for tokens of padded experts": Planted(
-        (*PADDED, "training.compile=off"),
-        partial(mutate, "parallel.overlapped_collectives", "_wait", ("_OPS.wait_tensor(received)", "received")),
-    ),
-    "order of inductor": Planted(
-        PADDED,
-        partial(
-            mutate, "parallel.overlapped_collectives", "keep_order", ("reorder_for_peak_memory = False", "reorder_for_peak_memory = True")
-        ),
     ),
     "no wait in the ring": Planted(
         (*LLAMA, "parallel.context=2", "parallel.zero_stage=1"),

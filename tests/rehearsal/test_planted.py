@@ -12,7 +12,6 @@ from tests.rehearsal.test_matrix import rehearsed
 
 pytestmark = [pytest.mark.long, *test_contract.pytestmark[1:]]
 EXCHANGE = line("parallel/expert_parallel.py", "self._work = dist.all_to_all_single(")
-TRAVEL = line("parallel/overlapped_collectives.py", "_OPS.all_to_all_single(")
 RING = line("parallel/ring_attention.py", "self._work = dist.batch_isend_irecv(")
 GATHER = line("training/weight_gathering.py", "dist.all_gather_into_tensor(")
 REDUCE = line("training/gradient_reduction.py", "dist.reduce_scatter_tensor(")
@@ -56,7 +55,6 @@ def test_the_job_without_faults_is_clean(results: Results, name: str) -> None:
             "read before its write",
             line("parallel/expert_parallel.py", "self._work = dist.all_to_all_single("),
         ),
-        ("no wait for tokens of padded experts", "read before its write", TRAVEL),
         ("no wait in the ring", "read before its write", RING),
         ("freed buffer", "reused while used", REDUCE),
     ],
@@ -99,15 +97,6 @@ def test_a_mask_that_every_layer_computes_has_the_most_launches(results: Results
 
 
 @pytest.mark.parametrize(("name", "said"), [("break: print", "`print`"), ("break: branch", "data-dependent branching")])
-def test_halves_of_a_collective_that_the_compiler_moves_together_are_exposed(results: Results) -> None:
-    """With the order of the code, one part of the tokens travels beside the products of another one."""
-    exposed = {}
-    for name in ("none: padded experts", "order of inductor"):
-        times = replay_of(results, name)["times"]["infinitely_fast_host"]
-        exposed[name] = times["exposed_axes"]["expert"] / times["communication"]["expert"]
-    assert exposed["none: padded experts"] < 0.9 * exposed["order of inductor"]
-
-
 def test_a_broken_graph_is_named(results: Results, name: str, said: str) -> None:
     assert results[name]["code"] == 0, results[name]["log"]
     breaks = results[name]["report"]["launches"]["compiled"]["breaks"]
