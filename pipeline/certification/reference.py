@@ -217,9 +217,8 @@ def _update_router_biases(model: nn.Module) -> list[Tensor]:
     records = []
     for moe in moe_layers(model):
         record, bias = moe.take_record(), moe.router.bias
-        if record is not None:
-            records.append(record)
-            if bias is not None:
-                load = record[: len(bias)]
-                bias.add_(moe.router.bias_update_speed * (load.mean() - load).sign())
+        records.append(record)
+        if bias is not None:
+            load = record[: len(bias)]
+            bias.add_(moe.router.bias_update_speed * (load.mean() - load).sign())
     return records

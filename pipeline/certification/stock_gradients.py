@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.checkpoint.weights import InMemory, Weights
 from pipeline.config import loss_weights
 from pipeline.conversion import huggingface_export, stock_logits
+from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 
@@ -41,6 +42,8 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(weights.tensor(name))
+    for moe in moe_layers(ours):
+        moe.capacity_factor = None  # stock models drop nothing
     ours.set_loss_weights(dict.fromkeys(loss_weights.defaults(config), 0.0))
     tokens = torch.randint(config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=torch.Generator().manual_seed(1))
     _next_token_loss(ours(tokens), tokens).backward()

@@ -217,6 +217,17 @@ class ParallelConfig:
         choices=("ring", "ulysses"),
     )
     expert: int = knob(1, "expert-parallel size of an MoE model; each of these ranks processes different samples", unit="ranks", at_least=1)
+    expert_padding: bool = knob(
+        False,
+        "every expert gets as many rows as model.capacity_factor allows, filled with zeros, so that no size depends on the router: no step "
+        "waits for the device, and MoE blocks are compiled as one graph",
+    )
+    expert_parts: int = knob(
+        1,
+        "parts in which tokens travel to the experts of other ranks: one travels while another one is computed; needs expert_padding",
+        at_least=1,
+        at_most=8,
+    )
     zero_stage: int = knob(
         1,
         "ZeRO stage, sharding over the data ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights",

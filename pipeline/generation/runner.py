@@ -36,7 +36,8 @@ class Runner:
         self.model, self.max_positions, self.lookahead = model, max_positions, lookahead
         self.device = next(model.parameters()).device
         for moe in moe_layers(model):
-            moe.capacity_factor = None  # dropping tokens would make a result depend on the other sequences of the batch
+            # Dropping tokens would make a result depend on the other sequences of the batch.
+            moe.capacity_factor, moe.parts = None, 0
         self.cache = KeyValueCache((), 0, 0)
 
     def start(self, rows: int) -> None:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.computed_buffers import ComputedBuffers
+from pipeline.layers.expert_products import batched_mm, grouped_mm, has_grouped_kernel, loop_mm
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
-from pipeline.layers.row_counts import counts_on_host
-from pipeline.layers.uncompiled import uncompiled
+from pipeline.layers.token_permutation import drop_over_capacity, inverse_permutation, padded_slots, permute, tokens_per_expert
 
 #: What is called while the tokens travel to their experts.
 Meanwhile = Callable[[], None] | None
@@ -26,6 +26,14 @@ class RoutedExperts(nn.Module):
 
     def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
         """Send the rows to their experts, arguments as in `Experts.forward`; the result returns their outputs."""
+        raise NotImplementedError
+
+    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """Send the same number of rows to each expert, without waiting for the device; the result returns their outputs.
+
+        Args:
+            parts: each (experts, rows, hidden).
+        """
         raise NotImplementedError
 
 
@@ -50,6 +58,10 @@ class Experts(RoutedExperts):
         """See RoutedExperts."""
         return partial(self.forward, x, counts)
 
+    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """See RoutedExperts."""
+        return lambda: [self.forward_padded(part) for part in parts]
+
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Apply each expert to its rows.
 
@@ -60,36 +72,24 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        grouped = x.dtype == torch.bfloat16 and (x.is_cuda or x.is_meta)  # the planner traces the kernel of GPUs
-        product = grouped_mm if grouped else loop_mm
+        product = grouped_mm if has_grouped_kernel(x) else loop_mm
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
 
+    def forward_padded(self, x: Tensor) -> Tensor:
+        """Apply each expert to as many rows: (experts, rows, hidden) -> (experts, rows, hidden). Rows of zeros remain zeros."""
+        return self.outer_padded(self.inner_padded(x))
 
-@uncompiled  # the number of rows of each expert changes with every micro-batch
-def loop_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Compute x @ weights[e].T for the rows of each expert in a loop; an expert without rows gets a zero gradient.
+    def inner_padded(self, x: Tensor) -> Tensor:
+        """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
+        return self.activation(batched_mm(x, self.gate)) * batched_mm(x, self.up)
 
-    Args:
-        x: (rows, input), sorted by expert.
-        weights: (experts, output, input).
-        counts: int64 (experts,), number of rows of each; reading them synchronizes with the device.
-
-    Returns:
-        (rows, output).
-    """
-    sizes = counts_on_host(counts, len(x))
-    parts = x.split([*sizes, x.shape[0] - sum(sizes)])
-    products = [F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=False)]
-    return torch.cat([*products, x.new_zeros(parts[-1].shape[0], weights.shape[1])])
+    def outer_padded(self, inner: Tensor) -> Tensor:
+        """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""
+        return batched_mm(inner, self.down)
 
 
-def grouped_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """Compute `loop_mm` in one kernel that reads the counts on the device; rows of no expert are undefined."""
-    return F.grouped_mm(x, weights.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-
-
-class MoE(nn.Module):
+class MoE(ComputedBuffers):
     """MoE layer: a router and routed experts. A token's output is the weighted sum of its experts' outputs.
 
     Args:
@@ -97,14 +97,17 @@ class MoE(nn.Module):
         experts: the routed experts.
         aux_loss: auxiliary losses, added to the model's loss in the backward pass.
         capacity_factor: maximum load of an expert, over the mean load of a micro-batch; assignments beyond it are dropped, those of the
-            last tokens first (Fedus et al. 2022, section 2.2). The capacity is per rank. None drops nothing.
+            last tokens first (Fedus et al. 2022, section 2.2). The capacity is per rank. None drops nothing, and so does a forward pass
+            without gradients: the loss of a validation is that of an export, and does not depend on the other sequences of a batch.
 
     Attributes:
         loss_scale: scales the auxiliary losses like the model's loss; gradient accumulation over micro-batches sets it.
         reduce_sums: as in AuxLoss.loss; context parallelism sets it.
+        parts: if not 0, every expert gets as many rows as its capacity, filled with zeros, in this number of parts: no size depends on the
+            load, and one part travels while another one is computed. parallel/expert_parallel.py sets it.
         narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
-        record: sums since the last `take_record`, fp32 (experts + 4,), None before the first backward pass: tokens of each expert, mean
-            entropy of a token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
+        record: sums over the backward passes since the last `take_record`, fp32 (experts + 4,): tokens of each expert, mean entropy of a
+            token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
     """
 
     def __init__(
@@ -115,8 +118,14 @@ class MoE(nn.Module):
         self.aux_loss, self.capacity_factor = aux_loss or AuxLoss(), capacity_factor
         self.loss_scale: float | Tensor = 1.0
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
+        self.parts = 0
         self.narrow: Callable[[Tensor], Tensor] | None = None
-        self.record: Tensor | None = None
+        self.register_buffer("record", torch.zeros(router.weight.shape[0] + 4, dtype=torch.float32), persistent=False)
+        self.record: Tensor
+
+    def compute_buffers(self, device: torch.device) -> None:
+        """See ComputedBuffers."""
+        self.record = torch.zeros(self.record.shape, dtype=torch.float32, device=device)
 
     def forward(self, x: Tensor, context: AttentionContext | None = None, meanwhile: Meanwhile = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); padding (document -1) is routed to no expert and its output is zero.
@@ -133,18 +142,48 @@ class MoE(nn.Module):
         num_experts, expert_ids = routing.probs.shape[1], routing.experts
         if documents is not None:
             expert_ids = expert_ids.masked_fill(~valid.view(-1, 1), num_experts)
-        if self.capacity_factor is not None:
-            expert_ids = drop_over_capacity(expert_ids, num_experts, math.ceil(self.capacity_factor * expert_ids.numel() / num_experts))
-        counts = tokens_per_expert(expert_ids, num_experts)
-        # Rows of no expert are undefined: times a zero weight they could still be NaN, in the output and in the gradient.
-        every = documents is None and self.capacity_factor is None
-        assigned = None if every else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
         tokens = tokens if self.narrow is None else self.narrow(tokens)
         weights = routing.weights.to(x.dtype)
-        outputs = self._compute_experts(tokens, expert_ids, weights, counts, assigned, meanwhile).unflatten(0, x.shape[:2])
+        limited = self.capacity_factor is not None and torch.is_grad_enabled()
+        if limited and self.parts:
+            outputs, counts = self._compute_padded(tokens, expert_ids, weights, num_experts, meanwhile)
+        else:
+            if limited:
+                expert_ids = drop_over_capacity(expert_ids, num_experts, self._capacity(expert_ids, num_experts))
+            counts = tokens_per_expert(expert_ids, num_experts)
+            # Rows of no expert are undefined: times a zero weight they could still be NaN, in the output and in the gradient.
+            every = documents is None and not limited
+            assigned = None if every else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
+            outputs = self._compute_experts(tokens, expert_ids, weights, counts, assigned, meanwhile)
+        outputs = outputs.unflatten(0, x.shape[:2])
         if not torch.is_grad_enabled():
             return outputs
-        return self._add_aux_loss(outputs, *self._loss_and_record(routing, counts, valid, all_valid=documents is None))
+        loss, record = self._loss_and_record(routing, counts, valid, all_valid=documents is None)
+        scale = self.loss_scale if isinstance(self.loss_scale, Tensor) else loss.new_full((), self.loss_scale)
+        with_loss: Tensor = _AddAuxLoss.apply(outputs, loss, scale, record, self.record)
+        return with_loss
+
+    def _capacity(self, expert_ids: Tensor, num_experts: int) -> int:
+        """The most assignments of an expert; a token has at most one to each."""
+        assert self.capacity_factor is not None
+        return min(math.ceil(self.capacity_factor * expert_ids.numel() / num_experts), len(expert_ids))
+
+    def _compute_padded(
+        self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, meanwhile: Meanwhile
+    ) -> tuple[Tensor, Tensor]:
+        """As `_compute_experts`, with as many rows for each expert as its capacity, and without a wait for the device.
+
+        Returns:
+            (tokens, hidden), and the number of assignments of each expert that were not dropped, int32 (experts,).
+        """
+        slots = padded_slots(expert_ids, num_experts, self._capacity(expert_ids, num_experts), self.parts)
+        rows = permute(tokens, slots.assignment, slots.slot, expert_ids.shape[1], partial=True)
+        compute = self.experts.dispatch_padded(rows.view(self.parts, num_experts, -1, rows.shape[1]).unbind())
+        if meanwhile is not None:
+            meanwhile()
+        outputs = torch.stack(compute()).flatten(0, 2)
+        combined = permute(outputs, slots.slot, slots.assignment, partial=True).unflatten(0, expert_ids.shape)
+        return (combined * weights.unsqueeze(2)).sum(dim=1), slots.counts
 
     def _compute_experts(
         self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, counts: Tensor, assigned: Tensor | None, meanwhile: Meanwhile
@@ -188,15 +227,10 @@ class MoE(nn.Module):
             record = torch.cat([counts, *(value.view(1) for value in (entropy, dropped, loss.detach(), torch.ones_like(loss)))]).float()
         return loss, record
 
-    @uncompiled  # its backward pass changes the layer's record
-    def _add_aux_loss(self, y: Tensor, loss: Tensor, record: Tensor) -> Tensor:
-        """Attach the auxiliary losses and the routing statistics to the backward pass of the output."""
-        output: Tensor = _AddAuxLoss.apply(y, loss, self, record)
-        return output
-
-    def take_record(self) -> Tensor | None:
+    def take_record(self) -> Tensor:
         """Return `record` and reset it."""
-        record, self.record = self.record, None
+        record = self.record.clone()
+        self.record.zero_()
         return record
 
 
@@ -219,80 +253,20 @@ def moe_layers(model: nn.Module) -> Iterator[MoE]:
     return (module for module in model.modules() if isinstance(module, MoE))
 
 
-def tokens_per_expert(expert_ids: Tensor, num_experts: int) -> Tensor:
-    """Count the tokens of each expert: int64 (tokens, top_k) of 0 .. num_experts, `num_experts` for none -> int64 (num_experts,)."""
-    flat, counts = expert_ids.flatten(), torch.zeros(num_experts + 1, dtype=torch.int32, device=expert_ids.device)
-    return counts.scatter_add(0, flat, torch.ones_like(flat, dtype=torch.int32))[:num_experts].long()  # int64 is not compiled
-
-
-def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Drop assignments beyond the capacity of an expert, keeping those of the first tokens.
-
-    Args:
-        expert_ids: int64 (tokens, top_k) of 0 .. num_experts.
-        num_experts: number of experts.
-        capacity: maximum number of assignments of each expert.
-
-    Returns:
-        int64 (tokens, top_k), `num_experts` for dropped assignments.
-    """
-    order = expert_ids.flatten().argsort(stable=True)
-    ordered = expert_ids.flatten()[order]
-    load = tokens_per_expert(expert_ids, num_experts + 1)
-    slot = torch.arange(len(order), device=order.device) - (load.cumsum(0) - load)[ordered]
-    return torch.empty_like(ordered).scatter(0, order, ordered.masked_fill(slot >= capacity, num_experts)).view_as(expert_ids)
-
-
-def inverse_permutation(order: Tensor) -> Tensor:
-    """Return the inverse of a permutation: int64 (n,) -> int32 (n,). Inductor compiles no scatter of int64."""
-    numbers = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    return torch.empty_like(numbers).scatter(0, order, numbers)
-
-
-class _Permute(torch.autograd.Function):
-    """Permutation of rows; forward and backward are both gathers, so the result is deterministic on a GPU."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.copies = copies
-        return x.index_select(0, order if copies == 1 else order // copies)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (inverse,) = ctx.saved_tensors
-        rows = grad.index_select(0, inverse)
-        return rows if ctx.copies == 1 else rows.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
-
-
-def permute(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Repeat each row `copies` times and permute the result.
-
-    Args:
-        x: (rows, hidden).
-        order: int64 (rows * copies,), a permutation; copy c of row r has index r * copies + c.
-        inverse: the inverse permutation, int32 or int64 as order may be.
-        copies: repetitions of each row (top_k).
-
-    Returns:
-        (rows * copies, hidden).
-    """
-    result: Tensor = _Permute.apply(x, order, inverse, copies)
-    return result
-
-
 class _AddAuxLoss(torch.autograd.Function):
     """Identity on a layer's output whose backward pass adds a loss; that runs once, however often the forward pass is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, moe: MoE, record: Tensor) -> Tensor:
-        scale = moe.loss_scale
-        ctx.moe, ctx.record = moe, record
-        ctx.grad_loss = loss.new_ones(()) * scale if isinstance(scale, Tensor) else loss.new_full((), scale)
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: Tensor, record: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, record)
+        ctx.total, ctx.dtype = total, loss.dtype  # not saved as a tensor: other micro-batches change it in the meantime
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        before = ctx.moe.record
-        ctx.moe.record = ctx.record if before is None else before + ctx.record
-        return grad, ctx.grad_loss, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        scale, record = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            # Depends on the gradient: the compiler may compute all else in the forward pass, before other micro-batches change the sum.
+            record = torch.where(grad.flatten()[:1].isnan(), record, record)
+        ctx.total.add_(record)
+        return grad, scale.to(ctx.dtype), None, None, None

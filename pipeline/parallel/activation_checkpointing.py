@@ -71,16 +71,21 @@ def kind_of(operation: Any) -> Kind | None:
     return "product" if tensor_parallel.is_saved_product(operation) else _SAVED_OPS.get(operation)
 
 
+def _breaks(block: nn.Module) -> bool:
+    """Return whether a block has a graph break: a MoE layer whose experts have as many rows as the router gives them."""
+    return any(not moe.parts for moe in moe_layers(block))
+
+
 def stays_eager(block: nn.Module, mode: str) -> bool:
-    """Return whether a block is not compiled, see `checkpoint_and_compile`: with a MoE layer, and recomputed in parts."""
-    return mode == "selective" and any(True for _ in moe_layers(block))
+    """Return whether a block is not compiled, see `checkpoint_and_compile`: with a graph break, and recomputed in parts."""
+    return mode == "selective" and _breaks(block)
 
 
 def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept: Collection[Result] | None = None) -> None:
     """Recompute a block in the backward pass (`full`), or all its operations except matrix products and attention (`selective`).
 
-    A dense block is compiled as one graph, with what is recomputed. Dispatch of MoE layers breaks the graph, and torch.compile compiles
-    nothing inside a checkpoint with a break: there, `full` recomputes compiled pieces, and `selective` stays uncompiled.
+    A block is compiled as one graph, with what is recomputed. Dispatch of MoE layers without padding breaks the graph, and torch.compile
+    compiles nothing inside a checkpoint with a break: there, `full` recomputes compiled pieces, and `selective` stays uncompiled.
 
     Args:
         block: the block.
@@ -88,7 +93,7 @@ def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept:
         compiled: whether to compile.
         kept: for selective, the results to keep; all when None.
     """
-    breaks = mode != "none" and any(True for _ in moe_layers(block))
+    breaks = mode != "none" and _breaks(block)
     if compiled and breaks and mode == "full":
         block.forward = torch.compile(block.forward)
     if mode != "none":

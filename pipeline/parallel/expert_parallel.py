@@ -1,11 +1,12 @@
 """Expert parallelism: each rank holds a subset of the experts; an all-to-all sends tokens to their experts and back.
 
-As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), but without a fixed capacity: the number of rows per rank is dynamic.
+As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), with the fixed capacity that it has (`dispatch_padded`), or without:
+the number of rows of a rank is then dynamic, and the host reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.layers.moe import Experts, RoutedExperts, inverse_permutation, moe_layers, permute
+from pipeline.config.schema import ParallelConfig
+from pipeline.layers.moe import Experts, RoutedExperts, moe_layers
 from pipeline.layers.row_counts import counts_on_host
+from pipeline.layers.token_permutation import inverse_permutation, permute
 from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.overlapped_collectives import ALL_TO_ALL, GATHER_COLUMNS, REDUCE_SCATTER_COLUMNS, Pending, finish, start
 
 
 class Exchange:
@@ -144,6 +148,50 @@ class ExpertParallelExperts(RoutedExperts):
         combined = exchange.returning().transfer(outputs)
         return torch.cat([combined, combined.new_zeros(length - len(combined), combined.shape[1])])
 
+    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+        """See RoutedExperts. All parts are sent at once. Each returns while the next one is computed."""
+        pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]
+        return partial(self._compute_padded, pending, len(parts[0]))
+
+    def _compute_padded(self, pending: Sequence[Pending], experts: int) -> list[Tensor]:
+        """Apply the local experts to the parts that arrive, and send the outputs back.
+
+        The tensor ranks gather the columns of a part beside the last product of the part before, and reduce its sums beside the first
+        products of the part after.
+        """
+        returning: list[Pending] = []
+        arriving, reduced = self._gather(pending[0]), None
+        for following in (*pending[1:], None):
+            inner = self.experts.inner_padded(self._by_expert(arriving))
+            if reduced is not None:
+                returning.append(self._return(reduced))
+            if following is not None:
+                arriving = self._gather(following)
+            outputs = self.experts.outer_padded(inner).unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 2)
+            if self.tensor is None:
+                returning.append(start(ALL_TO_ALL, outputs, self.group))
+            else:
+                reduced = start(REDUCE_SCATTER_COLUMNS, outputs, self.tensor)
+        if reduced is not None:
+            returning.append(self._return(reduced))
+        return [finish(ALL_TO_ALL, part, self.group).unflatten(0, (experts, -1)) for part in returning]
+
+    def _gather(self, pending: Pending) -> Pending:
+        """With tensor parallelism, wait for a part and begin to gather its columns."""
+        if self.tensor is None:
+            return pending
+        return start(GATHER_COLUMNS, finish(ALL_TO_ALL, pending, self.group), self.tensor)
+
+    def _by_expert(self, arriving: Pending) -> Tensor:
+        """Wait for the rows of a part with all columns: (local experts, rows, hidden)."""
+        rows = finish(ALL_TO_ALL, arriving, self.group) if self.tensor is None else finish(GATHER_COLUMNS, arriving, self.tensor)
+        return rows.unflatten(0, (self.group.size(), len(self.experts.gate), -1)).transpose(0, 1).flatten(1, 2)
+
+    def _return(self, reduced: Pending) -> Pending:
+        """Wait for the sums of a part over the tensor ranks, and begin to send them back to the ranks of their tokens."""
+        assert self.tensor is not None
+        return start(ALL_TO_ALL, finish(REDUCE_SCATTER_COLUMNS, reduced, self.tensor), self.group)
+
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
     """Return the permutation from rows ordered by (rank, expert) to rows ordered by (expert, rank).
@@ -161,9 +209,11 @@ def _own_columns(tokens: Tensor, group: ProcessGroup) -> Tensor:
     return tokens.chunk(group.size(), dim=1)[group.rank()]
 
 
-def apply(model: nn.Module, mesh: Mesh) -> None:
+def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
     """Make every MoE layer dispatch over the expert group, and its statistics cover full sequences under context parallelism."""
     for moe in list(moe_layers(model)):
+        if parallel.expert_padding:
+            moe.parts = parallel.expert_parts if mesh.layout.expert > 1 else 1
         if mesh.layout.expert > 1:
             assert isinstance(moe.experts, Experts), "the layer is already connected"
             moe.experts = ExpertParallelExperts(moe.experts, mesh.expert, mesh.tensor)

@@ -27,7 +27,14 @@ from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
-from pipeline.parallel import activation_checkpointing, context_parallel, expert_parallel, float8, tensor_parallel
+from pipeline.parallel import (
+    activation_checkpointing,
+    context_parallel,
+    expert_parallel,
+    float8,
+    overlapped_collectives,
+    tensor_parallel,
+)
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
@@ -111,7 +118,7 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             )
         if config.precision.fp8 != "none":
             float8.apply(stage, config.precision, config.model.layers, mesh.device)
-        expert_parallel.apply(stage, mesh)
+        expert_parallel.apply(stage, mesh, config.parallel)
         budget, dtype = config.training.activation_budget, DTYPES[config.precision.dtype]
         kept = {} if budget is None else activation_checkpointing.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
@@ -123,6 +130,8 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             tensor_parallel.start_gathers_early()
         if async_tensor_enabled(config.training, config.parallel, mesh):
             tensor_parallel.fuse_collectives(mesh.tensor)
+        if compiled and config.parallel.expert_padding and mesh.layout.expert > 1:
+            overlapped_collectives.keep_order()
         for name, block in stage.blocks.items():
             mode = config.training.activation_checkpointing
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))

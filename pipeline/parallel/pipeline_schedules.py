@@ -71,8 +71,10 @@ class Pipeline:
         Returns:
             The mean loss of these sequences, 0-dim; zero on ranks without the last stage.
         """
-        for moe in self._moe_layers:
-            moe.loss_scale = self._aux_loss_scale if loss_scale is None else self._aux_loss_scale * loss_scale
+        if self._moe_layers:  # a tensor: compiled blocks do not depend on its value
+            scale = torch.full((), self._aux_loss_scale, dtype=torch.float32, device=self._mesh.device)
+            for moe in self._moe_layers:
+                moe.loss_scale = scale if loss_scale is None else scale * loss_scale
         self._loss_scale = loss_scale
         try:
             loss = self._run_schedule(self._schedule.step, inputs, batch)

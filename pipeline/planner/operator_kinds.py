@@ -61,7 +61,7 @@ def product(operator: Any, args: Any, phase: Phase) -> Product:
             k //= batch
         elif first.dim() == 2:
             m //= batch
-        else:
+        elif second.dim() == 2:
             n //= batch
     elif first.dim() == 3:
         batch = first.shape[0]

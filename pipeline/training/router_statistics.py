@@ -59,9 +59,7 @@ class RouterStatistics:
         """MoE.record of each local layer, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
         records = torch.zeros(len(self._moe_layers), self._experts + 4, device=self._mesh.device)
         for row, moe in zip(records, self._moe_layers, strict=True):
-            record = moe.take_record()
-            if record is not None:
-                row.copy_(record)
+            row.copy_(moe.take_record())
         if self._mesh.dense.size() > 1:  # tensor ranks have identical records
             dist.all_reduce(records, group=self._mesh.dense)
         return records

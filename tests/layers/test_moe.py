@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.expert_products import grouped_mm, loop_mm
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, drop_over_capacity, grouped_mm, loop_mm, moe_layers, tokens_per_expert
+from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, moe_layers
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.row_counts import VALUES, counts_on_host
+from pipeline.layers.token_permutation import drop_over_capacity, tokens_per_expert
 
 HIDDEN, FFN, EXPERTS, TOP_K = 8, 12, 4, 2
 
@@ -195,6 +197,16 @@ def test_assignments_beyond_the_capacity_contribute_nothing():
     assert record[EXPERTS + 1].item() == pytest.approx(18 / 24)
 
 
+def test_nothing_is_dropped_without_gradients():
+    x = tokens()
+    for parts in (0, 2):
+        layer = moe(capacity_factor=0.25)
+        layer.parts = parts
+        with torch.no_grad():
+            torch.testing.assert_close(layer(x), naive(layer, x))
+        assert not torch.allclose(layer(x), naive(layer, x))
+
+
 def test_groups_and_bias_affect_selection_but_not_weights():
     router = Router(2, 4, 2, scoring="sigmoid", correction_bias=True, groups=2, topk_group=1)
     with torch.no_grad():
@@ -259,17 +271,61 @@ def test_the_record_counts_backward_passes_once():
     x = tokens().requires_grad_()
     with torch.no_grad():
         layer(x)
-    assert layer.take_record() is None
+    assert (layer.take_record() == 0).all()
     checkpoint(layer, x, use_reentrant=False).sum().backward()
     layer(x).sum().backward()
     record = layer.take_record()
-    assert layer.take_record() is None
+    assert (layer.take_record() == 0).all()
     assert record[-1] == 2
     routing = layer.router(x.flatten(0, 1))
     torch.testing.assert_close(record[:EXPERTS], 2.0 * tokens_per_expert(routing.experts, EXPERTS))
     entropy = torch.distributions.Categorical(routing.probs).entropy().mean()
     torch.testing.assert_close(record[EXPERTS], 2 * entropy.float())
     assert list(moe_layers(torch.nn.ModuleList([layer]))) == [layer]
+
+
+class Recorded(torch.nn.Module):
+    """A product with a loss of its weights and a record, as a MoE layer has them; its record is small enough to be computed early."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, 3))
+        self.register_buffer("record", torch.zeros(2))
+
+    def forward(self, x):
+        y, loss = x @ self.weight, self.weight.square().sum()
+        record = torch.stack([y.detach().sum(), loss.detach()])
+        return _AddAuxLoss.apply(y, loss, torch.tensor(0.5), record, self.record)
+
+
+def test_the_record_of_a_compiled_layer_counts_micro_batches_in_flight():
+    """Pipeline schedules run several forward passes before the backward pass of the first one. The partitioner is inductor's."""
+    layer, x = Recorded(), torch.ones(2, 3)
+    compiled = torch.compile(layer, backend="aot_eager_decomp_partition", fullgraph=True)
+    for y in [compiled(x), compiled(2 * x)]:
+        y.sum().backward()
+    assert layer.record.tolist() == [18 + 36, 9 + 9]
+
+
+@pytest.mark.parametrize("capacity_factor", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("padding", [False, True])
+def test_padded_experts_are_those_of_the_same_capacity(capacity_factor, parts, padding):
+    """They drop the same assignments, also where a capacity is no multiple of the parts; without a limit they are the dense sum."""
+    x, documents = tokens(3, 5), torch.zeros(3, 5, dtype=torch.int32)
+    if padding:
+        documents[0, 3:] = documents[2] = -1
+    context = AttentionContext(Mask(documents=documents)) if padding else None
+    layer = moe(capacity_factor=capacity_factor, aux_loss=AuxLoss(batch=1.0))
+    expected, record = value_and_gradients(lambda layer, x: layer(x, context), layer, x), layer.take_record()
+    layer.parts = parts
+    found = value_and_gradients(lambda layer, x: layer(x, context), layer, x)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert torch.equal(layer.take_record(), record)
+    assert (record[EXPERTS + 1] > 0) == (capacity_factor < 1 or (capacity_factor == 1 and not padding)), "some are dropped"
+    if not padding and capacity_factor == 4:
+        torch.testing.assert_close(found[0], naive(layer, x))
 
 
 def test_without_values_every_expert_gets_the_same_rows(monkeypatch):

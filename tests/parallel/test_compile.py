@@ -186,6 +186,32 @@ DEEPSEEK = tiny(
 )
 
 
+PADDED = ("parallel.expert=2", "parallel.expert_padding=true", "model.capacity_factor=1.5", "parallel.zero_stage=0")
+PARTS = ("parallel.expert_parts=2", "parallel.tensor=2")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "layout"),
+    [
+        (2, MIXTRAL, ("training.activation_checkpointing=none",)),
+        (2, DEEPSEEK, ("training.activation_checkpointing=selective", "model.dense_layers=0", "model.mtp_depth=0")),
+        (4, MIXTRAL, ("training.activation_checkpointing=selective", *PARTS)),
+        pytest.param(4, DEEPSEEK, ("training.activation_checkpointing=full", *PARTS), marks=pytest.mark.long),
+    ],
+    ids=["mixtral", "deepseek selective", "mixtral selective, parts, tensor", "deepseek full, parts, tensor"],
+)
+def test_blocks_with_padded_experts_are_compiled_whole(worlds, ranks, model, layout):
+    """Also those that are recomputed in parts: dispatch and record of the load break no graph. The losses are those without compilation."""
+    layout = (*PADDED, *layout, "training.global_batch_size=16")
+    losses, graphs, calls, breaks, reasons = worlds(ranks).run(compiled_run, layout, model)[0]
+    eager = worlds(ranks).run(compiled_run, (*layout, "training.compile=off"), model)[0][0]
+    assert losses == pytest.approx(eager, rel=1e-5)
+    assert breaks == 0, reasons
+    assert graphs[1] == graphs[-1], "compiled again after the second step"
+    per_step = {later - earlier for earlier, later in zip([0, *calls], calls, strict=False)}
+    assert per_step == {BLOCKS * MICRO_BATCHES}, "every block of every micro-batch runs one compiled graph"
+
+
 @pytest.mark.parametrize(
     ("model", "checkpointing"),
     [(MIXTRAL, "none"), pytest.param(DEEPSEEK, "full", marks=pytest.mark.long)],

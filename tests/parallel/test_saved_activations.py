@@ -95,7 +95,7 @@ def test_a_block_keeps_at_most_its_budget(worlds, share):
 
 def expert_products(mode: str) -> int:
     """How often a backward pass with a checkpoint has computed grouped products that its forward pass computed."""
-    from pipeline.layers.moe import grouped_mm
+    from pipeline.layers.expert_products import grouped_mm
 
     class Products(nn.Module):
         """Of gate and down, as on a GPU."""
@@ -121,9 +121,36 @@ def expert_products(mode: str) -> int:
     return counted.found - 4  # the gradients of two inputs and two weights
 
 
+def padded_products(mode: str) -> int:
+    """As expert_products, of experts with equal numbers of rows."""
+    from pipeline.layers.moe import Experts
+
+    class Padded(Experts):
+        """The whole layer as a block; on the meta device, products are those of GPUs."""
+
+        forward = Experts.forward_padded
+
+    class Counted(TorchDispatchMode):
+        """Counts grouped products."""
+
+        found = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            self.found += function is torch.ops.aten._grouped_mm.default
+            return function(*arguments, **(options or {}))
+
+    block = Padded(2, 16, 24).to("meta", torch.bfloat16)
+    checkpoint_and_compile(block, mode, compiled=False)
+    y = block(torch.empty(2, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True))
+    with Counted() as counted:
+        y.backward(torch.empty_like(y))
+    return counted.found - 6  # the gradients of three inputs and three weights
+
+
 def test_selective_recomputation_keeps_grouped_products_and_flex_attention():
     import torch.nn.attention.flex_attention
 
+    assert (padded_products("full"), padded_products("selective")) == (2, 0)
     assert (expert_products("full"), expert_products("selective")) == (1, 0), "the second one is not needed again"
     assert kind_of(torch.ops.higher_order.flex_attention) == "attention"
     assert kind_of(torch.ops.higher_order.cond) is None

@@ -93,6 +93,27 @@ def test_selective_recomputation_leaves_blocks_with_experts_uncompiled():
     assert compiled["0"].operations != eager["0"].operations
 
 
+def test_padded_experts_are_planned_with_the_rows_of_their_capacity():
+    """In FLOPs, bytes of the network, and memory; blocks are one compiled graph. A capacity factor of 1 is an even load."""
+    even, once, twice = (
+        trace(configured(*EXPERTS, *padding)).parts["0"]
+        for padding in ((), *(("parallel.expert_padding=true", f"model.capacity_factor={factor}") for factor in (1, 2)))
+    )
+
+    def flops(part):
+        return sum(product.flops for product in part.products if "experts" in product.name)
+
+    def sent(part):
+        rows = [o.bytes for o in part.operations if isinstance(o, Collective) and o.kind == "all_to_all"]
+        return sum(size for size in rows if size > 8 * 4)  # without the numbers of rows of four experts
+
+    assert 0 < flops(even) == flops(once) == flops(twice) / 2
+    assert 0 < sent(even) == sent(once) == sent(twice) / 2
+    assert twice.saved > once.saved
+    assert "elementwise (silu)" not in once.producers
+    assert len(once.operations) < len(even.operations)
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Counts the collectives of a real run by operator and bytes, and the FLOPs of its products."""
 

@@ -121,6 +121,8 @@ MODELS = {
     ),
     "mixtral": Model(MIXTRAL, compared=("weights",)),
     "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
+    # Some tokens are dropped: those that one process drops.
+    "mixtral-padded": Model((*MIXTRAL, "model.capacity_factor=1.0"), compared=("weights",)),
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
@@ -214,6 +216,12 @@ LAYOUTS = {
         "expert=2 zero_stage=3 zero_group=2",
         "expert=4 zero_stage=1 zero_group=2",
     ],
+    "mixtral-padded": [
+        "zero_stage=0 expert_padding=true",
+        "expert=4 zero_stage=3 expert_padding=true expert_parts=2",
+        "expert=2 tensor=2 zero_stage=1 expert_padding=true expert_parts=2 training.activation_checkpointing=selective",
+        "expert=2 pipeline=2 zero_stage=2 expert_padding=true",
+    ],
     "mixtral-4": ["expert=2 pipeline=2 zero_stage=2 schedule=zbv"],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
@@ -234,7 +242,7 @@ LAYOUTS = {
 KINDS = {
     **dict.fromkeys(("bert", "roberta"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
-    **dict.fromkeys(("mixtral", "mixtral-4", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-4", "deepseek", "deepseek-grouped"), "experts"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

@@ -77,6 +77,7 @@ def test_the_references_exercise_what_they_should():
     mixtral, deepseek, grouped = reference("mixtral"), reference("deepseek"), reference("deepseek-grouped")
     assert max(norm for _, norm, *_ in mixtral.numbers) > 0.5, "clipping is active"
     assert all(aux > 0.2 for *_, aux in mixtral.numbers), "two layers, each at least 0.1"
+    assert all(dropped > 0.05 for *_, dropped, _ in reference("mixtral-padded").numbers), "some experts are full"
     biases = [weight for name, weight in deepseek.weights.items() if name.endswith("router.bias")]
     assert len(biases) == 2, "of a block and of the prediction of a second token"
     assert all(0.01 - 1e-6 <= bias.abs().max() <= 0.03 + 1e-6 for bias in biases), "three steps of 0.01"

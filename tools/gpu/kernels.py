@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.expert_products import grouped_mm, loop_mm
 from pipeline.layers.loss import linear_cross_entropy
-from pipeline.layers.moe import grouped_mm, loop_mm
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
 from pipeline.parallel import float8

@@ -28,6 +28,11 @@ class DeepseekV3Config(rope.RopeConfig):
     shared_experts: int = knob(1, "shared experts, which process every token", at_least=1)
     expert_ffn_hidden: int = knob(2048, "intermediate width of each expert", at_least=1)
     top_k: int = knob(8, "routed experts per token", at_least=1)
+    capacity_factor: float | None = knob(
+        None,
+        "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit",
+        above=0,
+    )
     groups: int = knob(8, "groups of routed experts", at_least=1)
     topk_group: int = knob(4, "groups that a token's experts are selected from", at_least=1)
     norm_topk_prob: bool = knob(True, "normalize the weights of a token's experts to sum to routed_scaling_factor")

@@ -74,7 +74,8 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
             groups=config.groups,
             topk_group=config.topk_group,
         )
-        routed = MoE(router, Experts(config.experts, config.hidden, config.expert_ffn_hidden))
+        experts = Experts(config.experts, config.hidden, config.expert_ffn_hidden)
+        routed = MoE(router, experts, capacity_factor=config.capacity_factor)
         return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
 
     def block(mlp: nn.Module) -> Block:

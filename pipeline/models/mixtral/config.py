@@ -22,7 +22,9 @@ class MixtralConfig:
     experts: int = knob(8, "experts in each block", at_least=1)
     top_k: int = knob(2, "experts a token is routed to", at_least=1)
     capacity_factor: float | None = knob(
-        None, "maximum load of an expert over the mean load of a micro-batch, excess assignments are dropped; null for no limit", above=0
+        None,
+        "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit",
+        above=0,
     )
     vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(32768, "longest sequence", unit="tokens", at_least=2)

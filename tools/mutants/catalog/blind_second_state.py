@@ -92,8 +92,8 @@ MUTANTS = (
         edits=(
             Edit(
                 SCHEDULES,
-                "moe.loss_scale = self._aux_loss_scale if loss_scale is None else self._aux_loss_scale * loss_scale",
-                "moe.loss_scale = self._aux_loss_scale",
+                "moe.loss_scale = scale if loss_scale is None else scale * loss_scale",
+                "moe.loss_scale = scale",
             ),
         ),
         exact=False,
