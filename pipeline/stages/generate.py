@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if unfinished is not None:
                 mesh = meshes.build_mesh(Layout.of(configs[0], ranks.world_size), device, minutes, ranks.local_size)
                 where = mesh.coordinates
-                # Rank 0 decides for all: the ranks that share a model must process the same parts.
-                mine = comm.bcast(missing(unfinished, prompts.parts))[mesh.layout.batch_shard(where) :: mesh.layout.batch_shards]
+                # Rank 0 decides for all what is missing: other ranks may see an older listing of the folder.
+                left = comm.bcast(missing(unfinished, prompts.parts))
                 leader = where.tensor == where.pipeline == 0
+                taken = meshes.handed_out("generate", mesh.layout.batch_shard(where), leader=leader)
+                mine = (left[number] for number in takewhile(lambda number: number < len(left), taken))
                 parts = PromptParts(prompts, reader, stops, unfinished, mine, logprobs=stage.logprobs, write=leader)
                 runner = decoding.load_runner(configs[0], stage, checkpoint, mesh, decoder_token)
                 small = None if drafts is None else decoding.load_runner(configs[1], stage, drafts, mesh, decoder_token)

@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from pipeline.common.unfinished import Unfinished
 from pipeline.generation.prompts import PromptFile
 from pipeline.models.t5.config import T5Config
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
-from tests.helpers import pipeline, run_ranks
+from tests.helpers import pipeline, run_ranks, start_ranks
 from tests.models.small_decoders import CONFIGS
 
 TEMPLATE = (
@@ -104,6 +105,29 @@ def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run
     lines = expected.splitlines()
     assert (run / "two/completions.jsonl").read_text().splitlines() == [*lines[:2], json.dumps(kept[0]), *lines[4:]]
     assert sorted(path.name for path in (run / "two").iterdir()) == ["completions.jsonl", "manifest.json", "rejected.jsonl"]
+
+
+@pytest.mark.slow
+def test_two_thousand_samples_are_the_same_after_two_kills(run, tmp_path):
+    """The ranks of a job are killed after a quarter and after half of the parts; both of them take parts until none are left."""
+    (run / "2000.jsonl").write_text("".join(f'{{"prompt": "{number} Nadeln"}}\n' for number in range(2000)))
+    sampled = ("stage.temperature=1", "stage.seed=3", "stage.max_tokens=4", "stage.ignore_eos=true", "stage.batch_size=64")
+    pipeline(*settings(run, *sampled, output="whole-2000", prompts="2000.jsonl"))
+    arguments = settings(run, *sampled, output="killed", prompts="2000.jsonl")
+    parts = len(PromptFile(run / "2000.jsonl").parts)
+    for share in (4, 2):
+        printed = open(tmp_path / "printed", "w")  # noqa: SIM115 - of processes that are killed
+        ranks = start_ranks(2, *arguments, output=printed.fileno())
+        while len(list((run / "killed/.unfinished").glob("part-*.json"))) < parts // share:
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.01)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        assert not (run / "killed/manifest.json").exists()
+    run_ranks(2, *arguments)
+    assert (run / "killed/completions.jsonl").read_bytes() == (run / "whole-2000/completions.jsonl").read_bytes()
+    assert len(read(run / "killed/completions.jsonl")) == 2000
 
 
 @pytest.mark.slow
