@@ -13,7 +13,6 @@ from itertools import islice
 
 from torch import Tensor
 
-from pipeline.generation.pages import SLACK
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, SeenTokens, choose
 
@@ -80,7 +79,8 @@ class Generator:
         stopping: when a completion ends.
         batch_size: maximum number of sequences in a forward pass.
         logprobs: whether to record log-probabilities.
-        cache_bytes: maximum size of the cache. A prompt waits until the cache has room for its longest completion.
+        share: tokens of a sequence -> the share of the cache's memory that it takes. A prompt waits until there is room for its longest
+            completion.
     """
 
     def __init__(
@@ -91,14 +91,14 @@ class Generator:
         *,
         batch_size: int,
         logprobs: bool = False,
-        cache_bytes: float = float("inf"),
+        share: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         self.runner, self.sampling, self.stopping = runner, sampling, stopping
-        self.batch_size, self.logprobs, self.cache_bytes = batch_size, logprobs, cache_bytes
+        self.batch_size, self.logprobs, self.share = batch_size, logprobs, share
         self._rows: list[Completion | None] = []
         self._random: dict[int, random.Random] = {}
         self._unread: dict[int, Sequence[int]] = {}  # row -> tokens that are not in the cache
-        self._reserved: dict[int, float] = {}  # row -> bytes of its longest completion
+        self._reserved: dict[int, float] = {}  # row -> share of its longest completion
         self._seen = SeenTokens()
 
     def run(self, prompts: Iterable[tuple[int, Sequence[int]]]) -> Iterator[Completion]:
@@ -131,8 +131,8 @@ class Generator:
         admitted: list[Completion] = []
         rows: list[int] = []
         for row, completion in zip(free, waiting[: prefill_count([len(each.prompt) for each in waiting])], strict=False):
-            needed = self._bytes_of(self.runner.length(completion.prompt) + self._limit(completion)) * (1 + 1 / SLACK)
-            if self._reserved and sum(self._reserved.values()) + needed > self.cache_bytes:
+            needed = self.share(self.runner.length(completion.prompt) + self._limit(completion))
+            if self._reserved and sum(self._reserved.values()) + needed > 1:
                 break
             self._reserved[row], self._rows[row] = needed, completion
             self._random[completion.index] = self.sampling.random(completion.index)
@@ -142,10 +142,6 @@ class Generator:
             unread = self.runner.begin_prompts(rows, [completion.prompt for completion in admitted])
             self._unread |= zip(rows, unread, strict=True)
         return len(rows)
-
-    def _bytes_of(self, length: int) -> int:
-        """Return the bytes of a sequence of `length` tokens in all caches."""
-        return self.runner.bytes_of(length)
 
     def _release(self, row: int) -> None:
         """Free a row whose completion is finished."""

@@ -7,7 +7,7 @@ greedy completions are the same tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -29,9 +29,6 @@ class Proposer(Protocol):
 
     def clear(self, row: int) -> None:
         """Forget the sequence of a row."""
-
-    def bytes_of(self, length: int) -> int:
-        """As Runner.bytes_of."""
 
     def propose(
         self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None], seen: Tensor | None
@@ -73,10 +70,6 @@ class PromptLookup:
     def clear(self, row: int) -> None:
         """See Proposer."""
         self._indexes.pop(row, None)
-
-    def bytes_of(self, length: int) -> int:  # noqa: ARG002 - of Proposer
-        """See Proposer."""
-        return 0
 
     def propose(
         self,
@@ -153,10 +146,6 @@ class DraftModel:
         """See Proposer."""
         self.runner.cache.clear([row])
 
-    def bytes_of(self, length: int) -> int:
-        """See Proposer."""
-        return self.runner.bytes_of(length)
-
     def propose(
         self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None], seen: Tensor | None
     ) -> list[Proposal]:
@@ -195,7 +184,7 @@ class SpeculativeGenerator(Generator):
 
     Args:
         runner: the model; its lookahead is at least tokens + 1.
-        sampling, stopping, batch_size, logprobs, cache_bytes: as in Generator.
+        sampling, stopping, batch_size, logprobs, share: as in Generator.
         proposer: guesses tokens.
         tokens: maximum number of guessed tokens in a pass.
 
@@ -213,10 +202,10 @@ class SpeculativeGenerator(Generator):
         proposer: Proposer,
         tokens: int,
         logprobs: bool = False,
-        cache_bytes: float = float("inf"),
+        share: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         assert runner.lookahead > tokens, "the cache must be able to remove all guesses"
-        super().__init__(runner, sampling, stopping, batch_size=batch_size, logprobs=logprobs, cache_bytes=cache_bytes)
+        super().__init__(runner, sampling, stopping, batch_size=batch_size, logprobs=logprobs, share=share)
         self.proposer, self.tokens = proposer, tokens
         self.proposed = self.accepted = 0
         self._guesses: dict[int, int] = {}
@@ -224,9 +213,6 @@ class SpeculativeGenerator(Generator):
     def _start(self, rows: int) -> None:
         super()._start(rows)
         self.proposer.start(rows)
-
-    def _bytes_of(self, length: int) -> int:
-        return super()._bytes_of(length) + self.proposer.bytes_of(length)
 
     def _release(self, row: int) -> None:
         held = self._rows[row]

@@ -8,6 +8,7 @@ import torch
 
 from pipeline.generation import generator as generator_module
 from pipeline.generation.cache import KeyValueCache, detach
+from pipeline.generation.cache_room import CacheRoom
 from pipeline.generation.generator import Generator, Stopping, prefill_count
 from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.runner import Runner
@@ -178,7 +179,8 @@ def test_a_prompt_waits_for_room_in_the_cache(pair):
     expected = [each.tokens for each in generate(model, given, tokens=20, batch_size=5)]
     runner = Measured(model, POSITIONS).begin_measuring()
     limit = 2.2 * runner.bytes_of(70)
-    generator = Generator(runner, Sampling(), Stopping(20), batch_size=5, cache_bytes=limit)
+    room = CacheRoom([runner], POSITIONS, limit, lambda values: values)
+    generator = Generator(runner, Sampling(), Stopping(20), batch_size=5, share=room.share)
     found = {each.index: each.tokens for each in generator.run(enumerate(given))}
     runner.detach()
     assert [found[index] for index in range(5)] == expected

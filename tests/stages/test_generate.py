@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import shutil
 import time
 from dataclasses import replace
@@ -177,6 +178,24 @@ def test_refusals(run, tmp_path):
     assert "3 problems" in printed
     assert "none.jsonl: cannot be read" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_nearest_setting_that_does(run):
+    """The setting that the message names works; no prompt of the batch is processed before."""
+    (run / "lengths.jsonl").write_text("".join(json.dumps({"prompt": "ein " * count}) + "\n" for count in (1, 2, 9, 3, 4, 5)))
+    small = settings(run, "stage.max_tokens=8", "stage.ignore_eos=true", output="small", prompts="lengths.jsonl")
+    cases = {"4e-5": "stage.batch_size=5", "8e-6": "stage.max_tokens=8"}
+    for size, named in cases.items():
+        limited = [*small, "stage.batch_size=5", f"stage.cache_gigabytes={size}", f"stage.output={run / size}"]
+        printed = pipeline(*limited, expect=2)
+        assert re.search(rf"{named}: 5 sequences of up to \d+ tokens \(the longest prompt has \d+\) need \d.* GB of KV cache", printed)
+        assert f"; {float(size):.3g} GB are available" in printed
+        fix = re.search(r"set (stage.batch_size=\d)(?: and (stage.max_tokens=\d))?", printed)
+        assert not (run / size / "completions.jsonl").exists()
+        shutil.rmtree(run / size)
+        assert "6 completions" in pipeline(*limited, *filter(None, fix.groups()))
+    printed = pipeline(*small, "stage.cache_gigabytes=1e-6", f"stage.output={run / 'none'}", expect=2)
+    assert "shorten the longest prompt" in printed
 
 
 @pytest.mark.slow
