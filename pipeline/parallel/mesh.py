@@ -165,7 +165,7 @@ def handed_out(name: str, group: int, *, leader: bool) -> Iterator[int]:
         group: number of the group that this rank belongs to. Its ranks get the same numbers.
         leader: whether this rank asks for the group.
     """
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined] # as in store_connection
+    store = dist.distributed_c10d._get_default_store()
     for turn in itertools.count():
         key = f"{name}/{group}/{turn}"
         if leader:
