@@ -16,10 +16,11 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.generation import weights
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.generator import Generator, Stopping
+from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner, decoder_runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
-from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
 from pipeline.models.shared_sizes import EncoderDecoderSizes

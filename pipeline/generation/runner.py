@@ -8,7 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from pipeline.generation.cache import KeyValueCache, Pass, detach
+from pipeline.generation.cache import KeyValueCache, detach
+from pipeline.generation.passes import Pass
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack

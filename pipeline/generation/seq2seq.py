@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.generation.cache import KeyValueCache, Pass
+from pipeline.generation.cache import KeyValueCache
+from pipeline.generation.passes import Pass
 from pipeline.generation.runner import Runner, pad
 from pipeline.layers.attention import Attention, AttentionContext, Core
 from pipeline.layers.encoder_decoder import EncoderDecoder

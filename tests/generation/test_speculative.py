@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from pipeline.generation.generator import Completion, Generator, Stopping
+from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution
-from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.models.gpt.config import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
