@@ -69,6 +69,12 @@ class Generate(CheckpointReader):
     output: str | None = knob(None, "output folder; default run_dir/generated")
     max_tokens: int = knob(256, "maximum number of new tokens of a completion", unit="tokens", at_least=1)
     batch_size: int = knob(16, "maximum number of sequences in a forward pass on one rank", unit="sequences", at_least=1)
+    cache_gigabytes: float | None = knob(
+        None,
+        "maximum size of the KV cache of a rank; default: 0.8 of the memory that is free after the weights are loaded",
+        unit="GB",
+        above=0,
+    )
     temperature: float = knob(0.0, "divides the logits before sampling; 0 chooses the most probable token", at_least=0)
     top_k: int = knob(0, "sample from this many most probable tokens; 0 for all", at_least=0)
     top_p: float = knob(1.0, "sample from the smallest set of most probable tokens with at least this probability", above=0, at_most=1)

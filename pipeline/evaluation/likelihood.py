@@ -59,12 +59,13 @@ def log_likelihoods(runner: Runner, vocab_size: int, questions: Sequence[Questio
     scores = [Scored(0.0, True)] * len(questions)
     for batch in _batches(sorted(inputs, key=len, reverse=True), vocab_size):
         runner.start(len(batch))
-        runner.reserve(len(batch[0]))
-        logits = runner.forward(range(len(batch)), batch, every=True)
+        # Only the tokens before a continuation need logits.
+        wanted = [max(len(questions[number].continuation) for number in inputs[tokens]) for tokens in batch]
+        parts = runner.forward(range(len(batch)), batch, wanted).split(wanted)
         for row, tokens in enumerate(batch):
             for number in inputs[tokens]:
-                target = torch.tensor(questions[number].continuation, device=logits.device)
-                part = logits[row, len(tokens) - len(target) : len(tokens)].float().log_softmax(dim=1)
+                target = torch.tensor(questions[number].continuation, device=parts[row].device)
+                part = parts[row][len(parts[row]) - len(target) :].float().log_softmax(dim=1)
                 value = part.gather(1, target[:, None]).sum()
                 scores[number] = Scored(float(value), bool((part.argmax(dim=1) == target).all()))
     return scores

@@ -94,7 +94,6 @@ class BeamGenerator:
         limits = [min(self.stopping.max_tokens, runner.room(prompt)) for prompt in prompts]
         searches = [Search(limit, [[] for _ in range(beams)], [0.0] + [NONE] * (beams - 1)) for limit in limits]
         runner.start(len(prompts))
-        runner.reserve(max(runner.length(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)))
         logits = runner.prefill(range(len(prompts)), prompts).repeat_interleave(beams, dim=0)
         runner.keep(torch.arange(len(prompts)).repeat_interleave(beams))
         while True:
@@ -102,9 +101,12 @@ class BeamGenerator:
             if all(search.done for search in searches):
                 return searches
             runner.keep(torch.tensor(order))
-            # A prompt that is done stays in the batch, but adds no tokens: its length is limited.
-            new = [[] if search.done else tokens[-1:] for search in searches for tokens in search.running]
-            logits = runner.forward(range(len(order)), new)
+            # A prompt that is done keeps its rows, but adds no tokens: its length is limited.
+            active = [row for row in range(len(order)) if not searches[row // beams].done]
+            new = [searches[row // beams].running[row % beams][-1:] for row in active]
+            logits = logits.new_zeros(len(order), logits.shape[1]).index_copy(
+                0, torch.tensor(active, device=logits.device), runner.forward(active, new)
+            )
 
     def _advance(self, searches: list[Search], logits: Tensor) -> list[int]:
         """Extend all beams by a token; returns the row that each row continues."""

@@ -1,149 +1,129 @@
-"""The preallocated key-value cache.
+"""The paged key-value cache.
 
 The models know nothing of it: it replaces the core of every attention layer (layers/attention.py), which then stores the keys and values
 of the new tokens and attends to all stored ones. What is stored is what the layer passes to its core: keys and values of the key heads
 only (grouped-query attention), or one latent per token (multi-head latent attention). A layer with a sliding window stores a ring of the
 last tokens.
+
+The tokens of a forward pass are those of all its sequences, one after the other, as one sequence: prompts and parts of prompts beside
+single tokens, without padding. Only attention is computed in groups of sequences with the same number of new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.generation.pages import PAGE, PageTable
+from pipeline.generation.passes import Bias, Group, Pass, grouped
 from pipeline.layers.attention import Core, sdpa
 from pipeline.layers.mask import Mask
 from pipeline.layers.mla import LatentAttention
-
-#: Position of a slot that holds no token: later than every query, so that a causal mask excludes it.
-EMPTY = 1 << 30
-
-
-@dataclass(frozen=True)
-class Pass:
-    """The tokens that one forward pass adds to the cache.
-
-    Attributes:
-        rows: int64 (batch,), the row of the cache of each sequence.
-        positions: int64 (batch, tokens), the position of each new token in its sequence.
-        valid: bool (batch, tokens), False for padding, which is at the end.
-        lengths: int64 (batch,), tokens of each sequence after the pass.
-        longest: the largest of them.
-        fresh: whether all rows were empty: the new tokens attend to each other only.
-        aligned: whether a mask is unnecessary: one new token for each row, and all rows have the same length.
-    """
-
-    rows: Tensor
-    positions: Tensor
-    valid: Tensor
-    lengths: Tensor
-    longest: int
-    fresh: bool
-    aligned: bool
-    _slots: dict[int, Tensor] = field(default_factory=dict)
-    _masks: dict[int, Mask] = field(default_factory=dict)
-
-    def slots(self, capacity: int) -> Tensor:
-        """Return the slot of each new token among those of all rows, each with `capacity` slots and one for what is not kept."""
-        if capacity not in self._slots:
-            visible = self.valid & (self.positions >= self.lengths[:, None] - capacity)
-            slot = torch.where(visible, self.positions % capacity, capacity)
-            self._slots[capacity] = (self.rows[:, None] * (capacity + 1) + slot).flatten()
-        return self._slots[capacity]
-
-    def mask(self, capacity: int, given: Mask) -> Mask:
-        """Return the mask of the new tokens over the slots of their rows; `given` has the score biases."""
-        if capacity not in self._masks:
-            last = self.lengths[:, None] - 1
-            held = last - (last - torch.arange(min(capacity, self.longest), device=last.device)) % capacity
-            key_positions = held.masked_fill(held < 0, EMPTY)
-            self._masks[capacity] = given.replace(
-                causal=not self.aligned, documents=None, positions=self.positions, key_positions=key_positions
-            )
-        return self._masks[capacity]
 
 
 class KeyValueCache:
     """Keys and values of the tokens of several sequences, one in each row. Rows are of different lengths and independent of each other.
 
-    The storage is allocated in the first forward pass, when the number of key heads and their widths are known.
-
     Args:
         blocks: transformer blocks whose self-attention stores its keys and values here.
-        rows: number of sequences.
+        rows: number of sequences. A row without tokens has no storage.
         capacity: maximum length of a sequence, tokens.
-        lookahead: maximum number of tokens that are added to a row that is not empty in one pass, and that can be removed again.
+        lookahead: maximum number of tokens that can be removed again.
+        bias: biases of the scores between positions, None for none.
 
     Attributes:
         lengths: int64 (rows,), tokens of each sequence, on the CPU.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module], rows: int, capacity: int, *, lookahead: int = 1) -> None:
-        self.rows, self.capacity = rows, capacity
+    def __init__(self, blocks: Iterable[nn.Module], rows: int, capacity: int, *, lookahead: int = 1, bias: Bias | None = None) -> None:
+        self.rows, self.capacity, self.lookahead, self.bias = rows, capacity, lookahead, bias
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self.step: Pass | None = None
         self.layers: list[CachedAttention] = []
+        self.tables: dict[int | None, PageTable] = {}
         for block in blocks:
             attention = block.attention
             assert isinstance(attention, nn.Module)
             latent = isinstance(attention, LatentAttention)
             window: int | None = None if latent else attention.window  # type: ignore[assignment] # a layer's own attribute
-            limit = None if window is None else window + lookahead
+            limit = None if window is None or window + lookahead >= capacity else window + lookahead
             core = attention.core
-            layer = CachedAttention(self, limit, core.core if isinstance(core, CachedAttention) else core, shared=latent)  # type: ignore[arg-type] # a Core
+            layer = CachedAttention(self, limit, core.core if isinstance(core, CachedAttention) else core, attention)  # type: ignore[arg-type] # a Core
             attention.core = layer  # type: ignore[assignment] # a Core
             if latent:
                 attention.absorb = True  # type: ignore[assignment] # an attribute, not a module
             self.layers.append(layer)
+            self.tables.setdefault(limit, PageTable(rows, limit)).pools.append(layer)
 
-    def begin(self, rows: Tensor, counts: Tensor, device: torch.device) -> Pass:
+    @property
+    def allocated(self) -> int:
+        """Bytes of the storage of all layers."""
+        return sum(stored.nbytes for layer in self.layers for stored in (layer.keys, layer.values) if stored is not None)
+
+    def bytes_of(self, length: int) -> int:
+        """Return the bytes that the pages of a sequence of `length` tokens have."""
+        return sum(self.tables[layer.limit].pages(length) * PAGE * layer.token_bytes for layer in self.layers)
+
+    def begin(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Pass:
         """Prepare a forward pass.
 
         Args:
-            rows: int64 (batch,), the rows of the sequences, on the CPU. A pass over rows that are not empty has all rows in order.
-            counts: int64 (batch,), number of new tokens of each sequence, on the CPU; further tokens of the batch are padding.
+            rows: the row of each sequence.
+            counts: number of new tokens of each sequence, at least 1.
             device: of the model.
         """
-        before = self.lengths[rows]
-        after = before + counts
-        longest = int(after.max())
-        assert longest <= self.capacity, f"{longest} tokens exceed the capacity of {self.capacity}"
-        self.lengths[rows] = after
-        fresh = not bool(before.any())
-        assert fresh or len(rows) == self.rows, "a pass over rows that are not empty has all rows"
-        offsets = torch.arange(int(counts.max()), device="cpu")
-        # Positions of padding may exceed the tables of the model.
-        positions, valid = (before[:, None] + offsets).clamp(max=self.capacity - 1), offsets < counts[:, None]
-        aligned = len(offsets) == 1 and bool((after == longest).all())
-        # An idle row that never held a token attends to an empty slot: the softmax over no key would be NaN.
-        lengths = after.clamp(min=1).to(device)
-        self.step = Pass(rows.to(device), positions.to(device), valid.to(device), lengths, max(1, longest), fresh, aligned)
+        before = [int(self.lengths[row]) for row in rows]
+        after = [length + count for length, count in zip(before, counts, strict=True)]
+        assert max(after) <= self.capacity, f"{max(after)} tokens exceed the capacity of {self.capacity}"
+        self.lengths[list(rows)] = torch.tensor(after, device="cpu")
+        lengths = self.lengths.tolist()
+        for table in self.tables.values():
+            table.fit(lengths)
+        groups, first, token_rows, positions = [], 0, [], []
+        for members in grouped(before, counts):
+            count = counts[members[0]]
+            starts = torch.tensor([before[member] for member in members], device="cpu")
+            places = starts[:, None] + torch.arange(count, device="cpu")
+            of_group = torch.tensor([rows[member] for member in members], device="cpu")
+            token_rows.append(of_group.repeat_interleave(count))
+            positions.append(places.flatten())
+            shortest, longest = min(after[member] for member in members), max(after[member] for member in members)
+            fresh, aligned = not bool(starts.any()), count == 1 and shortest == longest
+            on_device = places.to(device)
+            ends = on_device[:, -1] + 1
+            last = first + len(members) * count
+            groups.append(Group(members, of_group, first, last, on_device, ends, longest - count, longest, fresh, aligned))
+            first = last
+        flat = torch.cat(positions)
+        self.step = Pass(groups, torch.cat(token_rows), flat.to(device)[None])
+        for limit, table in self.tables.items():
+            kept = None if limit is None else flat >= self.lengths[self.step.rows] - limit
+            kept = None if kept is None or bool(kept.all()) else kept
+            stored = (self.step.rows, flat) if kept is None else (self.step.rows[kept], flat[kept])
+            self.step.kept[limit] = None if kept is None else kept.to(device)
+            self.step.slots[limit] = table.slots(*stored).to(device)
+            for index, group in enumerate(groups):
+                if not group.fresh:
+                    self.step.pages[limit, index] = table.of(group.rows, group.longest, device)
         return self.step
-
-    def reserve(self, capacity: int) -> None:
-        """Increase the capacity, if it is less."""
-        if capacity > self.capacity:
-            self.capacity = capacity
-            for layer in self.layers:
-                layer.reserve(capacity)
 
     def truncate(self, lengths: Tensor) -> None:
         """Remove the last tokens of the rows; lengths is int64 (rows,), at most `lookahead` less than before."""
         self.lengths = lengths.clone()
 
-    def clear(self, rows: Tensor) -> None:
-        """Empty rows, for other sequences."""
-        self.lengths[rows] = 0
+    def clear(self, rows: Sequence[int]) -> None:
+        """Empty rows, for other sequences. Their pages are returned in the next pass."""
+        self.lengths[list(rows)] = 0
 
+    @torch.inference_mode()
     def keep(self, rows: Tensor) -> None:
         """Reduce the cache to some of its rows, or reorder and repeat them (beam search); rows is int64 (n,), on the CPU."""
         self.rows, self.lengths = len(rows), self.lengths[rows]
-        for layer in self.layers:
-            layer.keep(rows)
+        for table in self.tables.values():
+            table.keep(rows.tolist())
 
 
 def detach(blocks: Iterable[nn.Module]) -> None:
@@ -161,59 +141,97 @@ class CachedAttention:
 
     Args:
         cache: the cache of all layers.
-        limit: maximum number of slots of a row that the layer needs, None for no limit.
+        limit: as in PageTable.
         core: the layer's own core, for sequences that are new in the cache.
-        shared: whether the values are the first dims of the keys, and not stored again.
+        attention: the layer. Of multi-head latent attention, the values are the first dims of the keys, and not stored again.
+
+    Attributes:
+        keys, values: (pages, PAGE, heads, width), None before the first pass.
+        token_bytes: size of a slot.
     """
 
-    def __init__(self, cache: KeyValueCache, limit: int | None, core: Core, *, shared: bool) -> None:
-        self.cache, self.limit, self.core, self.shared = cache, limit, core, shared
-        self.capacity = 0
+    def __init__(self, cache: KeyValueCache, limit: int | None, core: Core, attention: nn.Module) -> None:
+        self.cache, self.limit, self.core = cache, limit, core
+        self.shared = isinstance(attention, LatentAttention)
+        # Weights of this tensor rank: a latent is the same on all of them.
+        sources = (attention.key_value_down,) if isinstance(attention, LatentAttention) else (attention.key, attention.value)
+        self.token_bytes = sum(source.weight.shape[0] * source.weight.element_size() for source in sources)  # type: ignore[union-attr,operator,index,misc] # linear layers
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self.reserve(cache.capacity)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-        """See Core; k and v are those of the new tokens."""
+        """See Core; k and v are those of the new tokens, (1, kv_heads, tokens, width)."""
         step = self.cache.step
         assert step is not None
         if self.keys is None:
-            self.keys = self._allocate(k)
-            self.values = None if self.shared else self._allocate(v)
-        slots = step.slots(self.capacity)
-        _store(self.keys, slots, k)
+            pages = self.cache.tables[self.limit].size
+            self.keys = k.new_zeros(pages, PAGE, k.shape[1], k.shape[3])
+            self.values = None if self.shared else v.new_zeros(pages, PAGE, v.shape[1], v.shape[3])
+        # New tokens overwrite the oldest ones of a ring: if there are many, the first of them still attend to those.
+        joined = {index: self._stored(index, group.before) for index, group in enumerate(step.groups) if self._joins(group)}
+        self._store(step, self.keys, k)
         if self.values is not None:
-            _store(self.values, slots, v)
-        if step.fresh:
-            return self.core(q, k, v, mask, window=window, scale=scale)
-        size = min(self.capacity, step.longest)
-        k = self.keys[:, :size].transpose(1, 2)
-        v = k[..., : v.shape[3]] if self.values is None else self.values[:, :size].transpose(1, 2)
-        return attend(q, k, v, step.mask(self.capacity, mask), window=window, scale=scale)
+            self._store(step, self.values, v)
+        outputs = []
+        for index, group in enumerate(step.groups):
+            new_q, new_k, new_v = group.split(q), group.split(k), group.split(v)
+            if group.fresh:
+                output = self.core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), window=window, scale=scale)
+            else:
+                if index in joined:
+                    keys, values = (torch.cat(pair, dim=2) for pair in zip(joined[index], (new_k, new_v), strict=True))
+                else:
+                    keys, values = self._stored(index, group.longest)
+                over = group.mask(self.limit, mask, self.cache.bias, joined=index in joined)
+                output = attend(new_q, keys, values[..., : v.shape[3]], over, window=window, scale=scale)
+            outputs.append(output.transpose(0, 1).flatten(1, 2))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))[None]
 
-    def reserve(self, capacity: int) -> None:
-        """See KeyValueCache. Rows that were shorter than `limit` have not wrapped around: a token keeps its slot."""
-        slots, self.capacity = self.capacity, capacity if self.limit is None else min(capacity, self.limit)
-        if self.capacity > slots:
-            self.keys, self.values = (
-                None if old is None else F.pad(old, (0, 0, 0, 0, 0, self.capacity - slots)) for old in (self.keys, self.values)
-            )
-
-    def keep(self, rows: Tensor) -> None:
-        """See KeyValueCache."""
+    def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
+        """See Pool."""
         if self.keys is not None:
-            rows = rows.to(self.keys.device)
-            self.keys = self.keys[rows]
-            self.values = None if self.values is None else self.values[rows]
+            self.copy(sources, targets)
+            self.keys = _resized(self.keys, pages)
+            self.values = None if self.values is None else _resized(self.values, pages)
 
-    def _allocate(self, new: Tensor) -> Tensor:
-        """Return storage of (rows, capacity + 1, heads, width); zeros, since a masked NaN would still be NaN. The last slot is not read."""
-        return new.new_zeros(self.cache.rows, self.capacity + 1, new.shape[1], new.shape[3])
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """See Pool."""
+        for stored in (self.keys, self.values):
+            if stored is not None and len(sources):
+                stored[targets.to(stored.device)] = stored[sources.to(stored.device)]
+
+    def _joins(self, group: Group) -> bool:
+        """Whether a group attends to stored and new keys side by side."""
+        return self.limit is not None and not group.fresh and group.count > self.cache.lookahead
+
+    def _stored(self, group: int, longest: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a group, (n, heads, slots, width); the slots beyond a sequence hold anything."""
+        assert self.cache.step is not None
+        assert self.keys is not None
+        pages = self.cache.step.pages[self.limit, group]
+        size = longest if self.limit is None else min(longest, self.limit)
+
+        def gathered(stored: Tensor) -> Tensor:
+            return stored.index_select(0, pages.flatten()).view(len(pages), -1, *stored.shape[2:])[:, :size].transpose(1, 2)
+
+        keys = gathered(self.keys)
+        return keys, keys if self.values is None else gathered(self.values)
+
+    def _store(self, step: Pass, stored: Tensor, new: Tensor) -> None:
+        """Copy new keys or values, (1, heads, tokens, width), to their slots."""
+        kept = step.kept[self.limit]
+        tokens = new[0].transpose(0, 1)
+        stored.flatten(0, 1).index_copy_(0, step.slots[self.limit], tokens if kept is None else tokens[kept])
 
 
-def _store(storage: Tensor, slots: Tensor, new: Tensor) -> None:
-    """Copy new keys or values, (batch, heads, tokens, width), to their slots."""
-    storage.flatten(0, 1).index_copy_(0, slots, new.transpose(1, 2).flatten(0, 1))
+def _resized(stored: Tensor, pages: int) -> Tensor:
+    """Return a pool with another number of pages; zeros, since a masked NaN would still be NaN."""
+    if pages <= len(stored):
+        return stored[:pages].clone()
+    larger = stored.new_empty(pages, *stored.shape[1:])
+    larger[: len(stored)] = stored
+    larger[len(stored) :] = 0
+    return larger
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ class PromptParts:
         reader: parses its lines.
         stopping: cuts the texts.
         unfinished: completion records.
-        numbers: the parts of this rank.
+        numbers: the parts of this rank; one is asked for when rows of the batch are free.
         logprobs: whether to write log-probabilities.
         write: whether this rank writes the parts; of the ranks that share a model, one does.
     """
@@ -57,7 +57,7 @@ class PromptParts:
         reader: PromptReader,
         stopping: Stopping,
         unfinished: Unfinished,
-        numbers: Sequence[int],
+        numbers: Iterable[int],
         *,
         logprobs: bool,
         write: bool = True,

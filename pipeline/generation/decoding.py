@@ -16,10 +16,11 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.generation import weights
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.generator import Generator, Stopping
+from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner, decoder_runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
-from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.models.config import ModelConfig
 from pipeline.models.shared_sizes import EncoderDecoderSizes
@@ -109,7 +110,9 @@ def _is_speculative(stage: Generate) -> bool:
     return stage.draft is not None or stage.prompt_lookup
 
 
-def generator_of(stage: Generate, runner: Runner, draft: Runner | None, stops: Stopping) -> Generator | BeamGenerator:
+def generator_of(
+    stage: Generate, runner: Runner, draft: Runner | None, stops: Stopping, share: Callable[[int], float]
+) -> Generator | BeamGenerator:
     """Return the decoding algorithm that the settings choose.
 
     Args:
@@ -117,12 +120,13 @@ def generator_of(stage: Generate, runner: Runner, draft: Runner | None, stops: S
         runner: of the model.
         draft: runner of the draft model; None without stage.draft.
         stops: when a completion ends.
+        share: as in Generator.
     """
     if stage.beams > 1:
         return BeamGenerator(runner, stops, beams=stage.beams, length_penalty=stage.length_penalty, batch_size=stage.batch_size)
     sampling = Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
     if not _is_speculative(stage):
-        return Generator(runner, sampling, stops, batch_size=stage.batch_size, logprobs=stage.logprobs)
+        return Generator(runner, sampling, stops, batch_size=stage.batch_size, logprobs=stage.logprobs, share=share)
     return SpeculativeGenerator(
         runner,
         sampling,
@@ -131,4 +135,5 @@ def generator_of(stage: Generate, runner: Runner, draft: Runner | None, stops: S
         proposer=PromptLookup() if draft is None else DraftModel(draft, sampling),
         tokens=stage.speculative_tokens,
         logprobs=stage.logprobs,
+        share=share,
     )

@@ -1,6 +1,7 @@
 """Generates completions for a stream of prompts, as many at a time as the batch has rows.
 
-A row whose completion is finished takes the next prompt while the other rows continue (continuous batching, Yu et al. 2022, Orca).
+A row whose completion is finished takes the next prompt while the other rows continue (continuous batching, Yu et al. 2022, Orca). Prompts
+are processed beside single tokens of other rows, long ones in parts (chunked prefill, Agrawal et al. 2023, https://arxiv.org/abs/2308.16369).
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from pipeline.generation.runner import Runner
-from pipeline.generation.sampling import Sampling, choose
+from pipeline.generation.sampling import Sampling, SeenTokens, choose
 
-#: Maximum number of tokens, padding included, of the prompts that are processed in one pass.
+#: Maximum number of tokens, padding of an encoder included, of the prompts that are started in one pass.
 PREFILL_TOKENS = 8192
+#: Maximum number of tokens of prompts in one pass; what is left of them follows in the next ones.
+PASS_TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,27 @@ class Generator:
         stopping: when a completion ends.
         batch_size: maximum number of sequences in a forward pass.
         logprobs: whether to record log-probabilities.
+        share: tokens of a sequence -> the share of the cache's memory that it takes. A prompt waits until there is room for its longest
+            completion.
     """
 
-    def __init__(self, runner: Runner, sampling: Sampling, stopping: Stopping, *, batch_size: int, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        sampling: Sampling,
+        stopping: Stopping,
+        *,
+        batch_size: int,
+        logprobs: bool = False,
+        share: Callable[[int], float] = lambda _: 0.0,
+    ) -> None:
         self.runner, self.sampling, self.stopping = runner, sampling, stopping
-        self.batch_size, self.logprobs = batch_size, logprobs
+        self.batch_size, self.logprobs, self.share = batch_size, logprobs, share
         self._rows: list[Completion | None] = []
         self._random: dict[int, random.Random] = {}
+        self._unread: dict[int, Sequence[int]] = {}  # row -> tokens that are not in the cache
+        self._reserved: dict[int, float] = {}  # row -> share of its longest completion
+        self._seen = SeenTokens()
 
     def run(self, prompts: Iterable[tuple[int, Sequence[int]]]) -> Iterator[Completion]:
         """Yield the completions of prompts (index, tokens), in the order in which they are finished.
@@ -91,24 +107,18 @@ class Generator:
         A prompt has at least one token and less than the model's max_positions.
         """
         source = iter(prompts)
-        waiting = [Completion(index, tokens) for index, tokens in islice(source, self.batch_size)]
-        self._start(len(waiting))
+        waiting: list[Completion] = []
+        self._start(self.batch_size)
         while True:
             free = [row for row, held in enumerate(self._rows) if held is None]
             waiting += [Completion(index, tokens) for index, tokens in islice(source, max(0, len(free) - len(waiting)))]
             if not waiting and len(free) == len(self._rows):
                 return
-            if free and waiting:
-                count = prefill_count([len(completion.prompt) for completion in waiting[: len(free)]])
-                self._prefill(free[:count], waiting[:count])
-                waiting = waiting[count:]
-            else:
-                self._shrink()
-                self._decode()
+            waiting = waiting[self._admit(free, waiting) :]
+            self._step()
             for row, held in enumerate(self._rows):
                 if held is not None and held.finish_reason:
-                    self._rows[row] = None
-                    del self._random[held.index]
+                    self._release(row)
                     yield held
 
     def _start(self, rows: int) -> None:
@@ -116,45 +126,73 @@ class Generator:
         self._rows = [None] * rows
         self.runner.start(rows)
 
-    def _keep(self, rows: Tensor) -> None:
-        """Reduce the batch to some of its rows."""
-        self.runner.keep(rows)
-
-    def _prefill(self, rows: list[int], completions: list[Completion]) -> None:
-        """Process prompts, and choose the first token of each completion."""
-        for row, completion in zip(rows, completions, strict=True):
-            self._rows[row] = completion
+    def _admit(self, free: list[int], waiting: list[Completion]) -> int:
+        """Give prompts to free rows; returns how many."""
+        admitted: list[Completion] = []
+        rows: list[int] = []
+        for row, completion in zip(free, waiting[: prefill_count([len(each.prompt) for each in waiting])], strict=False):
+            needed = self.share(self.runner.length(completion.prompt) + self._limit(completion))
+            if self._reserved and sum(self._reserved.values()) + needed > 1:
+                break
+            self._reserved[row], self._rows[row] = needed, completion
             self._random[completion.index] = self.sampling.random(completion.index)
-        self.runner.cache.clear(torch.tensor(rows))
-        self.runner.reserve(max(self.runner.length(completion.prompt) + self._limit(completion) for completion in completions))
-        self._extend(completions, self.runner.prefill(rows, [completion.prompt for completion in completions]))
+            admitted.append(completion)
+            rows.append(row)
+        if rows:
+            unread = self.runner.begin_prompts(rows, [completion.prompt for completion in admitted])
+            self._unread |= zip(rows, unread, strict=True)
+        return len(rows)
 
-    def _decode(self) -> None:
-        """Choose the next token of each completion."""
-        logits = self.runner.forward(range(len(self._rows)), [held.tokens[-1:] if held else [] for held in self._rows])
-        active = [row for row, held in enumerate(self._rows) if held is not None]
-        self._extend([held for held in self._rows if held is not None], logits if len(active) == len(self._rows) else logits[active])
+    def _release(self, row: int) -> None:
+        """Free a row whose completion is finished."""
+        held = self._rows[row]
+        assert held is not None
+        self._rows[row] = None
+        del self._random[held.index], self._reserved[row], self._unread[row]
+        self.runner.cache.clear([row])
 
-    def _shrink(self) -> None:
-        """Drop idle rows when no prompts are left for them and they are half of the batch."""
-        active = [row for row, held in enumerate(self._rows) if held is not None]
-        if 2 * len(active) <= len(self._rows):
-            self._keep(torch.tensor(active))
-            self._rows = [self._rows[row] for row in active]
+    def _parts(self) -> dict[int, Sequence[int]]:
+        """Return the tokens that each row reads in the next pass; what is left of a prompt stays in `_unread`."""
+        parts, left = {}, PASS_TOKENS
+        for row, unread in self._unread.items():
+            count = 1 if len(unread) == 1 else min(left, len(unread))
+            if count:
+                parts[row], self._unread[row] = unread[:count], unread[count:]
+                left -= 0 if len(unread) == 1 else count
+        return parts
 
-    def _extend(self, completions: list[Completion], logits: Tensor) -> None:
-        """Append a token to each completion."""
-        histories = (
-            [[*completion.prompt, *completion.tokens] for completion in completions] if self.sampling.repetition_penalty != 1 else []
-        )
+    def _step(self) -> None:
+        """Run a pass, and choose a token for each row that has read all of its tokens."""
+        parts = self._parts()
+        complete = [row for row in parts if not self._unread[row]]
+        self._extend(complete, self.runner.forward(list(parts), list(parts.values()), [int(not self._unread[row]) for row in parts]))
+
+    def _extend(self, rows: list[int], logits: Tensor) -> None:
+        """Append a token to the completion of each row; logits is (rows, vocabulary)."""
+        if not rows:
+            return
+        completions = [completion for row in rows if (completion := self._rows[row]) is not None]
+        seen = self._seen_by(rows, logits)
         uniforms = [self._random[completion.index].random() for completion in completions] if self.sampling.temperature else []
-        chosen = choose(logits, self.sampling, histories, uniforms)
+        chosen = choose(logits, self.sampling, seen, uniforms)
+        if seen is not None:
+            self._seen.add(rows, chosen)
         if self.logprobs:
             values = logits.float().log_softmax(dim=1).gather(1, chosen[:, None]).squeeze(1).tolist()
             for completion, value in zip(completions, values, strict=True):
                 completion.logprobs.append(value)
-        for completion, token in zip(completions, chosen.tolist(), strict=True):
+        for row, completion, token in zip(rows, completions, chosen.tolist(), strict=True):
             self._append(completion, token)
+            self._unread[row] = completion.tokens[-1:]
+
+    def _seen_by(self, rows: list[int], logits: Tensor) -> Tensor | None:
+        """Return the tokens of prompt and completion of each row, bool (rows, vocabulary); None without a repetition penalty."""
+        if self.sampling.repetition_penalty == 1:
+            return None
+        for row in rows:
+            if (completion := self._rows[row]) is not None and not completion.tokens:
+                self._seen.begin(row, completion.prompt, logits, len(self._rows))
+        return self._seen.of(rows)
 
     def _append(self, completion: Completion, token: int) -> None:
         """Append a token, and decide whether the completion is finished."""

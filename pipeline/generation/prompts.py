@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from pipeline.generation.template import PromptTemplate
 
 #: Maximum number of lines of a part, the unit of resuming; a small file has about PARTS parts, so that many ranks share it.
 PART_LINES, PARTS = 256, 64
+#: Number of lines that are encoded before generation begins, for the size of the cache.
+LARGEST = 8
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,9 @@ class PromptFile:
         self.lines = len(starts) - 1
         if self.lines == 0:
             raise UserError.of("stage.prompts", path, "is empty", 'write a line such as {"prompt": "Once upon a time"} for each prompt')
+        sizes = [end - start for start, end in pairwise(starts)]
+        largest = heapq.nlargest(LARGEST, range(self.lines), key=sizes.__getitem__)
+        self._largest = [(number + 1, starts[number]) for number in largest]
         self._per_part = min(PART_LINES, -(-self.lines // PARTS))
         self._starts = starts[: -1 : self._per_part]
 
@@ -65,6 +73,13 @@ class PromptFile:
     def parts(self) -> range:
         """Numbers of the parts."""
         return range(len(self._starts))
+
+    def largest(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the lines with the most bytes, each with its number from 1: the longest prompt is likely among them."""
+        with open(self.path, "rb") as handle:
+            for number, start in self._largest:
+                handle.seek(start)
+                yield number, handle.readline().strip()
 
     def read(self, part: int) -> Iterator[tuple[int, bytes]]:
         """Yield the lines of a part that are not blank, each with its number from 1."""
@@ -138,6 +153,14 @@ class PromptReader:
         if max(tokens) >= self.vocab_size:
             raise BadLine(f"the prompt has token {max(tokens)}; the model has model.vocab_size={self.vocab_size}")
         return Prompt(number, fields, tokens, text)
+
+    def longest(self, prompts: PromptFile) -> list[int]:
+        """Return the longest prompt of the lines with the most bytes; empty if none of them is a prompt."""
+        found: list[int] = []
+        for number, line in prompts.largest():
+            with suppress(BadLine):
+                found = max(found, self.parse(number, line).tokens, key=len)
+        return found
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""

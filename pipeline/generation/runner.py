@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from pipeline.generation.cache import KeyValueCache, Pass, detach
+from pipeline.generation.cache import KeyValueCache, detach
+from pipeline.generation.passes import Pass
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
@@ -42,7 +44,7 @@ class Runner:
 
     def start(self, rows: int) -> None:
         """Begin with an empty cache for `rows` sequences."""
-        self.cache = KeyValueCache(self.model.blocks.values(), rows, 0, lookahead=self.lookahead)
+        self.cache = KeyValueCache(self.model.blocks.values(), rows, self.max_positions, lookahead=self.lookahead)
 
     def room(self, prompt: Sequence[int]) -> int:
         """Return how many tokens can follow a prompt."""
@@ -52,9 +54,11 @@ class Runner:
         """Return the number of tokens that a prompt occupies in the cache."""
         return len(prompt)
 
-    def reserve(self, tokens: int) -> None:
-        """Provide storage for sequences of a length, rounded up so that it seldom grows."""
-        self.cache.reserve(min(-(-tokens // 64) * 64, self.max_positions))
+    def bytes_of(self, length: int) -> int:
+        """Return the bytes of a sequence of `length` tokens in the cache; needs no `start`."""
+        if not self.cache.layers:
+            self.start(0)
+        return self.cache.bytes_of(length)
 
     def keep(self, rows: Tensor) -> None:
         """As KeyValueCache.keep."""
@@ -65,51 +69,57 @@ class Runner:
         detach(self.model.blocks.values())
 
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Process prompts in empty rows; returns the logits that follow them, (batch, vocabulary)."""
-        return self.forward(rows, prompts)
+        """Process prompts in empty rows; returns the logits that follow them, (prompts, vocabulary)."""
+        return self.forward(rows, self.begin_prompts(rows, prompts))
+
+    def begin_prompts(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """Empty rows for prompts. Returns the tokens that are then passed to `forward`, all at once or in parts."""
+        self.cache.clear(rows)
+        return prompts
 
     @torch.inference_mode()
-    def forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, every: bool = False) -> Tensor:
+    def forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int] | None = None) -> Tensor:
         """Compute the logits that follow new tokens.
 
         Args:
-            rows: the row of the cache of each sequence; all rows in order, unless these are empty.
-            tokens: the new tokens of each sequence; none for a row that is idle.
-            every: return the logits of all new tokens instead of those of the last one.
+            rows: the row of the cache of each sequence.
+            tokens: the new tokens of each sequence, at least one.
+            wanted: of how many of the last tokens of each sequence logits are returned; 1 when None.
 
         Returns:
-            (batch, vocabulary), with `every` (batch, most new tokens, vocabulary); undefined for idle rows and padding.
+            (sum of wanted, vocabulary), in the order of the sequences.
         """
-        padded, counts = pad(tokens, self.device)
-        step = self.cache.begin(torch.tensor(rows, device="cpu"), counts, self.device)
+        counts = [len(new) for new in tokens]
+        wanted = [1] * len(rows) if wanted is None else wanted
+        step = self.cache.begin(rows, counts, self.device)
+        flat = torch.tensor([[token for member in step.order for token in tokens[member]]], device=self.device)
+        ends = dict(zip(step.order, accumulate(counts[member] for member in step.order), strict=True))
+        chosen = [place for member, count in enumerate(wanted) for place in range(ends[member] - count, ends[member])]
         if self.relay is None:
-            logits = self._logits(*self.hidden_states(padded, step), counts, every=every)
-        else:
-            logits = self._relayed(self.relay, padded, step, counts, every=every)
-        return logits if every else logits[:, 0]
+            return self._logits(*self.hidden_states(flat, step), chosen)
+        return self._relayed(self.relay, flat, step, chosen)
 
-    def _logits(self, x: Tensor, context: AttentionContext, counts: Tensor, *, every: bool) -> Tensor:
-        """Apply the head, (batch, tokens or 1, vocabulary)."""
-        if not every:
-            last = (counts - 1).clamp(min=0).to(self.device)
-            x = x[torch.arange(len(x), device=self.device), last][:, None]
-        return self.model.forward_head(x, context, {})
+    def _logits(self, x: Tensor, context: AttentionContext, chosen: Sequence[int]) -> Tensor:
+        """Apply the head to some of the tokens, (chosen, vocabulary)."""
+        if list(chosen) != list(range(x.shape[1])):
+            x = x[:, torch.tensor(chosen, dtype=torch.int64, device=self.device)]
+        return self.model.forward_head(x, context, {})[0]
 
-    def _relayed(self, relay: Relay, tokens: Tensor, step: Pass, counts: Tensor, *, every: bool) -> Tensor:
+    def _relayed(self, relay: Relay, tokens: Tensor, step: Pass, chosen: Sequence[int]) -> Tensor:
         """Compute the logits with the stages of all pipeline ranks; every rank gets them."""
         dtype = next(self.model.parameters()).dtype
         x = tokens if relay.index == 0 else relay.receive((*tokens.shape, self.hidden), dtype)
         x, context = self.hidden_states(x, step)
         logits = None
         if relay.index == relay.last:
-            logits = self._logits(x, context, counts, every=every)
+            logits = self._logits(x, context, chosen)
         else:
             relay.send(x)
-        return relay.share(logits, (len(tokens), tokens.shape[1] if every else 1, self.vocab_size), dtype)
+        return relay.share(logits, (len(chosen), self.vocab_size), dtype)
 
     def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
-        """Return the output of the last block, (batch, tokens, hidden), and the context of the blocks."""
-        return self.model.hidden_states(tokens, {} if step.fresh else {"positions": step.positions})
+        """Return the output of the last block, (1, tokens, hidden), and the context of the blocks."""
+        return self.model.hidden_states(tokens, {"positions": step.positions})
 
 
 def decoder_runner(local: LocalModel, model: ModelConfig, mesh: Mesh, *, lookahead: int = 1) -> Runner:

@@ -38,29 +38,51 @@ class Sampling:
         return random.Random(f"{self.seed}/{index}")
 
 
-def choose(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]], uniforms: Sequence[float]) -> Tensor:
+class SeenTokens:
+    """The tokens of prompt and completion of each row, for the repetition penalty: on the device, where each token is marked once."""
+
+    def __init__(self) -> None:
+        self._marks = torch.zeros(0, 0, dtype=torch.bool)
+
+    def begin(self, row: int, prompt: Sequence[int], logits: Tensor, rows: int) -> None:
+        """Begin with a prompt; logits (any, vocabulary) have the width and the device, and `rows` is the number of all rows."""
+        if self._marks.shape != (rows, logits.shape[1]) or self._marks.device != logits.device:
+            self._marks = torch.zeros(rows, logits.shape[1], dtype=torch.bool, device=logits.device)
+        self._marks[row] = False
+        self._marks[row, torch.tensor(prompt, device=logits.device)] = True
+
+    def add(self, rows: Sequence[int], tokens: Tensor) -> None:
+        """Add a token to each row; int64 (rows,) on the device."""
+        self._marks[torch.tensor(rows, device=self._marks.device), tokens] = True
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        """Return a copy of the marks of some rows, bool (rows, vocabulary)."""
+        return self._marks[torch.tensor(rows, device=self._marks.device)]
+
+
+def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, uniforms: Sequence[float]) -> Tensor:
     """Choose a token for each sequence.
 
     Args:
         logits: (batch, vocabulary).
         sampling: the rules.
-        histories: tokens of prompt and completion of each sequence.
+        seen: bool (batch, vocabulary), the tokens of prompt and completion of each sequence; not read without a repetition penalty.
         uniforms: a random number in [0, 1) for each sequence; not read if the temperature is 0.
 
     Returns:
         int64 (batch,).
     """
     if sampling.temperature == 0:
-        return penalize(logits.float(), sampling.repetition_penalty, histories).argmax(dim=1)
-    return draw(distribution(logits, sampling, histories), uniforms)
+        return penalize(logits.float(), sampling.repetition_penalty, seen).argmax(dim=1)
+    return draw(distribution(logits, sampling, seen), uniforms)
 
 
-def distribution(logits: Tensor, sampling: Sampling, histories: Sequence[Sequence[int]]) -> Tensor:
+def distribution(logits: Tensor, sampling: Sampling, seen: Tensor | None) -> Tensor:
     """Return the probabilities that tokens are drawn with, fp32 (batch, vocabulary); arguments as in `choose`.
 
     With temperature 0, the chosen token has probability 1.
     """
-    scores = penalize(logits.float(), sampling.repetition_penalty, histories)
+    scores = penalize(logits.float(), sampling.repetition_penalty, seen)
     if sampling.temperature == 0:
         return torch.zeros_like(scores).scatter_(1, scores.argmax(dim=1, keepdim=True), 1.0)
     scores = scores / sampling.temperature
@@ -80,16 +102,11 @@ def distribution(logits: Tensor, sampling: Sampling, histories: Sequence[Sequenc
     return probabilities
 
 
-def penalize(logits: Tensor, penalty: float, histories: Sequence[Sequence[int]]) -> Tensor:
+def penalize(logits: Tensor, penalty: float, seen: Tensor | None) -> Tensor:
     """Apply the repetition penalty, (batch, vocabulary) -> (batch, vocabulary)."""
-    if penalty == 1:
+    if penalty == 1 or seen is None:
         return logits
-    logits = logits.clone()
-    for row, history in zip(logits, histories, strict=True):
-        seen = torch.tensor(sorted(set(history)), device=row.device)
-        values = row[seen]
-        row[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    return logits
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from pipeline.generation.cache import KeyValueCache, Pass
+from pipeline.generation.cache import KeyValueCache
+from pipeline.generation.passes import Pass
 from pipeline.generation.runner import Runner, pad
-from pipeline.layers.attention import Attention, AttentionContext
+from pipeline.layers.attention import Attention, AttentionContext, Core
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.linear import Projection
 from pipeline.layers.mask import Mask
@@ -73,12 +74,14 @@ class Seq2SeqRunner(Runner):
 
     def start(self, rows: int) -> None:
         """See Runner."""
-        self.cache = KeyValueCache(self.decoder, rows, 0)
+        bias = self.model.decoder_bias
+        self.cache = KeyValueCache(self.decoder, rows, self.max_positions, bias=None if bias is None else bias.between)
         self.memory = []
         for block in self.decoder:
             cross = block.cross
             assert isinstance(cross, Attention)
             cross.project = MemoryProjection(cross, rows)
+            cross.core = cross.core if isinstance(cross.core, TokenByToken) else TokenByToken(cross.core)
             self.memory.append(cross.project)
         self.source_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
 
@@ -102,10 +105,13 @@ class Seq2SeqRunner(Runner):
         super().detach()
         for memory in self.memory:
             memory.attention.project = memory.project
+            if isinstance(memory.attention.core, TokenByToken):
+                memory.attention.core = memory.attention.core.core
 
     @torch.inference_mode()
-    def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """See Runner: encode the prompts, and run the decoder on the start token."""
+    def begin_prompts(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """See Runner: encode the prompts. The decoder reads the start token."""
+        self.cache.clear(rows)
         model, (tokens, counts) = self.model, pad(prompts, self.device)
         chosen = torch.tensor(rows, device="cpu")
         self.source_lengths[chosen] = counts
@@ -118,22 +124,34 @@ class Seq2SeqRunner(Runner):
             x = block(x, context)
         for memory in self.memory:
             memory.store(chosen.to(self.device), x)
-        return self.forward(rows, [[self.start_token]] * len(rows))
+        return [[self.start_token]] * len(rows)
 
     def hidden_states(self, tokens: Tensor, step: Pass) -> tuple[Tensor, AttentionContext]:
-        """See Runner."""
-        model, everything = self.model, len(step.rows) == self.cache.rows
+        """See Runner. Every sequence has one new token."""
+        model, everything = self.model, step.rows.tolist() == list(range(self.cache.rows))
+        rows = step.rows.to(self.device)
         keys = torch.arange(max([projection.stored[0].shape[1] for projection in self.memory]), device=self.device)
-        lengths = self.source_lengths.to(self.device)[step.rows]
+        lengths = self.source_lengths.to(self.device)[rows]
         key_documents = torch.where(keys < lengths.clamp(min=1)[:, None], 0, -1)
-        bias = None
-        if model.decoder_bias is not None:
-            slots = tokens.shape[1] if step.fresh else step.longest
-            bias = model.decoder_bias.between(step.positions, torch.arange(slots, device=self.device)[None])
-        context = AttentionContext(Mask(bias=bias), cross=Mask(causal=False, key_documents=key_documents))
+        context = AttentionContext(Mask(), cross=Mask(causal=False, key_documents=key_documents))
         assert model.embed is not None
         x = model.embed(tokens, step.positions)
         for block, memory in zip(self.decoder, self.memory, strict=True):
-            memory.chosen = None if everything else step.rows
+            memory.chosen = None if everything else rows
             x = block(x, context, x)
         return x, context
+
+
+class TokenByToken:
+    """The core of cross-attention of a pass whose tokens, in one sequence, attend to the encoder's output of different prompts.
+
+    Args:
+        core: the layer's own core.
+    """
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+        """See Core; q is (1, heads, tokens, width), k and v are (tokens, heads, keys, width)."""
+        return self.core(q.transpose(0, 2), k, v, mask, window=window, scale=scale).transpose(0, 2)

@@ -7,125 +7,15 @@ greedy completions are the same tokens.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pipeline.generation.generator import Completion, Generator, Stopping
+from pipeline.generation.proposers import Proposal, Proposer
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution, draw
-
-
-class Proposer(Protocol):
-    """Guesses the next tokens of completions; row i of a batch is always the same sequence."""
-
-    def start(self, rows: int) -> None:
-        """Begin with empty rows."""
-
-    def prefill(self, rows: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Take new prompts into rows."""
-
-    def keep(self, rows: Tensor) -> None:
-        """As KeyValueCache.keep."""
-
-    def propose(self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None]) -> list[Proposal]:
-        """Guess at most counts[i] tokens for each row; an idle row has no completion."""
-
-
-#: Guessed tokens, and the distribution that each was drawn from, (tokens, vocabulary); None if they were not drawn.
-Proposal = tuple[list[int], Tensor | None]
-
-
-class PromptLookup:
-    """Proposes what followed the last occurrence of the last tokens in prompt and completion (Saxena 2023, prompt lookup decoding).
-
-    Args:
-        longest: maximum number of tokens that are looked up.
-    """
-
-    def __init__(self, longest: int = 3) -> None:
-        self.longest = longest
-
-    def start(self, rows: int) -> None:
-        """See Proposer."""
-
-    def prefill(self, rows: Sequence[int], completions: Sequence[Completion]) -> None:
-        """See Proposer."""
-
-    def keep(self, rows: Tensor) -> None:
-        """See Proposer."""
-
-    def propose(
-        self,
-        held: Sequence[Completion | None],
-        counts: Sequence[int],
-        numbers: Sequence[random.Random | None],  # noqa: ARG002 - of Proposer
-    ) -> list[Proposal]:
-        """See Proposer."""
-        return [
-            ([] if completion is None else self._look_up([*completion.prompt, *completion.tokens], count), None)
-            for completion, count in zip(held, counts, strict=True)
-        ]
-
-    def _look_up(self, tokens: list[int], count: int) -> list[int]:
-        """Return at most `count` tokens that followed the longest repeated end of the sequence."""
-        for size in range(min(self.longest, len(tokens) - 1), 0, -1):
-            end = tokens[-size:]
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == end:
-                    return tokens[start + size : start + size + count]
-        return []
-
-
-class DraftModel:
-    """Proposes tokens that a smaller model with the same vocabulary draws.
-
-    Args:
-        runner: the draft model; its lookahead is at least 2.
-        sampling: the rules of the target: the closer the distributions, the more tokens are accepted.
-    """
-
-    def __init__(self, runner: Runner, sampling: Sampling) -> None:
-        self.runner, self.sampling = runner, sampling
-
-    def start(self, rows: int) -> None:
-        """See Proposer."""
-        self.runner.start(rows)
-
-    def prefill(self, rows: Sequence[int], completions: Sequence[Completion]) -> None:
-        """See Proposer; the first token of a completion is chosen by the target."""
-        self.runner.cache.clear(torch.tensor(rows))
-        self.runner.reserve(max(len(completion.prompt) for completion in completions))
-        self.runner.prefill(rows, [completion.prompt for completion in completions])
-
-    def keep(self, rows: Tensor) -> None:
-        """See Proposer."""
-        self.runner.keep(rows)
-
-    def propose(self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None]) -> list[Proposal]:
-        """See Proposer."""
-        sequences = [[] if completion is None else [*completion.prompt, *completion.tokens] for completion in held]
-        lengths = self.runner.cache.lengths
-        # Tokens that were rejected are removed; of what was accepted, the cache lacks the last one or two.
-        known = torch.tensor([len(sequence) - 1 for sequence in sequences]).clamp(min=0)
-        self.runner.cache.truncate(torch.minimum(lengths, torch.where(known > 0, known, lengths)))
-        self.runner.reserve(max(len(sequence) + count for sequence, count in zip(sequences, counts, strict=True)))
-        drawn: list[list[int]] = [[] for _ in held]
-        distributions: list[list[Tensor]] = [[] for _ in held]
-        for guess in range(max(counts)):
-            active = [row for row, count in enumerate(counts) if guess < count]
-            new = [sequences[row][int(self.runner.cache.lengths[row]) :] if row in active else [] for row in range(len(held))]
-            logits = self.runner.forward(range(len(held)), new)[active]
-            q = distribution(logits, self.sampling, [sequences[row] for row in active])
-            uniforms = [number.random() for row in active if (number := numbers[row]) is not None]
-            for row, token, probabilities in zip(active, draw(q, uniforms).tolist(), q, strict=True):
-                sequences[row].append(token)
-                drawn[row].append(token)
-                distributions[row].append(probabilities)
-        return [(tokens, torch.stack(rows) if rows else None) for tokens, rows in zip(drawn, distributions, strict=True)]
-
 
 #: Number of tokens that are guessed first, and how it grows after a pass in which all of them were accepted; after others it falls by 1.
 FIRST, GROWTH = 4, 2
@@ -139,7 +29,7 @@ class SpeculativeGenerator(Generator):
 
     Args:
         runner: the model; its lookahead is at least tokens + 1.
-        sampling, stopping, batch_size, logprobs: as in Generator.
+        sampling, stopping, batch_size, logprobs, share: as in Generator.
         proposer: guesses tokens.
         tokens: maximum number of guessed tokens in a pass.
 
@@ -157,9 +47,10 @@ class SpeculativeGenerator(Generator):
         proposer: Proposer,
         tokens: int,
         logprobs: bool = False,
+        share: Callable[[int], float] = lambda _: 0.0,
     ) -> None:
         assert runner.lookahead > tokens, "the cache must be able to remove all guesses"
-        super().__init__(runner, sampling, stopping, batch_size=batch_size, logprobs=logprobs)
+        super().__init__(runner, sampling, stopping, batch_size=batch_size, logprobs=logprobs, share=share)
         self.proposer, self.tokens = proposer, tokens
         self.proposed = self.accepted = 0
         self._guesses: dict[int, int] = {}
@@ -168,45 +59,59 @@ class SpeculativeGenerator(Generator):
         super()._start(rows)
         self.proposer.start(rows)
 
-    def _prefill(self, rows: list[int], completions: list[Completion]) -> None:
-        super()._prefill(rows, completions)
-        self.proposer.prefill(rows, completions)
-        self._guesses |= {completion.index: min(FIRST, self.tokens) for completion in completions if not completion.finish_reason}
+    def _release(self, row: int) -> None:
+        held = self._rows[row]
+        assert held is not None
+        self._guesses.pop(held.index, None)
+        self.proposer.clear(row)
+        super()._release(row)
 
-    def _keep(self, rows: Tensor) -> None:
-        super()._keep(rows)
-        self.proposer.keep(rows)
+    def _step(self) -> None:
+        """Guess tokens, verify them in one pass beside prompts, and append those that are accepted and one more."""
+        proposals = self._propose()
+        parts = self._parts()
+        wanted = [0 if self._unread[row] else 1 + len(proposals[row][0]) if row in proposals else 1 for row in parts]
+        tokens = [[*part, *(proposals[row][0] if row in proposals else [])] for row, part in parts.items()]
+        logits = dict(zip(parts, self.runner.forward(list(parts), tokens, wanted).split(wanted), strict=True))
+        lengths = self.runner.cache.lengths.clone()
+        for row, (guess, q) in proposals.items():
+            completion = self._rows[row]
+            assert completion is not None
+            accepted = self._verify(row, completion, guess, q, logits[row])
+            lengths[row] = len(completion.prompt) + len(completion.tokens) - 1
+            self._unread[row] = completion.tokens[-1:]
+            if guess:
+                change = GROWTH if accepted == len(guess) else -1
+                self._guesses[completion.index] = max(1, min(self._guesses[completion.index] + change, self.tokens))
+        self.runner.cache.truncate(torch.minimum(lengths, self.runner.cache.lengths))
+        first = [row for row in parts if row not in proposals and not self._unread[row]]
+        if first:
+            self._extend(first, torch.cat([logits[row] for row in first]))
+            begun = [(row, held) for row in first if (held := self._rows[row]) is not None and not held.finish_reason]
+            self._guesses |= {completion.index: min(FIRST, self.tokens) for _, completion in begun}
+            if begun:
+                self.proposer.prefill([row for row, _ in begun], [completion for _, completion in begun])
 
-    def _decode(self) -> None:
-        """Guess tokens, verify them in one pass, and append those that are accepted and one more."""
-        held = self._rows
+    def _propose(self) -> dict[int, Proposal]:
+        """Guess tokens for each row that has read its prompt."""
+        held = [completion if completion is not None and completion.tokens else None for completion in self._rows]
+        decoding = [row for row, completion in enumerate(held) if completion is not None]
+        if not decoding:
+            return {}
         counts = [
             0 if completion is None else min(self._guesses[completion.index], self._limit(completion) - len(completion.tokens) - 1)
             for completion in held
         ]
-        proposals = self.proposer.propose(
-            held, counts, [None if completion is None else self._random[completion.index] for completion in held]
-        )
-        before = self.runner.cache.lengths.clone()
-        new = [
-            [] if completion is None else [completion.tokens[-1], *guess] for completion, (guess, _) in zip(held, proposals, strict=True)
-        ]
-        logits = self.runner.forward(range(len(held)), new, every=True)
-        for row, (completion, (guess, q)) in enumerate(zip(held, proposals, strict=True)):
-            if completion is not None:
-                accepted = self._verify(completion, guess, q, logits[row, : len(guess) + 1])
-                before[row] = len(completion.prompt) + len(completion.tokens) - 1
-                if completion.finish_reason:
-                    del self._guesses[completion.index]
-                elif guess:
-                    change = GROWTH if accepted == len(guess) else -1
-                    self._guesses[completion.index] = max(1, min(self._guesses[completion.index] + change, self.tokens))
-        self.runner.cache.truncate(torch.minimum(before, self.runner.cache.lengths))
+        numbers = [None if completion is None else self._random[completion.index] for completion in held]
+        seen = None if self.sampling.repetition_penalty == 1 else self._seen.of(range(len(held)))
+        proposals = self.proposer.propose(held, counts, numbers, seen)
+        return {row: proposals[row] for row in decoding}
 
-    def _verify(self, completion: Completion, guess: list[int], q: Tensor | None, logits: Tensor) -> int:
+    def _verify(self, row: int, completion: Completion, guess: list[int], q: Tensor | None, logits: Tensor) -> int:
         """Append accepted tokens, and one from the residual distribution after the first that is rejected, or after all of them.
 
         Args:
+            row: of the completion.
             completion: is extended.
             guess: proposed tokens.
             q: (guesses, vocabulary), the distributions they were drawn from; None if they were not drawn.
@@ -215,9 +120,12 @@ class SpeculativeGenerator(Generator):
         Returns:
             Number of accepted tokens.
         """
-        sequence = [*completion.prompt, *completion.tokens, *guess]
-        first = len(sequence) - len(guess)
-        p = distribution(logits, self.sampling, [sequence[: first + index] for index in range(len(guess) + 1)])
+        seen = None
+        if self.sampling.repetition_penalty != 1:
+            seen = self._seen.of([row] * (len(guess) + 1))
+            for index, token in enumerate(guess):
+                seen[index + 1 :, token] = True
+        p = distribution(logits, self.sampling, seen)
         numbers = self._random[completion.index]
         logprobs = logits.float().log_softmax(dim=1) if self.logprobs else None
         self.proposed += len(guess)
@@ -235,6 +143,8 @@ class SpeculativeGenerator(Generator):
             if logprobs is not None:
                 completion.logprobs.append(float(logprobs[index, token]))
             self._append(completion, token)
+            if seen is not None:
+                self._seen.add([row], torch.tensor([token], device=p.device))
             if completion.finish_reason or not accepted:
                 return index + accepted
         raise AssertionError("the token after the last guess is never an accepted guess")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -142,6 +143,25 @@ def destroy_process_group() -> None:
 def store_connection() -> Any:
     """A new connection to the key-value store of the job, for use in another thread."""
     return dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined] # every store but HashStore has it
+
+
+def handed_out(name: str, group: int, *, leader: bool) -> Iterator[int]:
+    """Yield 0, 1, ..., each number to only one of the groups of ranks that ask for it: whoever is free takes the next one.
+
+    Args:
+        name: of what is handed out; used once in a job.
+        group: number of the group that this rank belongs to. Its ranks get the same numbers.
+        leader: whether this rank asks for the group.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    for turn in itertools.count():
+        key = f"{name}/{group}/{turn}"
+        if leader:
+            number = store.add(f"{name}/next", 1) - 1
+            store.set(key, str(number))
+        else:
+            number = int(store.get(key))
+        yield number
 
 
 def on_rank_0(call: Callable[[], Any]) -> Any:

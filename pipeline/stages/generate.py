@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import translation
-from pipeline.generation import decoding, draft, weights
+from pipeline.generation import cache_room, decoding, draft, weights
 from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptParts, missing, publish, wait_for_parts
 from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.speculative import SpeculativeGenerator
@@ -87,13 +88,18 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if unfinished is not None:
                 mesh = meshes.build_mesh(Layout.of(configs[0], ranks.world_size), device, minutes, ranks.local_size)
                 where = mesh.coordinates
-                # Rank 0 decides for all: the ranks that share a model must process the same parts.
-                mine = comm.bcast(missing(unfinished, prompts.parts))[mesh.layout.batch_shard(where) :: mesh.layout.batch_shards]
+                # Rank 0 decides for all what is missing: other ranks may see an older listing of the folder.
+                left = comm.bcast(missing(unfinished, prompts.parts))
                 leader = where.tensor == where.pipeline == 0
+                taken = meshes.handed_out("generate", mesh.layout.batch_shard(where), leader=leader)
+                mine = (left[number] for number in takewhile(lambda number: number < len(left), taken))
                 parts = PromptParts(prompts, reader, stops, unfinished, mine, logprobs=stage.logprobs, write=leader)
                 runner = decoding.load_runner(configs[0], stage, checkpoint, mesh, decoder_token)
                 small = None if drafts is None else decoding.load_runner(configs[1], stage, drafts, mesh, decoder_token)
-                generator = decoding.generator_of(stage, runner, small, stops)
+                runners = [each for each in (runner, small) if each is not None]
+                room = cache_room.of_mesh(stage, runners, model.max_positions, mesh, ranks.local_size)
+                room.check(stage, min(stage.batch_size, prompts.lines), runner.length(reader.longest(prompts)), model.max_positions)
+                generator = decoding.generator_of(stage, runner, small, stops, room.share)
                 began = time.monotonic()
                 with Progress(None, "generate", "tokens", ranks.rank) as progress:
                     for completion in generator.run(parts.read()):
@@ -128,7 +134,7 @@ def _settings(
     config: RunConfig, stage: Generate, checkpoint: MergedWeights, drafts: MergedWeights | None, tokenizer: TextEncoder
 ) -> dict[str, Any]:
     """Return all settings that determine the completions; with a draft model, samples differ although their distribution does not."""
-    others = ("name", "checkpoint", "weights", "prompts", "output", "batch_size", "draft", "draft_tokenizer", "metrics")
+    others = ("name", "checkpoint", "weights", "prompts", "output", "batch_size", "cache_gigabytes", "draft", "draft_tokenizer", "metrics")
     keys = [name for name in vars(stage) if name not in others]
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),

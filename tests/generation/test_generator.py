@@ -1,15 +1,22 @@
 """Generation with a cache: equal to stock transformers, to the model without a cache, and independent of the batch."""
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 
+from pipeline.generation import generator as generator_module
 from pipeline.generation.cache import KeyValueCache, detach
+from pipeline.generation.cache_room import CacheRoom
 from pipeline.generation.generator import Generator, Stopping, prefill_count
+from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.models.gpt.config import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
+from tests.models.small_decoders import CONFIGS
 
 #: A model of every decoder family: rings, latents, ALiBi, learned positions, layers without positions, norms of queries, experts.
 DECODERS = (
@@ -99,23 +106,126 @@ def test_prompts_of_one_pass_are_limited():
     assert prefill_count([9000]) == 1
 
 
-def test_storage_is_one_row_of_key_heads_a_ring_or_a_latent(pair):
+def test_storage_of_a_token_is_key_heads_a_ring_or_a_latent(pair):
     """Elements of a token and layer: grouped-query attention, a sliding window of 8, multi-head latent attention."""
     slots = {}
     for name in ("llama-grouped", "mistral", "deepseek-yarn"):
         config, model, _ = pair(name)
         runner = Runner(model, POSITIONS)
+        promised = runner.bytes_of(20) + runner.bytes_of(3)
         runner.start(2)
-        runner.reserve(POSITIONS)
-        runner.forward([0, 1], prompts(config.vocab_size, 20, 3))
+        runner.prefill([0, 1], prompts(config.vocab_size, 20, 3))
+        assert runner.cache.allocated == promised
         layer = runner.cache.layers[0]
         slots[name] = layer.keys.numel() + (0 if layer.values is None else layer.values.numel())
-        detach(model.blocks.values())
+        runner.detach()
     assert slots == {
-        "llama-grouped": 2 * (POSITIONS + 1) * 2 * 2 * 8,  # rows, slots, keys and values, heads, width
-        "mistral": 2 * (8 + 1 + 1) * 2 * 2 * 16,
-        "deepseek-yarn": 2 * (POSITIONS + 1) * (16 + 8),
+        "llama-grouped": (3 + 1) * PAGE * 2 * 2 * 8,  # pages of two rows, slots, keys and values, heads, width
+        "mistral": (2 + 1) * PAGE * 2 * 2 * 16,  # a ring of 8 + 1 slots
+        "deepseek-yarn": (3 + 1) * PAGE * (16 + 8),
     }
+
+
+@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3"])
+def test_parts_of_prompts_beside_other_tokens_change_nothing(name, pair, monkeypatch):
+    """Prompts are read five tokens at a time: rings overflow within a part, and rows that decode go on beside them."""
+    config, model, _ = pair(name)
+    given = prompts(config.vocab_size, 3, 50, 5, 1, 23, 17, 36)
+    expected = generate(model, given, tokens=20, batch_size=7)
+    monkeypatch.setattr(generator_module, "PASS_TOKENS", 5)
+    found = generate(model, given, tokens=20, batch_size=3)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=1e-5, atol=1e-5)
+
+
+class Measured(Runner):
+    """Records, after each pass, the bytes of the cache and those of its tokens, and counts the positions that the blocks compute."""
+
+    def begin_measuring(self):
+        self.sizes, self.computed, self.given = [], 0, 0
+        self.model.blocks["0"].register_forward_pre_hook(lambda _, inputs: self.count(inputs[0].shape[:2].numel()))
+        return self
+
+    def count(self, positions):
+        self.computed += positions
+
+    def forward(self, rows, tokens, wanted=None):
+        logits = super().forward(rows, tokens, wanted)
+        self.given += sum(map(len, tokens))
+        held = sum(layer.token_bytes for layer in self.cache.layers) * int(self.cache.lengths.sum())
+        self.sizes.append((self.cache.allocated, held))
+        return logits
+
+
+def test_memory_and_positions_with_mixed_lengths_are_those_of_the_tokens():
+    """16 rows of 100 to 1,500 tokens: the cache is at most 1.1 x its tokens in every pass, and no position is computed for padding."""
+    config = replace(CONFIGS["llama-grouped"], max_positions=2048)
+    model = random_model(config).eval()
+    lengths = [100 + 1400 * (number * 7 % 24) // 24 for number in range(24)]
+    runner = Measured(model, 2048).begin_measuring()
+    given = prompts(config.vocab_size, *lengths)
+    generator = Generator(runner, Sampling(), Stopping(12), batch_size=16)
+    assert len(list(generator.run(enumerate(given)))) == 24
+    full = [(allocated, held) for allocated, held in runner.sizes if held]
+    assert max(allocated / held for allocated, held in full) <= 1.1
+    assert runner.computed == runner.given == sum(lengths) + 24 * 11
+
+
+def test_a_prompt_waits_for_room_in_the_cache(pair):
+    """With memory for two rows of the longest, completions are the same, and the cache never exceeds it."""
+    config, model, _ = pair("llama-grouped")
+    given = prompts(config.vocab_size, 30, 50, 5, 41, 23)
+    expected = [each.tokens for each in generate(model, given, tokens=20, batch_size=5)]
+    runner = Measured(model, POSITIONS).begin_measuring()
+    limit = 2.2 * runner.bytes_of(70)
+    room = CacheRoom([runner], POSITIONS, limit, lambda values: values)
+    generator = Generator(runner, Sampling(), Stopping(20), batch_size=5, share=room.share)
+    found = {each.index: each.tokens for each in generator.run(enumerate(given))}
+    runner.detach()
+    assert [found[index] for index in range(5)] == expected
+    assert 0.5 * limit < max(allocated for allocated, _ in runner.sizes) <= limit
+
+
+class Numbers:
+    """A pool whose pages contain one number each."""
+
+    def __init__(self):
+        self.values = torch.zeros(0, dtype=torch.int64)
+
+    def copy(self, sources, targets):
+        self.values[targets] = self.values[sources]
+
+    def resize(self, pages, sources, targets):
+        self.copy(sources, targets)
+        self.values = torch.nn.functional.pad(self.values, (0, max(0, pages - len(self.values))), value=-1)[:pages]
+
+
+@pytest.mark.parametrize("limit", [None, 3 * PAGE + 1])
+def test_pages_keep_their_contents(limit):
+    """Random growth, truncation, reordering and repetition of rows: every page of a row holds what was written to it."""
+    choice, table, pool = random.Random(0), PageTable(4, limit), Numbers()
+    table.pools.append(pool)
+    lengths, written = [0] * 4, [[] for _ in range(4)]
+    for step in range(300):
+        if step % 9 == 8:
+            rows = [choice.randrange(len(lengths)) for _ in range(choice.randint(1, 6))]
+            table.keep(rows)
+            lengths, written = [lengths[row] for row in rows], [list(written[row]) for row in rows]
+        else:
+            lengths = [choice.choice([length, length + 1, length + 30, length // 2, 0]) for length in lengths]
+            table.fit(lengths)
+        used = [table.pages(length) for length in lengths]
+        assert sum(used) <= table.size <= sum(used) * 17 // 16 + 1
+        owned = []
+        for row, count in enumerate(used):
+            mine = table.of(torch.tensor([row]), lengths[row], torch.device("cpu"))[0].tolist()
+            owned += mine
+            kept = written[row][:count]
+            assert pool.values[mine[: len(kept)]].tolist() == kept
+            written[row] = kept + [1000 * step + 10 * row + new for new in range(count - len(kept))]
+            pool.values[mine] = torch.tensor(written[row], dtype=torch.int64)
+        assert len(set(owned)) == len(owned)
 
 
 def test_a_cache_refuses_more_tokens_than_it_holds(pair):
@@ -123,4 +233,4 @@ def test_a_cache_refuses_more_tokens_than_it_holds(pair):
     cache = KeyValueCache(model.blocks.values(), 1, 4)
     detach(model.blocks.values())
     with pytest.raises(AssertionError, match="5 tokens exceed the capacity of 4"):
-        cache.begin(torch.tensor([0]), torch.tensor([5]), torch.device("cpu"))
+        cache.begin([0], [5], torch.device("cpu"))

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from pipeline.generation.generator import Generator, Stopping
+from pipeline.generation.proposers import DraftModel
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
-from pipeline.generation.speculative import DraftModel, SpeculativeGenerator
+from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.models.t5.config import T5Config
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.generation import test_speculative

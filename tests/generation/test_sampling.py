@@ -4,10 +4,19 @@ import pytest
 import torch
 from transformers.generation import logits_process as stock
 
-from pipeline.generation.sampling import Sampling, choose, distribution, draw
+from pipeline.generation.sampling import Sampling, SeenTokens, choose, distribution, draw
 
 LOGITS = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)) * 3
 HISTORIES = [[1, 2, 2, 7], [0], [*range(50)]]
+
+
+def seen_by(histories: list[list[int]]) -> torch.Tensor:
+    """Of the histories: a prompt, then the last token."""
+    seen = SeenTokens()
+    for row, history in enumerate(histories):
+        seen.begin(row, history[:-1] or history, LOGITS, len(histories))
+    seen.add(range(len(histories)), torch.tensor([history[-1] for history in histories]))
+    return seen.of(range(len(histories)))
 
 
 @pytest.mark.parametrize(
@@ -29,16 +38,16 @@ def test_distributions_are_those_of_transformers(sampling, processors):
     scores = LOGITS
     for processor in processors:
         scores = processor(None, scores)
-    torch.testing.assert_close(distribution(LOGITS, sampling, HISTORIES), scores.softmax(dim=1))
+    torch.testing.assert_close(distribution(LOGITS, sampling, None), scores.softmax(dim=1))
 
 
 def test_the_repetition_penalty_is_that_of_transformers():
     penalty = stock.RepetitionPenaltyLogitsProcessor(1.3)
     expected = torch.cat([penalty(torch.tensor([history]), row[None]) for row, history in zip(LOGITS, HISTORIES, strict=True)])
     sampling = Sampling(temperature=1, repetition_penalty=1.3)
-    torch.testing.assert_close(distribution(LOGITS, sampling, HISTORIES), expected.softmax(dim=1))
-    assert torch.equal(choose(LOGITS, Sampling(repetition_penalty=1.3), HISTORIES, []), expected.argmax(dim=1))
-    assert torch.equal(choose(LOGITS, Sampling(), [], []), LOGITS.argmax(dim=1))
+    torch.testing.assert_close(distribution(LOGITS, sampling, seen_by(HISTORIES)), expected.softmax(dim=1))
+    assert torch.equal(choose(LOGITS, Sampling(repetition_penalty=1.3), seen_by(HISTORIES), []), expected.argmax(dim=1))
+    assert torch.equal(choose(LOGITS, Sampling(), None, []), LOGITS.argmax(dim=1))
 
 
 def test_draws_follow_the_distribution():

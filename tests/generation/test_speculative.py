@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from pipeline.generation.generator import Completion, Generator, Stopping
+from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution
-from pipeline.generation.speculative import DraftModel, PromptLookup, SpeculativeGenerator
+from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.models.gpt.config import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
@@ -74,7 +75,7 @@ def chi_square(config, found: list[list[int]]) -> float:
     every, model = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=3))), random_model(config)
     with torch.no_grad():
         logits = model(torch.cat([torch.tensor(PROMPT).expand(len(every), -1), every[:, :2]], dim=1))[:, len(PROMPT) - 1 :]
-    chances = distribution(logits.flatten(0, 1), SAMPLING, []).view(len(every), 3, VOCABULARY).gather(2, every[:, :, None]).prod(dim=1)
+    chances = distribution(logits.flatten(0, 1), SAMPLING, None).view(len(every), 3, VOCABULARY).gather(2, every[:, :, None]).prod(dim=1)
     expected = COMPLETIONS * chances.view((VOCABULARY,) * 3).sum(dim=0)
     counts = torch.zeros_like(expected)
     for tokens in found:
@@ -100,8 +101,8 @@ class Scripted(PromptLookup):
         super().__init__()
         self.completion, self.right, self.counts = completion, right, []
 
-    def propose(self, held, counts, numbers):  # noqa: ARG002 - of Proposer
-        self.counts += counts
+    def propose(self, held, counts, numbers, seen):  # noqa: ARG002 - of Proposer
+        self.counts += counts[:1]
         start = len(held[0].tokens)
         guess = self.completion[start : start + counts[0]]
         return [(guess if start < self.right else [*guess[:-1], *((each + 1) % VOCABULARY for each in guess[-1:])], None)]
@@ -120,4 +121,24 @@ def test_more_tokens_are_proposed_while_all_are_accepted_and_fewer_after_others(
 def test_prompt_lookup_proposes_what_followed_the_longest_match():
     lookup = PromptLookup(longest=2)
     held = [Completion(0, [1, 2, 3, 9, 2, 5], [7, 1, 2]), Completion(1, [4, 5, 6]), None]
-    assert lookup.propose(held, [2, 3, 0], [None] * 3) == [([3, 9], None), ([], None), ([], None)]
+    assert lookup.propose(held, [2, 3, 0], [None] * 3, None) == [([3, 9], None), ([], None), ([], None)]
+    held[0].tokens += [3]  # the index grows with the completion
+    assert lookup.propose(held, [2, 3, 0], [None] * 3, None)[0] == ([9, 2], None)
+    lookup.clear(0)
+    held[0] = Completion(2, [8, 9], [8])
+    assert lookup.propose(held, [2, 3, 0], [None] * 3, None)[0] == ([9, 8], None)
+
+
+def test_a_repetition_penalty_does_not_change_with_speculation(pair):
+    """Greedy completions with the penalty are those without a proposer, in rows that take new prompts."""
+    config, model, _ = pair("llama-grouped")
+    given = prompts(config.vocab_size, 5, 30, 1, 12)
+    sampling, stopping = Sampling(repetition_penalty=1.3), Stopping(24)
+    plain = Runner(model, POSITIONS)
+    expected = {each.index: each.tokens for each in Generator(plain, sampling, stopping, batch_size=2).run(enumerate(given))}
+    plain.detach()
+    draft = DraftModel(Runner(noisy(model, 0.01), POSITIONS, lookahead=4), sampling)
+    for proposer in (PromptLookup(), draft):
+        generator = generator_of(model, proposer, sampling, stopping, batch_size=2)
+        assert {each.index: each.tokens for each in generator.run(enumerate(given))} == expected
+        generator.runner.detach()

@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from pipeline.common.unfinished import Unfinished
 from pipeline.generation.prompts import PromptFile
 from pipeline.models.t5.config import T5Config
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
-from tests.helpers import pipeline, run_ranks
+from tests.helpers import pipeline, run_ranks, start_ranks
 from tests.models.small_decoders import CONFIGS
 
 TEMPLATE = (
@@ -107,6 +109,29 @@ def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run
 
 
 @pytest.mark.slow
+def test_two_thousand_samples_are_the_same_after_two_kills(run, tmp_path):
+    """The ranks of a job are killed after a quarter and after half of the parts; both of them take parts until none are left."""
+    (run / "2000.jsonl").write_text("".join(f'{{"prompt": "{number} Nadeln"}}\n' for number in range(2000)))
+    sampled = ("stage.temperature=1", "stage.seed=3", "stage.max_tokens=4", "stage.ignore_eos=true", "stage.batch_size=64")
+    pipeline(*settings(run, *sampled, output="whole-2000", prompts="2000.jsonl"))
+    arguments = settings(run, *sampled, output="killed", prompts="2000.jsonl")
+    parts = len(PromptFile(run / "2000.jsonl").parts)
+    for share in (4, 2):
+        printed = open(tmp_path / "printed", "w")  # noqa: SIM115 - of processes that are killed
+        ranks = start_ranks(2, *arguments, output=printed.fileno())
+        while len(list((run / "killed/.unfinished").glob("part-*.json"))) < parts // share:
+            assert all(rank.poll() is None for rank in ranks)
+            time.sleep(0.01)
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        assert not (run / "killed/manifest.json").exists()
+    run_ranks(2, *arguments)
+    assert (run / "killed/completions.jsonl").read_bytes() == (run / "whole-2000/completions.jsonl").read_bytes()
+    assert len(read(run / "killed/completions.jsonl")) == 2000
+
+
+@pytest.mark.slow
 def test_ranks_that_share_a_model_write_the_same(run):
     """Two tensor, then two pipeline ranks, with log-probabilities; a layout that does not fit the checkpoint is refused."""
     pipeline(*settings(run, "stage.logprobs=true", output="whole"))
@@ -153,6 +178,24 @@ def test_refusals(run, tmp_path):
     assert "3 problems" in printed
     assert "none.jsonl: cannot be read" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_nearest_setting_that_does(run):
+    """The setting that the message names works; no prompt of the batch is processed before."""
+    (run / "lengths.jsonl").write_text("".join(json.dumps({"prompt": "ein " * count}) + "\n" for count in (1, 2, 9, 3, 4, 5)))
+    small = settings(run, "stage.max_tokens=8", "stage.ignore_eos=true", output="small", prompts="lengths.jsonl")
+    cases = {"4e-5": "stage.batch_size=5", "8e-6": "stage.max_tokens=8"}
+    for size, named in cases.items():
+        limited = [*small, "stage.batch_size=5", f"stage.cache_gigabytes={size}", f"stage.output={run / size}"]
+        printed = pipeline(*limited, expect=2)
+        assert re.search(rf"{named}: 5 sequences of up to \d+ tokens \(the longest prompt has \d+\) need \d.* GB of KV cache", printed)
+        assert f"; {float(size):.3g} GB are available" in printed
+        fix = re.search(r"set (stage.batch_size=\d)(?: and (stage.max_tokens=\d))?", printed)
+        assert not (run / size / "completions.jsonl").exists()
+        shutil.rmtree(run / size)
+        assert "6 completions" in pipeline(*limited, *filter(None, fix.groups()))
+    printed = pipeline(*small, "stage.cache_gigabytes=1e-6", f"stage.output={run / 'none'}", expect=2)
+    assert "shorten the longest prompt" in printed
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ def test_both_implementations_generate_the_same_tokens():
         "--rounds=1",
         "--batch=2",
         "--dtype=fp32",
+        "--mixed",
         "--speculative",
         "--lengths",
         "2",
