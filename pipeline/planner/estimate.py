@@ -30,7 +30,7 @@ class Estimate:
     Attributes:
         step_time: seconds.
         causes: seconds of the step on the slowest rank by cause (products, attention, elementwise, tensor, ..., bubble, data, optimizer).
-        memory: of the fullest rank.
+        memories: of a rank of each coordinate on the pipeline axis.
         pipeline_rank: the fullest rank's coordinate on the pipeline axis.
         fits: whether the memory of the GPU suffices.
         part_times: by kind of part.
@@ -39,11 +39,16 @@ class Estimate:
 
     step_time: float
     causes: dict[str, float]
-    memory: PeakMemory
+    memories: list[PeakMemory]
     pipeline_rank: int
     fits: bool
     part_times: dict[str, PartTime]
     flops: float
+
+    @property
+    def memory(self) -> PeakMemory:
+        """Memory of the fullest rank."""
+        return self.memories[self.pipeline_rank]
 
 
 def estimate(
@@ -101,7 +106,7 @@ def estimate(
     replicas = layout.world_size // layout.pipeline * layout.micro_batches
     fits = memories[fullest].total <= USABLE * hardware.memory_gb * 1e9
     step_time = passes + after_passes + optimizer + reference
-    return Estimate(step_time, causes, memories[fullest], fullest, fits, times, _flops(contents) * replicas)
+    return Estimate(step_time, causes, memories, fullest, fits, times, _flops(contents) * replicas)
 
 
 def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: Hardware, engine: EngineModel, send: float) -> float:

@@ -40,12 +40,12 @@ class Compared:
 
 
 def compared(found: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
-    """Return each kind of memory as rehearsed and as planned.
+    """Return each kind of memory as rehearsed and as planned for this rank.
 
     `passes` are gradients, activations, gathered weights and temporary tensors, `peak` all tensors without the workspaces of libraries,
     `overhead` these, CUDA, NCCL and fragmentation.
     """
-    kinds, memory = found.kinds, planned.estimate.memory
+    kinds, memory = found.kinds, planned.estimate.memories[found.mesh.coordinates.pipeline]
     peak = kinds.weights + kinds.optimizer + kinds.passes
     return {
         "weights": Compared(kinds.weights, memory.weights + memory.frozen),

@@ -184,7 +184,7 @@ def without_memory(planned: JobPlan, rank: int, moments: Moments, reason: str, o
             "capacity": planned.hardware.memory_gb * GB,
             "reason": reason,
             "moments": [dataclasses.asdict(moments.last(name)) for name in parts(moments)],
-            "planned": dataclasses.asdict(planned.estimate.memory),
+            "planned": dataclasses.asdict(planned.estimate.memories[planned.layout.coordinates(rank).pipeline]),
         },
         **_made_by(),
     }
