@@ -124,7 +124,7 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
             groups = [(module.gate, module.up)]
         else:
             continue
-        yield from (layers for layers in groups if all(type(layer) is Linear for layer in layers))
+        yield from (layers for layers in groups if all(type(layer) is Linear and isinstance(layer.weight, Tensor) for layer in layers))
 
 
 def gathered_projection(enter: RegionBoundary, apply_layers: Projection) -> Projection:
