@@ -30,7 +30,7 @@ MUTANTS = (
         what="positions without a target do not count in the loss, but have the gradient of the softmax",
         ranks=2,
         words=(*LLAMA, *PACKED, "parallel.zero_stage=1"),
-        edits=(Edit(LOSS, "                grad_logits.masked_fill_(~is_target.unsqueeze(1), 0.0)\n", ""),),
+        edits=(Edit(LOSS, "torch.where(is_target, sums[0], torch.inf)", "sums[0]"),),
         exact=False,
     ),
     Mutant(

@@ -135,8 +135,8 @@ MUTANTS = (
         edits=(
             Edit(
                 MERGE,
-                "merged_lse = torch.logaddexp(lse, other_lse)",
-                "merged_lse = torch.logaddexp(lse.bfloat16(), other_lse.bfloat16()).to(lse.dtype)",
+                "lse.copy_(torch.logaddexp(lse, other_lse))",
+                "lse.copy_(torch.logaddexp(lse.bfloat16(), other_lse.bfloat16()))",
             ),
         ),
     ),
@@ -149,8 +149,8 @@ MUTANTS = (
         edits=(
             Edit(
                 MERGE,
-                "return out * (lse - finite).exp().unsqueeze(3) + other * (other_lse - finite).exp().unsqueeze(3), merged_lse",
-                "return out * (other_lse - finite).exp().unsqueeze(3) + other * (lse - finite).exp().unsqueeze(3), merged_lse",
+                "out.lerp_(other.to(out.dtype), share.unsqueeze(3))",
+                "out.lerp_(other.to(out.dtype), 1 - share.unsqueeze(3))",
             ),
         ),
     ),
@@ -229,11 +229,8 @@ MUTANTS = (
         ranks=2,
         words=(*LLAMA, "model.kv_heads=4", *TENSOR_2, "training.activation_checkpointing=full"),
         edits=(
-            Edit(
-                TENSOR,
-                "torch.cat(tuple(linear.weight for linear in plain)) if",
-                "torch.cat(tuple(linear.weight for linear in reversed(plain))) if",
-            ),
+            Edit(TENSOR, "    joined = linears[0].joined\n", "    joined = None\n"),
+            Edit(TENSOR, "return torch.cat(weights)", "return torch.cat(weights[::-1])"),
         ),
         exact=False,
     ),

@@ -142,11 +142,11 @@ MUTANTS = (
         edits=(
             Edit(
                 UPDATE,
-                "        self.optimizer.step()\n        for master in self._masters:\n",
+                "        self.optimizer.step()\n        self.optimizer.param_groups = groups\n",
                 "        before = self._masters[0].detach().clone()\n"
                 "        self.optimizer.step()\n"
                 "        self._masters[0].lerp_(before, 0.5)\n"
-                "        for master in self._masters:\n",
+                "        self.optimizer.param_groups = groups\n",
             ),
         ),
         exact=False,
