@@ -103,7 +103,7 @@ class ClusterConfig:
     slow_factor: float = knob(
         1.3,
         "a node is slow whose matrix product or all-reduce inside (preflight), or forward passes (training), take more than this many "
-        "times the median; preflight leaves it out, training names it",
+        "times the median, or all-reduce with other nodes (preflight, at least 2 times); preflight leaves it out, training names it",
         above=1,
     )
     free_gb: float = knob(1.0, "preflight: free space that the file system of run_dir must have", unit="GB", at_least=0)

@@ -174,11 +174,11 @@ def _inside(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[F
     yield from _bandwidths("all-reduce inside", "all-reduce inside the node", rates, _median(rates.values()), cluster.slow_factor)
 
 
-def _between(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]:
+def _between(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Finding]:
     """The faster of a node's two pairs counts: in the other one its neighbor may be slow."""
     rates = {node: max(pairs.values()) for node, result in results.items() if (pairs := result.get("between_gb_s"))}
     usual = _median(rate for result in results.values() for rate in (result.get("between_gb_s") or {}).values())
-    yield from _bandwidths("all-reduce between", "all-reduce with a neighbor", rates, usual, SLOW_NETWORK)
+    yield from _bandwidths("all-reduce between", "all-reduce with a neighbor", rates, usual, max(SLOW_NETWORK, cluster.slow_factor))
 
 
 def _bandwidths(check: str, what: str, rates: Mapping[str, float], usual: float, factor: float) -> Iterator[Finding]:

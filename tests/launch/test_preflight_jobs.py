@@ -83,7 +83,7 @@ def test_a_node_with_a_wrong_host_name_is_left_out(tmp_path: Path) -> None:
     with host_name("n3", "wrong.invalid"):
         code, text, event = preflight(tmp_path / "log", tmp_path / "run")
     assert code == "1:0"
-    assert list(event["bad"]) == ["n3"]
+    assert list(event["bad"]) == ["n3"], event["bad"]
     assert "its host name wrong.invalid is not resolved" in event["bad"]["n3"]
     assert (event["nodes"], event["steps"]) == (4, 1)
     assert {line.split()[0] for line in text.splitlines() if " all-reduce between " in line} == {"n1", "n2", "n3", "n4"}
