@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.layers import partial_attention
 from pipeline.layers.attention_kernel import Case, choose_partial
 from pipeline.layers.mask import Mask
-from pipeline.parallel.ring_attention import attended
+from pipeline.parallel.ring_layout import attended
 from pipeline.planner.kernel_fusion import fuse
 from pipeline.planner.operations import AttentionCall, Operation, RingRules
 from pipeline.planner.recorder import Recorder, Recording, Storage
