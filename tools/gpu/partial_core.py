@@ -23,9 +23,10 @@ class PartialAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, parts: Sequence[Part], window: int | None, scale: float | None
     ) -> Tensor:
         found = [partial_attention.forward(q, k[:, :, keys], v[:, :, keys], mask, window=window, scale=scale) for keys, mask in parts]
-        out, total = found[0]
+        total = found[0][1]
+        out = found[0][0].to(total.dtype)
         for other in found[1:]:
-            out, total = partial_attention.merge(out, total, *other)
+            partial_attention.merge_(out, total, *other)
         ctx.save_for_backward(q, k, v, out, total)
         ctx.rest = parts, window, scale
         return out.to(v.dtype)
