@@ -23,8 +23,6 @@ def causes(config: RunConfig) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     if parallel.context == 1 or parallel.context_kind != "ring":
         return
-    if config.training.document_mask:
-        yield "training.document_mask=true"
     for name in _WINDOWS:
         if (window := getattr(model, name, None)) is not None and window < config.training.sequence_length:
             yield f"model.{name}={window}"

@@ -194,7 +194,7 @@ class Recorder(TorchDispatchMode):
         if operator in operator_kinds.PRODUCTS:
             return self._named(operator_kinds.product(operator, args, self.phase), operator, args)
         if operator in (_FLASH, _RING):
-            call = self._attention(inputs[:3], args[3:6] if operator is _RING else None, kwargs)
+            call = self._attention(inputs[:3], args[3:7] if operator is _RING else None, kwargs)
             self._calls[self._id(outputs[1])] = call
             return call
         if operator in (_FLASH_BACKWARD, _RING_BACKWARD):

@@ -1,5 +1,6 @@
 """Ring attention where no fused kernel applies: what the formula of layers/partial_attention.py executes, and the scores that it allocates.
 
+The fused kernel for documents leaves short ones to the formula (layers/document_attention.py).
 The formula runs on the meta device for one chunk of queries of each size that occurs in the ring, and counts as often as it has chunks.
 """
 
@@ -12,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pipeline.layers import partial_attention
+from pipeline.layers import document_attention, partial_attention
 from pipeline.layers.attention_kernel import Case, choose_partial
 from pipeline.layers.mask import Mask
 from pipeline.parallel.ring_layout import attended
@@ -44,20 +45,34 @@ def is_unfused(call: AttentionCall) -> bool:
     """Whether a GPU has no fused kernel for a call of ring attention."""
     if call.rules is None:
         return False
-    case = Case("cuda", _DTYPES[call.bytes_per_element], call.head_dim, call.value_dim, _CAPABILITY, masked=call.rules.masked)
+    masked = call.rules.masked and not call.rules.segmented
+    case = Case("cuda", _DTYPES[call.bytes_per_element], call.head_dim, call.value_dim, _CAPABILITY, masked=masked)
     return choose_partial(case) == "unfused"
+
+
+def runs_formula(call: AttentionCall) -> bool:
+    """Whether a call of ring attention runs the formula, for all pairs or beside a fused kernel for those of short documents."""
+    return is_unfused(call) or (call.rules is not None and call.rules.segmented)
 
 
 @lru_cache(maxsize=256)
 def work(call: AttentionCall) -> FormulaWork:
-    """Return the work of a call that is_unfused, on the rank that computes most pairs of query and key."""
+    """Return the work of the formula in a call that runs_formula, on the rank that computes most pairs of query and key."""
     assert call.rules is not None
     rules, ranks, tokens = call.rules, call.ring, call.queries
+    if not is_unfused(call):
+        blocks = replace(call, batch=call.batch * -(-tokens // document_attention.SHORT), queries=document_attention.SHORT)
+        return _formula(blocks, [(document_attention.SHORT, document_attention.SHORT * (2 if rules.causal else 3))])
     ring = [
         [(len(range(*q.indices(tokens))), len(range(*k.indices(tokens)))) for q, k in filter(None, _steps(rank, ranks, tokens, rules))]
         for rank in range(ranks)
     ]
     steps = max(ring, key=lambda sizes: sum(queries * keys for queries, keys in sizes))
+    return _formula(call, steps)
+
+
+def _formula(call: AttentionCall, steps: list[tuple[int, int]]) -> FormulaWork:
+    """Return the work of the formula with these numbers of queries and keys, one after another."""
     operations: list[tuple[Operation, float]] = []
     allocated = 0
     for (queries, keys), count in Counter(steps).items():
@@ -117,6 +132,6 @@ def add_memory(recording: Recording) -> None:
     """Add what ring attention allocates inside of its operator to a recording."""
     for index, kernel in enumerate(recording.kernels):
         call = kernel.operation
-        if isinstance(call, AttentionCall) and is_unfused(call):
+        if isinstance(call, AttentionCall) and runs_formula(call):
             key = max(recording.storages, default=0) + 1
             recording.storages[key] = Storage(work(call).allocated, kernel.part, kernel.phase, index, index, index + 1)
