@@ -131,11 +131,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, limits: Tensor, *, scal
     if kernel == "unfused":
         return partial_attention.formula_forward(q, k, v, mask, scale=scale)
     out, lse = segments_forward(kernel, q, k, v, limits, causal=mask.causal, scale=scale)
-    if mask.key_documents is None:
-        blocks = _blocks(q, 1), _blocks(k, _pieces(mask)), _blocks(v, _pieces(mask))
-        short, short_lse = partial_attention.formula_forward(*blocks, _short_mask(mask), scale=scale)
-        partial_attention.merge_(out, lse, _joined(short, q.shape[2]), _joined(short_lse.unsqueeze(3), q.shape[2]).squeeze(3))
-    return out, lse
+    if mask.key_documents is not None:
+        return out, lse
+    blocks = _blocks(q, 1), _blocks(k, _pieces(mask)), _blocks(v, _pieces(mask))
+    short, short_lse = partial_attention.formula_forward(*blocks, _short_mask(mask), scale=scale)
+    short, short_lse = _joined(short, q.shape[2]), _joined(short_lse.unsqueeze(3), q.shape[2])
+    # A query has all of its keys in one of both.
+    return torch.where(short_lse > -torch.inf, short, out), torch.maximum(lse, short_lse.squeeze(3))
 
 
 def backward(
