@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.layers import document_attention, partial_attention
+from pipeline.layers import document_attention
 from pipeline.layers.attention import plain
 from pipeline.layers.mask import Mask
-from pipeline.parallel.ring_layout import ascending, attended, limits_of_step, segment_limits, token_positions
+from tools.gpu.document_ring import DocumentRing, steps
 
 BATCH, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 8
 
@@ -25,6 +25,7 @@ CASES = st.fixed_dictionaries(
         "short": st.sampled_from([1, 2, 3, 5, 128]),
         "ends": st.sampled_from([0.0, 0.03, 0.1, 0.3, 0.7]),
         "padding": st.floats(0, 1),
+        "scale": st.sampled_from([None, 0.7]),
         "seed": st.integers(0, 1000),
     }
 )
@@ -40,44 +41,18 @@ def drawn(case):
     return [torch.randn(BATCH, heads, tokens, width, generator=chance, dtype=torch.float64) for heads, width in shapes], documents
 
 
-def steps(case, documents, rank):
-    """Source, rows of queries and keys in the whole sequence, their mask, and the limits of the segments, of every step of a rank."""
-    ranks, tokens = case["ranks"], 2 * case["half"]
-    places = [token_positions(each, ranks, tokens, documents.device) for each in range(ranks)]
-    shards = ascending(torch.stack([documents[:, rows] for rows in places]))
-    limits = segment_limits(shards, rank, causal=case["causal"])
-    for step in range(ranks):
-        source = (rank - step) % ranks
-        queries, keys = attended(rank, source, tokens, causal=case["causal"], window=None)
-        mask = Mask(documents=shards[rank][:, queries], causal=case["causal"] and step == 0)
-        if step:
-            mask = mask.replace(key_documents=shards[source][:, keys])
-        yield places[rank][queries], places[source][keys], mask, limits_of_step(limits, step, shards)
-
-
 @settings(deadline=None, max_examples=60)
 @given(case=CASES)
 def test_attention_over_the_segments_of_all_steps_is_attention_within_documents(case):
     (q, k, v, grad), documents = drawn(case)
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    expected = plain(*inputs, Mask(causal=case["causal"], documents=documents))
+    expected = plain(*inputs, Mask(causal=case["causal"], documents=documents), scale=case["scale"])
     wanted = torch.autograd.grad(expected, inputs, grad)
-    out, lse = torch.zeros_like(grad), torch.full(grad.shape[:3], -torch.inf, dtype=torch.float64)
-    grads = [torch.zeros_like(x) for x in (q, k, v)]
     with mock.patch.object(document_attention, "SHORT", case["short"]):
-        blocks = [block for rank in range(case["ranks"]) for block in steps(case, documents, rank)]
-        for rows, keys, mask, limits in blocks:
-            part = document_attention.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], mask, limits)
-            merged = out[:, :, rows], lse[:, :, rows]
-            partial_attention.merge_(*merged, *part)
-            out[:, :, rows], lse[:, :, rows] = merged
-        for rows, keys, mask, limits in blocks:
-            of_queries = grad[:, :, rows], q[:, :, rows]
-            found = document_attention.backward(*of_queries, k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows], mask, limits)
-            for whole, where, part in zip(grads, (rows, keys, keys), found, strict=True):
-                whole[:, :, where] += part
+        out = DocumentRing.apply(*inputs, documents, case["ranks"], case["causal"], case["scale"])
+        found = torch.autograd.grad(out, inputs, grad)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(tuple(grads), wanted, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
 @settings(deadline=None, max_examples=60)
@@ -87,7 +62,7 @@ def test_the_limits_are_those_of_a_kernel_for_sequences_of_different_lengths(cas
     _, documents = drawn(case)
     with mock.patch.object(document_attention, "SHORT", case["short"]):
         for rank in range(case["ranks"]):
-            for rows, keys, mask, limits in steps(case, documents, rank):
+            for rows, keys, mask, limits in steps(documents, case["ranks"], rank, causal=case["causal"]):
                 assert limits.dtype == torch.int32
                 counts = len(rows), len(keys)
                 assert [(each[0], each[-1]) for each in limits.tolist()] == [(0, BATCH * count) for count in counts]
@@ -115,6 +90,20 @@ class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         if "flash" in function.name():
             self.calls.append((function.name(), arguments))
         return function(*arguments, **(options or {}))
+
+
+def test_sixteen_bits_are_merged_in_fp32():
+    """Long documents by the flash kernel and short ones by the formula, which accumulate in fp32."""
+    chance = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(BATCH, heads, 1024, WIDTH, generator=chance) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    documents = (torch.rand(BATCH, 1024, generator=chance) < 0.01).int().cumsum(1, dtype=torch.int32)
+    inputs = [x.bfloat16().requires_grad_() for x in (q, k, v)]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    found, expected = DocumentRing.apply(*inputs, documents, 2, True, None), plain(*exact, Mask(documents=documents))
+    grads = torch.autograd.grad(found.float().square().sum(), inputs), torch.autograd.grad(expected.square().sum(), exact)
+    for a, b in ((found, expected), *zip(*grads, strict=True)):
+        assert a.dtype == torch.bfloat16
+        assert float((a.double() - b).norm() / b.norm()) < 2**-6
 
 
 @pytest.mark.parametrize("value_width", [16, 8])
