@@ -1,6 +1,7 @@
 """Settings with which ring attention has no fused kernel on a GPU: what they cost, and the nearest setting that is fast. Loads no torch.
 
-They follow the rules of layers/attention_kernel.py (choose_partial), which decides; documents alone have a kernel; tests/planner/test_ring_formula.py compares both.
+They follow the rules of layers/attention_kernel.py (choose_partial), which decides; tests/planner/test_ring_formula.py compares both.
+Documents alone have a fused kernel (layers/document_attention.py).
 """
 
 from __future__ import annotations
