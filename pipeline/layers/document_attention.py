@@ -50,6 +50,11 @@ def own_segments(documents: Tensor) -> Tensor:
     return segments((limits[0], limits[1]), (limits[0], limits[1]), tokens, tokens)
 
 
+def workspace(batch: int, tokens: int, heads: int, width: int) -> int:
+    """Return the bytes that the CUDA kernel allocates in the backward pass of own_segments: 128 rows of fp32 sums for every segment."""
+    return 4 * heads * width * (batch * tokens + 128 * (own_limits(batch, tokens) - 1))
+
+
 def own_limits(batch: int, tokens: int) -> int:
     """Return the number of limits of own_segments."""
     return batch * (3 * _most_long(tokens) + 2) + 1
@@ -133,11 +138,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, limits: Tensor, *, scal
     out, lse = segments_forward(kernel, q, k, v, limits, causal=mask.causal, scale=scale)
     if mask.key_documents is not None:
         return out, lse
-    blocks = _blocks(q, 1), _blocks(k, _pieces(mask)), _blocks(v, _pieces(mask))
-    short, short_lse = partial_attention.formula_forward(*blocks, _short_mask(mask), scale=scale)
-    short, short_lse = _joined(short, q.shape[2]), _joined(short_lse.unsqueeze(3), q.shape[2])
+    short, short_lse = short_forward(q, k, v, mask, scale=scale)
     # A query has all of its keys in one of both.
-    return torch.where(short_lse > -torch.inf, short, out), torch.maximum(lse, short_lse.squeeze(3))
+    return torch.where(short_lse.unsqueeze(3) > -torch.inf, short, out), torch.maximum(lse, short_lse)
 
 
 def backward(
@@ -159,11 +162,27 @@ def backward(
     found = segments_backward(kernel, grad, q, k, v, out, lse, limits, causal=mask.causal, scale=scale)
     if mask.key_documents is not None:
         return found
-    pieces, tokens = _pieces(mask), q.shape[2]
+    short = short_backward(grad, q, k, v, out, lse, mask, scale=scale)
+    grad_q, grad_k, grad_v = (long + part for long, part in zip(found, short, strict=True))
+    return grad_q, grad_k, grad_v
+
+
+def short_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute attention within documents of at most SHORT tokens; arguments and result as in segments_forward."""
+    blocks = _blocks(q, 1), _blocks(k, _pieces(mask)), _blocks(v, _pieces(mask))
+    out, lse = partial_attention.formula_forward(*blocks, _short_mask(mask), scale=scale)
+    return _joined(out, q.shape[2]), _joined(lse.unsqueeze(3), q.shape[2]).squeeze(3)
+
+
+def short_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask, *, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the contribution of documents of at most SHORT tokens to the gradients; arguments and result as in backward."""
+    pieces = _pieces(mask)
     grad_blocks, out_blocks, lse_blocks = _blocks(grad, 1), _blocks(out, 1), _blocks(lse.unsqueeze(3), 1).squeeze(3)
     blocks = _blocks(q, 1), _blocks(k, pieces), _blocks(v, pieces)
-    short = partial_attention.formula_backward(grad_blocks, *blocks, out_blocks, lse_blocks, _short_mask(mask), scale=scale)
-    grad_q, grad_k, grad_v = (long + _joined(part, tokens) for long, part in zip(found, short, strict=True))
+    grads = partial_attention.formula_backward(grad_blocks, *blocks, out_blocks, lse_blocks, _short_mask(mask), scale=scale)
+    grad_q, grad_k, grad_v = (_joined(each, q.shape[2]) for each in grads)
     return grad_q, grad_k, grad_v
 
 

@@ -61,23 +61,19 @@ def work(call: AttentionCall) -> FormulaWork:
     assert call.rules is not None
     rules, ranks, tokens = call.rules, call.ring, call.queries
     if not is_unfused(call):
-        blocks = replace(call, batch=call.batch * -(-tokens // document_attention.SHORT), queries=document_attention.SHORT)
-        return _formula(blocks, [(document_attention.SHORT, document_attention.SHORT * (2 if rules.causal else 3))])
+        executed, allocated = _executed(call, short=True)
+        kernel = document_attention.workspace(call.batch, tokens, call.heads, call.head_dim) if call.phase == "backward" else 0
+        return FormulaWork(tuple((operation, 1.0) for operation in executed), max(allocated, kernel))
     ring = [
         [(len(range(*q.indices(tokens))), len(range(*k.indices(tokens)))) for q, k in filter(None, _steps(rank, ranks, tokens, rules))]
         for rank in range(ranks)
     ]
     steps = max(ring, key=lambda sizes: sum(queries * keys for queries, keys in sizes))
-    return _formula(call, steps)
-
-
-def _formula(call: AttentionCall, steps: list[tuple[int, int]]) -> FormulaWork:
-    """Return the work of the formula with these numbers of queries and keys, one after another."""
     operations: list[tuple[Operation, float]] = []
     allocated = 0
     for (queries, keys), count in Counter(steps).items():
         rows = min(queries, max(1, partial_attention.MAX_SCORES // (call.batch * call.heads * keys)))
-        executed, most = _chunk(replace(call, queries=rows, keys=keys))
+        executed, most = _executed(replace(call, queries=rows, keys=keys))
         operations += [(operation, count * queries / rows) for operation in executed]
         allocated = max(allocated, most)
     return FormulaWork(tuple(operations), allocated)
@@ -93,8 +89,8 @@ def _steps(rank: int, ranks: int, tokens: int, rules: RingRules) -> list[tuple[s
     return [attended(rank, source, tokens, causal=rules.causal, window=rules.window) for source in range(ranks)]
 
 
-def _chunk(call: AttentionCall) -> tuple[list[Operation], int]:
-    """Return what a chunk of queries executes, and the most bytes that it allocates."""
+def _executed(call: AttentionCall, *, short: bool = False) -> tuple[list[Operation], int]:
+    """Return what a chunk of queries, or the part for short documents, executes, and the most bytes that it allocates."""
     assert call.rules is not None
     rules, backward = call.rules, call.phase == "backward"
 
@@ -108,7 +104,9 @@ def _chunk(call: AttentionCall) -> tuple[list[Operation], int]:
         q, k = tokens(call.heads, call.queries, call.head_dim), tokens(call.kv_heads, call.keys, call.head_dim)
         v, out = tokens(call.kv_heads, call.keys, call.value_dim), tokens(call.heads, call.queries, call.value_dim)
         mask = Mask(causal=rules.causal)
-        if rules.masked:
+        if short:
+            mask = mask.replace(documents=per_token(call.batch, call.queries, torch.int32))
+        elif rules.masked:
             mask = mask.replace(
                 documents=per_token(call.batch, call.queries, torch.int32) if rules.documents else None,
                 key_documents=per_token(call.batch, call.keys, torch.int32) if rules.documents else None,
@@ -119,8 +117,12 @@ def _chunk(call: AttentionCall) -> tuple[list[Operation], int]:
         recorder = Recorder({}, {}, {})
         recorder.part, recorder.in_backward = _PART, backward
         with recorder:
-            if backward:
-                lse = torch.empty(q.shape[:3])
+            lse = torch.empty(q.shape[:3])
+            if short and backward:
+                document_attention.short_backward(out, q, k, v, out, lse, mask)
+            elif short:
+                document_attention.short_forward(q, k, v, mask)
+            elif backward:
                 partial_attention.backward(out, q, k, v, out, lse, mask, window=rules.window)
             else:
                 partial_attention.forward(q, k, v, mask, window=rules.window)
