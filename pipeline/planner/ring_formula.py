@@ -117,13 +117,14 @@ def _executed(call: AttentionCall, *, short: bool = False) -> tuple[list[Operati
         recorder = Recorder({}, {}, {})
         recorder.part, recorder.in_backward = _PART, backward
         with recorder:
-            lse = torch.empty(q.shape[:3])
-            if short and backward:
-                document_attention.short_backward(out, q, k, v, out, lse, mask)
+            if backward:
+                lse = torch.empty(q.shape[:3])
+                if short:
+                    document_attention.short_backward(out, q, k, v, out, lse, mask)
+                else:
+                    partial_attention.backward(out, q, k, v, out, lse, mask, window=rules.window)
             elif short:
                 document_attention.short_forward(q, k, v, mask)
-            elif backward:
-                partial_attention.backward(out, q, k, v, out, lse, mask, window=rules.window)
             else:
                 partial_attention.forward(q, k, v, mask, window=rules.window)
     found = fuse(recorder.recording, fused=False)
