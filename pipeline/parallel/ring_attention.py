@@ -78,7 +78,7 @@ class RingCore:
 class AttentionBlock:
     """The attention that a rank computes in one step of the ring: slices of its queries and of the received keys, and their mask.
 
-    The limits are those of the segments of documents (layers/document_attention.py), if the mask has no other rule.
+    The limits are those of the segments of documents (layers/document_segments.py), if the mask has no other rule.
     """
 
     queries: slice

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.layers.document_attention import own_limits, own_segments, shared_segments
+from pipeline.layers.document_segments import own_limits, own_segments, shared_segments
 
 
 def attended(rank: int, source: int, tokens: int, *, causal: bool, window: int | None) -> tuple[slice, slice] | None:
@@ -51,7 +51,7 @@ def ascending(documents: Tensor) -> Tensor:
 
 
 def segment_limits(documents: Tensor, rank: int, *, causal: bool) -> Tensor:
-    """Return the segments (layers/document_attention.py) of all steps of the ring on a rank, one after another.
+    """Return the segments (layers/document_segments.py) of all steps of the ring on a rank, one after another.
 
     Args:
         documents: int32 (ranks, batch, tokens), ascending.

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pipeline.layers import document_attention, partial_attention
+from pipeline.layers import document_attention, document_segments, partial_attention
 from pipeline.layers.attention_kernel import Case, choose_partial
 from pipeline.layers.mask import Mask
 from pipeline.parallel.ring_layout import attended
@@ -62,7 +62,7 @@ def work(call: AttentionCall) -> FormulaWork:
     rules, ranks, tokens = call.rules, call.ring, call.queries
     if not is_unfused(call):
         executed, allocated = _executed(call, short=True)
-        kernel = document_attention.workspace(call.batch, tokens, call.heads, call.head_dim) if call.phase == "backward" else 0
+        kernel = document_segments.workspace(call.batch, tokens, call.heads, call.head_dim) if call.phase == "backward" else 0
         return FormulaWork(tuple((operation, 1.0) for operation in executed), max(allocated, kernel))
     ring = [
         [(len(range(*q.indices(tokens))), len(range(*k.indices(tokens)))) for q, k in filter(None, _steps(rank, ranks, tokens, rules))]

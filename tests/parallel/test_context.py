@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.layers import document_attention
+from pipeline.layers import document_segments
 from pipeline.layers.attention import plain, sdpa
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
@@ -67,7 +67,7 @@ def _gaps(kind: str, ranks: int, case: dict) -> list[float]:
     mine = [x[:, :, rows].requires_grad_() for x in inputs]
     documents = None if mask.documents is None else mask.documents[:, rows]
     positions = rows.expand(2, -1)
-    with mock.patch.object(document_attention, "SHORT", case["short"]):
+    with mock.patch.object(document_segments, "SHORT", case["short"]):
         out = core(*mine, mask.replace(documents=documents, positions=positions), **options)
         found = (out, *torch.autograd.grad(out, mine, grad[:, :, rows]))
     return [float((a - b[:, :, rows]).detach().abs().max()) for a, b in zip(found, wanted, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.layers import document_attention
+from pipeline.layers import document_attention, document_segments
 from pipeline.layers.attention import plain
 from pipeline.layers.mask import Mask
 from tools.gpu.document_ring import DocumentRing, steps
@@ -48,7 +48,7 @@ def test_attention_over_the_segments_of_all_steps_is_attention_within_documents(
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = plain(*inputs, Mask(causal=case["causal"], documents=documents), scale=case["scale"])
     wanted = torch.autograd.grad(expected, inputs, grad)
-    with mock.patch.object(document_attention, "SHORT", case["short"]):
+    with mock.patch.object(document_segments, "SHORT", case["short"]):
         out = DocumentRing.apply(*inputs, documents, case["ranks"], case["causal"], case["scale"])
         found = torch.autograd.grad(out, inputs, grad)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
@@ -60,7 +60,7 @@ def test_attention_over_the_segments_of_all_steps_is_attention_within_documents(
 def test_the_limits_are_those_of_a_kernel_for_sequences_of_different_lengths(case):
     """They ascend over all tokens; a segment is within one row, and has every pair of its queries and keys visible; long ones have one."""
     _, documents = drawn(case)
-    with mock.patch.object(document_attention, "SHORT", case["short"]):
+    with mock.patch.object(document_segments, "SHORT", case["short"]):
         for rank in range(case["ranks"]):
             for rows, keys, mask, limits in steps(documents, case["ranks"], rank, causal=case["causal"]):
                 assert limits.dtype == torch.int32
@@ -116,7 +116,7 @@ def test_contracts_of_the_kernels_for_segments(value_width):
     out, grad = (empty(BATCH, HEADS, tokens, value_width, dtype=dtype)[:, :, half:] for _ in range(2))
     lse = empty(BATCH, HEADS, tokens)[:, :, half:]
     documents = empty(BATCH, half, dtype=torch.int32)
-    limits = document_attention.shared_segments(documents, documents, causal=True)
+    limits = document_segments.shared_segments(documents, documents, causal=True)
     with Spy() as spy:
         found, found_lse = document_attention.segments_forward("flash", q, k, v, limits, causal=False, scale=None)
         grads = document_attention.segments_backward("flash", grad, q, k, v, out, lse, limits, causal=False, scale=None)

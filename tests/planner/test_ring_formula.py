@@ -8,7 +8,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from pipeline.config import ring_kernels
-from pipeline.layers import document_attention, partial_attention
+from pipeline.layers import document_segments, partial_attention
 from pipeline.layers.mask import Mask
 from pipeline.planner import ring_formula
 from pipeline.planner.operations import AttentionCall, RingRules
@@ -90,7 +90,7 @@ def test_the_plan_of_a_ring_with_documents_has_the_fused_kernel_and_the_scores_o
     assert 1 < attention[1] / attention[0] < 1.5
     # A block of short documents has a score for each of its keys, in two blocks.
     tokens, heads = 32768 // 4, 32
-    scores = 4 * tokens * 2 * document_attention.SHORT * heads
+    scores = 4 * tokens * 2 * document_segments.SHORT * heads
     for passed in (0, 1):
         assert documents.trace.block(0).peaks[passed] - plain.trace.block(0).peaks[passed] > 0.5 * scores
     assert not [row.name for row in table(documents) if row.bound == "memory" and row.flops]
@@ -141,7 +141,7 @@ def test_formula_counts_all_pairs_that_a_rank_computes():
     assert flops(RingRules(True, window=20), 4) == pytest.approx(everything * 2.0)
     assert flops(RingRules(False, slopes=True), 4) == pytest.approx(everything * 4)
     short = ring_formula.work(replace(FUSED, ring=4)).operations
-    queries = 2 * 8 * 256 * 2 * document_attention.SHORT
+    queries = 2 * 8 * 256 * 2 * document_segments.SHORT
     assert sum(count * operation.flops for operation, count in short if hasattr(operation, "flops")) == pytest.approx(queries * pair)
 
 
