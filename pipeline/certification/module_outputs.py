@@ -18,7 +18,7 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.stack import Stack
-from pipeline.parallel.ring_attention import token_positions
+from pipeline.parallel.ring_layout import token_positions
 
 #: Compared are outputs (batch, sequence, width). Those of experts and routers, whose tokens are in another order, have fewer dimensions,
 #: those of single heads, in which the sequence follows the heads, more.

@@ -1,6 +1,7 @@
 """Settings with which ring attention has no fused kernel on a GPU: what they cost, and the nearest setting that is fast. Loads no torch.
 
 They follow the rules of layers/attention_kernel.py (choose_partial), which decides; tests/planner/test_ring_formula.py compares both.
+Documents alone have a fused kernel (layers/document_attention.py).
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ def causes(config: RunConfig) -> Iterator[str]:
     parallel, model = config.parallel, config.model
     if parallel.context == 1 or parallel.context_kind != "ring":
         return
-    if config.training.document_mask:
-        yield "training.document_mask=true"
     for name in _WINDOWS:
         if (window := getattr(model, name, None)) is not None and window < config.training.sequence_length:
             yield f"model.{name}={window}"

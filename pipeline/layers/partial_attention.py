@@ -32,13 +32,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None =
     kernel = partial_kernel(*facts_of(q, k, v, mask, window))
     if kernel != "unfused":
         return flash_forward(kernel, q, k, v, causal=mask.causal, scale=scale)
+    return formula_forward(q, k, v, mask, window=window, scale=scale)
+
+
+def formula_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute `forward` unfused."""
     chunks = [_forward_chunk(q[:, :, rows], k, v, chunk_mask, window, scale) for rows, chunk_mask in _row_chunks(q, k, mask)]
     outputs, lses = zip(*chunks, strict=True)
     return torch.cat(outputs, dim=2), torch.cat(lses, dim=2)
 
 
 def _forward_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Compute `forward` unfused. A function, so that its scores are freed before the next chunk has any."""
+    """Compute formula_forward of some queries. A function, so that its scores are freed before the next chunk has any."""
     scores = _scores(q, k, mask, window, scale)
     lse = scores.logsumexp(dim=3)
     weights = _probabilities(scores, lse).to(v.dtype)
@@ -74,6 +81,22 @@ def backward(
     kernel = partial_kernel(*facts_of(q, k, v, mask, window))
     if kernel != "unfused":
         return flash_backward(kernel, grad, q, k, v, out, lse, causal=mask.causal, scale=scale)
+    return formula_backward(grad, q, k, v, out, lse, mask, window=window, scale=scale)
+
+
+def formula_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `backward` unfused."""
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     compute_dtype = lse.dtype
     grads_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=compute_dtype), torch.zeros_like(v, dtype=compute_dtype)

@@ -15,7 +15,8 @@ from torch.distributed import ProcessGroup
 
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
-from pipeline.parallel.ring_attention import RingCore, token_positions
+from pipeline.parallel.ring_attention import RingCore
+from pipeline.parallel.ring_layout import token_positions
 from pipeline.parallel.ulysses import UlyssesCore
 
 #: Entries of a batch with one value per token; the others have one value per sequence.

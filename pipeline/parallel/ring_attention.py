@@ -11,6 +11,7 @@ saves their results.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined] # not exported
 
-from pipeline.layers import partial_attention
+from pipeline.layers import document_attention, partial_attention
 from pipeline.layers.mask import Mask
 from pipeline.parallel import collectives
+from pipeline.parallel.ring_layout import ascending, attended, limits_of_step, segment_limits, token_positions
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class RingCore:
         assert mask.key_positions is None, "ring attention supports self-attention only"
         if window is not None and window >= q.shape[2] * self.group.size():
             window = None  # of a model whose window no sequence exceeds: without a rule, a fused kernel applies
+        documents, limits = self._documents(mask, window)
         out, _ = ring_attention(
             q,
             k,
             v,
-            self._documents(mask),
+            documents,
+            limits,
             mask.slopes,
             mask.prefix,
             group=self.group.group_name,
@@ -52,25 +56,49 @@ class RingCore:
         return out
 
     def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:  # noqa: ARG002 - the interface of cores
-        """Gather the documents of all tokens; see prepare (layers/attention_kernel.py)."""
-        self._documents(mask)
+        """Gather the documents of all tokens and find their segments; see prepare (layers/attention_kernel.py)."""
+        if shape is not None and window is not None and window >= shape[1] * self.group.size():
+            window = None
+        self._documents(mask, window)
 
-    def _documents(self, mask: Mask) -> Tensor | None:
-        """Return the documents of all tokens, (ranks, batch, tokens); None without a document mask."""
+    def _documents(self, mask: Mask, window: int | None) -> tuple[Tensor | None, Tensor | None]:
+        """Return the documents of all tokens, (ranks, batch, tokens), and their segments if no other rule applies; None for none."""
         local = mask.documents
         if local is None:
-            return None
-        documents: Tensor = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
-        return documents
+            return None, None
+        gathered: Tensor = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
+        if mask.slopes is not None or mask.prefix is not None or window is not None:
+            return gathered, None
+        documents: Tensor = mask.cached("ascending documents of the ring", lambda: ascending(gathered))
+        find = partial(segment_limits, documents, self.group.rank(), causal=mask.causal)
+        return documents, mask.cached("segments of the ring", find)
 
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """The attention that a rank computes in one step of the ring: slices of its queries and of the received keys, and their mask."""
+    """The attention that a rank computes in one step of the ring: slices of its queries and of the received keys, and their mask.
+
+    The limits are those of the segments of documents (layers/document_segments.py), if the mask has no other rule.
+    """
 
     queries: slice
     keys: slice
     mask: Mask
+    limits: Tensor | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, window: int | None, scale: float | None) -> tuple[Tensor, Tensor]:
+        """Compute `forward` (layers/partial_attention.py) of these slices."""
+        if self.limits is not None:
+            return document_attention.forward(q, k, v, self.mask, self.limits, scale=scale)
+        return partial_attention.forward(q, k, v, self.mask, window=window, scale=scale)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, window: int | None, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute `backward` (layers/partial_attention.py) of these slices."""
+        if self.limits is not None:
+            return document_attention.backward(grad, q, k, v, out, lse, self.mask, self.limits, scale=scale)
+        return partial_attention.backward(grad, q, k, v, out, lse, self.mask, window=window, scale=scale)
 
 
 @dataclass(frozen=True)
@@ -83,6 +111,7 @@ class RingPlan:
         device: device of the tokens.
         mask: the mask of the local tokens.
         documents: (ranks, batch, tokens), the documents of every rank's tokens; None without a document mask.
+        limits: as in segment_limits (ring_layout.py), if no rule applies besides documents and `causal`; the documents are then ascending.
         window: as in Mask.visible.
     """
 
@@ -91,6 +120,7 @@ class RingPlan:
     device: torch.device
     mask: Mask
     documents: Tensor | None
+    limits: Tensor | None
     window: int | None
 
     def source(self, step: int) -> int:
@@ -101,56 +131,47 @@ class RingPlan:
         """The attention block of a step, None when no query attends to any of its keys."""
         source, causal = self.source(step), self.mask.causal and self.mask.prefix is None
         found = attended(self.group.rank(), source, self.tokens, causal=causal, window=self.window)
-        return None if found is None else AttentionBlock(*found, self._block_mask(source, *found))
+        if found is None:
+            return None
+        limits = None
+        if self.limits is not None and self.documents is not None:
+            limits = limits_of_step(self.limits, step, self.documents)
+        return AttentionBlock(*found, self._block_mask(source, *found), limits)
 
     def _block_mask(self, source: int, queries: slice, keys: slice) -> Mask:
         """The mask between a slice of the local queries and a slice of the keys of rank `source`."""
         mask = self.mask
-        plain = mask.documents is None and mask.slopes is None and self.window is None and mask.prefix is None
-        if plain:
-            return Mask(causal=mask.causal and source == self.group.rank())
         ranks, rank = self.group.size(), self.group.rank()
         key_documents = None if self.documents is None else self.documents[source][:, keys]
+        query_documents = None if mask.documents is None else mask.documents[:, queries]
+        if mask.slopes is None and self.window is None and mask.prefix is None:
+            # A rank's tokens are in the order of the sequence, and the keys of another one are before all of its queries.
+            if source == rank:
+                return Mask(causal=mask.causal, documents=query_documents)
+            return Mask(causal=False, documents=query_documents, key_documents=key_documents)
         return mask.replace(
-            documents=None if mask.documents is None else mask.documents[:, queries],
+            documents=query_documents,
             key_documents=key_documents,
             positions=token_positions(rank, ranks, self.tokens, self.device)[None, queries],
             key_positions=token_positions(source, ranks, self.tokens, self.device)[None, keys],
         )
 
 
-def attended(rank: int, source: int, tokens: int, *, causal: bool, window: int | None) -> tuple[slice, slice] | None:
-    """Return which of its queries a rank attends with, and to which keys of rank `source`; None if to none.
-
-    Args:
-        rank, source: of the ring.
-        tokens: of a rank.
-        causal: a query does not attend to later positions.
-        window: as in Mask.visible.
-    """
-    half, full = tokens // 2, slice(0, tokens)
-    if not causal:
-        return full, full
-    if window is not None and (abs(rank - source) - 1) * half + 1 >= window:
-        return None  # even the nearest key is outside the window
-    return full if source <= rank else slice(half, tokens), full if source >= rank else slice(0, half)
-
-
-def token_positions(rank: int, ranks: int, tokens: int, device: torch.device) -> Tensor:
-    """Positions of a rank's tokens in the full sequence, int64 (tokens,): chunks `rank` and `2 ranks - 1 - rank` of 2 `ranks`."""
-    half = tokens // 2
-    chunk = torch.arange(half, device=device)
-    return torch.cat((chunk + rank * half, chunk + (2 * ranks - 1 - rank) * half))
-
-
 def _plan(
-    q: Tensor, documents: Tensor | None, slopes: Tensor | None, prefix: Tensor | None, group: str, causal: bool, window: int | None
+    q: Tensor,
+    documents: Tensor | None,
+    limits: Tensor | None,
+    slopes: Tensor | None,
+    prefix: Tensor | None,
+    group: str,
+    causal: bool,
+    window: int | None,
 ) -> RingPlan:
     """Return the plan of this rank from the arguments of the operators."""
     ranks = _resolve_process_group(group)  # type: ignore[arg-type] # a NewType of str
     local = None if documents is None else documents[ranks.rank()]
     mask = Mask(causal=causal, documents=local, slopes=slopes, prefix=prefix)
-    return RingPlan(ranks, q.shape[2], q.device, mask, documents, window)
+    return RingPlan(ranks, q.shape[2], q.device, mask, documents, limits, window)
 
 
 def _zeros(q: Tensor, width: int, dtype: torch.dtype) -> Tensor:
@@ -164,6 +185,7 @@ def ring_attention(
     k: Tensor,
     v: Tensor,
     documents: Tensor | None,
+    limits: Tensor | None,
     slopes: Tensor | None,
     prefix: Tensor | None,
     *,
@@ -176,7 +198,7 @@ def ring_attention(
 
     Args:
         q, k, v: the local tokens, as in Core (layers/attention.py).
-        documents: as in RingPlan.
+        documents, limits: as in RingPlan.
         slopes, prefix, causal: as in Mask.
         group: name of the context-parallel group.
         window: as in Mask.visible.
@@ -185,7 +207,7 @@ def ring_attention(
     Returns:
         The output (batch, heads, queries, value_dim), and log sum exp of the scores (batch, heads, queries), at least fp32.
     """
-    plan = _plan(q, documents, slopes, prefix, group, causal, window)
+    plan = _plan(q, documents, limits, slopes, prefix, group, causal, window)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = _zeros(q, v.shape[3], wide)
     logsumexp = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -196,8 +218,8 @@ def ring_attention(
         if (block := plan.block(step)) is not None:
             rows = block.queries
             keys, values = kv[:, :, block.keys].split(widths, dim=3)
-            partial = partial_attention.forward(q[:, :, rows], keys, values, block.mask, window=window, scale=scale)
-            partial_attention.merge_(out[:, :, rows], logsumexp[:, :, rows], *partial)
+            found = block.forward(q[:, :, rows], keys, values, window=window, scale=scale)
+            partial_attention.merge_(out[:, :, rows], logsumexp[:, :, rows], *found)
         if next_kv is not None:
             kv = next_kv.wait()
     return out.to(v.dtype), logsumexp
@@ -212,6 +234,7 @@ def ring_attention_backward(
     out: Tensor,
     logsumexp: Tensor,
     documents: Tensor | None,
+    limits: Tensor | None,
     slopes: Tensor | None,
     prefix: Tensor | None,
     *,
@@ -221,7 +244,7 @@ def ring_attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v: keys and values rotate once more, together with their accumulated gradients."""
-    plan = _plan(q, documents, slopes, prefix, group, causal, window)
+    plan = _plan(q, documents, limits, slopes, prefix, group, causal, window)
     ranks, widths = plan.group.size(), (k.shape[3], v.shape[3])
     grad_q = _zeros(q, q.shape[3], logsumexp.dtype)
     kv = torch.cat((k, v), dim=3)
@@ -232,14 +255,13 @@ def ring_attention_backward(
         if (block := plan.block(step)) is not None:
             rows = block.queries
             keys, values = kv[:, :, block.keys].split(widths, dim=3)
-            block_grad_q, *block_grad_kv = partial_attention.backward(
+            block_grad_q, *block_grad_kv = block.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
                 keys,
                 values,
                 out[:, :, rows],
                 logsumexp[:, :, rows],
-                block.mask,
                 window=window,
                 scale=scale,
             )
@@ -276,7 +298,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*ring_attention_backward(grad, *ctx.saved_tensors, **ctx.options), None, None, None)
+    return (*ring_attention_backward(grad, *ctx.saved_tensors, **ctx.options), None, None, None, None)
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)

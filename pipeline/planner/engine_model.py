@@ -97,9 +97,10 @@ class EngineModel:
 
     def attention_time(self, call: AttentionCall, hardware: Hardware) -> float:
         """Return the seconds of an attention call, without the exchange of keys and values."""
-        if ring_formula.is_unfused(call):
-            return sum(count * self.operation_time(operation, hardware, {})[1] for operation, count in ring_formula.work(call).operations)
-        return kernel_time.attention_time(call, hardware)
+        time = 0.0 if ring_formula.is_unfused(call) else kernel_time.attention_time(call, hardware)
+        if ring_formula.runs_formula(call):
+            time += sum(count * self.operation_time(operation, hardware, {})[1] for operation, count in ring_formula.work(call).operations)
+        return time
 
     def operation_time(self, operation: Operation, hardware: Hardware, groups: dict[str, Group]) -> tuple[str, float]:
         """Return the cause and the seconds of an operation."""

@@ -59,6 +59,11 @@ class RingRules:
         """Whether a rule besides `causal` applies."""
         return self.documents or self.slopes or self.window is not None
 
+    @property
+    def segmented(self) -> bool:
+        """Whether the kernel takes the documents as segments: no other rule applies besides `causal`."""
+        return self.documents and not (self.slopes or self.window is not None)
+
 
 @dataclass(frozen=True)
 class AttentionCall:

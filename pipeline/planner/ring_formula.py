@@ -1,5 +1,6 @@
 """Ring attention where no fused kernel applies: what the formula of layers/partial_attention.py executes, and the scores that it allocates.
 
+The fused kernel for documents leaves short ones to the formula (layers/document_attention.py).
 The formula runs on the meta device for one chunk of queries of each size that occurs in the ring, and counts as often as it has chunks.
 """
 
@@ -12,10 +13,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from pipeline.layers import partial_attention
+from pipeline.layers import document_attention, document_segments, partial_attention
 from pipeline.layers.attention_kernel import Case, choose_partial
 from pipeline.layers.mask import Mask
-from pipeline.parallel.ring_attention import attended
+from pipeline.parallel.ring_layout import attended
 from pipeline.planner.kernel_fusion import fuse
 from pipeline.planner.operations import AttentionCall, Operation, RingRules
 from pipeline.planner.recorder import Recorder, Recording, Storage
@@ -44,15 +45,25 @@ def is_unfused(call: AttentionCall) -> bool:
     """Whether a GPU has no fused kernel for a call of ring attention."""
     if call.rules is None:
         return False
-    case = Case("cuda", _DTYPES[call.bytes_per_element], call.head_dim, call.value_dim, _CAPABILITY, masked=call.rules.masked)
+    masked = call.rules.masked and not call.rules.segmented
+    case = Case("cuda", _DTYPES[call.bytes_per_element], call.head_dim, call.value_dim, _CAPABILITY, masked=masked)
     return choose_partial(case) == "unfused"
+
+
+def runs_formula(call: AttentionCall) -> bool:
+    """Whether a call of ring attention runs the formula, for all pairs or beside a fused kernel for those of short documents."""
+    return is_unfused(call) or (call.rules is not None and call.rules.segmented)
 
 
 @lru_cache(maxsize=256)
 def work(call: AttentionCall) -> FormulaWork:
-    """Return the work of a call that is_unfused, on the rank that computes most pairs of query and key."""
+    """Return the work of the formula in a call that runs_formula, on the rank that computes most pairs of query and key."""
     assert call.rules is not None
     rules, ranks, tokens = call.rules, call.ring, call.queries
+    if not is_unfused(call):
+        executed, allocated = _executed(call, short=True)
+        kernel = document_segments.workspace(call.batch, tokens, call.heads, call.head_dim) if call.phase == "backward" else 0
+        return FormulaWork(tuple((operation, 1.0) for operation in executed), max(allocated, kernel))
     ring = [
         [(len(range(*q.indices(tokens))), len(range(*k.indices(tokens)))) for q, k in filter(None, _steps(rank, ranks, tokens, rules))]
         for rank in range(ranks)
@@ -62,7 +73,7 @@ def work(call: AttentionCall) -> FormulaWork:
     allocated = 0
     for (queries, keys), count in Counter(steps).items():
         rows = min(queries, max(1, partial_attention.MAX_SCORES // (call.batch * call.heads * keys)))
-        executed, most = _chunk(replace(call, queries=rows, keys=keys))
+        executed, most = _executed(replace(call, queries=rows, keys=keys))
         operations += [(operation, count * queries / rows) for operation in executed]
         allocated = max(allocated, most)
     return FormulaWork(tuple(operations), allocated)
@@ -78,8 +89,8 @@ def _steps(rank: int, ranks: int, tokens: int, rules: RingRules) -> list[tuple[s
     return [attended(rank, source, tokens, causal=rules.causal, window=rules.window) for source in range(ranks)]
 
 
-def _chunk(call: AttentionCall) -> tuple[list[Operation], int]:
-    """Return what a chunk of queries executes, and the most bytes that it allocates."""
+def _executed(call: AttentionCall, *, short: bool = False) -> tuple[list[Operation], int]:
+    """Return what a chunk of queries, or the part for short documents, executes, and the most bytes that it allocates."""
     assert call.rules is not None
     rules, backward = call.rules, call.phase == "backward"
 
@@ -93,7 +104,9 @@ def _chunk(call: AttentionCall) -> tuple[list[Operation], int]:
         q, k = tokens(call.heads, call.queries, call.head_dim), tokens(call.kv_heads, call.keys, call.head_dim)
         v, out = tokens(call.kv_heads, call.keys, call.value_dim), tokens(call.heads, call.queries, call.value_dim)
         mask = Mask(causal=rules.causal)
-        if rules.masked:
+        if short:
+            mask = mask.replace(documents=per_token(call.batch, call.queries, torch.int32))
+        elif rules.masked:
             mask = mask.replace(
                 documents=per_token(call.batch, call.queries, torch.int32) if rules.documents else None,
                 key_documents=per_token(call.batch, call.keys, torch.int32) if rules.documents else None,
@@ -106,7 +119,12 @@ def _chunk(call: AttentionCall) -> tuple[list[Operation], int]:
         with recorder:
             if backward:
                 lse = torch.empty(q.shape[:3])
-                partial_attention.backward(out, q, k, v, out, lse, mask, window=rules.window)
+                if short:
+                    document_attention.short_backward(out, q, k, v, out, lse, mask)
+                else:
+                    partial_attention.backward(out, q, k, v, out, lse, mask, window=rules.window)
+            elif short:
+                document_attention.short_forward(q, k, v, mask)
             else:
                 partial_attention.forward(q, k, v, mask, window=rules.window)
     found = fuse(recorder.recording, fused=False)
@@ -117,6 +135,6 @@ def add_memory(recording: Recording) -> None:
     """Add what ring attention allocates inside of its operator to a recording."""
     for index, kernel in enumerate(recording.kernels):
         call = kernel.operation
-        if isinstance(call, AttentionCall) and is_unfused(call):
+        if isinstance(call, AttentionCall) and runs_formula(call):
             key = max(recording.storages, default=0) + 1
             recording.storages[key] = Storage(work(call).allocated, kernel.part, kernel.phase, index, index, index + 1)

@@ -63,13 +63,16 @@ def _rings() -> list[str]:
     """The checks that fail on this rank, with every kind of mask."""
     import torch.distributed as dist
 
+    from pipeline.parallel.ring_layout import segment_limits
+
     ends = torch.arange(TOKENS, dtype=torch.int32).expand(dist.get_world_size(), BATCH, TOKENS) // 3
     prefix = torch.tensor([3, 5])
     cases: list[tuple[torch.dtype, tuple[Tensor | None, ...], bool, int | None]] = [
-        (torch.float32, (None, None, None), True, None),
-        (torch.bfloat16, (None, None, None), False, None),
-        (torch.bfloat16, (ends, AlibiSlopes(HEADS)(), None), True, 5),
-        (torch.float32, (None, None, prefix), True, None),
+        (torch.float32, (None, None, None, None), True, None),
+        (torch.bfloat16, (None, None, None, None), False, None),
+        (torch.bfloat16, (ends, None, AlibiSlopes(HEADS)(), None), True, 5),
+        (torch.float32, (None, None, None, prefix), True, None),
+        (torch.bfloat16, (ends, segment_limits(ends, dist.get_rank(), causal=True), None, None), True, None),
     ]
     return [line for case in cases for line in _ring(*case)]
 

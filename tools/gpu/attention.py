@@ -21,6 +21,7 @@ from pipeline.layers.partial_attention import partial_kernel
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.parallel.parallelize import DTYPES
 from tools.gpu.against_formula import compare
+from tools.gpu.document_ring import DocumentRing
 from tools.gpu.partial_core import ring_core
 from tools.gpu.rows import Row, Setup, guarded
 
@@ -76,6 +77,8 @@ def rows(setup: Setup) -> Iterator[Row]:
         for dtype in ("bf16", "fp32"):
             case = Case("ring", width, value_width, dtype)
             yield guarded(SECTION, str(case), partial(check_ring, setup, case))
+        case = Case("ring documents", width, value_width, "bf16")
+        yield guarded(SECTION, str(case), partial(check_document_ring, setup, case))
 
 
 def check(setup: Setup, case: Case) -> Row:
@@ -127,6 +130,23 @@ def check_ring(setup: Setup, case: Case) -> Row:
     found = compare(partial(ring_core, scale=scale), formula, inputs, dtype)
     q, k, v = (tensor.to(dtype) for tensor in inputs.values())
     chosen = partial_kernel(*attention_kernel.facts_of(q, k[:, :, :positions], v[:, :, :positions], Mask(causal=False), None))
+    return Row.bounded(SECTION, str(case), found.error, found.bound, f"relative error of the {found.where}; {chosen}")
+
+
+def check_document_ring(setup: Setup, case: Case) -> Row:
+    """Compare a ring of four ranks within documents, of which some have segments and others are short, with the plain formula."""
+    positions = 4096 if setup.cuda else 2048
+    inputs, mask_of, _ = drawn(Case("documents", case.width, case.value_width, case.dtype), positions, setup.device)
+    mask, dtype = mask_of(), DTYPES[case.dtype]
+    scale = (SPOILED if setup.spoil else 1.0) * case.width**-0.5
+
+    def ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result: Tensor = DocumentRing.apply(q, k, v, mask.documents, 4, True, scale)
+        return result
+
+    found = compare(ring, lambda q, k, v: plain(q, k, v, mask), inputs, dtype)
+    q, k, v = (tensor.to(dtype) for tensor in inputs.values())
+    chosen = partial_kernel(*attention_kernel.facts_of(q, k, v, Mask(), None))
     return Row.bounded(SECTION, str(case), found.error, found.bound, f"relative error of the {found.where}; {chosen}")
 
 

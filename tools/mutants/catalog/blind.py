@@ -136,7 +136,7 @@ PARALLEL = (
         what="the keys of another rank are masked with the documents of the rank's own keys",
         ranks=2,
         words=(*LLAMA, "training.document_mask=true", "training.sequence_length=64", "parallel.context=2", "parallel.zero_stage=0"),
-        edits=(Edit(RING, "else self.documents[source][:, keys]", "else self.mask.documents[:, keys]"),),
+        edits=(Edit("pipeline/parallel/ring_layout.py", "documents[source][:, blocks[1]]", "documents[rank][:, blocks[1]]"),),
         exact=False,
     ),
     Mutant(
