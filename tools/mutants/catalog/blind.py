@@ -6,7 +6,7 @@ from tools.mutants.models import BERT, BLOOM, DEEPSEEK, GPT, LLAMA, MIXTRAL
 from tools.mutants.mutation import Edit, Mutant
 
 TRAINER, SCHEDULES = "pipeline/training/trainer.py", "pipeline/parallel/pipeline_schedules.py"
-TENSOR, RING = "pipeline/parallel/tensor_parallel.py", "pipeline/parallel/ring_attention.py"
+TENSOR, RING = "pipeline/parallel/tensor_parallel.py", "pipeline/parallel/ring_layout.py"
 UPDATE = "pipeline/training/weight_update.py"
 ZERO = "pipeline/training/zero_engine.py"
 PADDED = ("data.packing=best_fit", "data.tokens={padded}", "training.sequence_length=64")
@@ -136,7 +136,7 @@ PARALLEL = (
         what="the keys of another rank are masked with the documents of the rank's own keys",
         ranks=2,
         words=(*LLAMA, "training.document_mask=true", "training.sequence_length=64", "parallel.context=2", "parallel.zero_stage=0"),
-        edits=(Edit("pipeline/parallel/ring_layout.py", "documents[source][:, blocks[1]]", "documents[rank][:, blocks[1]]"),),
+        edits=(Edit(RING, "documents[source][:, blocks[1]]", "documents[rank][:, blocks[1]]"),),
         exact=False,
     ),
     Mutant(
@@ -145,7 +145,7 @@ PARALLEL = (
         what="a step of the ring is left out if the farthest key of the neighboring chunk is outside the window",
         ranks=2,
         words=(*MISTRAL, "model.window=3", "parallel.context=2", "parallel.zero_stage=0"),
-        edits=(Edit(RING, "(distance - 1) * half + 1 >= self.window", "distance * half >= self.window"),),
+        edits=(Edit(RING, "(abs(rank - source) - 1) * half + 1", "abs(rank - source) * half"),),
         exact=False,
     ),
     Mutant(
