@@ -116,6 +116,7 @@ def _emulated(a: Quantized, b: Quantized, counts: Tensor | None) -> Tensor:
     left, right = a.values.float(), b.values.float()
     if counts is not None and b.values.dim() == 2:
         sizes = counts.tolist()
+        assert all(size > 0 and size % ALIGNMENT == 0 for size in sizes), "the kernel does not sum over other numbers of rows"
         parts = zip(left.split([*sizes, left.shape[1] - sum(sizes)], 1), right.split([*sizes, right.shape[1] - sum(sizes)], 1), strict=True)
         factors = zip(a.factors.unsqueeze(2), b.factors.unsqueeze(2), strict=True)
         return torch.stack([(one * f) @ (other * g).T for (one, other), (f, g) in zip(parts, factors, strict=False)])

@@ -77,11 +77,11 @@ def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
     model = (*EXPERTS, *experts, "training.micro_batch_size=8")
     bf16, _ = worlds(1).run(losses, 50, *model[:3], *model[4:], "precision=bf16")[0]
     fp8, layers = worlds(1).run(losses, 50, *model, "precision=fp8")[0]
-    dense, same = worlds(1).run(losses, 50, *model[:3], *model[4:], "precision=fp8")[0]
+    dense, same = worlds(1).run(losses, 3, *model[:3], *model[4:], "precision=fp8")[0]
     assert layers == same, "experts are no linear layers"
     assert bf16[-1] < 0.7 * bf16[0]
     assert fp8 == pytest.approx(bf16, rel=BAND)
-    assert fp8[1:] != dense[1:]
+    assert fp8[1:3] != dense[1:]
 
 
 @pytest.mark.parametrize(
