@@ -10,6 +10,8 @@ from torch import nn
 from pipeline.certification.parts import PartReport
 from pipeline.certification.reference import build_plain
 from pipeline.config.schema import RunConfig
+from pipeline.layers.fp8_products import FP8_PRODUCTS
+from pipeline.layers.moe import Experts
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.training.trainer import Trainer
 
@@ -28,10 +30,10 @@ def compare_fp8_layers(config: RunConfig, trainer: Trainer) -> PartReport:
 
 
 def _names(models: Iterable[nn.Module]) -> set[str]:
-    """The names of the layers; a row-parallel layer is inside of a module that has its name."""
+    """The names of the layers; a row-parallel layer, and experts on several ranks, are inside of a module that has their name."""
     return {
-        name.removesuffix(".linear")
+        name.removesuffix(".linear").replace(".experts.experts", ".experts")
         for model in models
         for name, module in model.named_modules()
-        if type(module).__name__ == "Float8Linear"
+        if type(module).__name__ == "Float8Linear" or (isinstance(module, Experts) and module.products is FP8_PRODUCTS)
     }

@@ -22,8 +22,9 @@ from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
+from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.init import initial_tensor
-from pipeline.layers.moe import moe_layers
+from pipeline.layers.moe import Experts, moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 
@@ -140,7 +141,10 @@ def build_plain(config: RunConfig, dtype: torch.dtype) -> nn.Module:
 
 
 def _use_fp8(model: nn.Module, config: RunConfig) -> None:
-    """Multiply 8-bit numbers, emulated, in the linear layers of the blocks but the first and last precision.fp8_exclude_layers."""
+    """Multiply 8-bit numbers, emulated, in the linear layers of the blocks but the first and last precision.fp8_exclude_layers.
+
+    With precision.fp8_experts also in their experts.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     excluded, layers = config.precision.fp8_exclude_layers, config.model.layers
@@ -149,6 +153,9 @@ def _use_fp8(model: nn.Module, config: RunConfig) -> None:
     convert_to_float8_training(
         model, config=recipe, module_filter_fn=lambda module, name: isinstance(module, nn.Linear) and name.startswith(tuple(inner))
     )
+    for name, module in model.named_modules():
+        if isinstance(module, Experts) and config.precision.fp8_experts and name.startswith(tuple(inner)):
+            module.products = FP8_PRODUCTS
 
 
 @torch.no_grad()

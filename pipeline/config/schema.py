@@ -280,6 +280,10 @@ class PrecisionConfig:
         "torchao, on GPUs from Ada and Hopper on, emulated on a CPU",
         choices=("none", "tensorwise", "rowwise"),
     )
+    fp8_experts: bool = knob(
+        False,
+        "fp8: routed experts multiply 8-bit numbers, too, with a scale per row whatever precision.fp8 is; on Hopper, emulated on a CPU",
+    )
     fp8_exclude_layers: int = knob(1, "fp8: number of first and of last layers whose products stay bf16", unit="layers", at_least=0)
     reduce_dtype: str = knob(
         "fp32",

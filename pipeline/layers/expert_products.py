@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -45,3 +48,25 @@ def batched_mm(x: Tensor, weights: Tensor) -> Tensor:
     attention scores.
     """
     return F.grouped_mm(x, weights.transpose(1, 2)) if has_grouped_kernel(x) else torch.bmm(x, weights.transpose(1, 2))
+
+
+def sorted_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """`grouped_mm` where there is a kernel, else `loop_mm`."""
+    return (grouped_mm if has_grouped_kernel(x) else loop_mm)(x, weights, counts)
+
+
+@dataclass(frozen=True)
+class Products:
+    """How experts multiply.
+
+    Attributes:
+        batched: (experts, rows, input) and (experts, output, input) -> (experts, rows, output), as batched_mm.
+        grouped: of any number of rows of each expert, as grouped_mm.
+    """
+
+    batched: Callable[[Tensor, Tensor], Tensor]
+    grouped: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+#: Products in the dtype of the weights.
+PRODUCTS = Products(batched_mm, sorted_mm)

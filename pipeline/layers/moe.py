@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.computed_buffers import ComputedBuffers
-from pipeline.layers.expert_products import batched_mm, grouped_mm, has_grouped_kernel, loop_mm
+from pipeline.layers.expert_products import PRODUCTS
 from pipeline.layers.mlp import ACTIVATIONS
 from pipeline.layers.router import AuxLoss, Router, Routing
 from pipeline.layers.token_permutation import drop_over_capacity, inverse_permutation, padded_slots, permute, tokens_per_expert
@@ -45,11 +45,14 @@ class Experts(RoutedExperts):
         hidden: width of the residual stream.
         ffn_hidden: intermediate width of each expert.
         activation: as in GatedMLP.
+
+    Attributes:
+        products: how the experts multiply; parallel/float8.py replaces it.
     """
 
     def __init__(self, experts: int, hidden: int, ffn_hidden: int, *, activation: str = "silu") -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.products = ACTIVATIONS[activation], PRODUCTS
         self.gate = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.up = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
@@ -72,7 +75,7 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        product = grouped_mm if has_grouped_kernel(x) else loop_mm
+        product = self.products.grouped
         inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
         return product(inner, self.down, counts)
 
@@ -82,11 +85,11 @@ class Experts(RoutedExperts):
 
     def inner_padded(self, x: Tensor) -> Tensor:
         """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
-        return self.activation(batched_mm(x, self.gate)) * batched_mm(x, self.up)
+        return self.activation(self.products.batched(x, self.gate)) * self.products.batched(x, self.up)
 
     def outer_padded(self, inner: Tensor) -> Tensor:
         """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""
-        return batched_mm(inner, self.down)
+        return self.products.batched(inner, self.down)
 
 
 class MoE(ComputedBuffers):

@@ -82,16 +82,16 @@ class _Permute(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int, partial: bool) -> Tensor:
         ctx.save_for_backward(inverse)
         ctx.copies, ctx.partial = copies, partial
-        return _select(x, order, copies, partial=partial)
+        return select_rows(x, order, copies, partial=partial)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        rows = _select(grad, inverse, 1, partial=ctx.partial)
+        rows = select_rows(grad, inverse, partial=ctx.partial)
         return rows if ctx.copies == 1 else rows.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None, None
 
 
-def _select(x: Tensor, index: Tensor, copies: int, *, partial: bool) -> Tensor:
+def select_rows(x: Tensor, index: Tensor, copies: int = 1, *, partial: bool = False) -> Tensor:
     """Return the rows of an index, each of which is there `copies` times; with `partial` zeros for an index past the end."""
     row = index if copies == 1 else index // copies
     if not partial:

@@ -15,7 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _CAT, _SPLIT, _RESHAPE = torch.ops.aten.cat.default, torch.ops.aten.split.Tensor, torch.ops.aten.reshape.default
 _COLLECTIVES = ("_c10d_functional", "symm_mem")
-_PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm")
+_PRODUCTS = ("mm", "addmm", "bmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm")
 
 
 class EarlyGathers(CustomGraphPass):

@@ -37,8 +37,11 @@ RegionBoundary = Callable[[Tensor], Tensor]
 
 #: Whether the product of a RowParallelLinear is being computed: selective activation checkpointing saves its sum over the ranks instead.
 _PARTIAL_PRODUCT: ContextVar[bool] = ContextVar("partial product", default=False)
-#: The operators of nn.Linear, and that of experts on a GPU.
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default)
+#: The operators of nn.Linear, and those of experts on a GPU.
+PRODUCTS = (
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default),
+    *(torch.ops.aten._grouped_mm.default, torch.ops.aten._scaled_grouped_mm.default),
+)
 
 
 class RowParallelLinear(nn.Module):

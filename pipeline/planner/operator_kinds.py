@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pipeline.layers.fp8_products import ALIGNMENT
 from pipeline.planner.operations import AttentionCall, Phase, Product
 
 _ATEN = torch.ops.aten
@@ -57,8 +58,9 @@ def product(operator: Any, args: Any, phase: Phase) -> Product:
     if operator in _GROUPED:
         batch = max(first.shape[0] if first.dim() == 3 else 1, second.shape[0] if second.dim() == 3 else 1)
         if first.dim() == second.dim() == 2:  # the gradient of the weights: the summed dimension is split
-            batch = args[4 if operator is _ATEN._scaled_grouped_mm.default else 2].shape[0]
-            k //= batch
+            scaled = operator is _ATEN._scaled_grouped_mm.default
+            batch = args[4 if scaled else 2].shape[0]
+            k = k // batch - (ALIGNMENT if scaled else 0)  # places for the rows that align those of an expert
         elif first.dim() == 2:
             m //= batch
         elif second.dim() == 2:

@@ -27,6 +27,8 @@ _FUNCTIONAL: dict[str, Kind] = {
     "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional::all_to_all_single": "all_to_all",
 }
+#: What computes the 8-bit version of a weight of experts, which keeps its name.
+_CASTS = {"mul", "_to_copy", "clone"}
 
 
 @dataclass
@@ -137,6 +139,8 @@ class Recorder(TorchDispatchMode):
         writes = dict(_sizes(self, outputs))
         if short == "cat":
             self._name_concatenation(list(reads), outputs[0])
+        if short in _CASTS and inputs[0].dim() == 3 and (cast := self._names.get(self._id(inputs[0]))):
+            self._names[self._id(outputs[0])] = cast
         if quantized := next((key for key in reads if key in self._quantized), None):
             self._name_dequantized(quantized, operator, outputs)
         if short in operator_kinds.LOOKUPS:

@@ -33,6 +33,7 @@ from pipeline.layers.uncompiled import noted
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.activation_checkpointing import stays_eager
+from pipeline.parallel.float8 import multiplies_8_bits
 from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, layers_in_4_bits
 from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
@@ -180,7 +181,7 @@ _STACKS: dict[str, tuple[Stack, tuple[str, ...]]] = {}
 
 def one_of_each_kind(config: RunConfig, *, every_block: bool = False) -> tuple[Stack, tuple[str, ...]]:
     """Return a new model on the meta device with one block of each kind (or every block), and the kind of every block."""
-    key = f"{every_block} {config.model} {config.lora} {config.training.frozen}"
+    key = f"{every_block} {config.model} {config.lora} {config.training.frozen} {config.precision}"
     if key not in _STACKS:
         with torch.device("meta"):
             stack = build_model(config)
@@ -193,7 +194,7 @@ def one_of_each_kind(config: RunConfig, *, every_block: bool = False) -> tuple[S
 
 
 def kinds_of(model: Stack, config: RunConfig) -> tuple[str, ...]:
-    """Return the kind of every block, named by the first block that has the same modules, sizes, settings and trained weights.
+    """Return the kind of every block, named by the first block that has the same modules, sizes, settings, trained weights and products.
 
     Blocks whose input has no gradient, because nothing before them is trained, are kinds of their own.
     """
@@ -203,7 +204,8 @@ def kinds_of(model: Stack, config: RunConfig) -> tuple[str, ...]:
     for index, block in model.blocks.items():
         names = [name for name, _ in block.named_parameters()]
         learned = tuple(name for name in names if not trained.is_frozen(config, f"blocks.{index}.{name}"))
-        kinds.append(first.setdefault((int(index) < boundary, trains, learned, _signature(block)), index))
+        in_8_bits = config.precision.fp8_experts and multiplies_8_bits(int(index), config.precision, config.model.layers)
+        kinds.append(first.setdefault((int(index) < boundary, trains, learned, in_8_bits, _signature(block)), index))
         trains = trains or bool(learned)
     return tuple(kinds)
 

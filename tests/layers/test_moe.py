@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
-from pipeline.layers.expert_products import grouped_mm, loop_mm
+from pipeline.layers.expert_products import PRODUCTS, grouped_mm, loop_mm
+from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, moe_layers
 from pipeline.layers.router import AuxLoss, Router
@@ -106,6 +107,29 @@ def test_the_grouped_product_is_the_loop(counts, dtype):
         results.append([y, inputs[0].grad[:used], inputs[1].grad])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 5], [0, 0, 0, 12], [0, 0, 0, 0], [2, 3, 0, 1], None])
+def test_fp8_products_are_those_of_bf16_within_the_rounding_of_8_bits(counts):
+    """Output and both gradients, of experts with any number of rows (None: with equal numbers), whose scales differ."""
+    generator = torch.Generator().manual_seed(0)
+    shape, used = ((4, 10), 10) if counts is None else ((12,), sum(counts))
+    scale = torch.logspace(-9, 3, 12)[:, None] if counts else torch.logspace(-9, 3, 4)[:, None, None]  # of rows, or of experts
+    x, grad = ((torch.randn(*shape, size, generator=generator) * scale).bfloat16() for size in (32, 48))
+    weights = torch.randn(4, 48, 32, generator=generator).bfloat16()
+    if counts is not None:
+        x[used:] = grad[used:] = torch.nan
+    results = []
+    for products in (PRODUCTS, FP8_PRODUCTS):
+        inputs = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        y = products.batched(*inputs) if counts is None else products.grouped(*inputs, torch.tensor(counts))
+        y.backward(grad)
+        rows = slice(None) if counts is None else slice(used)
+        results.append([each.detach().double() for each in (y[rows], inputs[0].grad[rows], inputs[1].grad)])
+    for right, found in zip(*results, strict=True):
+        error, size = (each.flatten(1).norm(dim=1) for each in (found - right, right))  # of each row, or expert
+        assert torch.all(error <= 2**-4 * size)
+        assert not size.any() or error.any()
 
 
 def test_undefined_rows_reach_nothing(monkeypatch):

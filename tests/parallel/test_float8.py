@@ -67,6 +67,42 @@ def test_layouts_train_as_one_process(worlds, layout):
     assert max(found for found, _ in ranks) == pytest.approx(alone, rel=0.01)
 
 
+#: Models of experts whose products are all in 8 bits, with padded experts and with any number of rows.
+EXPERTS = ("model=mixtral-tiny", "model.experts=4", "model.top_k=2", "precision.fp8_experts=true")
+PADDED = ("model.capacity_factor=2", "parallel.expert_padding=true")
+
+
+@pytest.mark.parametrize("experts", [PADDED, ()], ids=["padded", "any number of rows"])
+def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
+    model = (*EXPERTS, *experts, "training.micro_batch_size=8")
+    bf16, _ = worlds(1).run(losses, 50, *model[:3], *model[4:], "precision=bf16")[0]
+    fp8, layers = worlds(1).run(losses, 50, *model, "precision=fp8")[0]
+    dense, same = worlds(1).run(losses, 3, *model[:3], *model[4:], "precision=fp8")[0]
+    assert layers == same, "experts are no linear layers"
+    assert bf16[-1] < 0.7 * bf16[0]
+    assert fp8 == pytest.approx(bf16, rel=BAND)
+    assert fp8[1:3] != dense[1:]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ("parallel.expert=2", *PADDED, "parallel.expert_parts=2", "training.activation_checkpointing=full"),
+        ("parallel.expert=2", "parallel.zero_stage=3", "training.activation_checkpointing=selective"),
+        pytest.param(("parallel.tensor=2", "parallel.expert=2", *PADDED), marks=pytest.mark.long),
+        pytest.param(("parallel.tensor=2", "parallel.expert=2"), marks=pytest.mark.long),
+        pytest.param(("parallel.pipeline=2", "parallel.schedule=zbv"), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_layouts_train_experts_as_one_process(worlds, layout):
+    """An expert's rows have scales of their own. The sums of its weights' gradients depend on which rows a rank has."""
+    padded = PADDED if PADDED[1] in layout else ()
+    alone, _ = worlds(1).run(losses, 3, *EXPERTS, *padded, "precision=fp8")[0]
+    ranks = worlds(4 if "parallel.tensor=2" in layout else 2).run(losses, 3, *EXPERTS, *layout, "precision=fp8")
+    assert max(found for found, _ in ranks) == pytest.approx(alone, rel=0.01)
+
+
 def test_master_weights_and_gradients_are_those_of_bf16():
     refused = violations(configured(*SIZES, "precision.fp8=tensorwise"), 1)
     assert [violation.rule for violation in refused] == ["requires precision.dtype=bf16, not fp32"]
@@ -101,6 +137,10 @@ def test_the_log_names_the_products_that_stay_bf16(worlds):
     dense, moe = (worlds(1).run(logged, *model)[0] for model in ((), ("model=mixtral-tiny", "model.experts=2")))
     assert any(line.startswith("fp8 (tensorwise) in 14 linear layers") and "in bf16: blocks.0, blocks.3, head (5" in line for line in dense)
     assert any("in bf16: blocks.0, blocks.*.mlp.router.weight, blocks.*.mlp.experts.gate, " in line for line in moe)
+    all_fp8 = worlds(1).run(logged, *EXPERTS)[0]
+    assert any(
+        "and the experts of 2 blocks" in line and "in bf16: blocks.0, blocks.*.mlp.router.weight, blocks.3, " in line for line in all_fp8
+    )
 
 
 def refusal(*overrides: str) -> str:
@@ -114,3 +154,21 @@ def test_sizes_that_fp8_products_do_not_support_are_refused(worlds):
     message = worlds(2).run(refusal, "model.ffn_hidden=80", "parallel.tensor=2")[0]
     assert "multiples of 16; a rank's piece of blocks.1.mlp.gate is 40 x 64" in message
     assert "set precision=bf16, or reduce parallel.tensor" in message
+    message = worlds(2).run(refusal, *EXPERTS, "model.ffn_hidden=80", "parallel.tensor=2")[0]
+    assert "precision.fp8_experts=True: requires matrices whose sizes are multiples of 16; a rank's piece of an expert" in message
+    assert "of blocks.1.mlp.experts is 40 x 64" in message
+    assert "set it to false, or reduce parallel.tensor" in message
+
+
+@pytest.mark.parametrize(
+    "overrides, rule",
+    [
+        ((*EXPERTS, "precision=bf16"), "requires precision.fp8, not none"),
+        (("precision=fp8", "precision.fp8_experts=true"), "requires an MoE model; model.family=llama has no experts"),
+        ((*EXPERTS, "precision=fp8", "cluster.hardware=a100-80"), "requires a Hopper GPU; cluster.hardware=a100-80 is A100 SXM 80 GB"),
+    ],
+)
+def test_settings_without_fp8_products_of_experts_are_refused(overrides, rule):
+    refused = violations(configured(*SIZES, *overrides), 1)
+    assert ("precision.fp8_experts", rule) in [(violation.key, violation.rule) for violation in refused]
+    assert not [each for each in violations(configured(*SIZES, *EXPERTS, "precision=fp8", "cluster.hardware=h100"), 1) if "fp8" in each.key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,25 @@ def test_selective_recomputation_leaves_blocks_with_experts_uncompiled():
     compiled, eager = (trace(configured(*settings, f"training.compile={mode}")).parts for mode in ("auto", "off"))
     assert compiled["1"].operations == eager["1"].operations
     assert compiled["0"].operations != eager["0"].operations
+
+
+@pytest.mark.parametrize("experts", [("model.capacity_factor=2", "parallel.expert_padding=true"), ()], ids=["padded", "any number of rows"])
+def test_products_of_experts_in_fp8(experts):
+    """All but those of the first and the last block are in 8 bits, with the names, sizes and numbers that they have in bf16."""
+    job = ("model=mixtral-tiny", "training.sequence_length=64", "parallel.expert=2", *experts)
+    found = trace(configured(*job, "precision=fp8", "precision.fp8_experts=true"))
+    assert found.kinds == ("0", "1", "1", "0")
+    bf16 = trace(configured(*job, "precision=bf16")).parts["0"].products
+    assert found.parts["0"].products == bf16
+    expected = [replace(product, name=product.name.replace("blocks.0", "blocks.1")) for product in bf16]
+    expected = [replace(product, bytes_per_element=1) if "experts" in product.name else product for product in expected]
+
+    def work(products: list[Product]) -> Counter[Any]:
+        """The products in any order, without which of their two operands comes first."""
+        return Counter((p.name, p.phase, p.batch, *sorted((p.m, p.n, p.k)), p.bytes_per_element) for p in products)
+
+    assert work(found.parts["1"].products) == work(expected)
+    assert sum(product.bytes_per_element == 1 for product in expected) == 9
 
 
 def test_padded_experts_are_planned_with_the_rows_of_their_capacity():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.expert_products import grouped_mm, loop_mm
+from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.loss import linear_cross_entropy
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
@@ -40,6 +41,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     for recipe in RECIPES:
         title = f"product fp8 {recipe}"
         yield guarded(SECTION, title, partial(_fp8, setup, title, recipe))
+    for title in ("product fp8 of padded experts", "product fp8 of experts"):
+        yield guarded(SECTION, title, partial(_fp8_experts, setup, title, padded="padded" in title))
 
 
 def layers(hidden: int, device: torch.device) -> dict[str, tuple[Function, Function, dict[str, Tensor]]]:
@@ -151,6 +154,39 @@ def _fp8(setup: Setup, title: str, recipe: str) -> Row:
         "gradient of x": (x.grad, grad.double() @ weight.double()),
         "gradient of the weight": (model[0].weight.grad, grad.double().T @ x.double()),
     }
+    return _rounded(setup, title, exact)
+
+
+def _fp8_experts(setup: Setup, title: str, *, padded: bool) -> Row:
+    """Compare 8-bit products of experts with exact ones: with equal numbers of rows, or with uneven loads as in `_grouped`."""
+    if setup.cuda and torch.cuda.get_device_capability(setup.device) != float8.EXPERTS_CAPABILITY:
+        return Row.skipped(SECTION, title, "this GPU has no 8-bit products of experts")
+    rows, hidden, ffn = (1000, 1024, 512) if setup.cuda else (10, 32, 16)
+    counts = torch.tensor([rows] * 4 if padded else [2 * rows, 0, rows + 3, rows - 7], device=setup.device)
+    total = int(counts.sum()) + (0 if padded else 5)
+    chance = torch.Generator().manual_seed(0)
+    shape = (4, rows) if padded else (total,)
+    x, grad = (torch.randn(*shape, size, generator=chance).to(setup.device, torch.bfloat16) for size in (hidden, ffn))
+    weights = torch.randn(4, ffn, hidden, generator=chance).to(setup.device, torch.bfloat16)
+    rows_of, weights_of = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    batched, grouped = (torch.compile(each) if setup.cuda else each for each in (FP8_PRODUCTS.batched, FP8_PRODUCTS.grouped))
+    output = batched(rows_of, weights_of) if padded else grouped(rows_of, weights_of, counts)
+    output.backward(grad)
+    assert rows_of.grad is not None
+    assert weights_of.grad is not None
+    sizes = [*counts.tolist(), total - int(counts.sum())]
+    parts = (each.detach().double().flatten(0, -2).split(sizes)[:4] for each in (output, grad, rows_of.grad, x))
+    pairs = list(zip(weights.double(), *parts, strict=True))
+    exact = {
+        "output": (torch.cat([y for _, y, _, _, _ in pairs]), torch.cat([inner @ w.T for w, _, _, _, inner in pairs])),
+        "gradient of x": (torch.cat([found for _, _, _, found, _ in pairs]), torch.cat([g @ w for w, _, g, _, _ in pairs])),
+        "gradient of the weight": (weights_of.grad, torch.stack([g.T @ inner for _, _, g, _, inner in pairs])),
+    }
+    return _rounded(setup, title, exact)
+
+
+def _rounded(setup: Setup, title: str, exact: dict[str, tuple[Tensor, Tensor]]) -> Row:
+    """The row of the largest error of 8-bit products over its bound: name -> (what was found, the exact product)."""
     errors = {name: float((found.double() - right).norm() / right.norm()) for name, (found, right) in exact.items()}
     bounds = {name: FP8_BOUNDS[name.partition(" ")[0]] for name in errors}
     worst = max(errors, key=lambda name: errors[name] / bounds[name] if errors[name] == errors[name] else float("inf"))

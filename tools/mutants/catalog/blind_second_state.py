@@ -80,7 +80,7 @@ MUTANTS = (
         what="precision.fp8_exclude_layers excludes the first blocks of the model only: the last ones multiply in fp8, too",
         ranks=2,
         words=(*LLAMA, "model.layers=4", "parallel.zero_stage=1", "precision=fp8"),
-        edits=(Edit(FLOAT8, "if excluded <= int(name) < layers - excluded", "if excluded <= int(name)"),),
+        edits=(Edit(FLOAT8, "<= block < layers - precision.fp8_exclude_layers", "<= block"),),
         exact=False,
     ),
     Mutant(
