@@ -102,9 +102,14 @@ def library_reason(error: Exception) -> str:
     return str(error).partition(":")[0][:80] or type(error).__name__
 
 
+_ENCODED = 1 << 20
+
+
 def utf8_length(text: str) -> int:
-    """Length of a text in UTF-8 bytes; an ASCII text, which Python flags as such, is not encoded."""
-    return len(text) if text.isascii() else len(text.encode())
+    """Length of a text in UTF-8 bytes; an ASCII text, which Python flags as such, is not encoded, and a large one not at once."""
+    if text.isascii():
+        return len(text)
+    return sum(len(text[start : start + _ENCODED].encode()) for start in range(0, len(text), _ENCODED))
 
 
 def label(corpus: str, source: str) -> str:
