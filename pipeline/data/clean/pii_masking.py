@@ -73,10 +73,15 @@ def personal(knobs: PersonalStep) -> Step:
             return
         masks = batch.mark(*(_SEARCHES[kind].possible for kind in kinds))
         for index in alive_indices(batch, np.logical_or.reduce(masks)):
-            found: set[str] = set()
-            text = "".join(
-                _masked(batch.texts[index], [kind for kind, possible in zip(kinds, masks, strict=True) if possible[index]], found)
-            )
+            found, text = set[str](), ""
+            for start, piece in _masked(
+                batch.texts[index], [k for k, possible in zip(kinds, masks, strict=True) if possible[index]], found
+            ):
+                if found and not text:
+                    text = batch.texts[index][:start]
+                    text += piece
+                elif found:
+                    text += piece  # in place
             if found:
                 yield Verdict(index, "masked " + ", ".join(_SEARCHES[kind].name for kind in kinds if kind in found), text)
 
@@ -92,7 +97,7 @@ def shown(texts: Sequence[str], kinds: Sequence[str]) -> list[str | Iterator[str
     for index, text in zip(small, mask([texts[index] for index in small], kinds), strict=True):
         masked[index] = text
     for index in set(range(len(texts))) - set(small):
-        masked[index] = _masked(texts[index], [kind for kind in _SEARCHES if kind in kinds], set())
+        masked[index] = (piece for _, piece in _masked(texts[index], [kind for kind in _SEARCHES if kind in kinds], set()))
     return masked
 
 
@@ -112,8 +117,8 @@ _CONTEXT = 512
 """Characters around a slice that decide what is personal data in it; no search looks further."""
 
 
-def _masked(text: str, kinds: Sequence[str], found: set[str]) -> Iterator[str]:
-    """Yield the pieces of a text with all personal data replaced. No match has a newline, so that a large text is cut there.
+def _masked(text: str, kinds: Sequence[str], found: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield the pieces of a text, where they begin and with all personal data replaced. No match has a newline, so that a large text is cut there.
 
     Args:
         kinds: those that are searched for, in the order of _SEARCHES.
@@ -133,7 +138,7 @@ def _masked(text: str, kinds: Sequence[str], found: set[str]) -> Iterator[str]:
             ]
             if any(low <= s < high for s, _ in spans):
                 found.add(kind)
-        yield parts[1]
+        yield start, parts[1]
 
 
 def _replaced(text: str, spans: Spans, kind: str) -> str:

@@ -43,7 +43,9 @@ def repair(_: RepairStep) -> Step:
         for index in alive_indices(batch, garbled | np.array(["&" in text for text in batch.texts])):
             text = repaired = batch.texts[index]
             if garbled[index]:
-                repaired = "".join([ftfy.fix_text(text[start:end], _FTFY) for start, end in slices.of_lines(text)])
+                repaired = ""
+                for start, end in slices.of_lines(text):
+                    repaired += ftfy.fix_text(text[start:end], _FTFY)
             # A text with a literal < was not escaped, so that entities are its subject.
             if "&" in repaired and "<" not in repaired and _ENTITY.search(repaired):
                 repaired = code_detection.outside(repaired, code_detection.protected(repaired), ftfy.fixes.unescape_html)
@@ -81,16 +83,15 @@ def normalise(_: NormaliseStep) -> Step:
         hidden, trailing_space, blank = batch.mark(_hidden, _trailing_space, _blank_lines)
         decomposed = np.array([not all(unicodedata.is_normalized("NFC", piece) for piece in _pieces(text)) for text in batch.texts])
         for index in alive_indices(batch, hidden | trailing_space | blank | decomposed):
-            before, parts, newlines = batch.texts[index], [], ""
+            before, text, newlines = batch.texts[index], "", ""
             for piece in _pieces(before):
                 part = newlines + _normalised(piece, hidden=bool(hidden[index]), trailing_space=bool(trailing_space[index]))
                 if "\n\n\n\n" in part:
                     part = _BLANK_LINES.sub("\n\n\n", part)
                 rest = part.rstrip("\n")
                 newlines = part[len(rest) :]  # more may follow
-                parts.append(rest)
-            text = "".join([*parts, newlines])
-            del parts
+                text += rest  # in place
+            text += newlines
             if text != before:
                 yield Verdict(index, "characters and whitespace normalized", text)
 
@@ -154,13 +155,13 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
         found = [has_phrase(text[start:end]) for start, end in pieces]
         if not any(found):
             return text
-        spans, kept = code_detection.protected(text), []
+        spans, kept = code_detection.protected(text), ""
         for (start, end), searched in zip(pieces, found, strict=True):
-            piece = text[start : end - (text[end - 1] == "\n")]
             if not searched:
-                kept.append(piece)
+                kept += text[start:end]
                 continue
-            lines = [_line_before(text, start), *piece.split("\n"), _line_after(text, end)]
+            ended = text[end - 1] == "\n"
+            lines = [_line_before(text, start), *text[start : end - ended].split("\n"), _line_after(text, end)]
             for number, line in enumerate(lines[1:-1], start=1):
                 notice = (
                     len(line) <= knobs.longest_line
@@ -168,9 +169,9 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
                     and not code_detection.contains(spans, start + len(line) - len(line.lstrip()))
                 )
                 if not (notice and _stands_alone(lines, number)):
-                    kept.append(line)
+                    kept += f"{line}\n"
                 start += len(line) + 1
-        return "\n".join([*kept, ""] if text.endswith("\n") else kept)
+        return kept if text.endswith("\n") else kept.removesuffix("\n")
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         for index in alive_indices(batch, np.ones(len(batch.texts), dtype=bool)):

@@ -37,7 +37,7 @@ def keys(texts: Iterable[str]) -> np.ndarray:
     return keys_of_bytes(text.encode() for text in texts)
 
 
-def keys_of_bytes(texts: Iterable[bytes]) -> np.ndarray:
+def keys_of_bytes(texts: Iterable[bytes | bytearray]) -> np.ndarray:
     """xxh3_128 of every text, encoded as UTF-8: (n, 2) uint64."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, texts)), dtype="<u8").reshape(-1, 2)
 

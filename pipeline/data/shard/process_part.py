@@ -15,7 +15,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.shard import dropped
@@ -198,7 +198,7 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
     tags = [batch.tags[index] for index in alive]
     metadata = [_metadata(document, language or None, tag) for document, language, tag in zip(documents, languages, tags, strict=True)]
-    encoded = [batch.texts[index].encode("utf-8") for index in alive]
+    encoded = [utf8(batch.texts[index]) for index in alive]
     rows["exact"] = exact.keys_of_bytes(encoded)
     for language, text in zip(languages, encoded, strict=True):
         counts.count_language(language, KEPT, 1, len(text))

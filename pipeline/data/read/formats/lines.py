@@ -54,7 +54,7 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
                 if not line.endswith(b"\n"):
                     offset += _skip_line(handle)
                 raise UnusableError(too_large(options))
-            strings: dict[str, bytearray] = {}
+            strings: dict[str, list[bytes]] = {}
             try:
                 record = orjson.loads(line) if len(line) < long_strings.LINE_BYTES else long_strings.loads(line, strings)
             except orjson.JSONDecodeError:
@@ -64,7 +64,7 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
             line = b""  # perhaps large
             text = text_of(record, field)
             if text in strings:
-                text = str(strings[text], "utf-8")
+                text = long_strings.joined(strings[text])
             strings.clear()
             yield begin, number, (text, small_fields(record.items()))
         except UnusableError as error:
