@@ -118,7 +118,9 @@ _CONTEXT = 512
 
 
 def _masked(text: str, kinds: Sequence[str], found: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield the pieces of a text, where they begin and with all personal data replaced. No match has a newline, so that a large text is cut there.
+    """Yield where the pieces of a text begin, and the pieces with all personal data replaced.
+
+    No match has a newline, so that a large text is cut there.
 
     Args:
         kinds: those that are searched for, in the order of _SEARCHES.
