@@ -40,7 +40,7 @@ class ChosenWords:
         """
         chosen = cls.__new__(cls)
         chosen._count, chosen._texts = 1, np.zeros(len(words), dtype=np.int8)
-        chosen._starts, chosen._ends, chosen._hashes = (np.ascontiguousarray(words[name]) for name in ("start", "end", "hash"))
+        chosen._starts, chosen._ends, chosen._hashes = words["start"], words["end"], words["hash"]
         chosen._runs = np.cumsum(np.diff(indices, prepend=indices[:1]) > 1, dtype=np.int32)
         return chosen
 

@@ -15,7 +15,7 @@ LINE_BYTES = 1 << 20
 _LONG = 1 << 16
 _PLACEHOLDER = "\x7flong string %d " + " " * META_BYTES  # as the string itself, too long for a small field
 # A piece of a string that ends neither within an escape nor within a surrogate pair.
-_PIECE = re.compile(rb'(?:[^"\\]{1,64}+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u]){1,2048}+')
+_PIECE = re.compile(rb'(?:[^"\\]{1,64}+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u]){1,128}+')
 _COLON = re.compile(rb"\s*:")
 
 
@@ -74,7 +74,7 @@ def joined(pieces: list[bytes]) -> str:
     """The text of pieces in UTF-8, which are removed: Python decodes the whole in up to five times the memory of the text."""
     text = ""
     pieces.reverse()
-    while pieces:
+    for _ in range(len(pieces)):
         text += pieces.pop().decode()  # in place
     return text
 
