@@ -37,15 +37,17 @@ WIDTHS = {
 
 def prose(kind: str, size: int) -> str:
     """A text of about `size` bytes in UTF-8, with some repeated lines and trailing spaces."""
-    letters, rare = WIDTHS[kind]  # without spaces, a word is a few words of two letters, which are repeated with it
+    letters, rare = WIDTHS[kind]
     chance = random.Random(0)
-    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(3000 if len(letters) < 100 else 100_000)] + [
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(3000)] + [
         "the",
         "of",
         "and",
     ] * 150
     lines, found = [], 0
     while found < size:
+        if kind == "cjk":  # a word is several words of two letters, which would be repeated with it
+            words = ["".join(chance.choices(letters, k=5)) for _ in range(12)]
         lines.append(" ".join(chance.choices(words, k=12)) + (chr(rare) if rare else "") + ".")
         found += len(lines[-1].encode()) + 1
     return " \n".join(lines)
@@ -89,13 +91,13 @@ def test_the_memory_for_a_large_document_is_a_few_times_its_size(tmp_path, steps
     for kind in WIDTHS:
         text = prose(kind, 4 << 20)
         size, string = len(text.encode()), max(1, len(text) * (1, 2, 4)[sum(ord(max(text)) > last for last in (0xFF, 0xFFFF))])
-        bound = 2.2 * size + string * (1 if steps == {"steps": []} else 3)
+        bound = 2.5 * size + string * (1 if steps == {"steps": []} else 3)
         found = peak(tmp_path, text, CleanConfig(**steps))
         assert found < bound, f"{kind}: {found / size:.2f} times its size, {bound / size:.2f} are allowed"
         if kind == "ascii" and steps != {"steps": []}:
             assert found < 4 * size
             with limits(1 << 40, 1 << 16):
-                assert peak(tmp_path, text, CleanConfig(**steps)) > 2 * bound
+                assert peak(tmp_path, text, CleanConfig(**steps)) > 10 * size
 
 
 PIECES = st.lists(

