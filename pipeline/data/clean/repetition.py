@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import numpy as np
 
 from pipeline.config.cleaning import RepetitionStep
+from pipeline.data import slices
+from pipeline.data.clean import large_repetition
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
 from pipeline.data.clean.limits import Limits
 from pipeline.data.clean.repeated_ngrams import ChosenWords, grouped
@@ -19,16 +21,18 @@ def repetition(knobs: RepetitionStep) -> Step:
     """Drop texts by their shares of repeated lines and paragraphs, of the top short n-grams, and of repeated long n-grams."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        words, characters, limits = batch.words, batch.characters, Limits(knobs, batch)
+        characters, limits, large = batch.characters, Limits(knobs, batch), batch.is_large
+        lines, paragraphs = (batch.lines.spans, batch.lines.paragraphs) if large else (batch.words.lines, _paragraphs(batch.words))
         faults: Faults = []
         for spans, what, share, part in (
-            (words.lines, "lines", limits["lines"], limits["line_characters"]),
-            (_paragraphs(words), "paragraphs", limits["paragraphs"], limits["paragraph_characters"]),
+            (lines, "lines", limits["lines"], limits["line_characters"]),
+            (paragraphs, "paragraphs", limits["paragraphs"], limits["paragraph_characters"]),
         ):
-            count, size = repeated(words, spans)
+            count, size = repeated_spans(batch.texts[0], spans) if large else repeated(batch.words, spans)
             faults.append((count > share * np.maximum(np.diff(spans.offsets), 1), f"repeated {what}"))
             faults.append((size > part * characters, f"characters in repeated {what}"))
-        return drop(batch, [*faults, *_ngrams(batch, limits["top_ngrams"], limits["long_ngrams"])])
+        ngrams_of = large_repetition.faults if large else _ngrams
+        return drop(batch, [*faults, *ngrams_of(batch, limits["top_ngrams"], limits["long_ngrams"])])
 
     return step
 
@@ -53,6 +57,19 @@ def repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     texts = spans.texts[repeats]
     count = len(spans.offsets) - 1
     return np.bincount(texts, minlength=count), np.bincount(texts, spans.lengths[repeats], minlength=count)
+
+
+def repeated_spans(text: str, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
+    """The counts of `repeated` for a large text: two (1,) arrays."""
+    hashes = slices.hash_spans(text, spans)
+    ordered = np.sort(hashes)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    del ordered
+    if not len(twice):
+        return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    members = np.flatnonzero(twice[np.minimum(np.searchsorted(twice, hashes), len(twice) - 1)] == hashes)
+    repeats = members[_repeat_positions(hashes[members], np.zeros(len(members), dtype=np.uint8))]
+    return np.array([len(repeats)]), np.array([spans.lengths[repeats].sum()])
 
 
 def _repeat_positions(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import ftfy
 import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
+from pipeline.data import slices
 from pipeline.data.clean import code_detection, markup
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
@@ -38,11 +39,13 @@ def repair(_: RepairStep) -> Step:
     """
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        garbled = batch.mark(_garbled)
+        (garbled,) = batch.mark(_garbled)
         for index in alive_indices(batch, garbled | np.array(["&" in text for text in batch.texts])):
             text = repaired = batch.texts[index]
             if garbled[index]:
-                repaired = ftfy.fix_text(text, _FTFY)
+                repaired = ""
+                for start, end in slices.of_lines(text):
+                    repaired += ftfy.fix_text(text[start:end], _FTFY)
             # A text with a literal < was not escaped, so that entities are its subject.
             if "&" in repaired and "<" not in repaired and _ENTITY.search(repaired):
                 repaired = code_detection.outside(repaired, code_detection.protected(repaired), ftfy.fixes.unescape_html)
@@ -77,21 +80,41 @@ def normalise(_: NormaliseStep) -> Step:
     """Normalize to NFC and plain newlines; remove invisible characters, trailing whitespace, and more than two blank lines in a row."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        hidden, trailing_space, blank = batch.mark(_hidden), batch.mark(_trailing_space), batch.mark(_blank_lines)
-        decomposed = np.array([not unicodedata.is_normalized("NFC", text) for text in batch.texts])
+        hidden, trailing_space, blank = batch.mark(_hidden, _trailing_space, _blank_lines)
+        decomposed = np.array([not all(unicodedata.is_normalized("NFC", piece) for piece in _pieces(text)) for text in batch.texts])
         for index in alive_indices(batch, hidden | trailing_space | blank | decomposed):
-            before = text = batch.texts[index]
-            if hidden[index]:
-                text = _HIDDEN.sub("", _LINE_BREAK.sub("\n", _TERMINAL.sub("", text)))
-            text = unicodedata.normalize("NFC", text)
-            if hidden[index] or trailing_space[index]:
-                text = "\n".join([line.rstrip(" \t\u00a0") for line in text.split("\n")])
-            if "\n\n\n\n" in text:
-                text = _BLANK_LINES.sub("\n\n\n", text)
+            before, text, newlines = batch.texts[index], "", ""
+            for piece in _pieces(before):
+                part = newlines + _normalised(piece, hidden=bool(hidden[index]), trailing_space=bool(trailing_space[index]))
+                if "\n\n\n\n" in part:
+                    part = _BLANK_LINES.sub("\n\n\n", part)
+                rest = part.rstrip("\n")
+                newlines = part[len(rest) :]  # more may follow
+                text += rest  # in place
+            text += newlines
             if text != before:
                 yield Verdict(index, "characters and whitespace normalized", text)
 
     return step
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Yield a text in pieces of whole lines; a small one is a single piece."""
+    if not slices.is_large(text):
+        yield text
+        return
+    for start, end in slices.of_lines(text):
+        yield text[start:end]
+
+
+def _normalised(text: str, *, hidden: bool, trailing_space: bool) -> str:
+    """Normalize whole lines, except for blank lines."""
+    if hidden:
+        text = _HIDDEN.sub("", _LINE_BREAK.sub("\n", _TERMINAL.sub("", text)))
+    text = unicodedata.normalize("NFC", text)
+    if hidden or trailing_space:
+        text = "\n".join([line.rstrip(" \t\u00a0") for line in text.split("\n")])
+    return text
 
 
 def _hidden(words: Words) -> np.ndarray:
@@ -128,19 +151,27 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
         return any(map(lower.__contains__, phrases))
 
     def without_phrases(text: str) -> str:
-        if not has_phrase(text):
+        pieces = list(slices.of_lines(text))
+        found = [has_phrase(text[start:end]) for start, end in pieces]
+        if not any(found):
             return text
-        lines, spans, kept, start = text.split("\n"), code_detection.protected(text), [], 0
-        for number, line in enumerate(lines):
-            notice = (
-                len(line) <= knobs.longest_line
-                and has_phrase(line)
-                and not code_detection.contains(spans, start + len(line) - len(line.lstrip()))
-            )
-            if not (notice and _stands_alone(lines, number)):
-                kept.append(line)
-            start += len(line) + 1
-        return "\n".join(kept)
+        spans, kept = code_detection.protected(text), ""
+        for (start, end), searched in zip(pieces, found, strict=True):
+            if not searched:
+                kept += text[start:end]
+                continue
+            ended = text[end - 1] == "\n"
+            lines = [_line_before(text, start), *text[start : end - ended].split("\n"), _line_after(text, end)]
+            for number, line in enumerate(lines[1:-1], start=1):
+                notice = (
+                    len(line) <= knobs.longest_line
+                    and has_phrase(line)
+                    and not code_detection.contains(spans, start + len(line) - len(line.lstrip()))
+                )
+                if not (notice and _stands_alone(lines, number)):
+                    kept += f"{line}\n"
+                start += len(line) + 1
+        return kept if text.endswith("\n") else kept.removesuffix("\n")
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         for index in alive_indices(batch, np.ones(len(batch.texts), dtype=bool)):
@@ -150,6 +181,17 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
                 yield Verdict(index, "markup or boilerplate removed", changed)
 
     return step
+
+
+def _line_before(text: str, start: int) -> str:
+    """The line before the one that begins at a position; empty if it is the first."""
+    return text[text.rfind("\n", 0, start - 1) + 1 : start - 1] if start else ""
+
+
+def _line_after(text: str, start: int) -> str:
+    """The line that begins at a position; empty at the end."""
+    end = text.find("\n", start)
+    return text[start : None if end < 0 else end]
 
 
 def _stands_alone(lines: list[str], number: int) -> bool:

@@ -34,7 +34,12 @@ _BEST = np.dtype([("number", "<i8"), ("length", "<i8"), ("holder", "<i4")])
 
 def keys(texts: Iterable[str]) -> np.ndarray:
     """xxh3_128 of every text: (n, 2) uint64."""
-    return np.frombuffer(b"".join(xxhash.xxh3_128_digest(text.encode()) for text in texts), dtype="<u8").reshape(-1, 2)
+    return keys_of_bytes(text.encode() for text in texts)
+
+
+def keys_of_bytes(texts: Iterable[bytes | bytearray]) -> np.ndarray:
+    """xxh3_128 of every text, encoded as UTF-8: (n, 2) uint64."""
+    return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, texts)), dtype="<u8").reshape(-1, 2)
 
 
 def url_keys(urls: Sequence[str]) -> np.ndarray:

@@ -7,12 +7,13 @@ Massive Datasets", section 3.4): similar documents are likely to share a band, s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
 from rensa import RMinHash
 
+from pipeline.data import slices
 from pipeline.data.words import Words, mix, ngrams
 
 SEED = 1
@@ -62,6 +63,26 @@ def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
     return mix(flat), offsets
 
 
+def shingles_of_large(text: str, length: int = 5) -> Iterator[np.ndarray]:
+    """Yield the shingles of a large text, a slice at a time: uint64 arrays."""
+    before, number = np.zeros(0, dtype=np.uint64), 0
+    for words in slices.between_words(text):
+        hashes = np.concatenate([before, words.hashes])
+        before = hashes[max(0, len(hashes) - length + 1) :]
+        number += max(0, len(hashes) - length + 1)
+        yield mix(ngrams(hashes, length))
+    if not number:
+        yield mix(ngrams(before, max(1, len(before))))
+
+
+def signature_of_large(text: str, length: int, permutations: int = 128) -> np.ndarray:
+    """The signature of a large text: (1, permutations) uint32. An element is the minimum over all shingles."""
+    minimum = np.full((1, permutations), NO_WORDS)
+    for flat in shingles_of_large(text, length):
+        np.minimum(minimum, signatures(flat, np.array([0, len(flat)]), permutations), out=minimum)
+    return minimum
+
+
 def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -> np.ndarray:
     """The signature of every text from its shingles, independent of their order and repetition.
 
@@ -109,12 +130,16 @@ def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
     batch: list[str] = []
     characters = 0
     for number, text in enumerate(texts, 1):
-        batch.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS or number == len(texts):
+        large = slices.is_large(text)
+        if not large:
+            batch.append(text)
+            characters += len(text)
+        if batch and (large or characters >= _CHARACTERS or number == len(texts)):
             flat, offsets = shingles(Words(batch), length)
             blocks += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
             batch, characters = [], 0
+        if large:
+            blocks.append(np.unique(np.concatenate(list(shingles_of_large(text, length)))))
     return blocks
 
 

@@ -15,7 +15,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.shard import dropped
@@ -143,6 +143,7 @@ def process(
 
             for batch in batches(_documents(part, options, counts, advance)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
+                del batch  # before the next one is read, which may be large too
         spill.close()
     except BaseException as error:
         spill.discard(error)
@@ -166,6 +167,7 @@ def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advanc
                 total[0] += 1
                 total[1] += utf8_length(document.text)
                 yield document
+            del document
         advance(span.size)
     counts.documents = sum(documents for documents, _ in counts.read.values())
     counts.bytes = sum(size for _, size in counts.read.values())
@@ -177,28 +179,30 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     if not alive:
         return
     documents = [batch.documents[index] for index in alive]
-    texts = [batch.texts[index] for index in alive]
     languages = [batch.label(index) for index in alive]
     rows = np.zeros(len(alive), dtype=kind)
     rows["language"] = [language.encode() for language in languages]
-    for language, text in zip(languages, texts, strict=True):
-        counts.count_language(language, KEPT, 1, utf8_length(text))
-    rows["length"] = [len(text) for text in texts]
-    rows["exact"] = exact.keys(texts)
+    rows["length"] = [len(batch.texts[index]) for index in alive]
     if dedup.url:
         # A document without a URL is unique: its identity replaces the URL.
         rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
     hashes = np.zeros((0, len(alive)), dtype=np.uint64)
     if dedup.near:
-        flat, offsets = minhash.shingles(batch.words, dedup.shingle)
-        signatures = minhash.signatures(flat, offsets, dedup.permutations)
+        if batch.is_large:
+            signatures = minhash.signature_of_large(batch.texts[0], dedup.shingle, dedup.permutations)
+        else:
+            signatures = minhash.signatures(*minhash.shingles(batch.words, dedup.shingle), dedup.permutations)
         hashes = minhash.all_band_hashes(signatures[alive], dedup.bands, dedup.rows)
         if permutations(dedup):
             rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
     tags = [batch.tags[index] for index in alive]
     metadata = [_metadata(document, language or None, tag) for document, language, tag in zip(documents, languages, tags, strict=True)]
-    spill.add(keys, metadata, [text.encode("utf-8") for text in texts], rows, hashes)
+    encoded = [utf8(batch.texts[index]) for index in alive]
+    rows["exact"] = exact.keys_of_bytes(encoded)
+    for language, text in zip(languages, encoded, strict=True):
+        counts.count_language(language, KEPT, 1, len(text))
+    spill.add(keys, metadata, encoded, rows, hashes)
 
 
 def _metadata(document: Document, language: str | None, tags: list[str]) -> dict[str, Any]:

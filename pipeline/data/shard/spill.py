@@ -61,7 +61,7 @@ class Spill:
         self._file = atomic_file(path)
         self._handle = self._file.__enter__()
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
-        self._records: list[bytes] = []
+        self._records: list[bytes | bytearray] = []
         self._collected = self.index = 0
         self._keys: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
@@ -69,7 +69,7 @@ class Spill:
         self.runs: list[int] = [0]
 
     def add(
-        self, keys: np.ndarray, metadata: Sequence[dict[str, Any]], texts: Sequence[bytes], rows: np.ndarray, hashes: np.ndarray
+        self, keys: np.ndarray, metadata: Sequence[dict[str, Any]], texts: Sequence[bytes | bytearray], rows: np.ndarray, hashes: np.ndarray
     ) -> None:
         """Add documents.
 

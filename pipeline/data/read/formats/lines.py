@@ -10,6 +10,7 @@ import orjson
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.formats import long_strings
 from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small_fields, text_of, too_large, utf8
 from pipeline.data.read.input_files import Span
 
@@ -53,13 +54,18 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
                 if not line.endswith(b"\n"):
                     offset += _skip_line(handle)
                 raise UnusableError(too_large(options))
+            strings: dict[str, list[bytes]] = {}
             try:
-                record = orjson.loads(line)
+                record = orjson.loads(line) if len(line) < long_strings.LINE_BYTES else long_strings.loads(line, strings)
             except orjson.JSONDecodeError:
                 if line.isspace():
                     continue
                 record = _parsed(line.removeprefix(BYTE_ORDER_MARK) if begin == 0 else line)
+            line = b""  # perhaps large
             text = text_of(record, field)
+            if text in strings:
+                text = long_strings.joined(strings[text])
+            strings.clear()
             yield begin, number, (text, small_fields(record.items()))
         except UnusableError as error:
             yield begin, number, str(error)

@@ -1,0 +1,223 @@
+"""Large documents of stage=shard: the memory that they take, and that slices of them give what whole texts give."""
+
+import json
+import random
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pipeline.config.cleaning import STEPS, CleanConfig, GopherStep, LengthStep
+from pipeline.config.data import DedupConfig
+from pipeline.data import slices
+from pipeline.data.clean import code_detection
+from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.clean.document_batch import DocumentBatch
+from pipeline.data.dedup import minhash
+from pipeline.data.read import input_files
+from pipeline.data.read.documents import Document, ReadOptions
+from pipeline.data.read.formats import long_strings
+from pipeline.data.shard.process_part import process
+from pipeline.data.shard.shuffle import Order
+from pipeline.data.words import Words
+
+WIDTHS = {
+    "ascii": ("abcdefghij", 0),
+    "cjk": ("".join(map(chr, range(0x4E00, 0x5600))), 0),
+    "german": ("abcdefghij", 0x201E),
+    "emoji": ("abcdefghij", 0x1F600),
+}
+"""Kind of text -> its letters, and a rare character that decides how many bytes Python takes for every one."""
+
+
+def prose(kind: str, size: int) -> str:
+    """A text of about `size` bytes in UTF-8, with some repeated lines and trailing spaces."""
+    letters, rare = WIDTHS[kind]
+    chance = random.Random(0)
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(3000)] + [
+        "the",
+        "of",
+        "and",
+    ] * 150
+    lines, found = [], 0
+    while found < size:
+        if kind == "cjk":  # a word is several words of two letters, which would be repeated with it
+            words = ["".join(chance.choices(letters, k=5)) for _ in range(12)]
+        lines.append(" ".join(chance.choices(words, k=12)) + (chr(rare) if rare else "") + ".")
+        found += len(lines[-1].encode()) + 1
+    return " \n".join(lines)
+
+
+@contextmanager
+def limits(large: int, piece: int) -> Iterator[None]:
+    """Change from how many characters on a text is large, and the length of its slices."""
+    saved = slices.LARGE, slices.SLICE
+    slices.LARGE, slices.SLICE = large, piece
+    try:
+        yield
+    finally:
+        slices.LARGE, slices.SLICE = saved
+
+
+def peak(folder, text: str, config: CleanConfig) -> int:
+    """The most memory that reading, cleaning, hashing and spilling of a document takes."""
+    path = folder / "large.jsonl"
+    path.write_text(json.dumps({"text": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    (part,) = input_files.parts(input_files.find({"default": [str(path)]}, [], []).files, 1 << 40)
+    cleaner, order = Cleaner(config), Order.plan(["default"], 1 << 20, 256, 0, 0.01)
+    tracemalloc.start()
+    process(part, folder / "part", ReadOptions(), cleaner, order, DedupConfig(), lambda _: None, save_dropped=True)
+    largest = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return largest
+
+
+KEPT = {"gopher": GopherStep(most_words=10**9), "length": LengthStep(most=10**9)}
+
+
+@pytest.mark.parametrize("steps", [{"steps": []}, {}, KEPT], ids=["none", "default", "kept"])
+def test_the_memory_for_a_large_document_is_a_few_times_its_size(tmp_path, steps):
+    """In bytes of UTF-8, besides the strings themselves: Python takes 2 or 4 bytes a character where one character needs them.
+
+    Two strings are there while a step changes one, and the original one.
+    """
+    with limits(1, 1 << 10):  # tables that are made once; Python appends to a string in place only in code that has run some time
+        peak(tmp_path, prose("german", 1 << 20), CleanConfig(**steps))
+    for kind in WIDTHS:
+        text = prose(kind, 4 << 20)
+        size, string = len(text.encode()), max(1, len(text) * (1, 2, 4)[sum(ord(max(text)) > last for last in (0xFF, 0xFFFF))])
+        bound = 2.5 * size + string * (1 if steps == {"steps": []} else 3)
+        found = peak(tmp_path, text, CleanConfig(**steps))
+        assert found < bound, f"{kind}: {found / size:.2f} times its size, {bound / size:.2f} are allowed"
+        if kind == "ascii" and steps != {"steps": []}:
+            assert found < 4 * size
+            with limits(1 << 40, 1 << 16):
+                assert peak(tmp_path, text, CleanConfig(**steps)) > 10 * size
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            *(
+                "\n",
+                "\n",
+                "\n\n",
+                " ",
+                "word ",
+                "the ",
+                "of ",
+                "a. ",
+                "B! ",
+                "…",
+                "...",
+                "#",
+                "# ",
+                "\n# x",
+                "\n- item",
+                "•",
+                "漢字",
+                "，",
+                "。",
+                "ไทย",
+                "😀 ",
+                "İ",
+            ),
+            *(
+                "e\u0301",
+                "\u200b",
+                "\u00ad",
+                "\r\n",
+                "\x08",
+                "\x1b[0m",
+                "\x85",
+                "\t\n",
+                "\u00a0\n",
+                "Ã¤",
+                "&amp;",
+                "<b>",
+                "</b>",
+                "`a`",
+                "\n```\n",
+                "\n    x",
+            ),
+            *(
+                "a@b.com ",
+                "iban:\n",
+                "DE89 3704 0044 0532 0130 00",
+                "4111 1111 1111 1111",
+                "SSN: 536-90-4399",
+                "tel\n",
+                "+49 30 1234567",
+                "8.8.8.8 ",
+            ),
+            *("privacy policy", "lorem ipsum", "one two three four five six. ", "seven eight nine ten\n", "{", "12345"),
+        ]
+    ),
+    max_size=120,
+).map("".join)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PIECES, st.integers(1, 4), st.integers(24, 200))
+@example("word " * 400, 2, 24)
+@example("漢字，" * 300, 1, 24)
+def test_slices_of_a_document_give_what_the_whole_gives(text, times, piece):
+    text = text * times
+    if not text:
+        return
+    config = CleanConfig(steps=[step for step in STEPS if step not in ("allow", "contamination")], mode="tag")
+
+    def cleaned() -> tuple:
+        counts: dict = {}
+        batch = Cleaner(config).clean(DocumentBatch([Document("x", 0, text, {})]), counts)
+        return batch.texts, batch.tags, counts
+
+    with limits(1 << 40, piece):
+        whole, words = cleaned(), Words([text])
+        signature, shingles = minhash.signatures(*minhash.shingles(words)), minhash.shingle_sets([text], 5)
+    with limits(1, piece):
+        assert cleaned() == whole
+        assert np.array_equal(minhash.signature_of_large(text, 5), signature)
+        assert np.array_equal(minhash.shingle_sets([text], 5), shingles)
+        lines = slices.Lines.of(text)
+        assert lines.spans.starts.tolist() == words.lines.starts.tolist()
+        assert lines.spans.ends.tolist() == words.lines.ends.tolist()
+        rest = code_detection.prose(text)
+        assert code_detection.middle_of_prose(text, 20) == rest[max(0, (len(rest) - 20) // 2) :][:20] or len(rest) < 20
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(st.sampled_from('"\\\na é漢😀\x7f/u:'), max_size=300), st.booleans(), st.integers(0, 400), st.integers(-1, 255))
+def test_a_line_with_a_long_string_is_parsed_as_any_other(text, escaped, place, damage):
+    line = bytearray(json.dumps({"a": [1, text], "text": text * 3, "b": {"c": text}}, ensure_ascii=escaped).encode())
+    if damage >= 0:
+        line[place % len(line)] = damage
+
+    def parsed(loads) -> object:
+        strings: dict[str, list[bytes]] = {}
+        try:
+            record = loads(bytes(line), strings)
+        except orjson.JSONDecodeError as error:
+            return str(error)
+        values = {name: long_strings.joined(pieces) for name, pieces in strings.items()}
+        return orjson.loads(orjson.dumps(_replaced(record, values)))
+
+    saved, long_strings._LONG = long_strings._LONG, 20
+    try:
+        found = parsed(long_strings.loads)
+    finally:
+        long_strings._LONG = saved
+    assert found == parsed(lambda given, _: orjson.loads(given))
+
+
+def _replaced(value, texts: dict[str, str]):
+    if isinstance(value, dict):
+        return {name: _replaced(item, texts) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_replaced(item, texts) for item in value]
+    return texts.get(value, value) if isinstance(value, str) else value
