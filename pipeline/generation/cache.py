@@ -176,7 +176,8 @@ class CachedAttention:
         for index, group in enumerate(step.groups):
             new_q, new_k, new_v = group.split(q), group.split(k), group.split(v)
             if group.fresh:
-                output = self.core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), window=window, scale=scale)
+                core = self.core if group.count > 1 else sdpa  # cuDNN has no kernel for a single key
+                output = core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), window=window, scale=scale)
             else:
                 if index in joined:
                     keys, values = (torch.cat(pair, dim=2) for pair in zip(joined[index], (new_k, new_v), strict=True))

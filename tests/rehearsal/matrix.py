@@ -204,7 +204,7 @@ def generate(case: str, folder: Path) -> None:
     device_calls, kernels = DeviceCalls(0), Counter()
     device_calls.reset()
     with device_calls.recorded(Counter(), kernels):
-        generator = decoding.generator_of(config.stage, runner, None, Stopping(8))
+        generator = decoding.generator_of(config.stage, runner, None, Stopping(8), share=lambda _: 0.0)
         lengths = [len(completion.tokens) for completion in generator.run([(0, [1, 2, 3]), (1, [4] * 20), (2, [5])])]
     axes = axis_names(mesh)
     torch.cuda.synchronize()
