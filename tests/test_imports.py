@@ -139,8 +139,20 @@ def test_launch_and_config_load_no_torch() -> None:
         (["stage=pretrain", "optimizer.lr=-1"], 2),
         (["-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4", "hydra/launcher=slurm", "cluster=devcluster", "dry_run=true"], 0),
         (["stage=submit", "submit.stages=[shard,pretrain,convert]", "dry_run=true"], 0),
+        (
+            [
+                "stage=submit",
+                "submit.stages=[pretrain]",
+                "model=llama3-8b",
+                "cluster=devcluster",
+                "parallel.pipeline=2",
+                "parallel.schedule=zbv",
+                "dry_run=true",
+            ],
+            0,
+        ),
     ],
-    ids=["help", "check", "render", "submit"],
+    ids=["help", "check", "render", "submit", "submit pipeline"],
 )
 def test_no_torch_is_loaded(arguments: list[str], code: int, tmp_path: Path) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "pipeline", *arguments]

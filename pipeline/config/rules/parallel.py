@@ -156,6 +156,8 @@ def _zbv_weights(config: RunConfig) -> Iterator[Violation]:
 
     The first stage, whose input has no gradient, has one backward pass.
     """
+    if not hasattr(config.model, "reused_weights"):
+        return  # the blocks of a stage, whose FLOPs are counted with torch, need not be known
     layout = Layout.of(config, config.parallel.model_ranks)
     for stage in range(1, layout.stage_count):
         blocks = layout.layers(stage, config.model.layers)
