@@ -30,7 +30,7 @@ def layer_types(*, default: int, interval_key: str = "") -> KeyGroup:
 
     def write(config: TwoKinds) -> dict[str, Any]:
         kinds = [GLOBAL if is_global else LOCAL for is_global in marked(config.layers, config.sliding_window_pattern)]
-        return dict(zip(keys, ([config.sliding_window_pattern] if interval_key else []) + [kinds], strict=True))
+        return {**({interval_key: config.sliding_window_pattern} if interval_key else {}), "layer_types": kinds}
 
     def read(content: dict[str, Any]) -> dict[str, Any]:
         """Return sliding_window_pattern; the list takes precedence, as in the classes."""

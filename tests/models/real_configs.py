@@ -250,6 +250,7 @@ _SMALL = {
     "sliding_window": 8,
     "num_local_experts": 4,
     "num_experts": 16,
+    "logits_scaling": 0.5,  # else the logits of a small model hardly vary
     "n_routed_experts": 16,
     "q_lora_rank": 24,
     "kv_lora_rank": 16,
