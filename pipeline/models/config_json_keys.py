@@ -43,7 +43,7 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
     rope_type = parameters.pop("rope_type", legacy)
     theta = parameters.pop("rope_theta", 10000.0 if content.get("rope_theta") is None else content["rope_theta"])
     kind = _FROM_HF.get(rope_type, rope_type) if isinstance(rope_type, str) else None
-    if kind not in kinds:
+    if kind is None or kind not in kinds:
         known = ", ".join(_TO_HF.get(name, name) for name in kinds)
         raise refusal(f"{key}.rope_type", rope_type, f"is not supported by this family; supported are {known}")
     if KEYS[kind] and "factor" not in parameters:
