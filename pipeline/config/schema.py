@@ -200,7 +200,18 @@ class OptimizerConfig:
     warmup_ratio: float = knob(
         0.0, "linear warm-up as a fraction of the steps, if optimizer.warmup_steps is 0; finetune: 0.03", at_least=0, at_most=1
     )
-    decay_steps: int = knob(0, "length of the final decay of wsd; 0 uses a tenth of training.steps", unit="steps", at_least=0)
+    decay_steps: int = knob(
+        0, "length of a decay of wsd; 0 uses a tenth of the steps from the beginning of the run to its end", unit="steps", at_least=0
+    )
+    decay_shape: str = knob(
+        "linear", "shape of a decay of wsd: linear, 1 - sqrt (sqrt), or half a cosine", choices=("linear", "sqrt", "cosine")
+    )
+    decay_ends: list[int] = knob(
+        [],
+        "wsd: steps at which further decays end (WSD-S); after each one a checkpoint is written and kept, and the rate returns to its peak",
+        unit="steps",
+        at_least=1,
+    )
     min_lr_ratio: float = knob(0.1, "ratio of the final to the peak learning rate", at_least=0, at_most=1)
 
 
