@@ -175,6 +175,13 @@ class TrainingConfig:
         unit="steps",
         at_least=0,
     )
+    noise_scale_every: int = knob(
+        0,
+        "measure the gradient noise scale, in sequences, after so many steps, from the gradients of shares of the batch that are reduced "
+        "anyway. 0: never",
+        unit="steps",
+        at_least=0,
+    )
     profile: list[int] = knob(
         [], "steps that torch.profiler records: run_dir/profile gets a trace and a report of each (it takes time)", unit="steps", at_least=1
     )
