@@ -7,6 +7,7 @@ from tests.world import configured
 
 ZBV = ("parallel.schedule=zbv", "parallel.pipeline=2", "training.micro_batch_size=2", "training.global_batch_size=32")
 WSD = ("optimizer.schedule=wsd",)
+STAGE = "{until_step: 10, value: 30}"
 DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
 
 
@@ -30,6 +31,7 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
             ("optimizer.decay_ends=[950]", *WSD),
             "training.steps=1000: is the end of a decay of 100 steps, which begins before the end of the decay",
         ),
+        ((f"training.batch_rampup=[{STAGE}]", "training.micro_batch_size=8"), "set it to 32, the nearest one, or another multiple of 8"),
         (("parallel.schedule=zbv",), "parallel.schedule=zbv: has no effect with parallel.pipeline=1"),
         (("parallel.stages_per_rank=2",), "parallel.stages_per_rank=2: has no effect with parallel.pipeline=1"),
         (("model.layers=8", *ZBV), None),

@@ -168,7 +168,8 @@ def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> 
     parallel, micro_batch = config.parallel, config.training.micro_batch_size
     if size % (batch_shards * micro_batch):
         rule = f"must be a multiple of {batch_shards} data ranks x micro_batch_size {micro_batch}"
-        yield Violation(key, size, rule, f"choose a multiple of {batch_shards * micro_batch}")
+        unit = batch_shards * micro_batch
+        yield Violation(key, size, rule, f"set it to {max(1, round(size / unit)) * unit}, the nearest one, or another multiple of {unit}")
         return
     micro_batches = size // (batch_shards * micro_batch)
     if parallel.pipeline == 1:
