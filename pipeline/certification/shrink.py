@@ -157,6 +157,7 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
     values: dict[str, Any] = {
         "training.sequence_length": length,
         "training.sequence_warmup": [WarmupConfig(entry.until_step, length >> lengths.index(entry.value)) for entry in entries],
+        "training.goldfish_context": min(training.goldfish_context, length - 1),
         "model.max_positions": length if model.max_positions == planned else min(model.max_positions, 2 * length),
     }
     for name in ("window", "banded_window"):

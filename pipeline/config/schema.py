@@ -49,6 +49,13 @@ class TrainingConfig:
         above=0,
     )
     simpo_margin: float = knob(0.0, "dpo: the margin between both rewards that preference_loss=simpo aims at", at_least=0)
+    goldfish_k: int = knob(
+        0,
+        "goldfish loss: one of so many targets has no loss, chosen by a hash of the tokens before it, so that no text can be recited, "
+        "such as 4; 0: all targets have one",
+        at_least=0,
+    )
+    goldfish_context: int = knob(13, "goldfish loss: tokens that are hashed", unit="tokens", at_least=1)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     fake_quantize: str = knob(
         "none",
@@ -168,17 +175,17 @@ class TrainingConfig:
         unit="steps",
         at_least=0,
     )
-    recompute_every: int = knob(
-        0,
-        "compute a forward pass of the step twice, and once more on another data rank, after so many steps, and compare all bits: finds "
-        "GPUs that compute wrongly; bits that differ end the run. 0: never",
-        unit="steps",
-        at_least=0,
-    )
     noise_scale_every: int = knob(
         0,
         "measure the gradient noise scale, in sequences, after so many steps, from the gradients of shares of the batch that are reduced "
         "anyway. 0: never",
+        unit="steps",
+        at_least=0,
+    )
+    recompute_every: int = knob(
+        0,
+        "compute a forward pass of the step twice, and once more on another data rank, after so many steps, and compare all bits: finds "
+        "GPUs that compute wrongly; bits that differ end the run. 0: never",
         unit="steps",
         at_least=0,
     )
