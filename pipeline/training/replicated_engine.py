@@ -74,11 +74,11 @@ class ReplicatedEngine(Engine):
         model = (self._mesh.tensor, self._mesh.expert, self._mesh.pipeline)  # one replica
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, model, self._mesh.device))
         noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
-        result = replace(self._update.step(norm, [parameter.grad for parameter in self._parameters]), more=noise)
+        result = self._update.step(norm, [parameter.grad for parameter in self._parameters])
         self._round_weights()
         for parameter in self._parameters:
             parameter.grad = None
-        return result
+        return replace(result, more=noise)
 
     def _round_weights(self) -> None:
         """Set the weights from the fp32 master weights."""

@@ -112,12 +112,12 @@ class ZeroEngine(Engine):
         primary = [gradients[index][where] for index, where in self._primary]
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device))
         noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
-        result = replace(self._update.step(norm, gradients), more=noise)
+        result = self._update.step(norm, gradients)
         self._reducer.release()
         if not self._offloads:  # else each bucket is gathered once the CPU has updated it
             self._zero.round_weights()
             self._gatherer.refresh()
-        return result
+        return replace(result, more=noise)
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""
