@@ -114,7 +114,7 @@ def prepared(
         samples: as check returns them.
         weights: of the checkpoint.
         model: its configuration.
-        folder: that does not exist; what GPTQ chooses is in it until the end of the block.
+        folder: for what GPTQ chooses, until the end of the block.
         device: that computes.
     """
     scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
