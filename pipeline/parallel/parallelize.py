@@ -185,7 +185,7 @@ def build_model(config: WeightsConfig) -> Stack:
     return model
 
 
-def check_trained(config: WeightsConfig, layout: Layout) -> None:
+def check_trained(config: LocalModelConfig, layout: Layout) -> None:
     """Refuse settings that freeze nothing, or everything in a pipeline stage.
 
     Raises:
@@ -259,7 +259,7 @@ def layers_in_4_bits(lora: LoraConfig, model: LocalModel) -> list[Linear]:
 
 def adapter_std(piece: Piece) -> Init:
     """Return the initial values of an adapter's weight: `b` is zero, `a` has PEFT's standard deviation (Kaiming uniform with a=5**0.5)."""
-    return Constant(0.0) if piece.name.endswith(".b") else (3 * piece.full_shape[1]) ** -0.5
+    return Constant(0.0) if piece.name.endswith(".b") else (3 * piece.full_shape[-1]) ** -0.5
 
 
 def init_piece(piece: Piece, std: Init, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
