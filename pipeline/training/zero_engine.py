@@ -20,6 +20,7 @@ from pipeline.parallel.tensor_parallel import joint_layers
 from pipeline.training import gradient_clipping, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.frozen_weights import shard_frozen
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.offloaded_update import OffloadedUpdate
@@ -76,7 +77,8 @@ class ZeroEngine(Engine):
             joint_layers=joint_layers(model.stages),
         )
         self._update.begin(self._zero.masters)
-        self._gatherer = WeightGatherer(self._zero.weights, model.stages)
+        self._frozen = shard_frozen(model, mesh)
+        self._gatherer = WeightGatherer([*self._zero.weights, *self._frozen], model.stages)
         wire_dtype = DTYPES[precision.reduce_dtype]
         self._reducer = GradientReducer(
             self._buckets, mesh, REDUCTIONS[stage], wire_dtype, self._gatherer.backward_finished, self._begin_offload()
@@ -95,7 +97,7 @@ class ZeroEngine(Engine):
             return lambda _bucket, _gradient: None
         update, weights = self._update, self._zero.weights
         index = {flat.bucket: number for number, flat in enumerate(weights)}
-        order = [index[flat.bucket] for flat in self._gatherer.order]
+        order = [index[flat.bucket] for flat in self._gatherer.order if flat.trained]
         update.begin_weights([flat.partition for flat in weights], order, lambda number: weights[number].refresh_present())
         return lambda bucket, gradient: update.fetch(index[bucket], gradient)
 
@@ -128,7 +130,10 @@ class ZeroEngine(Engine):
             for index, bucket in enumerate(self._buckets)
             for fragment in partition_fragments(bucket, self._mesh, self._update.state(index))
         ]
-        return learned + fixed_fragments(self.model, self._mesh)
+        frozen = [
+            fragment for flat in self._frozen for fragment in partition_fragments(flat.bucket, self._mesh, {"weight": flat.partition})
+        ]
+        return learned + frozen + fixed_fragments(self.model, self._mesh)
 
     def partitions(self) -> list[Tensor]:
         """See Engine."""
