@@ -78,9 +78,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
         if drafts is not None:
-            draft.check(stage, drafts, model, Path(config.tokenizer.path))
+            draft.check(stage, drafts, model, Path(config.tokenizer.path), config.parallel.expert)
         settings = _settings(config, stage, checkpoint, drafts, tokenizer)
-        configs = [weights.for_generation(config, weights.model_of(each)) for each in (checkpoint, drafts) if each is not None]
+        configs = [weights.for_generation(config, model), *([] if drafts is None else [draft.config_of(config, drafts)])]
         if violations := [violation for each in configs for violation in layout_violations(each)]:
             raise UserError(violations)
         comm = BroadcastRanks(ranks.rank, ranks.world_size)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipeline.common import knobs
 from pipeline.common.errors import Violation
 from pipeline.config.planned import planned_job
-from pipeline.config.rules import convert
+from pipeline.config.rules import convert, parallel
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan, Rehearse
 
@@ -114,15 +115,15 @@ def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
-    """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard."""
-    for axis in ("context", "expert"):
+    """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard, of prompts also experts."""
+    generates = isinstance(config.stage, Generate)
+    unsupported = ("context",) if generates else ("context", "expert")
+    for axis in unsupported:
         if (size := getattr(config.parallel, axis)) > 1:
-            rule = "is not supported by stage=generate" if isinstance(config.stage, Generate) else "is not supported by stage.tasks"
-            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; tensor and pipeline ranks shard the model")
-    replica = config.parallel.tensor * config.parallel.pipeline
-    if world_size % replica:
-        rule = f"must be divisible by parallel.tensor={config.parallel.tensor} x parallel.pipeline={config.parallel.pipeline}"
-        yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
+            rule = "is not supported by stage=generate" if generates else "is not supported by stage.tasks"
+            sharded = "tensor, pipeline and expert" if generates else "tensor and pipeline"
+            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; {sharded} ranks shard the model")
+    yield from parallel.ranks(replace(config.parallel, **dict.fromkeys(unsupported, 1)), world_size)
 
 
 def _plan(config: RunConfig, stage: Plan) -> Iterator[Violation]:
