@@ -54,7 +54,7 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
             violations.append(
                 Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
             )
-    if expert > 1 and getattr(draft, "experts", 0):
+    if expert > 1 and hasattr(draft, "experts"):
         rule = f"has experts, which parallel.expert={expert} shards in the target only"
         violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))
     if violations:

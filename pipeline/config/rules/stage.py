@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from pipeline.common import knobs
 from pipeline.common.errors import Violation
@@ -14,6 +13,8 @@ from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate,
 
 #: Logits divided by less would exceed the range of fp32.
 LEAST_TEMPERATURE = 1e-6
+#: vLLM increases smaller temperatures to this one.
+LEAST_VLLM_TEMPERATURE = 0.01
 #: What is planned instead of the configured job.
 PLANS = ("search", "scaling", "run")
 
@@ -24,7 +25,7 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     if stage.name not in STAGES or STAGES[stage.name][0] is not type(stage):
         yield Violation("stage.name", stage.name, "is not the stage whose keys were composed", "choose the stage by stage=NAME")
     if isinstance(stage, Generate):
-        yield from _generate(stage)
+        yield from _generate(config, stage)
         yield from _replicas(config, world_size)
     if isinstance(stage, Evaluate):
         yield from _tasks(stage)
@@ -47,7 +48,7 @@ def evaluated_model_violations(config: RunConfig) -> Iterator[Violation]:
     yield from _stride(config, config.stage)
 
 
-def _generate(stage: Generate) -> Iterator[Violation]:
+def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
     """Prompts are given, and each way of decoding has its own settings."""
     if stage.prompts is None:
         yield Violation("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
@@ -73,6 +74,30 @@ def _generate(stage: Generate) -> Iterator[Violation]:
     yield from _template(stage)
     if stage.draft is not None and stage.prompt_lookup:
         yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
+    if stage.engine == "vllm":
+        yield from _vllm(config, stage)
+    elif stage.export is not None:
+        yield Violation("stage.export", stage.export, "is read with stage.engine=vllm only", "set that, or remove it")
+
+
+def _vllm(config: RunConfig, stage: Generate) -> Iterator[Violation]:
+    """Settings that vLLM has no equivalent for, or that its batch interface does not take."""
+    for key, value, plain in (
+        ("stage.beams", stage.beams, 1),
+        ("stage.draft", stage.draft, None),
+        ("stage.prompt_lookup", stage.prompt_lookup, False),
+        ("parallel.pipeline", config.parallel.pipeline, 1),
+        ("parallel.expert", config.parallel.expert, 1),
+        ("precision.fp8", config.precision.fp8, "none"),
+    ):
+        if value != plain:
+            yield Violation(key, value, "is not supported by stage.engine=vllm", f"set {key}={plain}, or stage.engine=native")
+    if 0 < stage.temperature < LEAST_VLLM_TEMPERATURE:
+        rule = f"must be 0 or at least {LEAST_VLLM_TEMPERATURE} with stage.engine=vllm, which increases smaller values to it"
+        yield Violation("stage.temperature", stage.temperature, rule, "set it to 0, which chooses the most probable token")
+    if stage.min_p > 0 and stage.top_p < 1:
+        rule = f"is applied before stage.top_p={stage.top_p} by stage.engine=vllm, and after it by transformers and stage.engine=native"
+        yield Violation("stage.min_p", stage.min_p, rule, "set one of them, or stage.engine=native")
 
 
 def _template(stage: Generate) -> Iterator[Violation]:
@@ -123,7 +148,8 @@ def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
             rule = "is not supported by stage=generate" if generates else "is not supported by stage.tasks"
             sharded = "tensor, pipeline and expert" if generates else "tensor and pipeline"
             yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; {sharded} ranks shard the model")
-    yield from parallel.ranks(replace(config.parallel, **dict.fromkeys(unsupported, 1)), world_size)
+    supported = knobs.changed(config, {f"parallel.{axis}": 1 for axis in unsupported})
+    yield from parallel.ranks(supported.parallel, world_size)
 
 
 def _plan(config: RunConfig, stage: Plan) -> Iterator[Violation]:
