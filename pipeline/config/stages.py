@@ -67,6 +67,14 @@ class Generate(CheckpointReader):
     examples: str | None = knob(None, "JSON lines with the fields of examples, which the template shows before the question")
     few_shot: int | None = knob(None, "examples in each prompt, chosen by stage.seed and the line; 0 for none", at_least=0)
     output: str | None = knob(None, "output folder; default run_dir/generated")
+    engine: str = knob(
+        "native",
+        "what computes the tokens: this package (native), or an installed vLLM, which loads a Hugging Face export of the checkpoint (vllm)",
+        choices=("native", "vllm"),
+    )
+    export: str | None = knob(
+        None, "stage.engine=vllm: folder of the export, which is written if it does not exist; default run_dir/hf, as of stage=convert"
+    )
     max_tokens: int = knob(256, "maximum number of new tokens of a completion", unit="tokens", at_least=1)
     batch_size: int = knob(16, "maximum number of sequences in a forward pass on one rank", unit="sequences", at_least=1)
     cache_gigabytes: float | None = knob(

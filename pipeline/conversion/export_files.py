@@ -171,7 +171,7 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def export_folder(output: Path, settings: dict[str, Any], comm: Comm) -> Iterator[tuple[Path, Writer]]:
+def export_folder(output: Path, settings: dict[str, Any], comm: Comm, *, key: str = "stage.output") -> Iterator[tuple[Path, Writer]]:
     """Yield the folder in which an export is collected, and what writes its files; the folder becomes `output` when the block succeeds.
 
     It is inside of a hidden folder beside `output`, with the completion records. If the job is killed, the next call with the same
@@ -181,6 +181,7 @@ def export_folder(output: Path, settings: dict[str, Any], comm: Comm) -> Iterato
         output: the output folder.
         settings: all settings that determine the files.
         comm: the ranks that share the files.
+        key: configuration key of the folder.
 
     Raises:
         UserError: another job is writing the folder.
@@ -200,7 +201,7 @@ def export_folder(output: Path, settings: dict[str, Any], comm: Comm) -> Iterato
         for partial in folder.rglob(".*.[0-9]*.partial"):  # a file that was being written
             partial.unlink()
 
-    with claimed(work, "stage.output", None, prepare) if comm.rank == 0 else nullcontext():
+    with claimed(work, key, None, prepare) if comm.rank == 0 else nullcontext():
         comm.barrier()
         try:
             yield folder, Writer(comm, records)

@@ -8,8 +8,13 @@ from typing import Any
 
 import torch
 
+from pipeline.checkpoint import averaged
 from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.checkpoint.native import INDEX
+from pipeline.checkpoint.peft_format import WEIGHTS
+from pipeline.common.atomic_files import digest
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
+from pipeline.config.stages import CheckpointReader
 from pipeline.conversion import huggingface_export, imported
 from pipeline.conversion.export_files import Writer
 from pipeline.conversion.huggingface_export import Packing
@@ -110,3 +115,30 @@ def original_of(checkpoint: MergedWeights, model: ModelConfig, tokenizer: TextEn
     if original is not None and checkpoint.step and model.objective not in ("masked", "classification"):
         return original.with_end(tokenizer.end_of_document)
     return original
+
+
+def settings_of(
+    tokenizer: TokenizerConfig, stage: CheckpointReader, checkpoint: Path, encoder: TextEncoder, *, dtype: str, shard_gigabytes: float
+) -> dict[str, Any]:
+    """Return the settings that determine the files of an export, for its manifest.
+
+    Args:
+        tokenizer: settings of the tokenizer.
+        stage: which weights are read.
+        checkpoint: the checkpoint that is exported.
+        encoder: the tokenizer.
+        dtype: of the files, as stage.dtype of stage=convert.
+        shard_gigabytes: maximum size of a file.
+    """
+    settings = {
+        "stage.checkpoint": f"{checkpoint.name} {digest(checkpoint / INDEX)}",
+        "stage.dtype": dtype,
+        "stage.shard_gigabytes": shard_gigabytes,
+        "tokenizer.path": encoder.fingerprint,
+        "tokenizer.end_of_document": tokenizer.end_of_document,
+        **averaged.settings_of(stage.weights),
+    }
+    if stage.adapter is not None:
+        file = Path(stage.adapter) / WEIGHTS
+        settings["stage.adapter"] = digest(file) if file.is_file() else stage.adapter
+    return settings

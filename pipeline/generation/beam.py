@@ -79,7 +79,7 @@ class BeamGenerator:
         self.prompts = max(1, batch_size // beams)
 
     def run(self, prompts: Iterable[tuple[int, Sequence[int]]]) -> Iterator[Completion]:
-        """Yield the completions of prompts (index, tokens)."""
+        """Yield the completions of prompts (index, tokens). Ranks that share experts call this together."""
         source = iter(prompts)
         while batch := [Completion(index, tokens) for index, tokens in islice(source, self.prompts)]:
             searches = self._search([completion.prompt for completion in batch])
@@ -87,6 +87,7 @@ class BeamGenerator:
                 completion.tokens = search.finished[0][1]
                 completion.finish_reason = "length" if len(completion.tokens) >= search.limit else "stop"
                 yield completion
+        self.runner.finish()
 
     def _search(self, prompts: list[Sequence[int]]) -> list[Search]:
         """Return the completed searches of some prompts."""

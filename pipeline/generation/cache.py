@@ -75,23 +75,26 @@ class KeyValueCache:
             counts: number of new tokens of each sequence, at least 1.
             device: of the model.
         """
-        before = [int(self.lengths[row]) for row in rows]
+        lengths = self.lengths.tolist()
+        before = [lengths[row] for row in rows]
         after = [length + count for length, count in zip(before, counts, strict=True)]
         assert max(after) <= self.capacity, f"{max(after)} tokens exceed the capacity of {self.capacity}"
-        self.lengths[list(rows)] = torch.tensor(after, device="cpu")
-        lengths = self.lengths.tolist()
+        for row, length in zip(rows, after, strict=True):
+            lengths[row] = length
+        self.lengths.copy_(torch.tensor(lengths, device="cpu"))
         for table in self.tables.values():
             table.fit(lengths)
         groups, first, token_rows, positions = [], 0, [], []
         for members in grouped(before, counts):
             count = counts[members[0]]
-            starts = torch.tensor([before[member] for member in members], device="cpu")
-            places = starts[:, None] + torch.arange(count, device="cpu")
+            starts = [before[member] for member in members]
+            places = torch.tensor(starts, device="cpu")[:, None]
+            places = places if count == 1 else places + torch.arange(count, device="cpu")
             of_group = torch.tensor([rows[member] for member in members], device="cpu")
-            token_rows.append(of_group.repeat_interleave(count))
+            token_rows.append(of_group if count == 1 else of_group.repeat_interleave(count))
             positions.append(places.flatten())
             shortest, longest = min(after[member] for member in members), max(after[member] for member in members)
-            fresh, aligned = not bool(starts.any()), count == 1 and shortest == longest
+            fresh, aligned = not any(starts), count == 1 and shortest == longest
             on_device = places.to(device)
             ends = on_device[:, -1] + 1
             last = first + len(members) * count
@@ -185,8 +188,8 @@ class CachedAttention:
                     keys, values = self._stored(index, group.longest)
                 over = group.mask(self.limit, mask, self.cache.bias, joined=index in joined)
                 output = attend(new_q, keys, values[..., : v.shape[3]], over, window=window, scale=scale)
-            outputs.append(output.transpose(0, 1).flatten(1, 2))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))[None]
+            outputs.append(group.join(output))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
     def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
         """See Pool."""

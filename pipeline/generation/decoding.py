@@ -13,7 +13,7 @@ from pipeline.conversion import imported
 from pipeline.data.load.objectives.encoder_decoder import decoder_start
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.generation import weights
+from pipeline.generation import cache_room, weights
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.generator import Generator, Stopping
 from pipeline.generation.proposers import DraftModel, PromptLookup
@@ -44,6 +44,9 @@ def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int
         raise UserError.of("stage.checkpoint", run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
     if not isinstance(model, EncoderDecoderSizes):
         return
+    if stage.engine == "vllm":
+        rule = f"runs decoders only, and the checkpoint is of family {model.family}"
+        raise UserError.of("stage.engine", "vllm", rule, "set it to native")
     if pipeline > 1:
         rule = f"is not supported by stage=generate for family {model.family}"
         raise UserError.of("parallel.pipeline", pipeline, rule, "set it to 1, and use parallel.tensor")
@@ -103,6 +106,38 @@ def load_runner(config: RunConfig, stage: Generate, checkpoint: MergedWeights, m
     if isinstance(module, EncoderDecoder):
         return Seq2SeqRunner(module, config.model.max_positions, start=decoder_token)
     return decoder_runner(local, config.model, mesh, lookahead=stage.speculative_tokens + 1 if _is_speculative(stage) else 1)
+
+
+def open_generator(
+    stage: Generate,
+    models: Sequence[tuple[RunConfig, MergedWeights]],
+    mesh: Mesh,
+    stops: Stopping,
+    decoder_token: int,
+    local_ranks: int,
+    longest: Sequence[int],
+    lines: int,
+) -> Generator | BeamGenerator:
+    """Load the models, and return the decoding algorithm that the settings choose.
+
+    Args:
+        stage: the settings of the stage.
+        models: the model, and the draft model if there is one: configuration for generation, and weights.
+        mesh: this rank's process groups.
+        stops: when a completion ends.
+        decoder_token: as first_decoder_token returns it.
+        local_ranks: ranks that share the memory of this machine.
+        longest: the longest prompt.
+        lines: number of prompts.
+
+    Raises:
+        UserError: a checkpoint is damaged, or a batch does not fit in memory.
+    """
+    runners = [load_runner(config, stage, checkpoint, mesh, decoder_token) for config, checkpoint in models]
+    positions = models[0][0].model.max_positions
+    room = cache_room.of_mesh(stage, runners, positions, mesh, local_ranks)
+    room.check(stage, min(stage.batch_size, lines), runners[0].length(longest), positions)
+    return generator_of(stage, runners[0], runners[1] if len(runners) > 1 else None, stops, room.share)
 
 
 def _is_speculative(stage: Generate) -> bool:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.lora_merge import MergedWeights
+from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
 from pipeline.conversion import imported
 from pipeline.data.tokenize.tokenizer import load
-from pipeline.generation.weights import model_of
+from pipeline.generation.weights import for_generation, model_of
 from pipeline.models.config import ModelConfig
 
 
@@ -23,14 +25,20 @@ def find(draft: str) -> Path:
     return native.find_start(draft, "stage.draft", "set it to the run directory or a checkpoint of a smaller model")
 
 
-def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, tokenizer: Path) -> None:
-    """Refuse a draft model with another vocabulary or a shorter context.
+def config_of(config: RunConfig, checkpoint: MergedWeights) -> RunConfig:
+    """Return the configuration of a draft model for generation; every rank of an expert group holds the whole of it."""
+    return for_generation(knobs.changed(config, {"parallel.expert": 1}), model_of(checkpoint))
+
+
+def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, tokenizer: Path, expert: int = 1) -> None:
+    """Refuse a draft model with another vocabulary or a shorter context, or with experts that would be sharded.
 
     Args:
         stage: the settings of the stage.
         checkpoint: of the draft model.
         target: the model that verifies the proposed tokens.
         tokenizer: folder of the target's tokenizer.
+        expert: parallel.expert.
 
     Raises:
         UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.
@@ -46,6 +54,9 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
             violations.append(
                 Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
             )
+    if expert > 1 and hasattr(draft, "experts"):
+        rule = f"has experts, which parallel.expert={expert} shards in the target only"
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))
     if violations:
         raise UserError(violations)
     folder = _tokenizer_folder(stage, checkpoint)

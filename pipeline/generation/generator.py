@@ -105,6 +105,7 @@ class Generator:
         """Yield the completions of prompts (index, tokens), in the order in which they are finished.
 
         A prompt has at least one token and less than the model's max_positions.
+        Ranks that share experts call this together.
         """
         source = iter(prompts)
         waiting: list[Completion] = []
@@ -113,6 +114,7 @@ class Generator:
             free = [row for row, held in enumerate(self._rows) if held is None]
             waiting += [Completion(index, tokens) for index, tokens in islice(source, max(0, len(free) - len(waiting)))]
             if not waiting and len(free) == len(self._rows):
+                self.runner.finish()
                 return
             waiting = waiting[self._admit(free, waiting) :]
             self._step()

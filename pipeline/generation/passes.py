@@ -52,7 +52,12 @@ class Group:
 
     def split(self, x: Tensor) -> Tensor:
         """Return the group's part of the tokens of a pass: (1, heads, all tokens, width) -> (n, heads, tokens, width)."""
-        return x[0, :, self.first : self.last].unflatten(1, (len(self.members), self.count)).transpose(0, 1)
+        part = x[:, :, self.first : self.last]
+        return part.transpose(0, 2) if self.count == 1 else part[0].unflatten(1, (len(self.members), self.count)).transpose(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`: (n, heads, tokens, width) -> (1, heads, the group's tokens, width)."""
+        return x.transpose(0, 2) if self.count == 1 else x.transpose(0, 1).flatten(1, 2)[None]
 
     def fresh_mask(self, given: Mask, bias: Bias | None) -> Mask:
         """Return the mask of new tokens that attend to each other."""
@@ -70,6 +75,8 @@ class Group:
             bias: biases of the scores, None for none.
             joined: whether the keys are the stored ones before the pass, and the new ones after them.
         """
+        if (limit, joined) not in self._masks and self.aligned and limit is None and given.slopes is None and bias is None:
+            self._masks[limit, joined] = given.replace(causal=False, documents=None, positions=None)
         if (limit, joined) not in self._masks:
             lengths = self.lengths - self.count if joined else self.lengths
             longest = self.before if joined else self.longest

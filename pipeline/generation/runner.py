@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.generation.cache import KeyValueCache, detach
+from pipeline.generation.expert_rounds import ExpertRounds
 from pipeline.generation.passes import Pass
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
@@ -27,14 +28,23 @@ class Runner:
         max_positions: longest sequence, tokens.
         lookahead: as in KeyValueCache.
         relay: connects the pipeline stages.
+        rounds: of the ranks that share experts.
         vocab_size: width of the logits; read with `relay`.
         hidden: width of the hidden states; read with `relay`.
     """
 
     def __init__(
-        self, model: Stack, max_positions: int, *, lookahead: int = 1, relay: Relay | None = None, vocab_size: int = 0, hidden: int = 0
+        self,
+        model: Stack,
+        max_positions: int,
+        *,
+        lookahead: int = 1,
+        relay: Relay | None = None,
+        rounds: ExpertRounds | None = None,
+        vocab_size: int = 0,
+        hidden: int = 0,
     ) -> None:
-        self.relay, self.vocab_size, self.hidden = relay, vocab_size, hidden
+        self.relay, self.rounds, self.vocab_size, self.hidden = relay, rounds, vocab_size, hidden
         self.model, self.max_positions, self.lookahead = model, max_positions, lookahead
         self.device = next(model.parameters()).device
         for moe in moe_layers(model):
@@ -68,6 +78,11 @@ class Runner:
         """Restore the model as it was given."""
         detach(self.model.blocks.values())
 
+    def finish(self) -> None:
+        """Wait until no rank that shares experts with this one has prompts; a generator calls it after its last pass."""
+        if self.rounds is not None:
+            self.rounds.finish()
+
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Process prompts in empty rows; returns the logits that follow them, (prompts, vocabulary)."""
         return self.forward(rows, self.begin_prompts(rows, prompts))
@@ -89,6 +104,8 @@ class Runner:
         Returns:
             (sum of wanted, vocabulary), in the order of the sequences.
         """
+        if self.rounds is not None:
+            self.rounds.begin()
         counts = [len(new) for new in tokens]
         wanted = [1] * len(rows) if wanted is None else wanted
         step = self.cache.begin(rows, counts, self.device)
@@ -123,7 +140,7 @@ class Runner:
 
 
 def decoder_runner(local: LocalModel, model: ModelConfig, mesh: Mesh, *, lookahead: int = 1) -> Runner:
-    """Return what runs a decoder that may be divided into pipeline stages.
+    """Return what runs a decoder that may be divided into pipeline stages, and whose experts may be on several ranks.
 
     Args:
         local: this rank's part of the model.
@@ -133,7 +150,9 @@ def decoder_runner(local: LocalModel, model: ModelConfig, mesh: Mesh, *, lookahe
     """
     relay = Relay(mesh) if mesh.layout.pipeline > 1 else None
     module = next(local.stage_modules())
-    return Runner(module, model.max_positions, lookahead=lookahead, relay=relay, vocab_size=model.vocab_size, hidden=model.hidden)
+    rounds = ExpertRounds(module, mesh.expert) if mesh.layout.expert > 1 else None
+    sizes = {"vocab_size": model.vocab_size, "hidden": model.hidden}
+    return Runner(module, model.max_positions, lookahead=lookahead, relay=relay, rounds=rounds, **sizes)
 
 
 def pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -148,6 +148,13 @@ class ExpertParallelExperts(RoutedExperts):
         combined = exchange.returning().transfer(outputs)
         return torch.cat([combined, combined.new_zeros(length - len(combined), combined.shape[1])])
 
+    def serve(self) -> None:
+        """Apply the local experts to rows of the other ranks, which call `forward` or `serve` at the same time; this rank has no rows."""
+        local, _, hidden = self.experts.gate.shape
+        columns = hidden if self.tensor is None else hidden // self.tensor.size()
+        counts = torch.zeros(self.group.size() * local, dtype=torch.int64, device=self.experts.gate.device)
+        self.forward(self.experts.gate.new_empty(0, columns), counts)
+
     def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """See RoutedExperts. All parts are sent at once. Each returns while the next one is computed."""
         pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]

@@ -83,24 +83,26 @@ class Mesh:
         return self.dense, self.pipeline, self.tensor
 
 
-def init_distributed(rank: int, world_size: int, local_rank: int, init_method: str, minutes: float = MINUTES) -> torch.device:
+def init_distributed(
+    rank: int, world_size: int, local_rank: int, init_method: str, minutes: float = MINUTES, device: torch.device | None = None
+) -> torch.device:
     """Initialize the default process group and return this rank's device.
 
     The default group has all ranks. It serves barriers and objects before and after training and in checkpoints, over gloo. Tensors of a
     step are reduced over the groups of the mesh. On GPUs it has NCCL too, whose communicator is created by the first collective on a GPU.
 
     Args:
-        rank: global rank of this process.
-        world_size: total number of ranks.
+        rank, world_size: global rank of this process, and the number of ranks.
         local_rank: rank within the node; selects the GPU.
         init_method: URL of the rendezvous with rank 0: `tcp://host:port`, or `env://` under torchrun.
         minutes: training.timeout_minutes. Ranks wait for each other INPUT_OUTPUT times as long, since they load and save for so long.
+        device: of this rank; its GPU, or the CPU without any, when None.
 
     Raises:
         UserError: another rank uses the GPU of this one, or rank 0 may not open a connection to every rank.
     """
     timeout = timedelta(minutes=minutes * INPUT_OUTPUT)
-    device = rank_device.choose(local_rank)
+    device = device or rank_device.choose(local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         cpu_affinity.bind(device)
@@ -200,11 +202,7 @@ def backend_of_groups(device: torch.device) -> str | None:
 
 
 def timeout_of_groups(minutes: float) -> timedelta:
-    """Timeout of the collectives of a step: one minute after the watchdog, which names the rank that the others wait for.
-
-    Args:
-        minutes: training.timeout_minutes, the timeout of the watchdog.
-    """
+    """Timeout of the collectives of a step: one minute after the watchdog (training.timeout_minutes), which names the rank waited for."""
     return timedelta(minutes=minutes + 1)
 
 

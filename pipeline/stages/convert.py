@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import averaged, peft_format, reader
+from pipeline.checkpoint import averaged, reader
 from pipeline.checkpoint.lora_export import export_adapter
 from pipeline.checkpoint.lora_merge import open_merged
-from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.newest import read_newest
 from pipeline.common import artifact, mpi
-from pipeline.common.atomic_files import digest, report_disk_full
+from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import collect_errors
 from pipeline.common.mpi import Comm, SingleProcessComm
 from pipeline.common.ranks import Ranks
@@ -191,17 +190,7 @@ def _write_quantized(folder: Path, config: RunConfig, stage: Convert, source: So
 
 def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEncoder) -> dict[str, Any]:
     """Return all settings that determine the exported files."""
-    settings = {
-        "stage.checkpoint": f"{path.name} {digest(path / INDEX)}",
-        "stage.dtype": stage.dtype,
-        "stage.shard_gigabytes": stage.shard_gigabytes,
-        "tokenizer.path": tokenizer.fingerprint,
-        "tokenizer.end_of_document": config.tokenizer.end_of_document,
-        **({"stage.format": stage.format} if stage.format != "huggingface" else {}),
-        **export.settings_of(stage),
-        **averaged.settings_of(stage.weights),
-    }
-    if stage.adapter is not None:
-        file = Path(stage.adapter) / peft_format.WEIGHTS
-        settings["stage.adapter"] = digest(file) if file.is_file() else stage.adapter
-    return settings
+    common = huggingface_folder.settings_of(
+        config.tokenizer, stage, path, tokenizer, dtype=stage.dtype, shard_gigabytes=stage.shard_gigabytes
+    )
+    return common | ({"stage.format": stage.format} if stage.format != "huggingface" else {}) | export.settings_of(stage)

@@ -8,6 +8,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline.checkpoint import averaged, native
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
@@ -23,16 +25,20 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
+from pipeline.conversion.huggingface_folder import Source, original_of
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import translation
-from pipeline.generation import cache_room, decoding, draft, weights
+from pipeline.generation import decoding, draft, vllm_engine, weights
+from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptParts, missing, publish, wait_for_parts
+from pipeline.generation.generator import Generator
 from pipeline.generation.prompts import PromptFile, PromptReader
 from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.generation.template import open_template
+from pipeline.generation.vllm_engine import VllmEngine
 from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
 
@@ -48,16 +54,18 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     stage, run_dir, minutes = config.stage, Path(config.run_dir), config.training.timeout_minutes
     assert isinstance(stage, Generate)
     folder = Path(stage.output or run_dir / "generated")
-    prompts, _, template, tokenizer, chats, path, draft_path = collect_errors(
+    prompts, _, _, template, tokenizer, chats, path, draft_path = collect_errors(
         lambda: PromptFile(Path(stage.prompts or "")),
         lambda: translation.check(stage),
+        lambda: vllm_engine.check_installed() if stage.engine == "vllm" else None,
         lambda: open_template(stage),
         lambda: open_tokenizer(config.tokenizer, run_dir),
         lambda: _chat_template(config.tokenizer),
         lambda: native.find(run_dir, stage.checkpoint),
         lambda: draft.find(stage.draft) if stage.draft is not None else None,
     )
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
+    own_device = torch.device("cpu") if stage.engine == "vllm" else None  # whose processes use the GPUs
+    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes, own_device)
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
         path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
@@ -77,16 +85,17 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
         check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
+        models = [(weights.for_generation(config, model), checkpoint)]
         if drafts is not None:
-            draft.check(stage, drafts, model, Path(config.tokenizer.path))
+            draft.check(stage, drafts, model, Path(config.tokenizer.path), config.parallel.expert)
+            models.append((draft.config_of(config, drafts), drafts))
         settings = _settings(config, stage, checkpoint, drafts, tokenizer)
-        configs = [weights.for_generation(config, weights.model_of(each)) for each in (checkpoint, drafts) if each is not None]
-        if violations := [violation for each in configs for violation in layout_violations(each)]:
+        if violations := [violation for each, _ in models for violation in layout_violations(each)]:
             raise UserError(violations)
         comm = BroadcastRanks(ranks.rank, ranks.world_size)
         with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is not None:
-                mesh = meshes.build_mesh(Layout.of(configs[0], ranks.world_size), device, minutes, ranks.local_size)
+                mesh = meshes.build_mesh(Layout.of(models[0][0], ranks.world_size), device, minutes, ranks.local_size)
                 where = mesh.coordinates
                 # Rank 0 decides for all what is missing: other ranks may see an older listing of the folder.
                 left = comm.bcast(missing(unfinished, prompts.parts))
@@ -94,12 +103,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 taken = meshes.handed_out("generate", mesh.layout.batch_shard(where), leader=leader)
                 mine = (left[number] for number in takewhile(lambda number: number < len(left), taken))
                 parts = PromptParts(prompts, reader, stops, unfinished, mine, logprobs=stage.logprobs, write=leader)
-                runner = decoding.load_runner(configs[0], stage, checkpoint, mesh, decoder_token)
-                small = None if drafts is None else decoding.load_runner(configs[1], stage, drafts, mesh, decoder_token)
-                runners = [each for each in (runner, small) if each is not None]
-                room = cache_room.of_mesh(stage, runners, model.max_positions, mesh, ranks.local_size)
-                room.check(stage, min(stage.batch_size, prompts.lines), runner.length(reader.longest(prompts)), model.max_positions)
-                generator = decoding.generator_of(stage, runner, small, stops, room.share)
+                generator: Generator | BeamGenerator | VllmEngine
+                if stage.engine == "vllm":
+                    source = Source(checkpoint, model, tokenizer, original_of(checkpoint, model, tokenizer))
+                    generator = vllm_engine.open_engine(models[0][0], stage, source, mesh, stops, ranks.local_rank, prompts.lines)
+                else:
+                    longest, lines = reader.longest(prompts), prompts.lines
+                    generator = decoding.open_generator(stage, models, mesh, stops, decoder_token, ranks.local_size, longest, lines)
                 began = time.monotonic()
                 with Progress(None, "generate", "tokens", ranks.rank) as progress:
                     for completion in generator.run(parts.read()):
@@ -134,7 +144,10 @@ def _settings(
     config: RunConfig, stage: Generate, checkpoint: MergedWeights, drafts: MergedWeights | None, tokenizer: TextEncoder
 ) -> dict[str, Any]:
     """Return all settings that determine the completions; with a draft model, samples differ although their distribution does not."""
-    others = ("name", "checkpoint", "weights", "prompts", "output", "batch_size", "cache_gigabytes", "draft", "draft_tokenizer", "metrics")
+    others = [
+        *("name", "checkpoint", "weights", "prompts", "output", "engine", "export", "batch_size", "cache_gigabytes"),
+        *("draft", "draft_tokenizer", "metrics"),
+    ]
     keys = [name for name in vars(stage) if name not in others]
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),
@@ -149,6 +162,7 @@ def _settings(
         "stage.adapter": None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS),
         **{f"stage.{key}": digest(Path(path)) for key in ("template", "examples") if (path := getattr(stage, key)) is not None},
         "stage.draft": None if drafts is None else f"{drafts.path.name} {digest(drafts.path / INDEX)}",
+        **({} if stage.engine == "native" else {"stage.engine": stage.engine}),  # nothing for ours, as before there was a choice
     }
 
 

@@ -31,22 +31,20 @@ def completions(runner):
     return sorted((each.index, each.tokens, each.logprobs) for each in generator.run(enumerate(prompts(301, 9, 20, 3))))
 
 
-def runner_on_ranks(config, axis, lookahead=1, model=None):
+def runner_on_ranks(config, *axes, lookahead=1, model=None):
     """This rank's part of a model with random weights."""
     from pipeline.config.layout import Layout
     from pipeline.generation import weights
+    from pipeline.generation.runner import decoder_runner
     from pipeline.parallel import mesh as meshes
-    from pipeline.parallel.pipeline_relay import Relay
     from tests.world import configured
 
-    run = weights.for_generation(configured("stage=generate", f"parallel.{axis}=2", "precision=fp32"), config)
-    mesh = meshes.build_mesh(Layout.of(run, 2), torch.device("cpu"))
-    part = next(weights.load(InMemory(model or random_model(config)), run, mesh).stage_modules())
+    run = weights.for_generation(configured("stage=generate", *(f"parallel.{axis}=2" for axis in axes), "precision=fp32"), config)
+    mesh = meshes.build_mesh(Layout.of(run, 2 ** len(axes)), torch.device("cpu"))
+    part = weights.load(InMemory(model or random_model(config)), run, mesh)
     if config.family == "t5":
-        return Seq2SeqRunner(part, 60, start=2)
-    relay = Relay(mesh) if axis == "pipeline" else None
-    sizes = {"vocab_size": config.vocab_size, "hidden": config.hidden}
-    return Runner(part, config.max_positions, lookahead=lookahead, relay=relay, **sizes)
+        return Seq2SeqRunner(next(part.stage_modules()), 60, start=2)
+    return decoder_runner(part, config, mesh, lookahead=lookahead)
 
 
 def on_ranks(config, axis):
@@ -63,7 +61,7 @@ def drafted(runner, small):
 
 def drafted_on_ranks(axis):
     small = test_speculative.noisy(random_model(TWO_LAYERS), 0.4)
-    return drafted(runner_on_ranks(TWO_LAYERS, axis, 3), runner_on_ranks(TWO_LAYERS, axis, 3, small))
+    return drafted(runner_on_ranks(TWO_LAYERS, axis, lookahead=3), runner_on_ranks(TWO_LAYERS, axis, lookahead=3, model=small))
 
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
@@ -87,3 +85,46 @@ def test_layouts_equal_one_process(name, axis, worlds):
         assert [(index, tokens) for index, tokens, _ in found] == [(index, tokens) for index, tokens, _ in expected]
         for (_, _, ours), (_, _, theirs) in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+
+
+EXPERTS = {name: replace(CONFIGS[name], max_positions=60, experts=8) for name in ("mixtral", "deepseek-yarn")}
+RULES = [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=4)]
+#: The axes beside the expert axis, each of two ranks.
+SHARED = [
+    *((name, (), sampling) for name in EXPERTS for sampling in RULES),
+    ("mixtral", ("tensor",), RULES[1]),
+    ("deepseek-yarn", ("pipeline",), RULES[1]),
+]
+
+
+def shares():
+    """Prompts of two groups of ranks in three runs: one group is finished long before the other, or has nothing to do."""
+    given = list(enumerate(prompts(300, 3, 20, 1, 30, 2, 9)))
+    return [(given[:1], given[1:]), ([], given[:2]), (given[3:], given[:3])]
+
+
+def completed(runner, sampling, share):
+    """Of a share, in two rows."""
+    return {each.index: each.tokens for each in Generator(runner, sampling, Stopping(12), batch_size=2).run(share)}
+
+
+def on_expert_ranks(config, axes, sampling):
+    """The group of this rank, the completions of its shares, and the elements of its experts."""
+    runner = runner_on_ranks(config, "expert", *axes)
+    group = runner.rounds.group.rank()
+    found = [completed(runner, sampling, pair[group]) for pair in shares()]
+    return group, found, sum(parameter.numel() for name, parameter in runner.model.named_parameters() if ".experts." in name)
+
+
+@pytest.mark.parametrize("name, axes, sampling", SHARED)
+def test_ranks_that_share_experts_equal_one_process(name, axes, sampling, worlds):
+    model = random_model(EXPERTS[name]).eval()
+    expected = completed(Runner(model, 60), sampling, shares()[0][0] + shares()[0][1])
+    assert len(set(map(tuple, expected.values()))) == 6
+    answers = worlds(2 * 2 ** len(axes)).run(on_expert_ranks, EXPERTS[name], axes, sampling)
+    for group, found, _ in answers:
+        assert found == [{index: expected[index] for index, _ in pair[group]} for pair in shares()]
+    assert {group for group, _, _ in answers} == {0, 1}
+    assert sum(held for _, _, held in answers) == sum(
+        parameter.numel() for key, parameter in model.named_parameters() if ".experts." in key
+    )

@@ -108,7 +108,7 @@ def evaluation_violations(config: RunConfig, world_size: int) -> list[Violation]
 
 def layout_violations(config: RunConfig) -> list[Violation]:
     """Return the rules between layout and model that a configuration violates whose model is read from a checkpoint."""
-    return [*parallel.tensor(config), *parallel.pipeline(config)]
+    return [*parallel.tensor(config), *parallel.expert(config), *parallel.pipeline(config)]
 
 
 def _settings_violations(config: RunConfig) -> list[Violation]:

@@ -17,7 +17,7 @@ OFFLOADED = ("adamw",)
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules between the layout, the model and the sequences."""
     yield from tensor(config)
-    yield from _expert(config)
+    yield from expert(config)
     yield from _context(config)
     yield from pipeline(config)
     yield from _offload(config)
@@ -47,7 +47,7 @@ def tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation(key, length, rule, f"choose a multiple of {tensor}, or set parallel.sequence_parallel=false")
 
 
-def _expert(config: RunConfig) -> Iterator[Violation]:
+def expert(config: RunConfig) -> Iterator[Violation]:
     """Expert parallelism distributes complete experts over ranks; tensor parallelism shards each expert."""
     ranks, experts = config.parallel.expert, getattr(config.model, "experts", 0)
     if ranks > 1 and not experts:

@@ -80,7 +80,9 @@ def _output_folders(config: RunConfig) -> dict[str, str | None]:
         return {}
     if isinstance(stage, ConvertTokens):
         return {"data.tokens": config.data.tokens} if stage.to == "shards" else {"stage.output": stage.output}
-    if isinstance(stage, Generate) or (isinstance(stage, Convert) and stage.input is None):
+    if isinstance(stage, Generate):
+        return {"stage.output": stage.output, "stage.export": stage.export, "run_dir": config.run_dir}
+    if isinstance(stage, Convert) and stage.input is None:
         return {"stage.output": stage.output, "run_dir": config.run_dir}
     if stage.name == "shard":
         return {"data.shards": config.data.shards}

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from pipeline.common import knobs
 from pipeline.common.errors import Violation
 from pipeline.config.planned import planned_job
-from pipeline.config.rules import convert
+from pipeline.config.rules import convert, parallel
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan, Rehearse
 
 #: Logits divided by less would exceed the range of fp32.
 LEAST_TEMPERATURE = 1e-6
+#: vLLM increases smaller temperatures to this one.
+LEAST_VLLM_TEMPERATURE = 0.01
 #: What is planned instead of the configured job.
 PLANS = ("search", "scaling", "run")
 
@@ -23,7 +25,7 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     if stage.name not in STAGES or STAGES[stage.name][0] is not type(stage):
         yield Violation("stage.name", stage.name, "is not the stage whose keys were composed", "choose the stage by stage=NAME")
     if isinstance(stage, Generate):
-        yield from _generate(stage)
+        yield from _generate(config, stage)
         yield from _replicas(config, world_size)
     if isinstance(stage, Evaluate):
         yield from _tasks(stage)
@@ -46,7 +48,7 @@ def evaluated_model_violations(config: RunConfig) -> Iterator[Violation]:
     yield from _stride(config, config.stage)
 
 
-def _generate(stage: Generate) -> Iterator[Violation]:
+def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
     """Prompts are given, and each way of decoding has its own settings."""
     if stage.prompts is None:
         yield Violation("stage.prompts", None, "is required", 'set it to a file with lines such as {"prompt": "Once upon a time"}')
@@ -72,6 +74,30 @@ def _generate(stage: Generate) -> Iterator[Violation]:
     yield from _template(stage)
     if stage.draft is not None and stage.prompt_lookup:
         yield Violation("stage.prompt_lookup", True, "proposes tokens, and so does stage.draft", "set one of them")
+    if stage.engine == "vllm":
+        yield from _vllm(config, stage)
+    elif stage.export is not None:
+        yield Violation("stage.export", stage.export, "is read with stage.engine=vllm only", "set that, or remove it")
+
+
+def _vllm(config: RunConfig, stage: Generate) -> Iterator[Violation]:
+    """Settings that vLLM has no equivalent for, or that its batch interface does not take."""
+    for key, value, plain in (
+        ("stage.beams", stage.beams, 1),
+        ("stage.draft", stage.draft, None),
+        ("stage.prompt_lookup", stage.prompt_lookup, False),
+        ("parallel.pipeline", config.parallel.pipeline, 1),
+        ("parallel.expert", config.parallel.expert, 1),
+        ("precision.fp8", config.precision.fp8, "none"),
+    ):
+        if value != plain:
+            yield Violation(key, value, "is not supported by stage.engine=vllm", f"set {key}={plain}, or stage.engine=native")
+    if 0 < stage.temperature < LEAST_VLLM_TEMPERATURE:
+        rule = f"must be 0 or at least {LEAST_VLLM_TEMPERATURE} with stage.engine=vllm, which increases smaller values to it"
+        yield Violation("stage.temperature", stage.temperature, rule, "set it to 0, which chooses the most probable token")
+    if stage.min_p > 0 and stage.top_p < 1:
+        rule = f"is applied before stage.top_p={stage.top_p} by stage.engine=vllm, and after it by transformers and stage.engine=native"
+        yield Violation("stage.min_p", stage.min_p, rule, "set one of them, or stage.engine=native")
 
 
 def _template(stage: Generate) -> Iterator[Violation]:
@@ -114,15 +140,16 @@ def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:
-    """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard."""
-    for axis in ("context", "expert"):
+    """Prompts and questions are shared over replicas of the model, which tensor and pipeline ranks may shard, of prompts also experts."""
+    generates = isinstance(config.stage, Generate)
+    unsupported = ("context",) if generates else ("context", "expert")
+    for axis in unsupported:
         if (size := getattr(config.parallel, axis)) > 1:
-            rule = "is not supported by stage=generate" if isinstance(config.stage, Generate) else "is not supported by stage.tasks"
-            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; tensor and pipeline ranks shard the model")
-    replica = config.parallel.tensor * config.parallel.pipeline
-    if world_size % replica:
-        rule = f"must be divisible by parallel.tensor={config.parallel.tensor} x parallel.pipeline={config.parallel.pipeline}"
-        yield Violation("world size", world_size, rule, f"set the number of ranks to a multiple of {replica}, or reduce the parallel sizes")
+            rule = "is not supported by stage=generate" if generates else "is not supported by stage.tasks"
+            sharded = "tensor, pipeline and expert" if generates else "tensor and pipeline"
+            yield Violation(f"parallel.{axis}", size, rule, f"set parallel.{axis}=1; {sharded} ranks shard the model")
+    supported = knobs.changed(config, {f"parallel.{axis}": 1 for axis in unsupported})
+    yield from parallel.ranks(supported.parallel, world_size)
 
 
 def _plan(config: RunConfig, stage: Plan) -> Iterator[Violation]:

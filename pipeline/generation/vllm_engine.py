@@ -1,0 +1,217 @@
+"""Generation by an installed vLLM (https://docs.vllm.ai), from the Hugging Face export of a checkpoint: the only file that imports it.
+
+Of the ranks of a tensor group, the first one creates an engine, which runs on the GPUs of the group in processes of its own. Prompts,
+their parts, the ends of completions and the output are those of our engine; what vLLM computes is the tokens.
+
+The names and arguments are those of vLLM 0.31; tests/stages/test_generate_vllm.py compares them with an installed one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipeline.common.errors import RunFailed, UserError
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Generate
+from pipeline.conversion.huggingface_folder import Source
+from pipeline.generation import vllm_export
+from pipeline.generation.generator import Completion, Stopping
+from pipeline.generation.sampling import Sampling
+from pipeline.parallel import mesh as meshes
+from pipeline.parallel.mesh import Mesh
+
+#: precision.dtype -> its name in vLLM.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+#: Prompts of a call for each sequence of a forward pass: at the end of a call, the batch runs empty.
+CALL = 8
+#: Variables of the launcher of our ranks, which PyTorch would read in the processes of vLLM.
+LAUNCHER = frozenset(
+    (
+        *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+        *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+    )
+)
+#: Its processes are started anew, not forked from this one, which has a process group; nothing is sent or downloaded.
+OPTIONS = {
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+_FIX = "install vLLM in an environment with this package (pip install vllm==0.31.0), or set stage.engine=native"
+
+
+def check_installed() -> None:
+    """Refuse to begin without vLLM.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    if find_spec("vllm") is None:
+        raise UserError.of("stage.engine", "vllm", "requires vLLM, which is not installed", _FIX)
+
+
+class VllmEngine:
+    """Generates completions with vLLM; has the interface of Generator.
+
+    Args:
+        llm: vllm.LLM; None on the ranks of a tensor group that leave their GPUs to the first one.
+        stage: the settings of the stage.
+        stops: when a completion ends.
+        max_positions: longest sequence, tokens.
+        prompts: maximum number of prompts of a call.
+    """
+
+    def __init__(self, llm: Any, stage: Generate, stops: Stopping, max_positions: int, prompts: int) -> None:
+        self._llm, self._stage, self._stops, self._max_positions, self._prompts = llm, stage, stops, max_positions, prompts
+
+    def run(self, prompts: Iterable[tuple[int, Sequence[int]]]) -> Iterator[Completion]:
+        """Yield the completions of prompts (index, tokens). The processes of vLLM end with this one.
+
+        Raises:
+            RunFailed: vLLM did not complete a prompt.
+        """
+        if self._llm is None:
+            return
+        from vllm import SamplingParams, TokensPrompt
+
+        source = iter(prompts)
+        while call := list(islice(source, self._prompts)):
+            inputs = [TokensPrompt(prompt_token_ids=list(tokens)) for _, tokens in call]
+            rooms = [self._max_positions - len(tokens) for _, tokens in call]
+            params = [
+                SamplingParams(**sampling_arguments(self._stage, self._stops, index, room))
+                for (index, _), room in zip(call, rooms, strict=True)
+            ]
+            outputs = self._llm.generate(inputs, params, use_tqdm=False)
+            for (index, tokens), output in zip(call, outputs, strict=True):
+                yield self._completion(index, tokens, output.outputs[0])
+
+    def _completion(self, index: int, prompt: Sequence[int], output: Any) -> Completion:
+        """Return a completion without the token that ends it, which vLLM returns as its last one."""
+        tokens, reason = list(output.token_ids), output.finish_reason
+        logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)] if self._stage.logprobs else []
+        end = next((place for place, token in enumerate(tokens) if token in self._stops.end_tokens), None)
+        if end is None and reason not in ("stop", "length"):
+            raise RunFailed(f"vLLM ended the completion of line {index} with finish_reason={reason}")
+        return Completion(index, prompt, tokens[:end], logprobs[:end], reason if end is None else "stop")
+
+
+def open_engine(config: RunConfig, stage: Generate, source: Source, mesh: Mesh, stops: Stopping, local_rank: int, lines: int) -> VllmEngine:
+    """Create the engine of a tensor group, on its first rank. Every rank calls this: rank 0 writes the export if there is none.
+
+    Args:
+        config: with the model of the checkpoint.
+        stage: the settings of the stage.
+        source: what is exported.
+        mesh: this rank's process groups.
+        stops: when a completion ends.
+        local_rank: of this rank; its GPU is the first one of the engine.
+        lines: number of prompts; a group takes its share of them in a call at most.
+
+    Raises:
+        UserError: the export is that of another checkpoint, vLLM cannot be imported or refuses the model or the settings, or this rank
+            does not see the GPUs of its group.
+        CheckFailed: the export is wrong.
+    """
+    folder = meshes.on_rank_0(lambda: vllm_export.prepare(config, stage, source))
+    positions, share = config.model.max_positions, -(-lines // mesh.layout.batch_shards)
+    prompts = min(CALL * stage.batch_size, share)
+    if mesh.coordinates.tensor > 0:
+        return VllmEngine(None, stage, stops, positions, prompts)
+    with _environment(gpus_of(local_rank, config.parallel.tensor)):
+        try:
+            import vllm
+
+            llm = vllm.LLM(**engine_arguments(config, stage, folder))
+        except ImportError as error:
+            raise UserError.of("stage.engine", "vllm", f"requires vLLM, which cannot be imported: {error}", _FIX) from error
+        except ValueError as error:  # also what pydantic finds
+            rule = f"vLLM {vllm.__version__} refuses {folder}: {error}"
+            raise UserError.of("stage.engine", "vllm", rule, "change what it names, or set stage.engine=native") from error
+    return VllmEngine(llm, stage, stops, positions, prompts)
+
+
+def engine_arguments(config: RunConfig, stage: Generate, folder: Path) -> dict[str, Any]:
+    """Return the arguments of vllm.LLM."""
+    size = stage.cache_gigabytes
+    return {
+        "model": str(folder),
+        "dtype": DTYPES[config.precision.dtype],
+        "tensor_parallel_size": config.parallel.tensor,
+        "max_model_len": config.model.max_positions,
+        "max_num_seqs": stage.batch_size,
+        "generation_config": "vllm",  # not that of the export: all settings are given
+        "logprobs_mode": "raw_logprobs",  # before the rules of sampling
+        **({} if size is None else {"kv_cache_memory_bytes": int(size * 1e9)}),
+    }
+
+
+def sampling_arguments(stage: Generate, stops: Stopping, index: int, room: int) -> dict[str, Any]:
+    """Return the arguments of vllm.SamplingParams for a prompt; config/rules/stage.py refuses the settings that have none.
+
+    Args:
+        stage: the settings of the stage.
+        stops: when a completion ends.
+        index: number of the prompt, which selects its random numbers.
+        room: how many tokens can follow it.
+    """
+    return {
+        "max_tokens": min(stops.max_tokens, room),
+        "temperature": stage.temperature,
+        "top_k": stage.top_k or -1,
+        "top_p": stage.top_p,
+        "min_p": stage.min_p,
+        "repetition_penalty": stage.repetition_penalty,
+        "seed": Sampling(seed=stage.seed).random(index).getrandbits(63) if stage.temperature else None,
+        "stop": list(stops.strings),
+        "stop_token_ids": sorted(stops.end_tokens),
+        "ignore_eos": True,  # the ends are those of stop_token_ids
+        "detokenize": bool(stops.strings),
+        "logprobs": 0 if stage.logprobs else None,  # of the chosen token only
+    }
+
+
+def gpus_of(first: int, count: int) -> list[str]:
+    """Return the GPUs of an engine, as in CUDA_VISIBLE_DEVICES; none if this process sees none (vLLM for CPUs).
+
+    Args:
+        first: number of the first one among those that this process sees; modulo their number, as in parallel/device.py.
+        count: of the engine.
+
+    Raises:
+        UserError: this process does not see them.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = [str(number) for number in range(torch.cuda.device_count())] if named is None else [each for each in named.split(",") if each]
+    if not visible:
+        return []
+    found = visible[first % len(visible) :][:count]
+    if len(found) < count:
+        rule = f"is the number of GPUs of an engine of vLLM, and this rank sees {len(visible)}, of which it begins with {found[0]}"
+        fix = "start the ranks of a tensor group on one node, such that each sees all GPUs of the node"
+        raise UserError.of("parallel.tensor", count, rule, fix)
+    return found
+
+
+@contextmanager
+def _environment(gpus: Sequence[str]) -> Iterator[None]:
+    """The variables that the processes of vLLM start with."""
+    before = dict(os.environ)
+    for name in before:
+        if name in LAUNCHER or name.startswith("TORCHELASTIC_"):
+            del os.environ[name]
+    os.environ.update(OPTIONS, **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
