@@ -22,6 +22,8 @@ SPLITS: dict[str, dict[str, int]] = {
     "expert_column": {"expert": 0, "tensor": 1},
     "expert_row": {"expert": 0, "tensor": 2},
 }
+#: The same for stacks of experts that are whole on every rank (parallel.expert_tensor=1): the tensor ranks divide those of an expert rank.
+FOLDED: dict[str, int] = {"expert": 0, "tensor": 0}
 
 #: Role of a linear layer's weight -> the roles of its adapter's weights (layers/lora.py): `a` is split as the layer's inputs are, `b` as
 #: its outputs are. The other one of the two is used on sharded activations.
