@@ -116,7 +116,7 @@ def trace(
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         connect(replace(config, training=replace(config.training, compile="off")), mesh, model, _recorded_attention)
         axes = {"expert": mesh.dispatch, "context": mesh.context, "tensor": mesh.tensor}  # the last name of a group counts
-        groups = {group.group_name: axis for axis, group in axes.items() if group.size() > 1}
+        groups: dict[str, str] = {group.group_name: axis for axis, group in axes.items() if group.size() > 1}
         held = list(_weights(stage, model, config))
         quantized = _quantize(stage, model, config)
         constants = dict.fromkeys(_constants(stage), "") | {parameter: piece.name for parameter, piece in model.pieces.items()}
