@@ -128,6 +128,11 @@ def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:
     for name in ("decay_steps", "warmup_steps"):
         planned = getattr(optimizer, name)
         values[f"optimizer.{name}"] = min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0
+    if optimizer.decay_ends:  # one of them, where a decay of the small run fits
+        warm = values["optimizer.warmup_steps"] or math.ceil(optimizer.warmup_ratio * steps)
+        decay = values["optimizer.decay_steps"] or max(1, steps // 10)
+        end = min(max(round(optimizer.decay_ends[0] * ratio), warm + decay), steps - decay)
+        values["optimizer.decay_ends"] = [end] if end >= warm + decay else []
     for name, kind in (("sequence_warmup", WarmupConfig), ("batch_rampup", RampupConfig)):
         entries: list[WarmupConfig] = getattr(training, name)
         ends = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
@@ -154,6 +159,7 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
     values: dict[str, Any] = {
         "training.sequence_length": length,
         "training.sequence_warmup": [WarmupConfig(entry.until_step, length >> lengths.index(entry.value)) for entry in entries],
+        "training.goldfish_context": min(training.goldfish_context, length - 1),
         "model.max_positions": length if model.max_positions == planned else min(model.max_positions, 2 * length),
     }
     for name in ("window", "banded_window"):

@@ -49,6 +49,13 @@ class TrainingConfig:
         above=0,
     )
     simpo_margin: float = knob(0.0, "dpo: the margin between both rewards that preference_loss=simpo aims at", at_least=0)
+    goldfish_k: int = knob(
+        0,
+        "goldfish loss: one of so many targets has no loss, chosen by a hash of the tokens before it, so that no text can be recited, "
+        "such as 4; 0: all targets have one",
+        at_least=0,
+    )
+    goldfish_context: int = knob(13, "goldfish loss: tokens that are hashed", unit="tokens", at_least=1)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     fake_quantize: str = knob(
         "none",
@@ -168,6 +175,13 @@ class TrainingConfig:
         unit="steps",
         at_least=0,
     )
+    noise_scale_every: int = knob(
+        0,
+        "measure the gradient noise scale, in sequences, after so many steps, from the gradients of shares of the batch that are reduced "
+        "anyway. 0: never",
+        unit="steps",
+        at_least=0,
+    )
     recompute_every: int = knob(
         0,
         "compute a forward pass of the step twice, and once more on another data rank, after so many steps, and compare all bits: finds "
@@ -200,7 +214,18 @@ class OptimizerConfig:
     warmup_ratio: float = knob(
         0.0, "linear warm-up as a fraction of the steps, if optimizer.warmup_steps is 0; finetune: 0.03", at_least=0, at_most=1
     )
-    decay_steps: int = knob(0, "length of the final decay of wsd; 0 uses a tenth of training.steps", unit="steps", at_least=0)
+    decay_steps: int = knob(
+        0, "length of a decay of wsd; 0 uses a tenth of the steps from the beginning of the run to its end", unit="steps", at_least=0
+    )
+    decay_shape: str = knob(
+        "linear", "shape of a decay of wsd: linear, 1 - sqrt (sqrt), or half a cosine", choices=("linear", "sqrt", "cosine")
+    )
+    decay_ends: list[int] = knob(
+        [],
+        "wsd: steps at which further decays end (WSD-S); after each one a checkpoint is written and kept, and the rate returns to its peak",
+        unit="steps",
+        at_least=1,
+    )
     min_lr_ratio: float = knob(0.1, "ratio of the final to the peak learning rate", at_least=0, at_most=1)
 
 

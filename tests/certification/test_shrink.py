@@ -155,6 +155,11 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
     optimizer.schedule = pick("wsd", "cosine")
     optimizer.decay_steps = draw(st.integers(0, training.steps // 2)) if optimizer.schedule == "wsd" else 0
+    if optimizer.schedule == "wsd" and draw(st.booleans()):
+        optimizer.decay_ends, optimizer.decay_shape = [training.steps // 2], pick("linear", "sqrt", "cosine")
+        optimizer.warmup_steps, optimizer.decay_steps = optimizer.warmup_steps // 4, optimizer.decay_steps // 4
+    if model.objective == "causal" and not getattr(model, "mtp_depth", 0) and draw(st.booleans()):
+        training.goldfish_k, training.goldfish_context = pick(2, 4), training.sequence_length - 1
     world = data * parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
     groups = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
     return dataclasses.replace(planned, **{name: draft.frozen() for name, draft in groups.items()}), world
