@@ -176,7 +176,7 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     wanted = planned.model.layers
     sizes: dict[str, Any] = {}
     kinds = 1
-    for name in ("sliding_window_pattern", "no_rope_layer_interval"):
+    for name in ("sliding_window_pattern", "no_rope_layer_interval", "expert_interval"):
         if 1 < getattr(model, name, 0) <= wanted:
             sizes[f"model.{name}"] = kinds = 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
@@ -191,6 +191,8 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     layers = sizes["model.layers"] = min(wanted, layers)
     if dense := getattr(model, "dense_layers", 0):
         sizes["model.dense_layers"] = layers if dense == wanted else min(dense, BLOCKS, layers - 1)
+    if blocks := getattr(model, "dense_blocks", []):
+        sizes["model.dense_blocks"] = [block for block in blocks if block < layers]
     if encoder := getattr(model, "encoder_layers", None):
         sizes["model.encoder_layers"] = min(max(1, round(encoder / wanted * layers)), layers - 1)
     return knobs.changed(small, sizes)

@@ -78,11 +78,11 @@ class TrainingConfig:
     balance_loss: float | None = knob(
         None,
         "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
-        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        "from, or of the family (Mixtral 0.02, OLMoE 0.01, Qwen3-MoE 0.001, DeepSeek-V3 0.0001)",
         at_least=0,
     )
     balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
-    z_loss: float | None = knob(None, "Mixtral: weight of the routers' z-loss; default: 0", at_least=0)
+    z_loss: float | None = knob(None, "Mixtral, OLMoE, Qwen3-MoE: weight of the routers' z-loss; default: 0, OLMoE 0.001", at_least=0)
     z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     bias_update_speed: float | None = knob(
         None,
