@@ -113,7 +113,9 @@ def pieces_by_rank(layout: Layout, whole: Piece) -> dict[tuple[int, int], Piece]
     """Return the pieces of a weight by tensor and expert rank, by the function that partitions the model."""
     return {
         (tensor, expert): pieces_of_ranks.slice_weight(
-            whole.name, whole.full_shape, whole.role, {"tensor": (layout.tensor, tensor), "expert": (layout.expert, expert)}
+            *(whole.name, whole.full_shape, whole.role),
+            {"tensor": (layout.tensor, tensor), "expert": (layout.expert, expert)},
+            folded=layout.folded,
         )
         for tensor in range(layout.tensor)
         for expert in range(layout.expert)
@@ -121,7 +123,7 @@ def pieces_by_rank(layout: Layout, whole: Piece) -> dict[tuple[int, int], Piece]
 
 
 def _tiling(shape: tuple[int, ...], pieces: dict[tuple[int, int], Piece]) -> Iterator[str]:
-    """Yield where the pieces of a weight overlap or leave a gap. Every axis slices one dim, so that dims can be considered one by one."""
+    """Yield where the pieces of a weight overlap or leave a gap. Dims can be considered one by one, since every axis slices one dim."""
     boxes = {piece.box for piece in pieces.values()}
     for dim, size in enumerate(shape):
         ranges = sorted({box[dim] for box in boxes if box[dim][0] < box[dim][1]})

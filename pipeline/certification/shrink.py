@@ -102,6 +102,8 @@ def _shrink_axes(small: RunConfig, data: int) -> RunConfig:
         larger = {**sizes, f"parallel.{axis}": _factor(getattr(parallel, axis), above=2)}
         if math.prod(larger.values()) * data <= MOST_RANKS:
             sizes = larger
+    if parallel.expert_tensor == parallel.tensor:
+        sizes["parallel.expert_tensor"] = sizes["parallel.tensor"]
     if parallel.stages_per_rank is not None:
         sizes["parallel.stages_per_rank"] = min(parallel.stages_per_rank, 2)
     return knobs.changed(small, sizes)

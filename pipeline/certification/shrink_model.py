@@ -90,9 +90,9 @@ def _experts(small: RunConfig, planned: RunConfig) -> RunConfig:
     groups, chosen = getattr(model, "groups", 1), getattr(model, "topk_group", 1)
     small_groups = groups if groups < 4 else 4 if chosen < groups else 2
     small_chosen = min(chosen, 2) if groups >= 4 else chosen
-    per_rank = min(experts // planned.parallel.expert, 2)
-    fewest = max(small.parallel.expert * per_rank, 2 * small_groups if groups > 1 else 1, 2 * min(model.top_k, 4))
-    unit = math.lcm(small.parallel.expert, small_groups)
+    per_rank, ranks = min(experts // planned.parallel.expert_ranks, 2), small.parallel.expert_ranks
+    fewest = max(ranks * per_rank, 2 * small_groups if groups > 1 else 1, 2 * min(model.top_k, 4))
+    unit = math.lcm(ranks, small_groups)
     count = -(-fewest // unit) * unit
     if count >= experts:
         return small

@@ -14,6 +14,7 @@ SAME = {
     "cp_comm_type": "parallel.context_kind",
     "expert_model_parallel_size": "parallel.expert",
     "expert_parallel_degree": "parallel.expert",
+    "expert_tensor_parallel_size": "parallel.expert_tensor",
     "learning_rate": "optimizer.lr",
     "local_batch_size": "training.micro_batch_size",
     "logging_steps": "tracking.log_every",

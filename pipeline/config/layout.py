@@ -43,6 +43,8 @@ class Layout:
     """Number of blocks of each stage; empty to distribute them evenly."""
     zero_block: tuple[int, int, int] | None = None
     """Sizes along the data, expert and context axes of the groups over which ZeRO shards; None for the whole axes."""
+    folded: bool = False
+    """Whether whole experts are distributed over tensor x expert ranks, expert ranks first; else tensor ranks slice each expert."""
 
     @classmethod
     def of(cls, config: LayoutConfig, world_size: int) -> Layout:
@@ -60,6 +62,7 @@ class Layout:
             micro_batches=training.global_batch_size // (data * parallel.expert * training.micro_batch_size),
             blocks=blocks_per_stage(config),
             zero_block=_zero_block(config, world_size),
+            folded=parallel.folded,
         )
 
     @property
@@ -71,6 +74,11 @@ class Layout:
     def batch_shards(self) -> int:
         """Number of ranks that process different samples: data x expert."""
         return self.data * self.expert
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks over which the experts of a layer are distributed."""
+        return self.expert * (self.tensor if self.folded else 1)
 
     @property
     def stage_count(self) -> int:

@@ -253,6 +253,13 @@ class ParallelConfig:
         at_least=1,
         at_most=8,
     )
+    expert_tensor: int | None = knob(
+        None,
+        "tensor ranks over which each expert is sliced: parallel.tensor (the default), or 1: whole experts are distributed over tensor x "
+        "expert ranks, and each tensor rank sends its own tokens of a sequence to them",
+        unit="ranks",
+        at_least=1,
+    )
     zero_stage: int = knob(
         1,
         "ZeRO stage, sharding over the data ranks: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights",
@@ -292,6 +299,16 @@ class ParallelConfig:
     def model_ranks(self) -> int:
         """Number of ranks without data parallelism, tensor x context x expert x pipeline: the world size is a multiple of it."""
         return self.tensor * self.context * self.expert * self.pipeline
+
+    @property
+    def folded(self) -> bool:
+        """Whether whole experts are distributed over tensor x expert ranks; else every tensor rank holds a slice of each expert."""
+        return self.expert_tensor == 1 and self.tensor > 1
+
+    @property
+    def expert_ranks(self) -> int:
+        """Number of ranks over which the experts are distributed."""
+        return self.expert * (self.tensor if self.folded else 1)
 
 
 @dataclass(frozen=True)

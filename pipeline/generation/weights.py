@@ -30,6 +30,7 @@ def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     values |= {"training.activation_checkpointing": "none", "training.compile": "off", "training.attention_group": 0}
     values |= {"parallel.zero_stage": 0, "parallel.zero_group": "job", "parallel.sequence_parallel": False, "parallel.schedule": "1f1b"}
     values |= {"parallel.expert_padding": False, "parallel.expert_parts": 1}
+    values |= {"parallel.expert_tensor": None}  # whole experts require sequence parallelism
     values |= {"parallel.stages_per_rank": None, "parallel.layers_per_stage": [], "parallel.balance": "layers"}
     return knobs.changed(config, values)
 

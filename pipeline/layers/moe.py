@@ -107,8 +107,9 @@ class MoE(ComputedBuffers):
         experts: the routed experts.
         aux_loss: auxiliary losses, added to the model's loss in the backward pass.
         capacity_factor: maximum load of an expert, over the mean load of a micro-batch; assignments beyond it are dropped, those of the
-            last tokens first (Fedus et al. 2022, section 2.2). The capacity is per rank. None drops nothing, and so does a forward pass
-            without gradients: the loss of a validation is that of an export, and does not depend on the other sequences of a batch.
+            last tokens first (Fedus et al. 2022, section 2.2). The capacity is that of the tokens that a rank routes. None drops
+            nothing, and so does a forward pass without gradients: the loss of a validation is that of an export, and does not depend on the
+            other sequences of a batch.
 
     Attributes:
         loss_scale: scales the auxiliary losses like the model's loss; gradient accumulation over micro-batches sets it.
@@ -116,6 +117,8 @@ class MoE(ComputedBuffers):
         parts: if not 0, every expert gets as many rows as its capacity, filled with zeros, in this number of parts: no size depends on the
             load, and one part travels while another one is computed. parallel/expert_parallel.py sets it.
         narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
+        own: (batch, sequence) -> the part of the tokens that this rank routes; set where whole experts are on every tensor rank, and x is
+            sharded along the sequence. The documents of the context are those of all tokens.
         record: sums over the backward passes since the last `take_record`, fp32 (experts + 4,): tokens of each expert, mean entropy of a
             token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
     """
@@ -130,6 +133,7 @@ class MoE(ComputedBuffers):
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
         self.parts = 0
         self.narrow: Callable[[Tensor], Tensor] | None = None
+        self.own: Callable[[Tensor], Tensor] | None = None
         self.register_buffer("record", torch.zeros(router.weight.shape[0] + 4, dtype=torch.float32), persistent=False)
         self.record: Tensor
 
@@ -146,12 +150,13 @@ class MoE(ComputedBuffers):
             meanwhile: is called while the tokens travel to their experts.
         """
         documents = context.mask.documents if context is not None else None
-        valid = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
+        every = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if documents is None else documents >= 0
+        valid = every if documents is None or self.own is None else self.own(every)
         tokens = x.flatten(0, 1)
         routing = self.router(tokens)
         num_experts, expert_ids = routing.probs.shape[1], routing.experts
         if documents is not None:
-            expert_ids = expert_ids.masked_fill(~valid.view(-1, 1), num_experts)
+            expert_ids = expert_ids.masked_fill(~valid.reshape(-1, 1), num_experts)
         tokens = tokens if self.narrow is None else self.narrow(tokens)
         weights = routing.weights.to(x.dtype)
         limited = self.capacity_factor is not None and torch.is_grad_enabled()
@@ -162,13 +167,13 @@ class MoE(ComputedBuffers):
                 expert_ids = drop_over_capacity(expert_ids, num_experts, self._capacity(expert_ids, num_experts))
             counts = tokens_per_expert(expert_ids, num_experts)
             # Rows of no expert are undefined: times a zero weight they could still be NaN, in the output and in the gradient.
-            every = documents is None and not limited
-            assigned = None if every else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
+            all_assigned = documents is None and not limited
+            assigned = None if all_assigned else (torch.arange(expert_ids.numel(), device=x.device) < counts.sum()).unsqueeze(1)
             outputs = self._compute_experts(tokens, expert_ids, weights, counts, assigned, meanwhile)
         outputs = outputs.unflatten(0, x.shape[:2])
         if not torch.is_grad_enabled():
             return outputs
-        loss, record = self._loss_and_record(routing, counts, valid, all_valid=documents is None)
+        loss, record = self._loss_and_record(routing, counts, valid, None if documents is None else every)
         scale = self.loss_scale if isinstance(self.loss_scale, Tensor) else loss.new_full((), self.loss_scale)
         with_loss: Tensor = _AddAuxLoss.apply(outputs, loss, scale, record, self.record)
         return with_loss
@@ -220,18 +225,21 @@ class MoE(ComputedBuffers):
         rows = compute() if assigned is None else compute().where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
-    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor, *, all_valid: bool) -> tuple[Tensor, Tensor]:
+    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor, every: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the auxiliary losses, 0-dim, and what `record` sums of a micro-batch.
 
         Args:
             routing: of all tokens.
             counts: int64 (experts,), as of tokens_per_expert.
             valid: bool (batch, sequence), False for padding.
-            all_valid: whether it is known that there is none.
+            every: the same of the tokens of all ranks that share a sequence by `own`; None if it is known that there is no padding.
         """
-        loss = self.aux_loss.loss(routing, valid, self.reduce_sums, all_valid=all_valid)
+        loss = self.aux_loss.loss(routing, valid, self.reduce_sums, all_valid=every is None)
         with torch.no_grad():
-            tokens = valid.numel() if all_valid else valid.sum().clamp(min=1)
+            tokens: int | Tensor = valid.numel()
+            if every is not None:  # the mean over these ranks: the mean of their records is then that of all tokens
+                tokens = every.sum().clamp(min=1)
+                tokens = tokens if self.own is None else tokens * (valid.numel() / every.numel())
             entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
             dropped = 1 - counts.sum() / (tokens * routing.experts.shape[1])
             record = torch.cat([counts, *(value.view(1) for value in (entropy, dropped, loss.detach(), torch.ones_like(loss)))]).float()

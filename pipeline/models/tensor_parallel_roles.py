@@ -23,6 +23,8 @@ SPLITS: dict[str, dict[str, int]] = {
     "expert_row": {"expert": 0, "tensor": 2},
     "expert_partial": {"expert": 0},
 }
+#: The same for stacks of experts that are whole on every rank (parallel.expert_tensor=1): the tensor ranks divide those of an expert rank.
+FOLDED: dict[str, int] = {"expert": 0, "tensor": 0}
 
 #: Role of the weight of a linear layer, or of experts -> the roles of its adapter's weights (layers/lora.py): `a` is split as the layer's
 #: inputs are, `b` as its outputs are. The other one of the two is used on sharded activations.

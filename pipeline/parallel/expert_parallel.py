@@ -102,13 +102,14 @@ class _Finish(torch.autograd.Function):
 class ExpertParallelExperts(RoutedExperts):
     """Drop-in replacement for Experts whose experts are sharded over a group: same arguments, same result.
 
-    With tensor parallelism, all tensor ranks route the same tokens. Each sends its own columns of them, so that a token crosses the network
-    once, and the experts' tensor ranks gather the columns. Arguments and results of `forward` then have these columns only.
+    With tensor parallelism that slices every expert, all tensor ranks route the same tokens. Each sends its own columns of them, so that a
+    token crosses the network once, and the experts' tensor ranks gather the columns. Arguments and results of `forward` then have these
+    columns only.
 
     Args:
         experts: the local experts; each rank of the group holds the same number, in rank order.
-        group: the expert-parallel group.
-        tensor: the tensor-parallel group.
+        group: the expert-parallel group; with whole experts, that of all tensor and expert ranks.
+        tensor: the tensor-parallel group, whose ranks hold slices of the same experts; None for whole experts.
     """
 
     def __init__(self, experts: Experts, group: ProcessGroup, tensor: ProcessGroup | None = None) -> None:
@@ -211,20 +212,30 @@ def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
     return expert.repeat_interleave(counts.flatten(), output_size=rows).argsort(stable=True)
 
 
-def _own_columns(tokens: Tensor, group: ProcessGroup) -> Tensor:
-    """(tokens, hidden) -> (tokens, hidden / ranks)."""
-    return tokens.chunk(group.size(), dim=1)[group.rank()]
+def _own_part(whole: Tensor, group: ProcessGroup) -> Tensor:
+    """(tokens, hidden) -> (tokens, hidden / ranks), or (batch, sequence) -> (batch, sequence / ranks)."""
+    return whole.chunk(group.size(), dim=1)[group.rank()]
+
+
+def _sum_over(sums: Tensor, group: ProcessGroup, then: Callable[[Tensor], Tensor] | None) -> Tensor:
+    """Sum over the tensor ranks, then over those of context parallelism."""
+    summed = collectives.all_reduce_with_grad(sums, group)
+    return summed if then is None else then(summed)
 
 
 def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
-    """Make every MoE layer dispatch over the expert group, and its statistics cover full sequences under context parallelism."""
+    """Make every MoE layer dispatch over the ranks of its experts, and its statistics cover full sequences where ranks share them."""
+    layout = mesh.layout
     for moe in list(moe_layers(model)):
         if parallel.expert_padding:
-            moe.parts = parallel.expert_parts if mesh.layout.expert > 1 else 1
-        if mesh.layout.expert > 1:
+            moe.parts = parallel.expert_parts if layout.expert_ranks > 1 else 1
+        if layout.expert_ranks > 1:
             assert isinstance(moe.experts, Experts), "the layer is already connected"
-            moe.experts = ExpertParallelExperts(moe.experts, mesh.expert, mesh.tensor)
-            if mesh.layout.tensor > 1:
-                moe.narrow = partial(_own_columns, group=mesh.tensor)
+            moe.experts = ExpertParallelExperts(moe.experts, mesh.dispatch, None if layout.folded else mesh.tensor)
+            if layout.tensor > 1 and not layout.folded:
+                moe.narrow = partial(_own_part, group=mesh.tensor)
         if mesh.layout.context > 1:
             moe.reduce_sums = partial(collectives.all_reduce_with_grad, group=mesh.context)
+        if layout.folded:
+            moe.own = partial(_own_part, group=mesh.tensor)
+            moe.reduce_sums = partial(_sum_over, group=mesh.tensor, then=moe.reduce_sums)

@@ -42,6 +42,8 @@ class Mesh:
         node_ranks: number of ranks of a node; None if all ranks are on one.
         dense_shards, data_shards: the ranks of `dense` and of `data` over which ZeRO shards; None if it shards over all of them.
         dense_replicas, data_replicas: ranks with the same partition in the other groups of ZeRO; likewise None.
+        tensor_expert: all tensor and expert ranks with the same data and context index, if whole experts are distributed over them; else
+            None.
     """
 
     layout: Layout
@@ -59,6 +61,12 @@ class Mesh:
     dense_replicas: ProcessGroup | None = None
     data_shards: ProcessGroup | None = None
     data_replicas: ProcessGroup | None = None
+    tensor_expert: ProcessGroup | None = None
+
+    @property
+    def dispatch(self) -> ProcessGroup:
+        """The ranks over which the experts are distributed, in the order of their experts: tokens are sent to them."""
+        return self.expert if self.tensor_expert is None else self.tensor_expert
 
     def zero_groups(self, *, experts: bool) -> tuple[ProcessGroup, ProcessGroup | None]:
         """Return the ranks over which ZeRO shards weights, those of experts or the others, and those with the same partition, if any."""
@@ -207,7 +215,7 @@ def timeout_of_groups(minutes: float) -> timedelta:
 
 
 def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES, node_ranks: int | None = None) -> Mesh:
-    """Create this rank's process groups, at most eight and four more for parallel.zero_group, and connect their ranks.
+    """Create this rank's process groups, at most eight, four more for parallel.zero_group and one for folded experts; connect their ranks.
 
     Args:
         layout: of the job.
@@ -286,6 +294,8 @@ def _create_groups(layout: Layout, rank: int, ends: tuple[int, int], create: Cal
         "dense": group(data=range(layout.data), expert=experts, context=range(layout.context)),
         "pipeline": group(pipeline=stages),
     }
+    if layout.folded:
+        named["tensor_expert"] = group(expert=experts, tensor=pieces)
     if layout.zero_block is not None:
         for name in ("dense", "data"):
             shards, replicas = layout.zero_members(coordinates, experts=name == "data")

@@ -114,13 +114,14 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
         if mesh.layout.tensor > 1:
             again, recomputed = gather_again(config.training, config.parallel), config.training.activation_checkpointing != "none"
             sequence = config.parallel.sequence_parallel
-            dispatched = mesh.layout.expert > 1
+            dispatched, folded = mesh.layout.expert > 1, mesh.layout.folded
             tensor_parallel.apply(
                 *(stage, model.pieces, table, mesh.tensor),
                 sequence=sequence,
                 gather_again=again,
                 recomputed=recomputed,
                 dispatched=dispatched,
+                folded=folded,
             )
         if config.precision.fp8 != "none":
             float8.apply(stage, config.precision, config.model.layers, mesh.device)
@@ -136,7 +137,7 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
             tensor_parallel.start_gathers_early()
         if async_tensor_enabled(config.training, config.parallel, mesh):
             tensor_parallel.fuse_collectives(mesh.tensor)
-        if compiled and config.parallel.expert_padding and mesh.layout.expert > 1:
+        if compiled and config.parallel.expert_padding and mesh.layout.expert_ranks > 1:
             overlapped_collectives.keep_order()
         for name, block in stage.blocks.items():
             mode = config.training.activation_checkpointing

@@ -65,7 +65,7 @@ def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Lay
     def local_parameter(name: str, parameter: nn.Parameter) -> nn.Parameter:
         name = tied.get(name, name)
         if name not in local:
-            piece = slice_weight(name, tuple(parameter.shape), role(family.tensor_parallel, name), axes)
+            piece = slice_weight(name, tuple(parameter.shape), role(family.tensor_parallel, name), axes, folded=layout.folded)
             shared = ""
             if layout.pipeline > 1 and name in tied.values():
                 shared = "tied_embedding"

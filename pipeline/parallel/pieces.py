@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from pipeline.models.tensor_parallel_roles import SPLITS
+from pipeline.models.tensor_parallel_roles import FOLDED, SPLITS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class Piece:
     Attributes:
         name: the weight's name in the full model; a tied weight has its first name.
         full_shape: the shape of the full weight.
-        slices: at most one per dim.
+        slices: at most one per mesh axis. Of two along the same dim, the second one lies within the first.
         role: its role in the tensor-parallel table.
         shared: "tied_embedding" if the last stage holds the weight too, "pipeline" if all stages hold it, else empty.
         copy: whether the primary copy is on another rank of the pipeline.
@@ -62,7 +62,7 @@ class Piece:
 
     def start(self, dim: int) -> int:
         """Offset of the piece in the full weight along a dim."""
-        return next((s.start for s in self.slices if s.dim == dim), 0)
+        return next((s.start for s in reversed(self.slices) if s.dim == dim), 0)
 
     @property
     def box(self) -> tuple[tuple[int, int], ...]:
@@ -85,12 +85,12 @@ class Piece:
     def narrow(self, full: Tensor) -> Tensor:
         """Return the piece of a full weight, as a view."""
         assert tuple(full.shape) == self.full_shape, f"{self.name}: {tuple(full.shape)} is not {self.full_shape}"
-        for s in self.slices:
-            full = full.narrow(s.dim, s.start, s.stop - s.start)
+        for dim, (start, stop) in enumerate(self.box):
+            full = full.narrow(dim, start, stop - start)
         return full
 
 
-def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[int, int]]) -> Piece:
+def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str, tuple[int, int]], *, folded: bool = False) -> Piece:
     """Return the piece of a weight that one rank holds.
 
     Args:
@@ -98,14 +98,17 @@ def slice_weight(name: str, shape: tuple[int, ...], role: str, axes: Mapping[str
         shape: its full shape, (output, input) for a matrix, (experts, output, input) for stacked experts.
         role: its role in the tensor-parallel table.
         axes: mesh axis -> (ranks, this rank's index), for "tensor" and "expert".
+        folded: tensor ranks hold whole experts of those of their expert rank, instead of slices of all of them.
     """
-    slices = []
-    for axis, dim in SPLITS[role].items():
+    slices: list[Slice] = []
+    splits = SPLITS[role]
+    for axis, dim in (FOLDED if folded and "expert" in splits else splits).items():
         ranks, rank = axes[axis]
         if ranks == 1:
             continue
-        size = shape[dim]
+        first, last = next(((s.start, s.stop) for s in slices if s.dim == dim), (0, shape[dim]))
+        size = last - first
         assert role == "vocab" or size % ranks == 0, f"{name}: {size} does not divide into {ranks} pieces"
         width = -(-size // ranks)  # the last pieces of a vocabulary may be shorter
-        slices.append(Slice(axis, dim, min(rank * width, size), min((rank + 1) * width, size)))
+        slices.append(Slice(axis, dim, first + min(rank * width, size), first + min((rank + 1) * width, size)))
     return Piece(name, shape, tuple(slices), role)

@@ -259,6 +259,7 @@ def apply(
     gather_again: bool = False,
     recomputed: bool = False,
     dispatched: bool = False,
+    folded: bool = False,
 ) -> None:
     """Insert the collectives around the tensor-parallel regions of a model with sharded weights.
 
@@ -271,6 +272,7 @@ def apply(
         gather_again: gather inputs of attention and feed-forward again in the backward pass instead of saving them.
         recomputed: the blocks are recomputed in the backward pass.
         dispatched: expert parallelism dispatches tokens, a slice of the columns by each tensor rank (parallel/expert_parallel.py).
+        folded: experts are whole, and each tensor rank dispatches its own tokens: routed experts are no tensor-parallel region.
     """
     enter: RegionBoundary = partial(collectives.gather_sequence if sequence else collectives.copy, group=group)
     leave: RegionBoundary = partial(collectives.reduce_scatter_sequence if sequence else collectives.reduce, group=group)
@@ -298,7 +300,7 @@ def apply(
                 setattr(module, name, VocabParallelHead(child, pieces[child.weight], group, enter))
             if isinstance(child, nn.RMSNorm) and role(table, f"{prefix}.{name}.weight".lstrip(".")) == "column":
                 setattr(module, name, ParallelRMSNorm(child, pieces[child.weight].full_shape[0], group))
-        if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
+        if isinstance(module, MoE) and not folded:  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave_experts(output))  # noqa: ARG005 - hook's signature
             adapters = module.experts.lora.items() if isinstance(module.experts, LoRAExperts) else ()

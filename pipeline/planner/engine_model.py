@@ -73,7 +73,7 @@ class EngineModel:
         groups = {
             "tensor": group(layout.tensor, 1, node),
             "context": group(layout.context, layout.tensor, node),
-            "expert": group(layout.expert, inner, node),
+            "expert": group(layout.expert, inner, node) if not layout.folded else _folded(layout, node),
             "dense": group(layout.context * layout.expert * layout.data, layout.tensor, node),
             "data": group(layout.context * layout.data, layout.tensor if layout.expert == 1 else inner * layout.expert, node),
             "pipeline": group(layout.pipeline, pipeline, node),
@@ -147,6 +147,12 @@ class EngineModel:
     def transient_bytes(self, part: TracedPart) -> tuple[float, float]:
         """Return the most bytes that a part allocates besides what it saves, in its forward and in its backward pass."""
         return part.peaks
+
+
+def _folded(layout: Layout, node: int) -> Group:
+    """Return the group of all tensor and expert ranks; between those of two expert ranks are the other context ranks."""
+    experts_per_node = max(1, node // (layout.tensor * layout.context))
+    return Group(layout.expert_ranks, min(layout.expert_ranks, node, layout.tensor * experts_per_node))
 
 
 def engine_model(state_format: StateFormat) -> EngineModel:

@@ -210,7 +210,8 @@ class Recorder(TorchDispatchMode):
             sizes = [t.numel() * t.element_size() for t in (*inputs, *outputs)]
             return Collective(_FUNCTIONAL[name], self._axes[group], self.phase, max(sizes))
         if name == "c10d::alltoall_base_":
-            return Collective("all_to_all", "expert", self.phase, inputs[1].numel() * inputs[1].element_size())
+            axis = "expert" if self._sizes["expert"] > 1 else "tensor"  # whole experts on the tensor ranks
+            return Collective("all_to_all", axis, self.phase, inputs[1].numel() * inputs[1].element_size())
         assert not name.startswith(("c10d", "_c10d")), f"the planner does not know the collective {name}"
         return None
 

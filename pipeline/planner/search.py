@@ -106,7 +106,7 @@ class Traces:
     def key(self, config: RunConfig) -> str:
         """What a trace depends on."""
         parallel, training = config.parallel, config.training
-        sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.sequence_parallel
+        sizes = parallel.tensor, parallel.context, parallel.context_kind, parallel.expert, parallel.folded, parallel.sequence_parallel
         batch = training.micro_batch_size, training.sequence_length, training.activation_checkpointing
         tuned = config.lora, training.frozen, training.objective
         return f"{config.model} {config.precision} {sizes} {batch} {may_compile(config.training, config.parallel)} {tuned}"

@@ -100,7 +100,7 @@ def trace(
     """
     parallel = config.parallel
     fused = may_compile(config.training, config.parallel) if fused is None else fused
-    layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1)
+    layout = Layout(1, 1, parallel.tensor, parallel.expert, parallel.context, micro_batches=1, folded=parallel.folded)
     stage, kinds = one_of_each_kind(config, every_block=every_block)
     excepthook = sys.excepthook  # every process group wraps it once more
     device = meshes.init_fake(0, layout.world_size)
@@ -115,7 +115,8 @@ def trace(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         connect(replace(config, training=replace(config.training, compile="off")), mesh, model, _recorded_attention)
-        groups = {getattr(mesh, axis).group_name: axis for axis in ("tensor", "context", "expert") if getattr(layout, axis) > 1}
+        axes = {"expert": mesh.dispatch, "context": mesh.context, "tensor": mesh.tensor}  # the last name of a group counts
+        groups: dict[str, str] = {group.group_name: axis for axis, group in axes.items() if group.size() > 1}
         held = list(_weights(stage, model, config))
         quantized = _quantize(stage, model, config)
         constants = dict.fromkeys(_constants(stage), "") | {parameter: piece.name for parameter, piece in model.pieces.items()}

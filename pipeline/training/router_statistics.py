@@ -60,8 +60,10 @@ class RouterStatistics:
         records = torch.zeros(len(self._moe_layers), self._experts + 4, device=self._mesh.device)
         for row, moe in zip(records, self._moe_layers, strict=True):
             row.copy_(moe.take_record())
-        if self._mesh.dense.size() > 1:  # tensor ranks have identical records
+        if self._mesh.dense.size() > 1:
             dist.all_reduce(records, group=self._mesh.dense)
+        if self._mesh.layout.folded:  # else the tensor ranks have identical records
+            dist.all_reduce(records, group=self._mesh.tensor)
         return records
 
     def _update_biases(self, load: Tensor, enabled: Tensor) -> None:

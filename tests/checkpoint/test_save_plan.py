@@ -140,6 +140,7 @@ CASES = {
     "tied": (("model=gpt-tiny", "model.vocab_size=68", "parallel.pipeline=2", "parallel.tensor=2"), 8),
     "zbv": (("model=gpt-tiny", "model.vocab_size=68", "parallel.pipeline=2", "parallel.schedule=zbv", "model.layers=4"), 4),
     "experts": (("model=mixtral-tiny", *EXPERTS, "parallel.expert=2", "parallel.tensor=2"), 8),
+    "whole experts": (("model=mixtral-tiny", *EXPERTS, "parallel.expert=2", "parallel.tensor=2", "parallel.expert_tensor=1"), 8),
     "router bias": (("model=deepseek-tiny", "parallel.expert=2"), 4),
     "encoder": (
         ("model=t5-tiny", "model.head_width=16", "parallel.pipeline=2", "parallel.tensor=2", "training.objective=span_corruption"),

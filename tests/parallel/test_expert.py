@@ -64,7 +64,7 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
 def _experts(expert, tensor, counts_of_rank, dropped):
     """Values and gradients of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_columns
+    from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_part
 
     group, tensor_group = _groups(expert, tensor)
     which, piece = group.rank(), tensor_group.rank()
@@ -80,15 +80,15 @@ def _experts(expert, tensor, counts_of_rank, dropped):
     x = torch.randn(int(counts.sum()) + dropped, 6, generator=generator.manual_seed(which + 1), dtype=torch.float64)
     leaf, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
     parallel = ExpertParallelExperts(mine, group, tensor_group)
-    y = parallel(_own_columns(leaf, tensor_group), counts)[: counts.sum()]
+    y = parallel(_own_part(leaf, tensor_group), counts)[: counts.sum()]
     y.sin().sum().backward()
     expected = whole(reference, counts)[: counts.sum()]
     expected.sin().sum().backward()
     gradients = [parameter.grad for parameter in whole.parameters()]
     for gradient in gradients:
         dist.all_reduce(gradient, group=group)
-    values = [(y.detach(), _own_columns(expected.detach(), tensor_group))]
-    values += [(_own_columns(leaf.grad, tensor_group), _own_columns(reference.grad, tensor_group))]
+    values = [(y.detach(), _own_part(expected.detach(), tensor_group))]
+    values += [(_own_part(leaf.grad, tensor_group), _own_part(reference.grad, tensor_group))]
     pieces = [_piece(gradient, which, expert, piece, tensor) for gradient in gradients]
     return values + list(zip((p.grad for p in mine.parameters()), pieces, strict=True))
 
@@ -192,6 +192,13 @@ def test_a_token_crosses_the_network_once_and_not_once_a_tensor_rank(world):
     assert sizes == [4 * 32 / 2] * 4, "each tensor rank sends its columns"
 
 
+def test_tensor_ranks_send_their_own_tokens_to_whole_experts(world):
+    """Rows have all columns; each tensor rank has half of the tokens."""
+    events, sizes = world.run(_events, ("parallel.tensor=2", "parallel.expert_tensor=1"))[0]
+    assert events == ["send", "shared", "wait", "send", "wait", "backward", "send", "wait", "send", "shared", "wait"]
+    assert sizes == [4 * 32] * 4
+
+
 def _gradcheck():
     from pipeline.parallel.expert_parallel import Exchange
 
@@ -262,6 +269,16 @@ def test_the_initial_values_of_stacked_experts_do_not_depend_on_the_layout():
             "must divide model.hidden=91 with parallel.expert=3",
         ),
         (("model=mixtral-tiny", "model.top_k=5"), "is more than model.experts=4"),
+        (("model=llama-tiny", "parallel.tensor=2", "parallel.expert_tensor=1"), "requires an MoE model; model.family=llama has no experts"),
+        (("model=mixtral-tiny", "parallel.tensor=2", "parallel.expert_tensor=4"), "is neither 1 nor parallel.tensor=2"),
+        (
+            ("model=mixtral-tiny", "model.experts=3", "parallel.tensor=2", "parallel.expert_tensor=1"),
+            "requires that parallel.tensor=2 x parallel.expert=1 divides model.experts=3",
+        ),
+        (
+            ("model=mixtral-tiny", "parallel.tensor=2", "parallel.expert_tensor=1", "parallel.sequence_parallel=false"),
+            "requires parallel.sequence_parallel=true: each tensor rank sends its own tokens to the experts",
+        ),
         (("model=deepseek-tiny", "model.expert_ffn_hidden=99", "parallel.tensor=2"), "must divide model.expert_ffn_hidden=99"),
     ],
 )

@@ -49,15 +49,19 @@ ROLES = st.sampled_from(sorted(SPLITS))
 
 
 @UNTIMED
-@given(SIZES, SIZES, st.integers(1, 20), ROLES)
-def test_pieces_cover_a_weight_without_overlap(tensor, expert, width, role):
-    shapes = {"vocab": (width, width), "expert": (width * expert, width * tensor, width * tensor)}
+@given(SIZES, SIZES, st.integers(1, 20), ROLES, st.booleans())
+def test_pieces_cover_a_weight_without_overlap(tensor, expert, width, role, folded):
+    shapes = {"vocab": (width, width), "expert": (expert * tensor, width * tensor, width * tensor)}
     shape = shapes.get(role.partition("_")[0], (width * tensor, width * tensor))
     full = torch.arange(math.prod(shape)).view(shape)
     ranks = [{"tensor": (tensor, t), "expert": (expert, e)} for t in range(tensor) for e in range(expert)]
-    pieces = [slice_weight("w", shape, role, axes) for axes in ranks]
+    pieces = [slice_weight("w", shape, role, axes, folded=folded) for axes in ranks]
     assert all(tuple(piece.narrow(full).shape) == piece.shape for piece in pieces)
     counted = [
         p for p, axes in zip(pieces, ranks, strict=True) if all(p.is_sliced_along(axis) or at == 0 for axis, (_, at) in axes.items())
     ]
     assert sorted(torch.cat([piece.narrow(full).flatten() for piece in counted]).tolist()) == full.flatten().tolist()
+    if folded and role.startswith("expert"):
+        in_order = sorted(pieces, key=lambda piece: piece.start(0))
+        assert in_order == sorted(pieces, key=lambda piece: [s.start for s in piece.slices]), "expert ranks first"
+        assert all(piece.shape == (1, *shape[1:]) for piece in pieces), "whole experts"

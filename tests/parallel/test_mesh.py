@@ -116,6 +116,7 @@ LAYOUTS = [
     Layout(pipeline=4, data=32, tensor=8),
     Layout(pipeline=4, data=32, tensor=8, schedule="zbv", stages_per_rank=2),
     Layout(pipeline=1, data=1024, tensor=1),
+    Layout(pipeline=8, data=4, tensor=4, expert=4, context=2, folded=True),
 ]
 #: The same with groups of ZeRO, of two sizes where experts have other ones.
 GROUPS = [
@@ -131,7 +132,9 @@ def test_a_rank_of_a_large_job_has_at_most_eight_groups(layout, rank):
     device = meshes.init_fake(rank, layout.world_size)
     try:
         mesh = meshes.build_mesh(layout, device)
-        assert len(dist.distributed_c10d._world.pg_map) <= 8
+        assert len(dist.distributed_c10d._world.pg_map) <= 8 + layout.folded
+        assert dist.get_process_group_ranks(mesh.dispatch).index(rank) == mesh.dispatch.rank()
+        assert mesh.dispatch.size() == layout.expert_ranks
         assert mesh.data.size() == layout.data * layout.context
     finally:
         meshes.destroy_process_group()

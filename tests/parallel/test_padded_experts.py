@@ -41,7 +41,7 @@ class Events(TorchDispatchMode):
 def _experts(expert, tensor, parts):
     """Results of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows; the events of both passes."""
     from pipeline.layers.moe import Experts
-    from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_columns
+    from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_part
 
     group, tensor_group = _groups(expert, tensor)
     which, piece = group.rank(), tensor_group.rank()
@@ -54,7 +54,7 @@ def _experts(expert, tensor, parts):
             own.copy_(_piece(full, which, expert, piece, tensor))
     x = torch.randn(parts, EXPERTS, ROWS, HIDDEN, generator=generator.manual_seed(which + 1), dtype=torch.float64)
     leaf, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
-    columns = _own_columns(leaf.flatten(0, 2), tensor_group).view(parts, EXPERTS, ROWS, -1)
+    columns = _own_part(leaf.flatten(0, 2), tensor_group).view(parts, EXPERTS, ROWS, -1)
     with Events() as events:
         y = torch.stack(ExpertParallelExperts(mine, group, tensor_group).dispatch_padded(columns.unbind())())
         events.found.append("backward")
@@ -65,7 +65,7 @@ def _experts(expert, tensor, parts):
         dist.all_reduce(gradient, group=group)
 
     def own(full):
-        return _own_columns(full.detach().flatten(0, 2), tensor_group)
+        return _own_part(full.detach().flatten(0, 2), tensor_group)
 
     compared = [(y.detach().flatten(0, 2), own(expected)), (own(leaf.grad), own(reference.grad))]
     compared += [(a.grad, _piece(b.grad, which, expert, piece, tensor)) for a, b in zip(mine.parameters(), whole.parameters(), strict=True)]
@@ -142,10 +142,14 @@ def _reads(*overrides):
     return len(reads), losses
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_no_pass_waits_for_numbers_of_rows(world, recompute):
+@pytest.mark.parametrize(
+    "recompute, layout",
+    [("none", ()), ("full", ()), ("selective", ()), ("none", ("parallel.tensor=2", "parallel.expert_tensor=1"))],
+    ids=["none", "full", "selective", "whole experts"],
+)
+def test_no_pass_waits_for_numbers_of_rows(world, recompute, layout):
     """The losses are those of the same capacity without padding, which waits."""
-    settings = (f"training.activation_checkpointing={recompute}",)
+    settings = (f"training.activation_checkpointing={recompute}", *layout)
     reads, expected = world.run(_reads, *settings)[0]
     assert reads > 0
     found, losses = world.run(_reads, *settings, "parallel.expert_padding=true", "parallel.expert_parts=2")[0]

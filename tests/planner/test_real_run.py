@@ -97,6 +97,10 @@ LAYOUTS = {
             *("parallel.zero_stage=0", "training.global_batch_size=2"),
         ),
         (4, "model=deepseek-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=3", "training.global_batch_size=8"),
+        (
+            *(4, "model=mixtral-tiny", "model.layers=2", "parallel.expert=2", "parallel.tensor=2", "parallel.expert_tensor=1"),
+            *("parallel.zero_stage=1", "training.global_batch_size=2"),
+        ),
     ],
 }
 BATCH = "training.global_batch_size=4"
@@ -221,8 +225,8 @@ def step(*settings: str) -> tuple[Events, float]:
     config, job = trainer(*settings)
     mesh = job.mesh
     axes = {
-        getattr(mesh, axis).group_name: axis
-        for axis in (*reversed(ZERO), "data", "dense", "expert", "context", "tensor", "pipeline")
+        getattr(mesh, axis).group_name: "expert" if axis == "tensor_expert" else axis
+        for axis in (*reversed(ZERO), "tensor_expert", "data", "dense", "expert", "context", "tensor", "pipeline")
         if getattr(mesh, axis) is not None and getattr(mesh, axis).size() > 1
     }
     if mesh.tied_embedding is not None:

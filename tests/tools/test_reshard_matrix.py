@@ -9,7 +9,7 @@ from tools.audit import reshard_cases, resharding
 #: Family -> layouts with different pieces, partitions and owners.
 SAMPLE = {
     "llama": ["z3x4", "t2p2z0x4", "t2c2z1ux4"],
-    "mixtral": ["t4z1-sx4", "e2z3x4"],
+    "mixtral": ["t4z1-sx4", "e2z3x4", "t2e2z1wx4"],
     "deepseek_v3": ["t2e2z1x4", "e4z1x4", "t2p2z0x4"],
 }
 

@@ -122,6 +122,9 @@ MODELS = {
     ),
     "mixtral": Model(MIXTRAL, compared=("weights",)),
     "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
+    "mixtral-documents": Model((*MIXTRAL, "data.packing=best_fit"), some_targets, compared=("weights",)),
+    # No token is dropped: every expert has rows for all tokens.
+    "mixtral-roomy": Model((*MIXTRAL, "model.capacity_factor=2.0"), compared=("weights",)),
     # Some tokens are dropped: those that one process drops.
     "mixtral-padded": Model((*MIXTRAL, "model.capacity_factor=1.0"), compared=("weights",)),
     # Norms of queries and keys over the heads of all tensor ranks, and weights of experts that do not sum to one.
@@ -230,6 +233,16 @@ LAYOUTS = {
         # Experts are not sharded, as a group has one rank with them; or the group has half of the expert ranks.
         "expert=2 zero_stage=3 zero_group=2",
         "expert=4 zero_stage=1 zero_group=2",
+        # Whole experts on tensor x expert ranks.
+        "expert=2 tensor=2 expert_tensor=1 zero_stage=0",
+        "tensor=2 expert_tensor=1 zero_stage=3 training.activation_checkpointing=full",
+        "context=2 context_kind=ring tensor=2 expert_tensor=1 zero_stage=1",
+        "tensor=2 pipeline=2 expert_tensor=1 zero_stage=2",
+    ],
+    # Padding is more of one tensor rank's tokens than of another one's.
+    "mixtral-documents": ["expert=2 tensor=2 expert_tensor=1 zero_stage=1"],
+    "mixtral-roomy": [
+        "expert=2 tensor=2 expert_tensor=1 zero_stage=1 expert_padding=true expert_parts=2 training.activation_checkpointing=selective"
     ],
     "mixtral-padded": [
         "zero_stage=0 expert_padding=true",
@@ -244,6 +257,7 @@ LAYOUTS = {
         "expert=2 tensor=2 zero_stage=1",
         "expert=2 pipeline=2 zero_stage=3",
         "expert=4 zero_stage=0 training.activation_checkpointing=full",
+        "expert=2 tensor=2 expert_tensor=1 zero_stage=1",
     ],
     "deepseek-grouped": [
         "zero_stage=1 tensor=2 pipeline=2",
@@ -259,7 +273,8 @@ LAYOUTS = {
 KINDS = {
     **dict.fromkeys(("bert", "roberta"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
-    **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-4", "olmoe", "qwen3-moe", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
+    **dict.fromkeys(("olmoe", "qwen3-moe", "deepseek", "deepseek-grouped"), "experts"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

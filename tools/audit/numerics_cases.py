@@ -68,6 +68,7 @@ class Row:
 GROUPS = ("parallel.zero_group=2",)
 NO_SEQUENCE = ("parallel.sequence_parallel=false",)
 ULYSSES = ("parallel.context_kind=ulysses",)
+WHOLE_EXPERTS = ("parallel.expert_tensor=1",)
 
 #: Layouts of every family.
 SOME = (
@@ -118,6 +119,9 @@ EXPERT = (
     Row(1, 1, 3, more=GROUPS, expert=4),
     Row(1, 1, 2, more=("parallel.zero_group=4",), expert=2),
     Row(2, 2, 1, expert=2),
+    Row(2, 1, 1, more=WHOLE_EXPERTS),
+    Row(2, 1, 3, more=WHOLE_EXPERTS, expert=2),
+    Row(4, 2, 2, more=WHOLE_EXPERTS),
 )
 
 

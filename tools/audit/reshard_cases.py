@@ -48,6 +48,7 @@ EXPERT = (
     (4, "expert=2 zero_stage=3"),
     (4, "expert=4 zero_stage=1"),
     (4, "expert=2 tensor=2 zero_stage=1"),
+    (4, "expert=2 tensor=2 zero_stage=1 expert_tensor=1"),
     (8, "expert=2 pipeline=2 zero_stage=2"),
 )
 #: Family -> its layouts.
@@ -59,7 +60,7 @@ def name_of(layout: tuple[int, str]) -> str:
     ranks, settings = layout
     words = dict(word.split("=") for word in settings.split())
     letters = {"tensor": "t", "pipeline": "p", "context": "c", "expert": "e", "zero_stage": "z"}
-    more = {"sequence_parallel": "-s", "context_kind": "u", "schedule": "v"}
+    more = {"sequence_parallel": "-s", "context_kind": "u", "schedule": "v", "expert_tensor": "w"}
     parts = [f"{letter}{words[key]}" for key, letter in letters.items() if key in words]
     return "".join([*parts, *(text for key, text in more.items() if key in words), f"x{ranks}"])
 

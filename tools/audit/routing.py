@@ -90,7 +90,7 @@ def train(config: Any, world_size: int, replay: Run | None = None, *, spoil: boo
     """Train on random batches. Collective.
 
     Args:
-        config: checked configuration, without context parallelism.
+        config: checked configuration, without context parallelism and without whole experts (parallel.expert_tensor=1).
         world_size: number of ranks.
         replay: use the selections of this run.
         spoil: move one correction bias by one step after the first step.

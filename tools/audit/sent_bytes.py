@@ -37,7 +37,7 @@ def sent_bytes(config: RunConfig, trace: Trace, layout: Layout, rank: int) -> di
 def _add(sent: dict[str, float], collective: Collective, layout: Layout, count: int) -> None:
     """Add the bytes that a rank sends in `count` repetitions of a collective."""
     replicas = layout.context * layout.data
-    sizes = {"dense": replicas * layout.expert, "data": replicas, "tied_embedding": 2}
+    sizes = {"dense": replicas * layout.expert, "data": replicas, "tied_embedding": 2, "expert": layout.expert_ranks}
     for axis, experts in (("dense", False), ("data", True)):
         sizes[f"{axis}_shards"], sizes[f"{axis}_replicas"] = layout.zero_sizes(experts=experts)
     ranks = sizes[collective.axis] if collective.axis in sizes else getattr(layout, collective.axis)

@@ -73,7 +73,7 @@ class Job:
             ranks, index = layout.data * layout.context, where.data * layout.context + where.context
             if not bucket.experts:
                 ranks, index = ranks * layout.expert, (where.data * layout.expert + where.expert) * layout.context + where.context
-            pieces = [self._piece(piece, axes) for piece in bucket.pieces]
+            pieces = [self._piece(piece, axes, folded=layout.folded) for piece in bucket.pieces]
             partition, offset = padded_elements(sum(piece.elements for piece in pieces), ranks) // ranks, 0
             members: Any = SimpleNamespace(pieces=dict(enumerate(pieces)), replicas=None, replica=0)
             for own in pieces:
@@ -86,9 +86,9 @@ class Job:
         return held
 
     @staticmethod
-    def _piece(piece: Piece, axes: dict[str, tuple[int, int]]) -> Piece:
+    def _piece(piece: Piece, axes: dict[str, tuple[int, int]], *, folded: bool) -> Piece:
         """The piece of another tensor and expert rank."""
-        own = slice_weight(piece.name, piece.full_shape, piece.role, axes)
+        own = slice_weight(piece.name, piece.full_shape, piece.role, axes, folded=folded)
         return replace(own, shared=piece.shared, copy=piece.copy)
 
 

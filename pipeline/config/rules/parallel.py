@@ -48,7 +48,7 @@ def tensor(config: RunConfig) -> Iterator[Violation]:
 
 
 def expert(config: RunConfig) -> Iterator[Violation]:
-    """Expert parallelism distributes complete experts over ranks; tensor parallelism shards each expert."""
+    """Expert parallelism distributes complete experts over ranks; tensor parallelism shards each expert, unless they are folded."""
     ranks, experts = config.parallel.expert, getattr(config.model, "experts", 0)
     if ranks > 1 and not experts:
         rule = f"requires an MoE model; model.family={config.model.family} has no experts"
@@ -56,13 +56,33 @@ def expert(config: RunConfig) -> Iterator[Violation]:
     elif experts % ranks:
         yield Violation("parallel.expert", ranks, f"must divide model.experts={experts}", "choose a divisor of model.experts")
     tensor, width = config.parallel.tensor, getattr(config.model, "expert_ffn_hidden", 0)
-    if ranks > 1 and config.model.hidden % tensor:
+    if ranks > 1 and config.model.hidden % tensor and not config.parallel.folded:
         rule = f"must divide model.hidden={config.model.hidden} with parallel.expert={ranks}"
         yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.hidden")
     if width % tensor:
         rule = f"must divide model.expert_ffn_hidden={width}"
         yield Violation("parallel.tensor", tensor, rule, "choose a divisor of model.expert_ffn_hidden")
+    yield from _expert_tensor(config)
     yield from _expert_padding(config)
+
+
+def _expert_tensor(config: RunConfig) -> Iterator[Violation]:
+    """Experts are sliced over all tensor ranks, or whole: tensor x expert ranks hold them, and each tensor rank has its own tokens."""
+    parallel, experts = config.parallel, getattr(config.model, "experts", 0)
+    key, value, tensor, ranks = "parallel.expert_tensor", parallel.expert_tensor, parallel.tensor, parallel.expert
+    if value not in (None, 1, tensor):
+        rule, fix = f"is neither 1 nor parallel.tensor={tensor}", "set it to 1 for whole experts, or remove it: tensor ranks slice them"
+        yield Violation(key, value, rule, fix)
+    if not parallel.folded:
+        return
+    if not experts:
+        yield Violation(key, value, f"requires an MoE model; model.family={config.model.family} has no experts", "remove it")
+    elif experts % ranks == 0 and experts % (tensor * ranks):
+        rule = f"requires that parallel.tensor={tensor} x parallel.expert={ranks} divides model.experts={experts}"
+        yield Violation(key, value, rule, "use fewer expert or tensor ranks, or remove it")
+    if not parallel.sequence_parallel:
+        rule = "requires parallel.sequence_parallel=true: each tensor rank sends its own tokens to the experts"
+        yield Violation(key, value, rule, "set that, or remove parallel.expert_tensor")
 
 
 def _expert_padding(config: RunConfig) -> Iterator[Violation]:

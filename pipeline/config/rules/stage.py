@@ -181,10 +181,14 @@ def _stride(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
 
 def _certify(config: RunConfig) -> Iterator[Violation]:
     """The layout computes the same function as a plain loop."""
-    capacity = getattr(config.model, "capacity_factor", None)
-    if capacity is not None and config.parallel.context > 1:
-        rule = f"drops other tokens with parallel.context={config.parallel.context} than in one process, so that the results differ"
-        yield Violation("model.capacity_factor", capacity, rule, "set it to null, or parallel.context=1")
+    capacity, parallel = getattr(config.model, "capacity_factor", None), config.parallel
+    if capacity is None:
+        return
+    for key, value, sharded in (("context", parallel.context, parallel.context > 1), ("expert_tensor", 1, parallel.folded)):
+        if sharded:
+            rule = f"drops other tokens with parallel.{key}={value} than in one process, so that the results differ"
+            fix = f"set it to null, or {'parallel.context=1' if key == 'context' else 'remove parallel.expert_tensor'}"
+            yield Violation("model.capacity_factor", capacity, rule, fix)
 
 
 def _rehearse(config: RunConfig, stage: Rehearse, world_size: int) -> Iterator[Violation]:
