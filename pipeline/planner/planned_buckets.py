@@ -22,6 +22,7 @@ class PlannedBucket:
         summed: elements whose gradients are first summed over the tensor ranks.
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
+        muon: whether Muon updates them.
         gathers: how often ZeRO 3 gathers them for a micro-batch.
         parts: those that hold them, each as stage and index in the stage.
         replicas: groups of ZeRO, with the same partitions.
@@ -36,6 +37,7 @@ class PlannedBucket:
     gathers: int = 0
     parts: set[str] = field(default_factory=set)
     replicas: int = 1
+    muon: bool = False
 
     @property
     def shards_axis(self) -> str:
@@ -76,11 +78,11 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[Pla
         if weights.fixed:
             continue
         shared = weights.shared if layout.pipeline > 1 else ""
-        key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared)), weights.axis
+        key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared), muon=weights.muon), weights.axis
         if key not in buckets:
             ranks, replicas = sizes[weights.axis]
             other = _other_ranks(shared, layout)
-            buckets[key] = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas)
+            buckets[key] = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas, muon=weights.muon)
         bucket = buckets[key]
         bucket.parts.add(part)
         bucket.elements += weights.elements

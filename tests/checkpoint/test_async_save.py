@@ -30,7 +30,7 @@ from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, 
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common import locks, signals
 from pipeline.common.errors import ToBeContinued, UserError
-from pipeline.training.optimizers import EagerAdamW
+from pipeline.training.elementwise_optimizers import EagerAdamW
 from tests.helpers import ROOT
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

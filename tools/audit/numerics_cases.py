@@ -109,6 +109,8 @@ CONTEXT = (
     Row(1, 2, 1, more=ULYSSES, context=2),
     Row(2, 1, 2, more=ULYSSES, context=2),
 )
+#: Layouts of Muon.
+MUON_ROWS = (*(Row(1, 1, zero) for zero in (0, 1, 2)), *SOME, Row(2, 1, 0), Row(4, 1, 2), Row(2, 2, 0), CONTEXT[0])
 #: Layouts of MoE models with expert parallelism.
 EXPERT = (
     Row(1, 1, 0, expert=4),
@@ -128,15 +130,19 @@ class Model:
     Attributes:
         overrides: its settings as a command line.
         rows: its layouts.
+        factor: a layout may differ by this multiple of the rounding error of the reference, if that is more than the tolerance.
     """
 
     overrides: tuple[str, ...]
     rows: tuple[Row, ...]
+    factor: float = 0.0
 
 
-def _model(name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME) -> Model:
+def _model(
+    name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME, factor: float = 0.0
+) -> Model:
     """Return the model conf/model/NAME.yaml with tiny sizes. Four layers suffice for two pipeline ranks with two stages each."""
-    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows)
+    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows, factor)
 
 
 CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
@@ -145,6 +151,10 @@ HIGHER_STD = "model.init_std=0.02"  # with 0.006 gradients of queries are so sma
 WIDE_STD = "model.init_std=0.1"  # with 0.02 gradients of the query norms differ by 1.3e-5 between fp32 and fp64
 SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of an input, which changes the gradient by more than rounding
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
+
+#: Newton-Schulz amplifies rounding errors, by as much in every layout.
+MUON = "optimizer.name=muon"
+AMPLIFIED = 10.0
 
 
 FAMILIES: dict[str, Model] = {
@@ -179,4 +189,8 @@ FAMILIES: dict[str, Model] = {
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
+    "muon": _model("llama-tiny", "model.kv_heads=4", MUON, rows=MUON_ROWS, factor=AMPLIFIED),
+    "muon-heads": _model("llama-tiny", "model.kv_heads=4", MUON, "optimizer.muon_per_head=true", rows=SOME[:2], factor=AMPLIFIED),
+    "muon-mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, MUON, rows=(SOME[1], *EXPERT[:4]), factor=AMPLIFIED),
+    "muon-deepseek": _model("deepseek-tiny", "training.seed=1", ONE, MUON, rows=(SOME[1], *EXPERT[:2]), factor=AMPLIFIED),
 }
