@@ -21,11 +21,14 @@ class PlainOptimizer(Protocol):
 
     Attributes:
         param_groups: each with its learning rate `lr`.
-        state: weight -> its tensors, with `exp_avg`, the first moment.
     """
 
     param_groups: list[dict[str, Any]]
-    state: Any
+
+    @property
+    def state(self) -> Any:
+        """Weight -> its tensors, with `exp_avg`, the first moment."""
+        ...
 
     def step(self) -> Any:
         """Update the weights by their gradients."""
@@ -81,7 +84,7 @@ class _Elementwise:
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
             decay = self._optimizer.weight_decay if weight.dim() >= 2 else 0.0
             direction = self._rule(self._optimizer, self._updates, self.state[weight], gradient)
-            weight -= self.param_groups[0]["lr"] * (direction + decay * weight)
+            weight.sub_(self.param_groups[0]["lr"] * (direction + decay * weight))
 
     def zero_grad(self) -> None:
         """See PlainOptimizer."""
@@ -140,7 +143,7 @@ class _Muon:
         self.param_groups = self._others.param_groups
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:
+    def state(self) -> dict[Any, dict[str, Tensor]]:
         """See PlainOptimizer."""
         return {**self._others.state, **self._moments}
 

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
-from pipeline.training.matrix_homes import MatrixHomes, Space
+from pipeline.training.matrix_homes import MatrixHomes
+from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 
 #: Of the polynomial a x + b x^3 + c x^5, by Jordan, as in torch.optim.Muon: its slope at zero is large, and it ends near 1, not at it.
