@@ -14,6 +14,7 @@ from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common import knobs
 from pipeline.common.errors import Violation
+from pipeline.config import foreign_names
 from pipeline.config.command_line import GROUPS, nearest, quoted
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
@@ -90,7 +91,7 @@ def unknown_key(key: str, value: object, known: list[str]) -> Violation:
         return Violation(key, value, "is no longer a key", REMOVED[key])
     if renamed := new_name(key):
         return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
-    return Violation(key, value, "no such key", nearest("", key, known))
+    return Violation(key, value, "no such key", foreign_names.advice(key, value) or nearest("", key, known))
 
 
 def keys_of(node: Any, prefix: str = "") -> list[str]:

@@ -33,7 +33,15 @@ def _layout(settings: tuple[str, ...]) -> tuple[dict[str, Tensor], list[tuple[st
 DENSE = ("model=llama-tiny", "model.layers=2", "model.kv_heads=2", "model.ffn_hidden=48", "training.micro_batch_size=4")
 #: No loss that depends on which samples share a micro-batch.
 ROUTED = ("training.balance_loss=0", "training.micro_batch_size=4", "model.layers=2")
-MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "model.ffn_hidden=24", "training.z_loss=0", "model.experts=4", "model.top_k=2", *ROUTED)
+MIXTRAL = (
+    "model=mixtral-tiny",
+    "model.kv_heads=2",
+    "model.ffn_hidden=24",
+    "training.z_loss=0",
+    "model.experts=4",
+    "model.top_k=2",
+    *ROUTED,
+)
 DEEPSEEK = ("model=deepseek-tiny", "model.ffn_hidden=48", "model.expert_ffn_hidden=12", "model.mtp_depth=1", *LATENT, *ROUTED)
 PER_HEAD = "optimizer.muon_per_head=true"
 LAYOUTS = [
