@@ -72,7 +72,7 @@ def _one_process(settings: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str
 
 @pytest.mark.parametrize("ranks, model, layout", LAYOUTS, ids=str)
 def test_a_step_in_a_layout_equals_one_process(worlds, ranks, model, layout):
-    """Newton-Schulz amplifies rounding errors a thousandfold: the bound is what another order of sums does to one process."""
+    """The bound is measured: what another order of sums does to one process, per weight."""
     expected, bound = _one_process(model)
     found = worlds(ranks).run(_layout, (MUON, *model, *(f"parallel.{word}" for word in layout)))
     weights = found[0][0]

@@ -130,19 +130,15 @@ class Model:
     Attributes:
         overrides: its settings as a command line.
         rows: its layouts.
-        factor: a layout may differ by this multiple of the rounding error of the reference, if that is more than the tolerance.
     """
 
     overrides: tuple[str, ...]
     rows: tuple[Row, ...]
-    factor: float = 0.0
 
 
-def _model(
-    name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME, factor: float = 0.0
-) -> Model:
+def _model(name: str, *more: str, sizes: tuple[str, ...] = SIZES, layers: int = 4, rows: tuple[Row, ...] = SOME) -> Model:
     """Return the model conf/model/NAME.yaml with tiny sizes. Four layers suffice for two pipeline ranks with two stages each."""
-    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows, factor)
+    return Model((f"model={name}", *COMMON, f"model.layers={layers}", *sizes, *more), rows)
 
 
 CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
@@ -152,10 +148,7 @@ WIDE_STD = "model.init_std=0.1"  # with 0.02 gradients of the query norms differ
 SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of an input, which changes the gradient by more than rounding
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
-#: Newton-Schulz amplifies rounding errors, by as much in every layout.
 MUON = "optimizer.name=muon"
-AMPLIFIED = 10.0
-
 
 FAMILIES: dict[str, Model] = {
     "gpt": _model("gpt-tiny", layers=8, rows=ALL + CONTEXT),
@@ -189,8 +182,8 @@ FAMILIES: dict[str, Model] = {
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
-    "muon": _model("llama-tiny", "model.kv_heads=4", MUON, rows=MUON_ROWS, factor=AMPLIFIED),
-    "muon-heads": _model("llama-tiny", "model.kv_heads=4", MUON, "optimizer.muon_per_head=true", rows=SOME[:2], factor=AMPLIFIED),
-    "muon-mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, MUON, rows=(SOME[1], *EXPERT[:4]), factor=AMPLIFIED),
-    "muon-deepseek": _model("deepseek-tiny", "training.seed=1", ONE, MUON, rows=(SOME[1], *EXPERT[:2]), factor=AMPLIFIED),
+    "muon": _model("llama-tiny", "model.kv_heads=4", MUON, rows=MUON_ROWS),
+    "muon-heads": _model("llama-tiny", "model.kv_heads=4", MUON, "optimizer.muon_per_head=true", rows=SOME[:2]),
+    "muon-mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, MUON, rows=(SOME[1], *EXPERT[:4])),
+    "muon-deepseek": _model("deepseek-tiny", "training.seed=1", ONE, MUON, rows=(SOME[1], *EXPERT[:2])),
 }
