@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import joint_layers
-from pipeline.training import gradient_clipping, muon
+from pipeline.training import gradient_clipping, muon, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
@@ -108,9 +109,9 @@ class ZeroEngine(Engine):
         return lambda bucket, gradient: update.fetch(index[bucket], gradient)
 
     @contextmanager
-    def accumulate(self, micro_batches: int) -> Iterator[None]:
+    def accumulate(self, micro_batches: int, *, measure: bool = False) -> Iterator[None]:
         """See Engine."""
-        with self._reducer.accumulate(micro_batches):
+        with self._reducer.accumulate(micro_batches, measure=measure):
             yield
         self._gatherer.finish()
 
@@ -119,12 +120,13 @@ class ZeroEngine(Engine):
         gradients = [self._reducer.reduced(bucket) for bucket in self._buckets]
         primary = [gradients[index][where] for index, where in self._primary]
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device))
+        noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
         result = self._update.step(norm, gradients)
         self._reducer.release()
         if not self._offloads:  # else each bucket is gathered once the CPU has updated it
             self._zero.round_weights()
             self._gatherer.refresh()
-        return result
+        return replace(result, more=noise)
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""

@@ -29,6 +29,9 @@ EXPORTS = [
     ("qwen3", CHANNEL, True),
     ("bloom", replace(GROUP, **AFFINE), False),
     ("gemma3", GROUP, False),
+    ("phi3", CHANNEL, False),  # queries, keys and values are one tensor
+    ("granite", GROUP, False),
+    ("olmo3", CHANNEL, False),
 ]
 
 
