@@ -46,9 +46,9 @@ def _pieces(config: Any, world_size: int, rank: int) -> list[Any]:
 @pytest.mark.parametrize("family", sorted(registry.FAMILIES))
 def test_every_weight_of_every_family_has_a_rule(family):
     """The matrices of Muon are those of torch.nn.Linear and of experts in blocks; no other weight of two dimensions is one."""
-    names = {"t5": "t5-tiny", "transformer": "transformer-tiny", "deepseek_v3": "deepseek-tiny"}
+    name = "deepseek" if family == "deepseek_v3" else family.replace("_", "-")
     more = ("model.mtp_depth=1",) if family == "deepseek_v3" else ()
-    config, rule = _rule(f"model={names.get(family, f'{family}-tiny')}", *more)
+    config, rule = _rule(f"model={name}-tiny", *more)
     found = {piece.name: rule.matrices(piece.name, piece.full_shape) for piece in _pieces(config, 1, 0)}
     shapes = {piece.name: piece.full_shape for piece in _pieces(config, 1, 0)}
     for name, matrices in found.items():
