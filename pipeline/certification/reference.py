@@ -1,4 +1,4 @@
-"""The reference: a plain PyTorch training loop in one process, with stock cross-entropy, clipping and AdamW.
+"""The reference: a plain PyTorch training loop in one process, with stock cross-entropy and clipping, and the optimizer as a plain loop.
 
 It uses the model of the package and nothing of its engines, process groups or tensor-parallel tables.
 """
@@ -13,6 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipeline.certification import plain_optimizers
 from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
@@ -92,7 +93,7 @@ def plain_loop(
     masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
     _cast(learned.values(), dtype)
     _copy(masters, learned, noise)
-    optimizer, ema = _optimizer(config, masters), config.training.ema or 0.0
+    optimizer, ema = plain_optimizers.build(config, masters), config.training.ema or 0.0
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
@@ -172,16 +173,6 @@ def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Cast parameters in place. Buffers, such as the tables of rotary embeddings, keep their dtype."""
     for parameter in parameters:
         parameter.data = parameter.data.to(dtype)
-
-
-def _optimizer(config: RunConfig, masters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
-    """Return AdamW; only matrices and embeddings decay."""
-    wanted = config.optimizer
-    groups = [
-        {"params": [p for p in masters.values() if p.dim() >= 2], "weight_decay": wanted.weight_decay},
-        {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps)
 
 
 def micro_batches_of(config: RunConfig, tokens: Tensor) -> int:

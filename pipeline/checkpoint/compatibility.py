@@ -56,7 +56,7 @@ class TrainingData(Protocol):
 
 
 def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData, *, is_fork: bool = False) -> None:
-    """Refuse to resume with another model or other samples. Layout, batch size, learning rate and all other settings may change.
+    """Refuse to resume with another model, other samples or another optimizer. Layout, batch size, learning rate and others may change.
 
     A checkpoint that has consumed no sample (an imported model) may continue with any data.
 
@@ -78,6 +78,9 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
             differences[key] = f"{_value(old, key)}"
     if consumed and config.training.context_factor != (factor := old["training"].get("context_factor", 1.0)):
         differences["training.context_factor"] = f"{factor}"
+    before = old.get("optimizer", {}).get("name", "adamw")
+    if checkpoint.train_state.updates and config.optimizer.name != before:  # another one keeps other state
+        differences["optimizer.name"] = before
     adapters = dataclasses.asdict(lora_of(old))
     has_adapters = bool(new["lora"]["rank"] or adapters["rank"])
     for name in _ADAPTER_SETTINGS if consumed and has_adapters else ():
@@ -89,7 +92,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
             differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
         else:
             _check_other_data(checkpoint, config, data)
-    _refuse(checkpoint, new, differences, "continue with the same model and data, or choose another run_dir to start a new run")
+    _refuse(checkpoint, new, differences, "continue with the same model, data and optimizer, or choose another run_dir to start a new run")
 
 
 def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:

@@ -202,10 +202,31 @@ class TrainingConfig:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: str = knob("adamw", "optimizer: AdamW (Loshchilov & Hutter 2019)", choices=("adamw",))
+    name: str = knob(
+        "adamw",
+        "optimizer: AdamW (Loshchilov & Hutter 2019), AdEMAMix (Pagliardini et al. 2024), Lion (Chen et al. 2023), or Muon (Jordan et al. "
+        "2024) for the matrices of the blocks and AdamW for the other weights",
+        choices=("adamw", "ademamix", "lion", "muon"),
+    )
     lr: float = knob(3e-4, "peak learning rate; finetune: 2e-5, with lora.rank 2e-4, for dpo 1e-5", above=0, at_most=10)
     beta1: float = knob(0.9, "decay rate of the first moment", at_least=0, at_most=0.9999)
-    beta2: float = knob(0.95, "decay rate of the second moment", at_least=0, at_most=0.99999)
+    beta2: float = knob(0.95, "decay rate of the second moment; lion: of the moment, after the update", at_least=0, at_most=0.99999)
+    beta3: float = knob(0.9999, "ademamix: decay rate of the slow first moment", at_least=0, at_most=0.9999999)
+    alpha: float = knob(8.0, "ademamix: weight of the slow first moment in the update", at_least=0)
+    slow_warmup_steps: int = knob(
+        0, "ademamix: steps in which alpha rises from 0, and beta3 from beta1; 0: training.steps", unit="steps", at_least=0
+    )
+    muon_momentum: float = knob(0.95, "muon: decay rate of the momentum of a matrix", at_least=0, at_most=0.9999)
+    muon_nesterov: bool = knob(True, "muon: Nesterov momentum")
+    muon_steps: int = knob(5, "muon: iterations of Newton-Schulz", at_least=1, at_most=20)
+    muon_adjust_lr: str = knob(
+        "match_rms_adamw",
+        "muon: factor of the update of a matrix (a, b): 0.2 sqrt(max(a, b)), as large as that of AdamW (Liu et al. 2025), or "
+        "sqrt(max(1, a / b)) (original)",
+        choices=("match_rms_adamw", "original"),
+    )
+    muon_lr_factor: float = knob(1.0, "muon: learning rate of the matrices, divided by optimizer.lr", above=0)
+    muon_per_head: bool = knob(False, "muon: the rows of each head of queries, keys and values are a matrix of their own")
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
     weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)

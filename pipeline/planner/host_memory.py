@@ -19,11 +19,15 @@ from pipeline.planner.state_memory import ModelState, frozen_bytes, model_state,
 
 @dataclass(frozen=True)
 class _TrainedWeights:
-    """The trained weights of a rank as one bucket, over all ranks that may shard them: see state_memory.Sharded."""
+    """The trained weights of a rank as one bucket, over all ranks that may shard them: see state_memory.Sharded.
+
+    As if Muon updated all of them, so that the state is the least one.
+    """
 
     elements: int
     ranks: int
     decays: bool = True
+    muon: bool = True
 
 
 def check(config: RunConfig, ranks: Ranks) -> None:

@@ -166,6 +166,7 @@ class TracedWeights:
         elements: on this rank.
         axis: the ranks that hold the same ones: dense, or data for experts.
         matrix: whether they are matrices (decayed, and freed by ZeRO 3) or vectors.
+        muon: whether Muon updates them.
         summed: whether their gradients are summed over the tensor ranks.
         shared: "tied_embedding" or "pipeline" where other stages hold them too, else empty.
         copy: whether this is the head's copy of a tied embedding.
@@ -188,6 +189,7 @@ class TracedWeights:
     sharded: bool = False
     unit: str = ""
     gathers: int = 2
+    muon: bool = False
 
 
 @dataclass

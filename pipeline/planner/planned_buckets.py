@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.config.layout import Layout
 from pipeline.planner.operations import TracedWeights
@@ -22,6 +22,7 @@ class PlannedBucket:
         summed: elements whose gradients are first summed over the tensor ranks.
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
+        muon: whether Muon updates them.
         gathers: how often ZeRO 3 gathers them for a micro-batch.
         parts: those that hold them, each as stage and index in the stage.
         replicas: groups of ZeRO, with the same partitions.
@@ -38,6 +39,7 @@ class PlannedBucket:
     parts: set[str] = field(default_factory=set)
     replicas: int = 1
     trained: bool = True
+    muon: bool = False
 
     @property
     def shards_axis(self) -> str:
@@ -86,13 +88,13 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage:
         if is_second_use and not weights.fixed:
             continue
         shared = weights.shared if layout.pipeline > 1 else ""
-        name = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared))
+        name = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared), muon=weights.muon)
         key = name, weights.axis, not weights.fixed
         if key not in buckets:
             ranks, replicas = sizes[weights.axis]
-            other = _other_ranks(shared, layout)
-            trained = not weights.fixed
-            buckets[key] = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas, trained=trained)
+            other, trained = _other_ranks(shared, layout), not weights.fixed
+            bucket = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas)
+            buckets[key] = replace(bucket, trained=trained, muon=weights.muon)
         bucket = buckets[key]
         bucket.parts.add(part)
         if is_second_use:  # a frozen tied matrix is gathered for the head, too

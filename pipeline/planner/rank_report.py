@@ -16,6 +16,8 @@ from pipeline.planner.accuracy import factors_text
 from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.planner.plan import JobPlan
 from pipeline.planner.state_memory import frozen_bytes, rank_state, state_tensors
+from pipeline.training import matrix_rule
+from pipeline.training.matrix_rule import MatrixRule
 
 GIB = 1 << 30
 
@@ -40,6 +42,7 @@ def lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
     yield from rank_lines(config, local.layout)
     yield from stage_lines(config, local, model)
     yield from memory_lines(config, local, model)
+    yield from optimizer_lines(config, model)
     yield from batch_lines(config, local.layout)
 
 
@@ -78,7 +81,9 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
     """Yield the size of weights, gradients and optimizer state on the rank."""
     zero = config.parallel.zero_stage
     state, tensors = rank_state(config, model, local), state_tensors(config)
-    kept = f"{', '.join(tensors[:-1])} and {tensors[-1]}"
+    kept = " and ".join(filter(None, [", ".join(tensors[:-1]), tensors[-1]]))
+    if tensors != (fewer := state_tensors(config, muon=True)):
+        kept += f" (of the matrices of Muon only {' and '.join(fewer)})"
     master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     (shards, groups), (shards_of_experts, _) = (local.layout.zero_sizes(experts=experts) for experts in (False, True))
     over = f", sharded over {shards} data ranks"
@@ -103,6 +108,14 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
         return
     yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{kept}{over if zero else ''}"
     yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
+
+
+def optimizer_lines(config: RunConfig, model: LocalModel) -> Iterator[str]:
+    """Yield which weights of the rank Muon updates, as which matrices."""
+    rule = MatrixRule.of(config.optimizer, config.model)
+    if rule.muon:
+        yield "optimizer: weights, how many there are of each, and the matrices of Muon"
+        yield from (f"  {line}" for line in matrix_rule.lines(rule, model.pieces.values()))
 
 
 def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:

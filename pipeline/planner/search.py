@@ -247,7 +247,7 @@ def _memory_bound(traced: Trace, config: RunConfig, layout: Layout) -> float:
         return round(per_rank * sum(sums[kind] for kind in traced.kinds) / len(traced.kinds)) + sums["embed"]
 
     axes = {"dense": layout.zero_sizes(experts=False)[0], "data": layout.zero_sizes(experts=True)[0]}
-    weights = [PlannedBucket(axis, ranks, elements(axis)) for axis, ranks in axes.items()]
+    weights = [PlannedBucket(axis, ranks, elements(axis), muon=True) for axis, ranks in axes.items()]
     in_flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
     activations = in_flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
 

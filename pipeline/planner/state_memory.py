@@ -17,6 +17,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel, is_sharded_frozen, layers_in_4_bits
 from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import build_buckets
+from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.optimizers import OPTIMIZERS
 
 FP32 = 4
@@ -37,6 +38,10 @@ class Sharded(Protocol):
     def decays(self) -> bool:
         """Whether they are matrices, which ZeRO 3 frees after use."""
 
+    @property
+    def muon(self) -> bool:
+        """Whether Muon updates them."""
+
 
 @dataclass(frozen=True)
 class StateFormat:
@@ -46,6 +51,7 @@ class StateFormat:
         zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights other than vectors.
         weight_bytes: of a weight in matrix products.
         state_tensors: fp32 tensors that are kept for each weight: those of the optimizer, and the average of training.ema.
+        matrix_tensors: the same for a weight that Muon updates.
         offload: whether master weights and these tensors are in host memory.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
     """
@@ -55,6 +61,7 @@ class StateFormat:
     state_tensors: int = 2
     offload: bool = False
     reduce_bytes: int = FP32
+    matrix_tensors: int = 2
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,8 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     master = 0 if zero == 0 and state_format.weight_bytes == FP32 else FP32
     weights: float = vectors if zero == 3 else whole
     gradients = share if zero >= 2 else whole
-    optimizer = (share if zero else whole) * (master + state_format.state_tensors * FP32)
+    held = [bucket.elements / bucket.ranks if zero else bucket.elements for bucket in buckets]
+    optimizer = sum(own * (master + _tensors(bucket, state_format) * FP32) for own, bucket in zip(held, buckets, strict=True))
     if not state_format.offload:
         return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, optimizer)
     if zero == 3:  # the rounded partitions of the matrices, which are gathered
@@ -104,23 +112,36 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, 0.0, host=optimizer + buffers)
 
 
-def state_tensors(config: RunConfig) -> tuple[str, ...]:
-    """Return the fp32 tensors that a trained weight has beside its master weight: the optimizer's, and its average."""
-    return (*OPTIMIZERS[config.optimizer.name].state, *(() if config.training.ema is None else (EMA,)))
+def _tensors(bucket: Sharded, state_format: StateFormat) -> int:
+    """The fp32 tensors that are kept for each weight of a bucket."""
+    return state_format.matrix_tensors if bucket.muon else state_format.state_tensors
+
+
+def state_tensors(config: RunConfig, *, muon: bool = False) -> tuple[str, ...]:
+    """Return the fp32 tensors that a trained weight has beside its master weight: the optimizer's, and its average.
+
+    Args:
+        config: of the run.
+        muon: of a weight that Muon updates.
+    """
+    return (*OPTIMIZERS[config.optimizer.name].state_of(muon=muon), *(() if config.training.ema is None else (EMA,)))
 
 
 def state_format_of(config: RunConfig) -> StateFormat:
     """Return how the ranks of a job store their weights."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
     offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
-    return StateFormat(config.parallel.zero_stage, weight_bytes, len(state_tensors(config)), offload, reduce_bytes)
+    tensors = [len(state_tensors(config, muon=muon)) for muon in (False, True)]
+    return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1])
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     """Return the bytes of a rank's state from its buckets, as training/ shards them. The model is on the meta device."""
     trained = copy(model)
     trained.pieces = {parameter: piece for parameter, piece in model.pieces.items() if parameter not in model.frozen}
-    state = model_state(build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel), state_format_of(config))
+    rule = MatrixRule.of(config.optimizer, config.model)
+    buckets = build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel, rule=rule)
+    state = model_state(buckets, state_format_of(config))
     return replace(state, weights=state.weights + frozen_bytes(config, model, mesh.layout))
 
 

@@ -43,6 +43,7 @@ from pipeline.planner.norm_kernel import norm_kernels
 from pipeline.planner.operations import TracedPart, TracedWeights
 from pipeline.planner.operator_kinds import visible_share
 from pipeline.planner.recorder import Recorder, Recording
+from pipeline.training.matrix_rule import MatrixRule
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
 
@@ -326,6 +327,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
     family = registry.family_of(config.model)
     in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
     itemsize = DTYPES[config.precision.dtype].itemsize
+    rule = MatrixRule.of(config.optimizer, config.model)
     tied, everywhere = set(family.tied_weights(config.model).values()), family.on_every_stage
     for parameter, names in _names(stage).items():
         piece = model.pieces[parameter]
@@ -344,6 +346,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             sharded=parameter not in in_4_bits and is_sharded_frozen(parameter, piece, model),
             unit="" if words[0] == "blocks" else words[0],
             gathers=sum(_gathers(stage, name) for name in names),
+            muon=rule.is_hidden(piece),
         )
         embeds = words[0] == "embed" or shared == "pipeline"
         yield words[1] if words[0] == "blocks" else "embed" if embeds else "head", weights

@@ -10,7 +10,7 @@ VECTORS = "vectors"
 ALIGNMENT = 128
 
 
-def bucket_name(name: str, unit: str, *, matrix: bool, shared: bool) -> str:
+def bucket_name(name: str, unit: str, *, matrix: bool, shared: bool, muon: bool = False) -> str:
     """Return the bucket of a weight, among the weights that the same ranks hold.
 
     Args:
@@ -18,10 +18,13 @@ def bucket_name(name: str, unit: str, *, matrix: bool, shared: bool) -> str:
         unit: the block that holds it, or the embedding, the head or another module of the stage.
         matrix: whether it has two dimensions or more.
         shared: whether several pipeline stages hold it.
+        muon: whether Muon updates it: it then has other state than the matrices beside it that AdamW updates.
     """
     if shared:
         return name
-    return unit if matrix else VECTORS
+    if not matrix:
+        return VECTORS
+    return f"{unit} muon" if muon else unit
 
 
 def padded_elements(elements: int, ranks: int) -> int:

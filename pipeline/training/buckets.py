@@ -17,6 +17,7 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import sums_over_tensor
 from pipeline.training.bucket_rule import VECTORS, bucket_name, padded_elements
+from pipeline.training.matrix_rule import ADAMW, MatrixRule
 
 
 @dataclass(eq=False)
@@ -29,6 +30,7 @@ class Bucket:
         group: the ranks that hold the same weights, or with parallel.zero_group those of them over which ZeRO shards.
         tensor_sums: weights whose gradient is first summed over the tensor ranks.
         decays: whether weight decay applies.
+        muon: whether Muon updates the weights.
         replicas: the ranks of the other groups of ZeRO that have the same partition; None if there are none.
         offsets: weight -> its first element in the flat gradient.
         elements: number of elements of the flat gradient, including the padding.
@@ -39,6 +41,7 @@ class Bucket:
     group: ProcessGroup
     tensor_sums: list[nn.Parameter]
     decays: bool
+    muon: bool = False
     replicas: ProcessGroup | None = None
     offsets: dict[nn.Parameter, int] = field(init=False)
     elements: int = field(init=False)
@@ -92,19 +95,26 @@ class Bucket:
 
 
 def build_buckets(
-    model: LocalModel, mesh: Mesh, *, sequence_parallel: bool, pieces: Mapping[nn.Parameter, Piece] | None = None
+    model: LocalModel,
+    mesh: Mesh,
+    *,
+    sequence_parallel: bool,
+    pieces: Mapping[nn.Parameter, Piece] | None = None,
+    rule: MatrixRule = ADAMW,
 ) -> list[Bucket]:
     """Assign every weight of the rank to a bucket: the trained ones, or those of `pieces`.
 
     The matrices of a block are a bucket, those of its experts another one, since fewer ranks hold the same experts. Embedding and head are
     a bucket each. A weight that several pipeline stages hold is a bucket of its own. All vectors (norms and biases: one in ten thousand
     elements) form one last bucket.
+    Matrices that Muon updates by the rule are a bucket apart from those beside them that AdamW updates.
     """
     units = _units(model)
     members: dict[tuple[str, str], dict[nn.Parameter, Piece]] = {}
     for parameter, piece in (model.pieces if pieces is None else pieces).items():
         replicas = "expert" if piece.is_sliced_along("expert") else "dense"
-        bucket = bucket_name(piece.name, units[parameter], matrix=len(piece.full_shape) >= 2, shared=bool(piece.shared))
+        matrix, muon = len(piece.full_shape) >= 2, rule.is_hidden(piece)
+        bucket = bucket_name(piece.name, units[parameter], matrix=matrix, shared=bool(piece.shared), muon=muon)
         members.setdefault((bucket, replicas), {})[parameter] = piece
     ordered = sorted(members, key=lambda key: key[0] == VECTORS)
     groups = {"dense": mesh.zero_groups(experts=False), "expert": mesh.zero_groups(experts=True)}
@@ -116,6 +126,7 @@ def build_buckets(
             replicas=groups[replicas][1],
             tensor_sums=[p for p, piece in members[unit, replicas].items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
             decays=all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values()),
+            muon=all(rule.is_hidden(piece) for piece in members[unit, replicas].values()),
         )
         for unit, replicas in ordered
     ]

@@ -19,6 +19,7 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import replica_of
 from pipeline.training.loss_scale import LossScale
+from pipeline.training.matrix_rule import ADAMW, MatrixRule
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
 ENGINES = {0: "pipeline.training.replicated_engine:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero_engine:ZeroEngine")
@@ -97,6 +98,7 @@ def build_engine(
     training: TrainingConfig,
     parallel: ParallelConfig,
     precision: PrecisionConfig,
+    rule: MatrixRule = ADAMW,
 ) -> Engine:
     """Build the engine of the configured ZeRO stage.
 
@@ -107,8 +109,9 @@ def build_engine(
         training: number of steps, over which the learning rate is scheduled.
         parallel: ZeRO stage and sequence parallelism.
         precision: dtype of the weights, and the loss scale.
+        rule: which weights Muon updates.
     """
-    engine: Engine = resolve_name(ENGINES[parallel.zero_stage])(model, mesh, optimizer, training, parallel, precision)
+    engine: Engine = resolve_name(ENGINES[parallel.zero_stage])(model, mesh, optimizer, training, parallel, precision, rule)
     return engine
 
 

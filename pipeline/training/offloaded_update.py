@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import StepResult
 from pipeline.training.loss_scale import LossScale
-from pipeline.training.optimizers import Groups
 from pipeline.training.skipped_steps import is_skipped
 from pipeline.training.weight_update import WeightUpdate
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pipeline.config.schema import OptimizerConfig
-
-#: Parameter groups as torch.optim takes them.
-Groups = list[dict[str, object]]
+from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion
+from pipeline.training.muon import MATRIX_STATE, Muon
 
 
 @dataclass(frozen=True)
@@ -20,35 +18,46 @@ class OptimizerKind:
     """One optimizer.
 
     Attributes:
-        build: (parameter groups, configuration, learning rate) -> optimizer.
+        build: (parameter groups, configuration, learning rate, number of steps of the run) -> optimizer.
         state: keys of the fp32 tensors in optimizer.state[weight], each of the shape of the weight: ZeRO shards them by element like the
             weight, checkpoints store them beside it, and the planner counts their bytes.
+        matrix_state: the same for the weights that Muon updates; None where there are none.
     """
 
-    build: Callable[[Groups, OptimizerConfig, float | Tensor], torch.optim.Optimizer]
+    build: Callable[[Groups, OptimizerConfig, float | Tensor, int], torch.optim.Optimizer]
     state: tuple[str, ...]
+    matrix_state: tuple[str, ...] | None = None
+
+    def state_of(self, *, muon: bool) -> tuple[str, ...]:
+        """The keys of a weight: of one that Muon updates, or of another one."""
+        return self.matrix_state if muon and self.matrix_state is not None else self.state
 
 
-class EagerAdamW(torch.optim.AdamW):
-    """AdamW without what PyTorch adds to its methods for torch.compile, which imports the compiler: nothing compiles an optimizer here."""
-
-    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
-    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
-
-
-def adamw(groups: Groups, config: OptimizerConfig, lr: float | Tensor) -> torch.optim.AdamW:
+def adamw(groups: Groups, config: OptimizerConfig, lr: float | Tensor, _steps: int = 0) -> torch.optim.AdamW:
     """PyTorch's fused AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)."""
     return EagerAdamW(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
+def ademamix(groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int) -> AdEMAMix:
+    """See AdEMAMix; its warm-up has the length of the run unless optimizer.slow_warmup_steps is set."""
+    betas = config.beta1, config.beta2, config.beta3
+    return AdEMAMix(groups, lr, betas, config.alpha, config.eps, config.slow_warmup_steps or max(steps, 1))
+
+
+def lion(groups: Groups, config: OptimizerConfig, lr: float | Tensor, _steps: int) -> Lion:
+    """See Lion."""
+    return Lion(groups, lr, (config.beta1, config.beta2))
+
+
+def muon(groups: Groups, config: OptimizerConfig, lr: float | Tensor, _steps: int) -> Muon:
+    """See Muon."""
+    return Muon(groups, config, lr)
+
+
 #: optimizer.name -> optimizer
-OPTIMIZERS = {"adamw": OptimizerKind(adamw, state=("exp_avg", "exp_avg_sq"))}
-
-
-def create_state(optimizer: torch.optim.Optimizer, kind: OptimizerKind, weights: Iterable[Tensor]) -> None:
-    """Create the optimizer's state before its first step, so that a checkpoint can be loaded into it."""
-    for weight in weights:
-        if not optimizer.state[weight]:
-            step = torch.zeros((), device=weight.device)
-            optimizer.state[weight] = {"step": step, **{name: torch.zeros_like(weight) for name in kind.state}}
+OPTIMIZERS = {
+    "adamw": OptimizerKind(adamw, state=("exp_avg", "exp_avg_sq")),
+    "ademamix": OptimizerKind(ademamix, state=AdEMAMix.names),
+    "lion": OptimizerKind(lion, state=Lion.names),
+    "muon": OptimizerKind(muon, state=("exp_avg", "exp_avg_sq"), matrix_state=MATRIX_STATE),
+}

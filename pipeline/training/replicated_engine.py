@@ -14,12 +14,14 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
-from pipeline.training import gradient_clipping, noise_scale
+from pipeline.training import gradient_clipping, muon, noise_scale
 from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
+from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
-from pipeline.training.optimizers import Groups
+from pipeline.training.matrix_layout import Space
+from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.weight_update import WeightUpdate
 
 
@@ -34,11 +36,12 @@ class ReplicatedEngine(Engine):
         training: TrainingConfig,
         parallel: ParallelConfig,
         precision: PrecisionConfig,
+        rule: MatrixRule,
     ) -> None:
         self.model = model
         self._mesh = mesh
         self.loss_scale = LossScale(precision, mesh.device)
-        buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel)
+        buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel, rule=rule)
         self._reducer = GradientReducer(buckets, mesh, Reduction.ALL, DTYPES[precision.reduce_dtype])
         self._parameters = list(model.pieces)
         low = precision.dtype != "fp32"
@@ -47,15 +50,25 @@ class ReplicatedEngine(Engine):
 
         self._update = WeightUpdate(self._groups(optimizer.weight_decay), optimizer, training, self.loss_scale, mesh.device)
         self._update.begin(self._masters)
+        master_of = dict(zip(self._parameters, self._masters, strict=True))
+        spaces = (
+            Space(master_of[weight], ((piece, 0),), bucket.group, divided=False)
+            for bucket in buckets
+            if bucket.muon
+            for weight, piece in bucket.pieces.items()
+        )
+        muon.begin(self._update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
 
     def _groups(self, weight_decay: float) -> Groups:
-        """Parameter groups of the master weights: those of a bucket decay, or none of them."""
+        """Parameter groups of the master weights: those of a bucket decay, or none of them, and Muon updates all or none."""
         master_of = dict(zip(self._parameters, self._masters, strict=True))
-        decays = {True: weight_decay, False: 0.0}
-        members = {
-            kind: [master_of[p] for bucket in self._reducer.buckets if bucket.decays is kind for p in bucket.pieces] for kind in decays
-        }
-        return [{"params": members[kind], "weight_decay": decay} for kind, decay in decays.items() if members[kind]]
+        members: dict[tuple[bool, bool], list[Tensor]] = {}
+        for bucket in self._reducer.buckets:
+            members.setdefault((bucket.decays, bucket.muon), []).extend(master_of[p] for p in bucket.pieces)
+        return [
+            {"params": masters, "weight_decay": weight_decay if decays else 0.0, "muon": hidden}
+            for (decays, hidden), masters in members.items()
+        ]
 
     @contextmanager
     def accumulate(self, micro_batches: int, *, measure: bool = False) -> Iterator[None]:

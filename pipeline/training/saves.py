@@ -221,7 +221,9 @@ class Saves:
         return Commit(dataclasses.replace(index, parent=self._parent), config.checkpoint.keep, config.checkpoint.keep_every, needed)
 
     def _last_update(self, counters: HostCopy) -> LastUpdate | None:
-        """The last update of the optimizer; in the thread of the snapshot."""
+        """The last update of AdamW, None for other optimizers; in the thread of the snapshot."""
+        if self._config.optimizer.name != "adamw":
+            return None
         updates = int(counters.values()[0])
         optimizer, training = self._config.optimizer, self._config.training
         rate = learning_rate(max(min(updates, training.steps) - 1, 0), optimizer, training)

@@ -24,6 +24,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
+from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.router_statistics import RouterStatistics
 
 
@@ -39,7 +40,8 @@ class Trainer:
     def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel | None = None) -> None:
         self.mesh = mesh
         self.model = model or parallelize(config, mesh)
-        self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision)
+        rule = MatrixRule.of(config.optimizer, config.model)
+        self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision, rule)
         self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
 from pipeline.training import gradient_clipping
+from pipeline.training.elementwise_optimizers import Groups, create_state
 from pipeline.training.engine import StepResult
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
-from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
+from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.skipped_steps import is_skipped
 from pipeline.training.weight_averaging import WeightAverage
 
@@ -22,7 +23,7 @@ class WeightUpdate:
     """Optimizer, learning rate, clipping, skipped steps and average of the weights. All of them are tensors on the device.
 
     Args:
-        groups: parameter groups of the optimizer.
+        groups: parameter groups of the optimizer, each with its `weight_decay` and whether Muon updates it (`muon`).
         optimizer: optimizer, clipping and learning rate.
         training: number of steps, over which the learning rate is scheduled, and the average.
         loss_scale: whose factor the gradients have.
@@ -46,15 +47,15 @@ class WeightUpdate:
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
         self.kind = OPTIMIZERS[optimizer.name]
-        self.optimizer = self.kind.build(groups, optimizer, self._lr)
+        self.optimizer = self.kind.build(groups, optimizer, self._lr, training.steps)
 
     def begin(self, masters: Sequence[Tensor]) -> None:
         """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
         self._masters = list(masters)
         # The optimizer calls a kernel for each of its groups, and ZeRO has one for each bucket.
-        merged: dict[float, dict[str, Any]] = {}
+        merged: dict[tuple[float, bool], dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
-            kept = merged.setdefault(group["weight_decay"], {**group, "params": []})
+            kept = merged.setdefault((group["weight_decay"], group["muon"]), {**group, "params": []})
             kept["params"] += group["params"]
         self._merged = list(merged.values())
         self.average = WeightAverage(self._training, masters)
@@ -93,12 +94,14 @@ class WeightUpdate:
     def state(self, index: int) -> dict[str, Tensor]:
         """A master weight and what is kept for it: the entries of Fragment.tensors, flat views."""
         master = self._masters[index]
-        kept = {name: self.optimizer.state[master][name].view(-1) for name in self.kind.state}
+        state = self.optimizer.state[master]
+        kept = {name: state[name].view(-1) for name in self.kind.state if name in state}
         return {"weight": master.detach().view(-1), **kept, **self.average.tensors(index)}
 
     def create_state(self) -> None:
         """Create what the optimizer keeps before its first step, so that a checkpoint can be loaded into it."""
-        create_state(self.optimizer, self.kind, self._masters)
+        for group in self.optimizer.param_groups:
+            create_state(self.optimizer, self.kind.state_of(muon=group["muon"]), group["params"])
 
     def updates(self) -> int:
         """See Engine."""

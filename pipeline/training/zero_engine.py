@@ -17,14 +17,16 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import joint_layers
-from pipeline.training import gradient_clipping, noise_scale
+from pipeline.training import gradient_clipping, muon, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
+from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.frozen_weights import shard_frozen
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
+from pipeline.training.matrix_layout import Space
+from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.offloaded_update import OffloadedUpdate
-from pipeline.training.optimizers import Groups
 from pipeline.training.weight_gathering import WeightGatherer
 from pipeline.training.weight_update import WeightUpdate
 
@@ -56,15 +58,16 @@ class ZeroEngine(Engine):
         training: TrainingConfig,
         parallel: ParallelConfig,
         precision: PrecisionConfig,
+        rule: MatrixRule,
     ) -> None:
         _prepare_deepspeed(mesh.device)
         from pipeline.training.deepspeed_optimizer import BucketZeroOptimizer
 
         self.model = model
         self._mesh = mesh
-        self._buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel)
+        self._buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel, rule=rule)
         decay = optimizer.weight_decay
-        groups: Groups = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0} for b in self._buckets]
+        groups: Groups = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0, "muon": b.muon} for b in self._buckets]
         stage = parallel.zero_stage
         self.loss_scale = LossScale(precision, mesh.device)
         self._offloads = parallel.offload == "optimizer"
@@ -77,6 +80,12 @@ class ZeroEngine(Engine):
             joint_layers=joint_layers(model.stages),
         )
         self._update.begin(self._zero.masters)
+        spaces = (
+            Space(master, tuple((piece, bucket.offsets[weight]) for weight, piece in bucket.pieces.items()), bucket.group, divided=True)
+            for bucket, master in zip(self._buckets, self._zero.masters, strict=True)
+            if bucket.muon
+        )
+        muon.begin(self._update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
         self._frozen = shard_frozen(model, mesh)
         self._gatherer = WeightGatherer([*self._zero.weights, *self._frozen], model.stages)
         wire_dtype = DTYPES[precision.reduce_dtype]

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.checkpoint.handover import LastUpdate
 from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, word_sum
-from pipeline.training.optimizers import EagerAdamW
+from pipeline.training.elementwise_optimizers import EagerAdamW
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -101,6 +101,7 @@ def test_a_fork_of_a_fork_and_one_of_weights_alone(tokens, trunk, tmp_path):
 REFUSED = [
     (("model.layers=2",), "model.layers=2: {trunk}/checkpoints/step-00000004 was made with 1"),
     (("training.seed=3", "training.sequence_length=16"), "training.seed=3: |training.sequence_length=16: "),
+    (("optimizer.name=lion",), "optimizer.name=lion: {trunk}/checkpoints/step-00000004 was made with adamw"),
     (("data.packing=best_fit",), "data.packing=best_fit: {trunk}/checkpoints/step-00000004 was made with windows"),
     (("training.steps=4",), "training.steps=4: leaves no step to train: checkpoint.fork={trunk}/checkpoints/step-00000004 is of step 4"),
     (

@@ -110,6 +110,8 @@ CONTEXT = (
     Row(1, 2, 1, more=ULYSSES, context=2),
     Row(2, 1, 2, more=ULYSSES, context=2),
 )
+#: Layouts of Muon.
+MUON_ROWS = (*(Row(1, 1, zero) for zero in (0, 1, 2)), *SOME, Row(2, 1, 0), Row(4, 1, 2), Row(2, 2, 0), CONTEXT[0])
 #: Layouts of MoE models with expert parallelism.
 EXPERT = (
     Row(1, 1, 0, expert=4),
@@ -150,6 +152,7 @@ WIDE_STD = "model.init_std=0.1"  # with 0.02 gradients of the query norms differ
 SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of an input, which changes the gradient by more than rounding
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
+MUON = "optimizer.name=muon"
 
 FAMILIES: dict[str, Model] = {
     "gpt": _model("gpt-tiny", layers=8, rows=ALL + CONTEXT),
@@ -188,4 +191,8 @@ FAMILIES: dict[str, Model] = {
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
+    "muon": _model("llama-tiny", "model.kv_heads=4", MUON, rows=MUON_ROWS),
+    "muon-heads": _model("llama-tiny", "model.kv_heads=4", MUON, "optimizer.muon_per_head=true", rows=SOME[:2]),
+    "muon-mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, MUON, rows=(SOME[1], *EXPERT[:4])),
+    "muon-deepseek": _model("deepseek-tiny", "training.seed=1", ONE, MUON, rows=(SOME[1], *EXPERT[:2])),
 }

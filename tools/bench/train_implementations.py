@@ -44,8 +44,9 @@ from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
 from pipeline.training import gradient_clipping, loop
 from pipeline.training.checkpoint_hooks import CheckpointHooks
+from pipeline.training.elementwise_optimizers import EagerAdamW
 from pipeline.training.metrics import Metrics
-from pipeline.training.optimizers import EagerAdamW, adamw
+from pipeline.training.optimizers import adamw
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog

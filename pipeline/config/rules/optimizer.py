@@ -7,10 +7,21 @@ from collections.abc import Iterator
 from pipeline.common.errors import Violation
 from pipeline.config import warmup
 from pipeline.config.schema import OptimizerConfig, RunConfig
+from pipeline.config.zero_group import JOB
+
+#: Keys that only some optimizers read -> these optimizers.
+_READ_BY = {
+    "eps": ("adamw", "ademamix", "muon"),
+    **dict.fromkeys(("beta3", "alpha", "slow_warmup_steps"), ("ademamix",)),
+    **dict.fromkeys(
+        ("muon_momentum", "muon_nesterov", "muon_steps", "muon_adjust_lr", "muon_lr_factor", "muon_per_head"),
+        ("muon",),
+    ),
+}
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation if warm-up and decays do not fit into the run, or the schedule does not read a setting of decays."""
+    """Yield what does not fit together: warm-up, decays and length of the run, or a key that schedule or optimizer do not read."""
     optimizer, steps = config.optimizer, config.training.steps
     if optimizer.schedule != "wsd":
         for name in ("decay_steps", "decay_shape", "decay_ends"):
@@ -20,6 +31,13 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if steps and optimizer.warmup_steps + optimizer.decay_steps > steps:  # 0: known once the data is open
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")
+    for key, names in _READ_BY.items():
+        value = getattr(optimizer, key)
+        if optimizer.name not in names and value != getattr(OptimizerConfig(), key):
+            rule = f"has no effect with optimizer.name={optimizer.name}"
+            yield Violation(f"optimizer.{key}", value, rule, f"remove it, or set optimizer.name to {' or '.join(names)}")
+    if optimizer.name == "muon":
+        yield from _muon(config)
     if optimizer.schedule == "wsd" and optimizer.decay_ends:
         yield from _decay_ends(config)
 
@@ -35,3 +53,22 @@ def _decay_ends(config: RunConfig) -> Iterator[Violation]:
             least = before + (optimizer.decay_steps or max(1, before // 9))
             yield Violation(key, end, rule, f"set it to at least {least}, or reduce optimizer.decay_steps")
         before, what = end, "the decay before it"
+
+
+def _muon(config: RunConfig) -> Iterator[Violation]:
+    """What is not done for matrices, whose update needs all of their elements."""
+    rule = "is not supported with optimizer.name=muon"
+    if config.parallel.zero_group != JOB:
+        yield Violation("parallel.zero_group", config.parallel.zero_group, rule, f"set it to {JOB}, or choose optimizer.name=adamw")
+    if config.lora.rank:
+        yield Violation("lora.rank", config.lora.rank, rule, "choose optimizer.name=adamw for adapters")
+    if config.optimizer.muon_per_head and hasattr(config.model, "kv_lora_rank"):
+        rule = f"is not supported for model.family={config.model.family}: its projections mix the parts of a head"
+        yield Violation("optimizer.muon_per_head", True, rule, "remove it")
+
+
+def stage_violations(optimizer: OptimizerConfig, stage: str) -> Iterator[Violation]:
+    """Yield a violation if the stage compares with AdamW only."""
+    if optimizer.name != "adamw" and stage == "certify":
+        rule = f"is not supported by stage={stage}, whose bounds are those of AdamW"
+        yield Violation("optimizer.name", optimizer.name, rule, "set it to adamw: layout and model are the same")

@@ -11,7 +11,7 @@ from pipeline.config.schema import ParallelConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 
 #: Optimizers whose state may be in host memory.
-OFFLOADED = ("adamw",)
+OFFLOADED = ("adamw", "ademamix", "lion")
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:

@@ -1,0 +1,188 @@
+"""The optimizers as plain loops over full weights, which training in a layout is compared with. AdamW is PyTorch's.
+
+Nothing here is shared with pipeline/training: each is written from its paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config.schema import OptimizerConfig, RunConfig
+from pipeline.models.config import ModelConfig
+
+
+class PlainOptimizer(Protocol):
+    """What the plain loop uses of an optimizer, as of torch.optim.
+
+    Attributes:
+        param_groups: each with its learning rate `lr`.
+    """
+
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def state(self) -> Any:
+        """Weight -> its tensors, with `exp_avg`, the first moment."""
+        ...
+
+    def step(self) -> Any:
+        """Update the weights by their gradients."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        ...
+
+
+def build(config: RunConfig, masters: dict[str, nn.Parameter]) -> PlainOptimizer:
+    """Return the optimizer of a run; only matrices and embeddings decay.
+
+    Args:
+        config: of the run.
+        masters: name of a weight -> its master weight.
+    """
+    optimizer = config.optimizer
+    if optimizer.name == "adamw":
+        return _adamw(optimizer, list(masters.values()))
+    if optimizer.name == "muon":
+        low = masters and config.precision.dtype != "fp32" and next(iter(masters.values())).dtype == torch.float32
+        return _Muon(optimizer, config.model, masters, torch.bfloat16 if low else None)
+    rule = _lion if optimizer.name == "lion" else _ademamix(optimizer, optimizer.slow_warmup_steps or max(config.training.steps, 1))
+    return _Elementwise(optimizer, list(masters.values()), rule)
+
+
+def _adamw(optimizer: OptimizerConfig, weights: list[nn.Parameter]) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
+        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
+
+
+#: (configuration, number of the update from 1, state of a weight, gradient) -> what is subtracted, without the learning rate.
+Rule = Callable[[OptimizerConfig, int, dict[str, Tensor], Tensor], Tensor]
+
+
+class _Elementwise:
+    """An optimizer whose rule reads the gradient and the state of a weight."""
+
+    def __init__(self, optimizer: OptimizerConfig, weights: list[nn.Parameter], rule: Rule) -> None:
+        self._optimizer, self._weights, self._rule, self._updates = optimizer, weights, rule, 0
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+        self.state = {w: {name: torch.zeros_like(w) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")} for w in weights}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """See PlainOptimizer."""
+        self._updates += 1
+        for weight in self._weights:
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            decay = self._optimizer.weight_decay if weight.dim() >= 2 else 0.0
+            direction = self._rule(self._optimizer, self._updates, self.state[weight], gradient)
+            weight.sub_(self.param_groups[0]["lr"] * (direction + decay * weight))
+
+    def zero_grad(self) -> None:
+        """See PlainOptimizer."""
+        for weight in self._weights:
+            weight.grad = None
+
+
+def _lion(optimizer: OptimizerConfig, _update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+    """Chen et al. 2023, algorithm 2."""
+    direction = (optimizer.beta1 * state["exp_avg"] + (1 - optimizer.beta1) * gradient).sign()
+    state["exp_avg"] = optimizer.beta2 * state["exp_avg"] + (1 - optimizer.beta2) * gradient
+    return direction
+
+
+def _ademamix(config: OptimizerConfig, warmup: int) -> Rule:
+    """Pagliardini et al. 2024, section 3."""
+
+    def rule(optimizer: OptimizerConfig, update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+        begin, end = math.log(config.beta1), math.log(config.beta3)
+        passed = update / warmup
+        slow = min(math.exp(begin * end / ((1 - passed) * end + passed * begin)), config.beta3) if passed < 1 else config.beta3
+        for name, rate, value in (
+            ("exp_avg", optimizer.beta1, gradient),
+            ("exp_avg_slow", slow, gradient),
+            ("exp_avg_sq", optimizer.beta2, gradient**2),
+        ):
+            state[name] = rate * state[name] + (1 - rate) * value
+        first = state["exp_avg"] / (1 - optimizer.beta1**update)
+        second = state["exp_avg_sq"] / (1 - optimizer.beta2**update)
+        return (first + min(passed, 1.0) * optimizer.alpha * state["exp_avg_slow"]) / (second.sqrt() + optimizer.eps)
+
+    return rule
+
+
+class _Muon:
+    """Muon (Jordan et al. 2024, Liu et al. 2025) of one matrix after the other, and AdamW of the other weights.
+
+    Args:
+        optimizer: its configuration.
+        model: of the weights; with muon_per_head, its heads are matrices.
+        masters: name -> weight.
+        dtype: of Newton-Schulz; that of the weights when None.
+    """
+
+    def __init__(self, optimizer: OptimizerConfig, model: ModelConfig, masters: dict[str, nn.Parameter], dtype: torch.dtype | None) -> None:
+        self._optimizer, self._dtype = optimizer, dtype
+        heads = {"query": model.heads, "key": model.kv_heads, "value": model.kv_heads} if optimizer.muon_per_head else {}
+        #: Weight -> number of matrices below one another.
+        self._stacks: dict[nn.Parameter, int] = {}
+        for name, weight in masters.items():
+            hidden = name.startswith("blocks.") or (name.startswith("head.depths.") and "norm" not in name)
+            if hidden and weight.dim() >= 2 and not name.endswith("router.weight"):
+                self._stacks[weight] = weight.shape[0] if weight.dim() == 3 else heads.get(name.split(".")[-2], 1)
+        self._others = _adamw(optimizer, [weight for weight in masters.values() if weight not in self._stacks])
+        self._moments = {weight: {"exp_avg": torch.zeros_like(weight)} for weight in self._stacks}
+        self.param_groups = self._others.param_groups
+
+    @property
+    def state(self) -> dict[Any, dict[str, Tensor]]:
+        """See PlainOptimizer."""
+        return {**self._others.state, **self._moments}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """See PlainOptimizer."""
+        self._others.step()
+        optimizer, lr = self._optimizer, self.param_groups[0]["lr"] * self._optimizer.muon_lr_factor
+        for weight, count in self._stacks.items():
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            moment = self._moments[weight]["exp_avg"]
+            moment.mul_(optimizer.muon_momentum).add_(gradient, alpha=1 - optimizer.muon_momentum)
+            looked_ahead = optimizer.muon_momentum * moment + (1 - optimizer.muon_momentum) * gradient
+            direction = looked_ahead if optimizer.muon_nesterov else moment
+            for part, matrix in zip(_matrices(weight, count), _matrices(direction, count), strict=True):
+                rows, columns = matrix.shape
+                factor = (
+                    0.2 * math.sqrt(max(rows, columns)) if optimizer.muon_adjust_lr != "original" else math.sqrt(max(1, rows / columns))
+                )
+                update = _orthogonal(matrix.to(self._dtype or matrix.dtype), optimizer.muon_steps).to(weight.dtype)
+                part.mul_(1 - lr * optimizer.weight_decay).sub_(lr * factor * update)
+
+    def zero_grad(self) -> None:
+        """See PlainOptimizer."""
+        self._others.zero_grad()
+        for weight in self._stacks:
+            weight.grad = None
+
+
+def _matrices(weight: Tensor, count: int) -> list[Tensor]:
+    """The matrices of a weight, as views."""
+    return list(weight.view(count, -1, weight.shape[-1]))
+
+
+def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
+    """Newton-Schulz iterations with Jordan's coefficients."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -1,0 +1,178 @@
+"""Optimizers that PyTorch does not have and whose update of an element reads only its own state: exact for any partition of the weights.
+
+As PyTorch's fused AdamW, they divide gradients by `grad_scale` and change nothing if `found_inf` is 1, without a wait for the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Parameter groups as torch.optim takes them.
+Groups = list[dict[str, object]]
+
+
+def create_state(optimizer: torch.optim.Optimizer, names: Iterable[str], weights: Iterable[Tensor]) -> None:
+    """Create the optimizer's state of weights that have none: a step count, and tensors of zeros of the shape of the weight."""
+    for weight in weights:
+        if not optimizer.state[weight]:
+            step = torch.zeros((), device=weight.device)
+            optimizer.state[weight] = {"step": step, **{name: torch.zeros_like(weight) for name in names}}
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Factors of a step, 0-dim tensors on the device.
+
+    Attributes:
+        applied: 1.0, or 0.0 for a step that changes nothing.
+        lr: learning rate times `applied`.
+        divisor: of the gradients; None for 1.
+    """
+
+    applied: Tensor
+    lr: Tensor
+    divisor: Tensor | None
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, lr: float | Tensor, device: torch.device) -> Scales:
+        """Those of the next step of an optimizer, whose `found_inf` and `grad_scale` are set as for PyTorch's fused optimizers."""
+        found_inf, divisor = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+        applied = torch.ones((), device=device) if found_inf is None else 1 - found_inf
+        return cls(applied, applied * lr, divisor)
+
+    def gradient(self, weight: Tensor) -> Tensor:
+        """The gradient of a weight as a new tensor, divided; zeros if the step changes nothing."""
+        assert weight.grad is not None
+        gradient = weight.grad if self.divisor is None else weight.grad / self.divisor
+        return torch.where(self.applied.bool(), gradient, 0.0)
+
+
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers. Without what PyTorch adds to its methods for torch.compile, which imports the compiler.
+
+    Args:
+        groups: parameter groups with a `weight_decay`.
+        lr: learning rate.
+    """
+
+    #: Keys of the state of a weight, beside its step count.
+    names: tuple[str, ...] = ()
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+    def __init__(self, groups: Groups, lr: float | Tensor) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights that have a gradient; `closure` is not supported."""
+        assert closure is None
+        for group in self.param_groups:
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            create_state(self, self.names, weights)
+            scales = Scales.of(self, group["lr"], weights[0].device)
+            torch._foreach_add_([self.state[weight]["step"] for weight in weights], scales.applied)
+            self.begin(self.state[weights[0]]["step"])
+            for weight in weights:
+                direction = self.direction(self.state[weight], scales.gradient(weight), scales.applied)
+                weight.mul_(1 - scales.lr * group["weight_decay"]).sub_(direction.mul_(scales.lr))
+
+    def begin(self, step: Tensor) -> None:
+        """Called before the updates of a group with the number of its updates, including this one; 0-dim."""
+
+    @abstractmethod
+    def direction(self, state: dict[str, Tensor], gradient: Tensor, applied: Tensor) -> Tensor:
+        """Change the state of a weight by its gradient, and return what is subtracted from it, without the learning rate."""
+
+
+class EagerAdamW(torch.optim.AdamW):
+    """AdamW without what PyTorch adds to its methods for torch.compile, which imports the compiler: nothing compiles an optimizer here."""
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def lerp_(moment: Tensor, gradient: Tensor, weight: float | Tensor, applied: Tensor) -> Tensor:
+    """Moment += weight * (gradient - moment), or nothing for a step that changes nothing; in place."""
+    return moment.lerp_(gradient, (applied * weight).to(moment.dtype))
+
+
+class Lion(ElementwiseOptimizer):
+    """Lion, algorithm 2 of Chen et al. 2023 (https://arxiv.org/abs/2302.06675): the sign of an average of gradients.
+
+    Args:
+        groups, lr: as of ElementwiseOptimizer.
+        betas: decay rates of the average in the update, and of the one that is kept.
+    """
+
+    names = ("exp_avg",)
+
+    def __init__(self, groups: Groups, lr: float | Tensor, betas: tuple[float, float]) -> None:
+        super().__init__(groups, lr)
+        self._betas = betas
+
+    def direction(self, state: dict[str, Tensor], gradient: Tensor, applied: Tensor) -> Tensor:
+        """See ElementwiseOptimizer."""
+        direction = state["exp_avg"].lerp(gradient, 1 - self._betas[0]).sign_()
+        lerp_(state["exp_avg"], gradient, 1 - self._betas[1], applied)
+        return direction
+
+
+class AdEMAMix(ElementwiseOptimizer):
+    """AdEMAMix of Pagliardini et al. 2024 (https://arxiv.org/abs/2409.03137): AdamW with a second, slow average of gradients.
+
+    alpha rises linearly from 0 over the warm-up, and the half-life of the slow average rises linearly from that of the fast one (section
+    3). The slow average has no correction of its bias.
+
+    Args:
+        groups, lr: as of ElementwiseOptimizer.
+        betas: decay rates of the fast average, of the second moment and of the slow average.
+        alpha: weight of the slow average.
+        eps: term added to the denominator.
+        warmup: updates over which alpha and the third decay rate rise.
+    """
+
+    names = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
+
+    def __init__(
+        self, groups: Groups, lr: float | Tensor, betas: tuple[float, float, float], alpha: float, eps: float, warmup: int
+    ) -> None:
+        super().__init__(groups, lr)
+        self._betas, self._alpha, self._eps, self._warmup = betas, alpha, eps, warmup
+
+    def begin(self, step: Tensor) -> None:
+        """See ElementwiseOptimizer. In fp64: 1 - beta2 loses four digits in fp32."""
+        fast, square, slow = self._betas
+        passed = (step.double() / self._warmup).clamp(max=1.0)
+        # The half-life of a decay rate b is ln(1/2) / ln(b).
+        rising = torch.exp(1 / ((1 - passed) / _log(fast) + passed / _log(slow)))
+        self._slow = 1 - torch.where(passed < 1, rising, slow)
+        self._weight = passed * self._alpha
+        self._correction = 1 - fast ** step.double()
+        self._root = (1 - square ** step.double()).sqrt()
+
+    def direction(self, state: dict[str, Tensor], gradient: Tensor, applied: Tensor) -> Tensor:
+        """See ElementwiseOptimizer."""
+        fast = lerp_(state["exp_avg"], gradient, 1 - self._betas[0], applied)
+        slow = lerp_(state["exp_avg_slow"], gradient, self._slow, applied)
+        square = lerp_(state["exp_avg_sq"], gradient.square_(), 1 - self._betas[1], applied)
+        # Before the first update, which a skipped step is not, all moments are zero.
+        denominator = (square.sqrt() / self._root.clamp(min=1e-20)).add_(self._eps)
+        return (fast / self._correction.clamp(min=1e-20)).add_(slow * self._weight).div_(denominator)
+
+
+def _log(rate: float) -> float:
+    """The logarithm of a decay rate, finite for a rate of 0 and negative for every one."""
+    return math.log(min(max(rate, 1e-8), 1 - 1e-12))

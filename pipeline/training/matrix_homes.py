@@ -1,0 +1,199 @@
+"""Newton-Schulz of the matrices of all ranks, each on one home rank among those that hold pieces of it.
+
+The update of a matrix needs all of its elements. Its ranks are those of a tensor group, with a slice of the matrix each, times those over
+which ZeRO shards, with a range of the elements of a slice each. Elements travel to the home in two all-to-all exchanges, first within
+the group of ZeRO and then within the tensor group, and the result travels back the same way. Elements travel in the dtype in which
+Newton-Schulz computes, so that nothing is lost. Without ZeRO, data ranks hold equal copies: nothing travels to the home within them, and
+the result goes to all of them, so that copies stay equal in every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices
+from pipeline.training.matrix_rule import MatrixRule
+
+
+class MatrixHomes:
+    """Computes the orthogonalized updates of this rank's matrices, with those of the other ranks.
+
+    Args:
+        spaces: with all matrices of this rank.
+        rule: of the run.
+        tensor: the tensor ranks.
+        orthogonalize: (matrices, rows, columns) -> the same shape.
+        adjust: (rows, columns) of a matrix -> factor of its update.
+    """
+
+    def __init__(
+        self,
+        spaces: Sequence[Space],
+        rule: MatrixRule,
+        tensor: ProcessGroup,
+        orthogonalize: Callable[[Tensor], Tensor],
+        adjust: Callable[[int, int], float],
+    ) -> None:
+        self._orthogonalize = orthogonalize
+        groups: dict[ProcessGroup, list[Space]] = {}
+        for space in spaces:
+            groups.setdefault(space.group, []).append(space)
+        self._groups = [_Group(own, rule, group, tensor, adjust) for group, own in groups.items()]
+
+    def updates(self, inputs: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        """Return the updates of the master weights, flat and fp32, with the factors of their matrices. Collective.
+
+        Args:
+            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized.
+        """
+        found: dict[Tensor, Tensor] = {}
+        for group in self._groups:
+            found |= group.updates(inputs, self._orthogonalize)
+        return found
+
+
+class _Group:
+    """The matrices whose pieces are divided over one group of ZeRO."""
+
+    def __init__(
+        self,
+        spaces: Sequence[Space],
+        rule: MatrixRule,
+        group: ProcessGroup,
+        tensor: ProcessGroup,
+        adjust: Callable[[int, int], float],
+    ) -> None:
+        self._spaces, self._group, self._tensor = list(spaces), group, tensor
+        self._matrices = [
+            matrix
+            for index, space in enumerate(spaces)
+            for piece, first in space.pieces
+            for matrix in local_matrices(piece, rule, index, first, adjust)
+        ]
+        rank, self._column = group.rank(), tensor.rank()
+        homes = choose_homes(self._matrices, group.size(), tensor.size())
+        #: Matrices of each rank of the group; of them, those that each tensor rank computes.
+        self._by_rank: list[list[LocalMatrix]] = [[] for _ in range(group.size())]
+        self._by_column: list[list[LocalMatrix]] = [[] for _ in range(tensor.size())]
+        for matrix, (home, column) in zip(self._matrices, homes, strict=True):
+            self._by_rank[home].append(matrix)
+            if home == rank:
+                self._by_column[self._column if column == -1 else column].append(matrix)
+
+    def updates(self, inputs: Mapping[Tensor, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+        """See MatrixHomes."""
+        flat = [inputs[space.master].reshape(-1) for space in self._spaces]
+        self._empty = flat[0].new_empty(0)
+        slices = self._to_homes(flat)
+        results = _by_shape(self._whole(slices), orthogonalize)
+        return self._from_homes(self._slices_of(results))
+
+    def _to_homes(self, flat: list[Tensor]) -> dict[LocalMatrix, Tensor]:
+        """Return the slices of the matrices whose home is this rank of the group."""
+        mine, rank = self._by_rank[self._group.rank()], self._group.rank()
+        divided = [m for m in mine if self._spaces[m.space].divided]
+        sent = [[self._part(flat, m, rank) for m in there if self._spaces[m.space].divided] for there in self._by_rank]
+        sizes = [[self._size(m, other) for m in divided] for other in range(self._group.size())]
+        parts = _exchange(sent, sizes, self._group, self._empty)
+        whole = {m: self._part(flat, m, rank) for m in mine}
+        whole |= {m: torch.cat([of_rank[index] for of_rank in parts]) for index, m in enumerate(divided)}
+        return {m: values.view(m.rows, m.columns) for m, values in whole.items()}
+
+    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[Tensor, Tensor]:
+        """Return the updates of the master weights from the slices whose home is this rank of the group."""
+        mine, rank = self._by_rank[self._group.rank()], self._group.rank()
+        # What is not divided goes to every rank as a whole.
+        sent = [[self._of(slices[m], m, other) for m in mine] for other in range(self._group.size())]
+        sizes = [[self._size(m, rank) for m in there] for there in self._by_rank]
+        parts = _exchange(sent, sizes, self._group, self._empty)
+        found = [torch.zeros(space.master.numel(), dtype=torch.float32, device=space.master.device) for space in self._spaces]
+        for there, values in zip(self._by_rank, parts, strict=True):
+            for m, part in zip(there, values, strict=True):
+                start, stop = self._spaces[m.space].held(rank, m)
+                torch.mul(part.float(), m.factor, out=found[m.space][start:stop])
+        return {space.master: update for space, update in zip(self._spaces, found, strict=True)}
+
+    def _whole(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[LocalMatrix, Tensor]:
+        """Return the matrices that this rank computes."""
+        computed = self._by_column[self._column]
+        sliced = [m for m in computed if m.spread in (Spread.ROWS, Spread.COLUMNS)]
+        sent = [[slices[m] for m in there if m.spread in (Spread.ROWS, Spread.COLUMNS)] for there in self._by_column]
+        parts = _exchange(sent, [[m.elements for m in sliced]] * self._tensor.size(), self._tensor, self._empty)
+        whole = {m: slices[m] for m in computed}
+        for index, m in enumerate(sliced):
+            of_ranks = [part[index].view(m.rows, m.columns) for part in parts]
+            whole[m] = torch.cat(of_ranks, dim=0 if m.spread is Spread.ROWS else 1)
+        return whole
+
+    def _slices_of(self, results: Mapping[LocalMatrix, Tensor]) -> dict[LocalMatrix, Tensor]:
+        """Return the slices of the results of this rank of the group on all tensor ranks."""
+        shared = [[m for m in there if m.spread is not Spread.OWN] for there in self._by_column]
+        sent = [[_slice(results[m], m, column) for m in shared[self._column]] for column in range(self._tensor.size())]
+        parts = _exchange(sent, [[m.elements for m in there] for there in shared], self._tensor, self._empty)
+        found = {m: result for m, result in results.items() if m.spread is Spread.OWN}
+        for there, values in zip(shared, parts, strict=True):
+            found |= dict(zip(there, values, strict=True))
+        return found
+
+    def _part(self, flat: list[Tensor], matrix: LocalMatrix, rank: int) -> Tensor:
+        """The elements of a matrix that this rank holds."""
+        start, stop = self._spaces[matrix.space].held(rank, matrix)
+        return flat[matrix.space][start:stop]
+
+    def _size(self, matrix: LocalMatrix, rank: int) -> int:
+        """Number of elements of a matrix that a rank of the group holds."""
+        start, stop = self._spaces[matrix.space].held(rank, matrix)
+        return stop - start
+
+    def _of(self, values: Tensor, matrix: LocalMatrix, rank: int) -> Tensor:
+        """The elements of a slice that a rank of the group holds."""
+        space = self._spaces[matrix.space]
+        start, stop = space.held(rank, matrix)
+        skipped = start + rank * space.master.numel() - matrix.first if space.divided else 0
+        return values.reshape(-1)[skipped : skipped + stop - start] if stop > start else values.new_empty(0)
+
+
+def _slice(result: Tensor, matrix: LocalMatrix, column: int) -> Tensor:
+    """What a tensor rank holds of a matrix."""
+    if matrix.spread is Spread.ROWS:
+        return result[column * matrix.rows : (column + 1) * matrix.rows]
+    if matrix.spread is Spread.COLUMNS:
+        return result[:, column * matrix.columns : (column + 1) * matrix.columns]
+    return result
+
+
+def _exchange(sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], group: ProcessGroup, empty: Tensor) -> list[list[Tensor]]:
+    """Send tensors to every rank of a group, and return the flat tensors that each of them has sent.
+
+    Args:
+        sent: for each rank, what it receives.
+        sizes: for each rank, the elements of the tensors that it sends. Either `sent` or `sizes` has the matrices of all ranks, so that no
+            rank enters the collective if none of them has any.
+        group: the ranks.
+        empty: of the dtype and on the device of the tensors, without elements.
+    """
+    if not any(sent) and not any(sizes):
+        return [[] for _ in sizes]
+    if group.size() == 1:
+        return [[tensor.reshape(-1) for tensor in sent[0]]]
+    flat = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
+    received = [sum(each) for each in sizes]
+    result = flat.new_empty(sum(received))
+    dist.all_to_all_single(result, flat, received, [sum(tensor.numel() for tensor in tensors) for tensors in sent], group=group)
+    return [list(part.split(list(each))) for part, each in zip(result.split(received), sizes, strict=True)]
+
+
+def _by_shape(matrices: Mapping[LocalMatrix, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[LocalMatrix, Tensor]:
+    """Orthogonalize matrices, those of one shape at once."""
+    shapes: dict[tuple[int, int], list[LocalMatrix]] = {}
+    for matrix in matrices:
+        shapes.setdefault(matrix.full, []).append(matrix)
+    found: dict[LocalMatrix, Tensor] = {}
+    for group in shapes.values():
+        found |= dict(zip(group, orthogonalize(torch.stack([matrices[m] for m in group])), strict=True))
+    return found

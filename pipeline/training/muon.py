@@ -1,0 +1,136 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025, https://arxiv.org/abs/2502.16982).
+
+The update of a hidden matrix is its momentum with all singular values moved close to 1, by Newton-Schulz iterations. The other weights are
+updated by AdamW. training/matrix_rule.py says which are which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pipeline.config.schema import OptimizerConfig
+from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
+from pipeline.training.matrix_homes import MatrixHomes
+from pipeline.training.matrix_layout import Space
+from pipeline.training.matrix_rule import MatrixRule
+
+#: Of the polynomial a x + b x^3 + c x^5, by Jordan, as in torch.optim.Muon: its slope at zero is large, and it ends near 1, not at it.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: Smallest norm by which a matrix is divided, as in torch.optim.Muon.
+EPS = 1e-7
+#: Most elements of the matrices that are orthogonalized at once, unless a single one has more: bounds the memory.
+_AT_ONCE = 1 << 26
+#: Keys of the state of a matrix.
+MATRIX_STATE = ("exp_avg",)
+
+
+def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
+    """Return matrices with the same singular vectors and singular values between about 0.7 and 1.2.
+
+    Args:
+        matrices: (matrices, rows, columns), of rank rows or columns.
+        steps: number of iterations.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def in_parts(matrices: Tensor, steps: int) -> Tensor:
+    """As newton_schulz, of few matrices at once."""
+    most = max(_AT_ONCE // matrices[0].numel(), 1)
+    return torch.cat([newton_schulz(part, steps) for part in matrices.split(most)])
+
+
+def adjustment(kind: str, rows: int, columns: int) -> float:
+    """Return the factor of the update of a matrix, as torch.optim.Muon with this adjust_lr_fn.
+
+    Args:
+        kind: match_rms_adamw: the root mean square of an update is 0.2, about that of AdamW (Liu et al. 2025, section 2.2); original: that
+            of Jordan.
+        rows, columns: of the full matrix.
+    """
+    return 0.2 * math.sqrt(max(rows, columns)) if kind == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+
+
+class Muon(EagerAdamW):
+    """Muon for the groups with `muon`, AdamW for the others.
+
+    Args:
+        groups: parameter groups with `weight_decay` and `muon`.
+        config: of the optimizer.
+        lr: learning rate of both.
+    """
+
+    def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor) -> None:
+        super().__init__(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        self._config = config
+        self._homes: MatrixHomes | None = None
+
+    def begin(self, spaces: list[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: torch.dtype) -> None:
+        """Adopt the matrices of this rank.
+
+        Args:
+            spaces: of the master weights of the groups with `muon`.
+            rule: of the run.
+            tensor: the tensor ranks.
+            dtype: in which Newton-Schulz computes.
+        """
+        orthogonalize = partial(in_parts, steps=self._config.muon_steps)
+        adjust = partial(adjustment, self._config.muon_adjust_lr)
+        self._homes, self._dtype = MatrixHomes(spaces, rule, tensor, orthogonalize, adjust), dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all weights. Collective; `closure` is not supported."""
+        assert closure is None
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if not group["muon"]]
+        super().step()
+        self.param_groups = groups
+        self._step_matrices([group for group in groups if group["muon"]])
+
+    def _step_matrices(self, groups: list[dict[str, Any]]) -> None:
+        """Update the matrices."""
+        if not groups:
+            return
+        assert self._homes is not None
+        momentum, inputs = self._config.muon_momentum, {}
+        for group in groups:
+            create_state(self, MATRIX_STATE, group["params"])
+            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
+            for weight in group["params"]:
+                state, gradient = self.state[weight], scales.gradient(weight)
+                state["step"].add_(scales.applied)
+                average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
+                inputs[weight] = (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
+        updates: Mapping[Tensor, Tensor] = self._homes.updates(inputs)
+        for group in groups:
+            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
+            for weight in group["params"]:
+                update = updates[weight].view_as(weight)
+                weight.mul_(1 - scales.lr * group["weight_decay"]).sub_(update.mul_(scales.lr))
+
+
+def begin(optimizer: torch.optim.Optimizer, spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: str) -> None:
+    """Give an optimizer the matrices of this rank, if it is Muon; see Muon.begin.
+
+    Args:
+        optimizer: of the master weights.
+        spaces, rule, tensor: see Muon.begin.
+        dtype: precision.dtype. Newton-Schulz computes in bf16, for fp32 in fp32.
+    """
+    if isinstance(optimizer, Muon):
+        optimizer.begin(list(spaces), rule, tensor, torch.float32 if dtype == "fp32" else torch.bfloat16)
