@@ -105,7 +105,7 @@ def plain_loop(
         if step == 0:
             outcome.tensors["gradient"] = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
         for group in optimizer.param_groups:
-            group["lr"] = plain_rate(step, config.optimizer, config.training)
+            group["lr"] = plain_rate(step, config.optimizer, config.training) * group["rate"]
         optimizer.step()
         optimizer.zero_grad()
         _copy(masters, learned, noise)
@@ -175,12 +175,12 @@ def _cast(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 
 def _optimizer(config: RunConfig, masters: dict[str, nn.Parameter]) -> torch.optim.AdamW:
-    """Return AdamW; only matrices and embeddings decay."""
-    wanted = config.optimizer
-    groups = [
-        {"params": [p for p in masters.values() if p.dim() >= 2], "weight_decay": wanted.weight_decay},
-        {"params": [p for p in masters.values() if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    """Return AdamW; only matrices and embeddings decay, by the same share of a weight whatever its learning rate."""
+    wanted, rate_of = config.optimizer, registry.family_of(config.model).rate
+    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, master in masters.items():
+        members.setdefault((wanted.weight_decay if master.dim() >= 2 else 0.0, rate_of(config.model, name)), []).append(master)
+    groups = [{"params": some, "weight_decay": decay / rate, "rate": rate} for (decay, rate), some in members.items()]
     return torch.optim.AdamW(groups, betas=(wanted.beta1, wanted.beta2), eps=wanted.eps)
 
 

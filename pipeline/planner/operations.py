@@ -173,6 +173,7 @@ class TracedWeights:
         stored: bytes of weights that the configuration does not train, which ZeRO does not shard; 0 for others.
         unit: module whose gradients are reduced together; empty for the part itself.
         gathers: under ZeRO 3, how often a rank that holds the whole model gathers them for a micro-batch.
+        rate: learning rate as a factor of optimizer.lr.
     """
 
     name: str
@@ -186,6 +187,7 @@ class TracedWeights:
     stored: int = 0
     unit: str = ""
     gathers: int = 2
+    rate: float = 1.0
 
 
 @dataclass

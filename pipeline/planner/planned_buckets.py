@@ -71,12 +71,12 @@ def frozen_bytes(trace: Trace, layout: Layout, stages: list[int]) -> int:
 def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[PlannedBucket]:
     """Return the buckets of some stages of one rank."""
     sizes = {"dense": layout.zero_sizes(experts=False), "data": layout.zero_sizes(experts=True)}
-    buckets: dict[tuple[str, str], PlannedBucket] = {}
+    buckets: dict[tuple[str, str, float], PlannedBucket] = {}
     for part, weights in rank_weights(trace, layout, stages):
         if weights.fixed:
             continue
         shared = weights.shared if layout.pipeline > 1 else ""
-        key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared)), weights.axis
+        key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared)), weights.axis, weights.rate
         if key not in buckets:
             ranks, replicas = sizes[weights.axis]
             other = _other_ranks(shared, layout)

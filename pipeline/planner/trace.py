@@ -342,6 +342,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             stored=stored if parameter in model.frozen else 0,
             unit="" if words[0] == "blocks" else words[0],
             gathers=sum(_gathers(stage, name) for name in names),
+            rate=piece.rate,
         )
         embeds = words[0] == "embed" or shared == "pipeline"
         yield words[1] if words[0] == "blocks" else "embed" if embeds else "head", weights

@@ -48,13 +48,13 @@ class ReplicatedEngine(Engine):
         self._update.begin(self._masters)
 
     def _groups(self, weight_decay: float) -> Groups:
-        """Parameter groups of the master weights: those of a bucket decay, or none of them."""
+        """Parameter groups of the master weights: those of a bucket decay, or none of them, and have one rate."""
         master_of = dict(zip(self._parameters, self._masters, strict=True))
-        decays = {True: weight_decay, False: 0.0}
-        members = {
-            kind: [master_of[p] for bucket in self._reducer.buckets if bucket.decays is kind for p in bucket.pieces] for kind in decays
-        }
-        return [{"params": members[kind], "weight_decay": decay} for kind, decay in decays.items() if members[kind]]
+        members: dict[tuple[float, float], list[Tensor]] = {}
+        for bucket in self._reducer.buckets:
+            kind = weight_decay if bucket.decays else 0.0, bucket.rate
+            members.setdefault(kind, []).extend(master_of[p] for p in bucket.pieces)
+        return [{"params": masters, "weight_decay": decay, "rate": rate} for (decay, rate), masters in members.items()]
 
     @contextmanager
     def accumulate(self, micro_batches: int) -> Iterator[None]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.config.schema import OptimizerConfig, TrainingConfig
 from pipeline.training import gradient_clipping
 from pipeline.training.engine import StepResult
+from pipeline.training.group_rates import GroupRates, key
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS, Groups, create_state
@@ -22,7 +23,7 @@ class WeightUpdate:
     """Optimizer, learning rate, clipping, skipped steps and average of the weights. All of them are tensors on the device.
 
     Args:
-        groups: parameter groups of the optimizer.
+        groups: parameter groups of the optimizer, with the factors of their learning rates (GroupRates).
         optimizer: optimizer, clipping and learning rate.
         training: number of steps, over which the learning rate is scheduled, and the average.
         loss_scale: whose factor the gradients have.
@@ -45,6 +46,7 @@ class WeightUpdate:
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
+        self._group_rates = GroupRates(groups, self._lr)
         self.kind = OPTIMIZERS[optimizer.name]
         self.optimizer = self.kind.build(groups, optimizer, self._lr)
 
@@ -52,9 +54,9 @@ class WeightUpdate:
         """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
         self._masters = list(masters)
         # The optimizer calls a kernel for each of its groups, and ZeRO has one for each bucket.
-        merged: dict[float, dict[str, Any]] = {}
+        merged: dict[tuple[float, float], dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
-            kept = merged.setdefault(group["weight_decay"], {**group, "params": []})
+            kept = merged.setdefault(key(group), {**group, "params": []})
             kept["params"] += group["params"]
         self._merged = list(merged.values())
         self.average = WeightAverage(self._training, masters)
@@ -86,6 +88,7 @@ class WeightUpdate:
         """Set the learning rate, clipping and skipping of an update. Returns 1.0 if it is skipped, else 0.0, 0-dim."""
         skipped = is_skipped(norm)
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
+        self._group_rates.update()
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, loss_scale)  # type: ignore[attr-defined]
         return skipped
