@@ -1,8 +1,6 @@
 """model.parametrization=mup: training is that of the paper's table in every layout, and exported weights need no multipliers."""
 
-import json
 import math
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +15,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from pipeline.layers.init import initial_tensor
 from pipeline.models import registry
+from pipeline.models.config_classes import from_dict
 from pipeline.parallel.parallelize import partition_model
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.rank_report import init_fake
@@ -208,13 +207,11 @@ def test_a_resumed_run_is_equal_in_every_bit(tokens, trained, tmp_path):
         assert torch.equal(*(checkpoint.tensor(name) for checkpoint in checkpoints))
 
 
-def test_the_export_of_a_run_has_its_logits(trained):
-    run("convert", trained)
+def test_the_export_of_a_run_has_its_logits(tokenizer, trained):
+    run("convert", trained, f"tokenizer.path={tokenizer}")
     stock = AutoModelForCausalLM.from_pretrained(trained / "hf", dtype=torch.float32)
     checkpoint = Checkpoint(native.find(trained, "latest"))
-    config = configured("stage=pretrain", *MUP).model
-    stored = json.loads((trained / "manifest.json").read_text())["settings"]["model"]
-    ours = registry.build(replace(config, **stored))
+    ours = registry.build(from_dict(checkpoint.config["model"]))
     with torch.no_grad():
         for weight, parameter in ours.named_parameters():
             parameter.copy_(checkpoint.tensor(weight))

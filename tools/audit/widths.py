@@ -18,7 +18,7 @@ HEAD_WIDTH, FEED_FORWARD, TEXT = 16, 4, 8_000_000
 KINDS = ("embedding", "queries", "attention", "feed-forward", "residual stream", "final norm", "logits")
 
 
-def settings(width: int, base: int, parametrization: str, lr: float, seed: int, steps: int) -> list[str]:
+def settings(width: int, base: int, parametrization: str, lr: float, seed: int, steps: int, sequences: int) -> list[str]:
     """Return the model and the training of a width: a constant rate after a warm-up of a tenth of the steps.
 
     Args:
@@ -28,12 +28,18 @@ def settings(width: int, base: int, parametrization: str, lr: float, seed: int, 
         lr: optimizer.lr.
         seed: of the initial weights, and of the samples.
         steps: optimizer steps.
+        sequences: of 64 bytes in a batch.
     """
     heads = width // HEAD_WIDTH
     sizes = (f"model.hidden={width}", f"model.heads={heads}", f"model.kv_heads={heads}", f"model.ffn_hidden={FEED_FORWARD * width}")
     mup = (f"model.parametrization={parametrization}", *((f"model.mup_base_width={base}",) if parametrization == "mup" else ()))
     text = ("model.layers=2", "model.vocab_size=256", "model.max_positions=64", "training.sequence_length=64")
-    batch = ("training.global_batch_size=16", "training.micro_batch_size=16", f"training.steps={steps}", f"training.seed={seed}")
+    batch = (
+        f"training.global_batch_size={sequences}",
+        f"training.micro_batch_size={sequences}",
+        f"training.steps={steps}",
+        f"training.seed={seed}",
+    )
     rate = (f"optimizer.lr={lr}", "optimizer.schedule=constant", f"optimizer.warmup_steps={max(1, steps // 10)}")
     return ["stage=pretrain", "model=llama-tiny", "precision=fp32", "parallel.zero_stage=0", *sizes, *mup, *text, *batch, *rate]
 
@@ -69,14 +75,17 @@ def build(config: Any) -> Any:
 
 
 def coordinates(config: Any, steps: int) -> list[dict[str, Tensor]]:
-    """Train, and return the activations of a held-out batch before the first step and after each step: kind -> values, flat."""
+    """Train on one batch, and return its activations before the first step and after each step: kind -> values, flat.
+
+    One batch, as in get_coord_data of the package mup (github.com/microsoft/mup, with fix_data=True).
+    """
     trainer = build(config)
     model = next(trainer.model.stage_modules())
-    probe, _ = next(batches(config, held_out=True))
-    found = [_activations(model, probe)]
-    for _, (tokens, batch) in zip(range(steps), batches(config), strict=False):
+    tokens, batch = next(batches(config))
+    found = [_activations(model, tokens)]
+    for _ in range(steps):
         trainer.train(tokens, batch)
-        found.append(_activations(model, probe))
+        found.append(_activations(model, tokens))
     return found
 
 
