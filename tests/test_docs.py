@@ -31,9 +31,12 @@ DOCUMENTS = [
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
     MAP,
+    ROOT / "tools/bench/README.md",
     ROOT / "tools/study/README.md",
     *sorted((ROOT / "pipeline").glob("*/README.md")),
 ]
+#: With what one tool has printed, which names tensors.
+LINKED = [*DOCUMENTS, ROOT / "tools/mutants/README.md"]
 README = DOCUMENTS[0].read_text(encoding="utf-8")
 TEXT = "\n".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
 #: Lines of the ```bash blocks, without comments.
@@ -165,11 +168,23 @@ def test_the_tools_are_described() -> None:
     assert {name for name in tools if f"tools/{name}" not in described and f"`{name}`" not in described} == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
     targets = {target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target}
     assert {target for target in targets if target and not (document.parent / target).exists()} == set()
+
+
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_headings(document: Path) -> None:
+    targets = re.findall(r"\]\((?![\w+]+://)([^)\s#]*)#([^)\s]+)\)", document.read_text(encoding="utf-8"))
+    assert {(target, name) for target, name in targets if name not in headings(document.parent / target if target else document)} == set()
+
+
+def headings(document: Path) -> set[str]:
+    """The names that links to headings of a document have, as GitHub forms them."""
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)}
 
 
 def test_paths_in_sentences_exist() -> None:

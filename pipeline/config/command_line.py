@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import deepspeed_json
+from pipeline.config import deepspeed_json, foreign_names
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
@@ -109,8 +109,9 @@ def _parse_options(arguments: Sequence[str]) -> Namespace:
 
     def refuse(message: str) -> NoReturn:
         unknown = re.sub("unrecognized arguments: ", "", message).split()[-1]
-        key = unknown.lstrip("-").partition("=")
-        guess = f"write {key[0].replace('-', '_')}={key[2] or 'true'}, without dashes; " if unknown.startswith("--") else ""
+        name, _, value = unknown.lstrip("-").partition("=")
+        guess = foreign_names.advice(name, value or "VALUE") or f"write {name.replace('-', '_')}={value or 'true'}, without dashes"
+        guess = f"{guess}; " if unknown.startswith("--") else ""
         raise UserError.of("argument", " ".join(arguments), message, f"{guess}python -m pipeline --hydra-help lists the options")
 
     parser.error = refuse

@@ -14,6 +14,7 @@ from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common import knobs
 from pipeline.common.errors import Violation
+from pipeline.config import foreign_names
 from pipeline.config.command_line import GROUPS, nearest, quoted
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
@@ -93,7 +94,7 @@ def unknown_key(key: str, value: object, known: list[str]) -> Violation:
         return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
     families = [name for name, schema in CONFIG_CLASSES.items() if key in {f"model.{item.name}" for item in dataclasses.fields(schema)}]
     where = f" in this model; the families {', '.join(families)} have it" if families else ""
-    return Violation(key, value, f"no such key{where}", nearest("", key, known))
+    return Violation(key, value, f"no such key{where}", foreign_names.advice(key, value) or nearest("", key, known))
 
 
 def keys_of(node: Any, prefix: str = "") -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
@@ -15,12 +16,14 @@ from hydra.core.global_hydra import GlobalHydra
 import pipeline.stages
 from pipeline import __main__
 from pipeline.common import knobs
+from pipeline.config import foreign_names
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules.objectives import RULES
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import READS, STAGES
 from pipeline.data.load.objectives.registry import OBJECTIVES
 from pipeline.launch import conf_copy
+from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, with_stage
 
 FILES = {
@@ -85,6 +88,9 @@ REFUSED = [
     ("+foo=1", "foo=1: no such key"),
     ("+training.stepz=7 -m optimizer.lr=1e-4,2e-4", "1 problem:|training.stepz=7: no such key|did you mean training.steps"),
     ("+training.batch_warmup=[]", "was renamed to training.batch_rampup"),
+    ("+parallelism.tensor_parallel_degree=8", "parallelism.tensor_parallel_degree=8: no such key|write parallel.tensor=8"),
+    ("training.recompute=full", "training.recompute=full: no such key|set training.activation_checkpointing to selective or full"),
+    ("--tensor-model-parallel-size=8", "unrecognized arguments: --tensor-model-parallel-size=8|write parallel.tensor=8"),
     ("++data.blend={web:{weight:1,wieght:2}}", "sets wieght: no such key|did you mean weight"),
     ("lora.alpha=32", "1 problem:|lora.alpha=32.0: has no effect without adapters|set lora.rank, for example 16"),
     ("data.blend.web.wieght=2", "1 problem:|data.blend.web.wieght=2: no such key|did you mean data.blend.web.weight"),
@@ -318,3 +324,11 @@ def test_the_help_of_a_stage_has_the_groups_that_it_reads(command: Callable[...,
 
 def test_every_objective_has_rules() -> None:
     assert set(RULES) == set(OBJECTIVES)
+
+
+def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
+    keys = {key for key, _, _ in knobs.walk(RunConfig())}
+    keys |= {key for family in CONFIG_CLASSES.values() for key, _, _ in knobs.walk(family(), "model.")}
+    named = {*foreign_names.SAME.values(), *re.findall(r"\b[a-z_]+\.[a-z_]+\b", " ".join(foreign_names.OTHER.values()))}
+    assert named - keys == set()
+    assert {key.rpartition(".")[2] for key in keys} & {*foreign_names.SAME, *foreign_names.OTHER} == set(), "a key has the same name"

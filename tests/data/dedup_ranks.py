@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from mpi4py import MPI
@@ -94,6 +95,15 @@ def check_sort(comm: mpi.Comm) -> None:
     assert np.array_equal(np.concatenate(comm.allgather(ordered)), everyone[np.lexsort((everyone["number"], everyone["hash"]))])
 
 
+def check_frequent_paragraph(comm: mpi.Comm) -> None:
+    """A line that is in every document is kept in the first one, and a rank sends it once."""
+    numbers = np.arange(1000, dtype=np.int64)[::-1] * comm.size + comm.rank
+    with patch.object(paragraphs, "exchange", wraps=mpi.exchange) as exchanged:
+        repeated = paragraphs.find_repeated(comm, numbers, np.full(1000, 7, dtype=np.uint64), np.arange(1001))
+    assert numbers[~repeated].tolist() == [0] * (comm.rank == 0)
+    assert len(exchanged.call_args_list[0].args[1]) == 1
+
+
 def check_clusters(comm: mpi.Comm) -> None:
     """Clusters of random graphs, one of them a long chain, equal those of a union of sets."""
     for seed in range(6):
@@ -131,6 +141,7 @@ def main() -> None:
     comm = MPI.COMM_WORLD
     check_exchange(comm)
     check_sort(comm)
+    check_frequent_paragraph(comm)
     check_clusters(comm)
     answers = [found(comm, case) for case in json.loads(Path(cases).read_text())]
     everyone = comm.allgather(answers)

@@ -212,6 +212,8 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         traffic = Traffic()
         with traffic:
             step(*next(data))
+        dist.barrier()
+        dist.destroy_process_group()  # gloo's threads, of which a process that just ends is aborted now and then
     if rank == 0:
         tokens = options["ranks"] * shape[0] * shape[1]
         result = {

@@ -45,7 +45,7 @@ from pipeline.planner.flops import flops_per_token
 from pipeline.training import gradient_clipping, loop
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics
-from pipeline.training.optimizers import adamw
+from pipeline.training.optimizers import EagerAdamW, adamw
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -203,7 +203,7 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
     mesh = meshes.build_mesh(Layout.of(config, 1), meshes.init_distributed(0, 1, 0, ""))
     for owner, name in (
         (torch.autograd, "backward"),
-        (torch.optim.AdamW, "step"),
+        (EagerAdamW, "step"),
         (gradient_clipping, "global_norm"),
         (torch, "_foreach_copy_"),
     ):

@@ -58,19 +58,29 @@ def find_repeated(comm: Comm, numbers: np.ndarray, flat: np.ndarray, offsets: np
     Returns:
         (paragraphs,) bool.
     """
-    owners = np.repeat(numbers, np.diff(offsets))
     slices = distributed.slices(comm, len(flat), SLICE_ROWS)
-    slice_of = distributed.slice_of(flat, slices)
+    slice_of = np.empty(len(flat), dtype=np.uint16)
+    for start in range(0, len(flat), SLICE_ROWS):
+        slice_of[start : start + SLICE_ROWS] = distributed.slice_of(flat[start : start + SLICE_ROWS], slices)
     repeated = np.zeros(len(flat), dtype=bool)
     for part in range(slices):
         indices = np.flatnonzero(slice_of == part)
         rows = np.empty(len(indices), dtype=_ROW)
-        rows["hash"], rows["number"], rows["index"], rows["holder"] = flat[indices], owners[indices], indices, comm.rank
-        rows = exchange(comm, rows, (rows["hash"] % np.uint64(comm.size)).astype(np.int64))
-        rows = rows[np.lexsort((rows["number"], rows["hash"]))]  # the paragraphs of a document arrive in order
-        later, _ = repeated_rows(rows["hash"])
+        rows["hash"], rows["index"], rows["holder"] = flat[indices], indices, comm.rank
+        rows["number"] = numbers[np.searchsorted(offsets, indices, side="right") - 1]
+        rows, later = _sorted(rows)
+        repeated[rows["index"][later]] = True
+        # Only the first paragraph of each hash is sent: a line that is in many documents would fill the memory of its owner.
+        rows = np.delete(rows, later)
+        rows, later = _sorted(exchange(comm, rows, (rows["hash"] % np.uint64(comm.size)).astype(np.int64)))
         repeated[exchange(comm, rows["index"][later], rows["holder"][later])] = True
     return repeated
+
+
+def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows by hash and number, and the indices of those that are not the first of their hash; the rows of a document stay in order."""
+    rows = rows[np.lexsort((rows["number"], rows["hash"]))]
+    return rows, repeated_rows(rows["hash"])[0]
 
 
 class Flags:

@@ -22,6 +22,7 @@ DOCUMENT_BYTES = 20_000
 _BASE = 150e6  # of a rank with all imports
 _HELD, _IN_SLICE = 49, 200  # bytes per document: numbers, lengths, keys, hashes of a band; and while they are sorted and exchanged
 _PART, _SHARD = 750, 350  # bytes on every rank
+_LINE = 12  # bytes for a line of dedup.paragraphs, which is assumed to be twice as long as the shortest one
 
 
 def files_of(parts: int, shards: int, data: DataConfig, dedup: DedupConfig) -> int:
@@ -39,6 +40,7 @@ def memory_of(documents: float, text: float, parts: int, ranks: int, bins: int, 
     """
     mine = documents / ranks
     compared = _HELD * mine + _IN_SLICE * min(mine, duplicates.SLICE_ROWS) if dedup.exact or dedup.near or dedup.url else 8 * mine
+    compared = max(compared, _LINE * text / ranks / (2 * dedup.paragraph_characters) if dedup.paragraphs else 0)
     run = 1.3 * min(spill.RUN_BYTES, text / max(1, parts))
     written = 16 * bins + 8 * mine + 5 * min(sweep.PIECE_BYTES, data.shard_megabytes * 1e6, text)
     shards = text / (data.shard_megabytes * 1e6)

@@ -158,10 +158,14 @@ class Pool:
     def find_repeated(self, drop: np.ndarray, characters: int) -> None:
         """Find the repeated paragraphs among the kept documents, and save their flags next to the spills. Collective."""
         remaining = {part: self._kept(part, drop) for part in self.mine}
-        hashed = [paragraphs.hashes((self.texts([n])[0] for n in numbers.tolist()), characters) for numbers in remaining.values()]
+        flat, counted = np.zeros(0, dtype=np.uint64), [np.zeros(0, dtype=np.int64)]
+        for of_part in remaining.values():
+            hashes, offsets = paragraphs.hashes((self.texts([number])[0] for number in of_part.tolist()), characters)
+            flat.resize(len(flat) + len(hashes), refcheck=False)  # in place, without a second copy of all hashes
+            flat[len(flat) - len(hashes) :] = hashes
+            counted.append(np.diff(offsets))
         numbers = np.concatenate([np.zeros(0, dtype=np.int64), *remaining.values()])
-        flat = np.concatenate([np.zeros(0, dtype=np.uint64), *(hashes for hashes, _ in hashed)])
-        counts = np.concatenate([np.zeros(0, dtype=np.int64), *(np.diff(offsets) for _, offsets in hashed)])
+        counts = np.concatenate(counted)
         offsets = np.concatenate([[0], np.cumsum(counts)])
         repeated = paragraphs.find_repeated(self._comm, numbers, flat, offsets)
         for part, of_part in remaining.items():
