@@ -18,7 +18,7 @@ HEAD_WIDTH, FEED_FORWARD, TEXT = 16, 4, 8_000_000
 KINDS = ("embedding", "queries", "attention", "feed-forward", "residual stream", "final norm", "logits")
 
 
-def settings(width: int, base: int, parametrization: str, lr: float, seed: int, steps: int, sequences: int, schedule: str) -> list[str]:
+def settings(width: int, base: int, parametrization: str, lr: float, seed: int, steps: int, sequences: int) -> list[str]:
     """Return the model and the training of a width, with a warm-up over a tenth of the steps.
 
     Args:
@@ -29,7 +29,6 @@ def settings(width: int, base: int, parametrization: str, lr: float, seed: int, 
         seed: of the initial weights, and of the samples.
         steps: optimizer steps.
         sequences: of 64 bytes in a batch.
-        schedule: optimizer.schedule.
     """
     heads = width // HEAD_WIDTH
     sizes = (f"model.hidden={width}", f"model.heads={heads}", f"model.kv_heads={heads}", f"model.ffn_hidden={FEED_FORWARD * width}")
@@ -41,7 +40,7 @@ def settings(width: int, base: int, parametrization: str, lr: float, seed: int, 
         f"training.steps={steps}",
         f"training.seed={seed}",
     )
-    rate = (f"optimizer.lr={lr}", f"optimizer.schedule={schedule}", f"optimizer.warmup_steps={max(1, steps // 10)}")
+    rate = (f"optimizer.lr={lr}", f"optimizer.warmup_steps={max(1, steps // 10)}")
     return ["stage=pretrain", "model=llama-tiny", "precision=fp32", "parallel.zero_stage=0", *sizes, *mup, *text, *batch, *rate]
 
 
