@@ -50,7 +50,7 @@ def _first_moments(config: RunConfig, factor: int) -> dict[str, Tensor]:
     precision = dataclasses.replace(config.precision, initial_loss_scale=config.precision.initial_loss_scale * factor)
     trainer = begin(dataclasses.replace(config, precision=precision))
     train_steps(trainer, [(0, _of_equal_parts(config, factor))], ())
-    return gather(trainer.engine.fragments(), {"exp_avg": "moment"}, {piece.name for piece in trainer.model.fixed.values()})["moment"]
+    return gather(trainer.engine.fragments(), {"exp_avg": "moment"}, trainer.model.fixed_names())["moment"]
 
 
 def _of_equal_parts(config: RunConfig, factor: int) -> RandomBatch:

@@ -69,6 +69,8 @@ def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> Rando
         if config.data.packing == "best_fit":  # the padding at the end has no targets
             padding = _documents(rows, length, generator, packed=False) < 0
             batch["targets"] = batch["targets"].masked_fill(padding, IGNORE)
+        if every := config.training.goldfish_k:
+            batch["targets"] = _some_targets(batch["targets"], 1 - 1 / every, generator)
         if config.training.document_mask:
             batch["documents"] = _documents(rows, length, generator, packed=True).clamp(min=0)
         return text[:, :-1], batch

@@ -180,6 +180,10 @@ def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[st
         yield "targets are not the next tokens"
     end = data.samples.end_of_document
     padding = (tokens[:, :-1] == end) & (tokens[:, 1:] == end) & (config.data.packing == "best_fit")
+    if every := config.training.goldfish_k:
+        if bool((counted | padding).all()):
+            yield f"training.goldfish_k={every} drops no target"
+        padding |= ~counted
     if not torch.equal(counted, ~padding):
         yield "other positions than padding have no target"
     if "documents" in rows:

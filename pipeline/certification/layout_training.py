@@ -33,10 +33,10 @@ def begin(config: RunConfig) -> Trainer:
     device = rank_device.choose(dist.get_rank())
     mesh = meshes.build_mesh(Layout.of(config, dist.get_world_size()), device)
     model = parallelize(config, mesh)
-    for weight in model.pieces:
+    for weight in (*model.pieces, *model.sharded):
         model.materialize(weight)
     with torch.no_grad():
-        for parameter, piece in (*model.pieces.items(), *model.fixed.items()):
+        for parameter, piece in (*model.pieces.items(), *model.sharded.items(), *model.fixed.items()):
             parameter += piece.narrow(initial_noise(piece.name, piece.full_shape)).to(device)
     return Trainer(config, mesh, model)
 
@@ -49,7 +49,7 @@ def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[Af
         trainer: from `begin`.
         after_step: called after every step, in order.
     """
-    fixed = {piece.name for piece in trainer.model.fixed.values()}
+    fixed = trainer.model.fixed_names()
     gradients: dict[str, torch.Tensor] = {}
 
     def keep_first_moments(step: int, _: StepResult) -> None:

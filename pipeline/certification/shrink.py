@@ -126,6 +126,11 @@ def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:
     for name in ("decay_steps", "warmup_steps"):
         planned = getattr(optimizer, name)
         values[f"optimizer.{name}"] = min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0
+    if optimizer.decay_ends:  # one of them, where a decay of the small run fits
+        warm = values["optimizer.warmup_steps"] or math.ceil(optimizer.warmup_ratio * steps)
+        decay = values["optimizer.decay_steps"] or max(1, steps // 10)
+        end = min(max(round(optimizer.decay_ends[0] * ratio), warm + decay), steps - decay)
+        values["optimizer.decay_ends"] = [end] if end >= warm + decay else []
     for name, kind in (("sequence_warmup", WarmupConfig), ("batch_rampup", RampupConfig)):
         entries: list[WarmupConfig] = getattr(training, name)
         ends = entries if len(entries) <= LARGEST_WARMUP else [entries[0], entries[-1]]
@@ -152,6 +157,7 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
     values: dict[str, Any] = {
         "training.sequence_length": length,
         "training.sequence_warmup": [WarmupConfig(entry.until_step, length >> lengths.index(entry.value)) for entry in entries],
+        "training.goldfish_context": min(training.goldfish_context, length - 1),
         "model.max_positions": length if model.max_positions == planned else min(model.max_positions, 2 * length),
     }
     for name in ("window", "banded_window"):
@@ -168,7 +174,7 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     wanted = planned.model.layers
     sizes: dict[str, Any] = {}
     kinds = 1
-    for name in ("sliding_window_pattern", "no_rope_layer_interval"):
+    for name in ("sliding_window_pattern", "no_rope_layer_interval", "expert_interval"):
         if 1 < getattr(model, name, 0) <= wanted:
             sizes[f"model.{name}"] = kinds = 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
@@ -183,6 +189,8 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     layers = sizes["model.layers"] = min(wanted, layers)
     if dense := getattr(model, "dense_layers", 0):
         sizes["model.dense_layers"] = layers if dense == wanted else min(dense, BLOCKS, layers - 1)
+    if blocks := getattr(model, "dense_blocks", []):
+        sizes["model.dense_blocks"] = [block for block in blocks if block < layers]
     if encoder := getattr(model, "encoder_layers", None):
         sizes["model.encoder_layers"] = min(max(1, round(encoder / wanted * layers)), layers - 1)
     return knobs.changed(small, sizes)

@@ -112,7 +112,7 @@ class Saving:
 
 def unsharded(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
     """Return everything that a checkpoint stores, unsharded: kind -> name -> tensor. Collective."""
-    fixed = {piece.name for piece in trainer.model.fixed.values()}
+    fixed = trainer.model.fixed_names()
     kinds = dict.fromkeys(kind for fragment in trainer.engine.fragments() for kind in fragment.tensors)
     return gather(trainer.engine.fragments(), {kind: kind for kind in kinds}, fixed)
 

@@ -12,7 +12,7 @@ from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.trained_tokenizer import fingerprint_of
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import RunConfig, TrainingConfig
 from pipeline.models import config_classes
 from pipeline.models.rope import extended
 
@@ -69,7 +69,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
     Raises:
         UserError: with one violation per difference.
     """
-    new, old = dataclasses.asdict(config), checkpoint.config
+    new, old = dataclasses.asdict(config), dict(checkpoint.config)
+    old["training"] = dataclasses.asdict(TrainingConfig()) | old["training"]  # an older checkpoint lacks newer keys
     consumed = checkpoint.train_state.samples
     differences = _model_differences(new, old, 1.0 if consumed else config.training.context_factor)
     for key in ("training.seed", "training.sequence_length") if consumed else ():

@@ -16,13 +16,16 @@ from torch import Tensor
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.lora import PARTS, LoraConfig, is_adapter, layer_of
+from pipeline.config.lora import FACTORS, LoraConfig, factor_of, is_adapter, layer_of
 from pipeline.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The adapter of a linear layer: b @ a * alpha / rank is added to its weight; a is (rank, input), b (output, rank), both fp32."""
+    """The adapter of a linear layer: b @ a * alpha / rank is added to its weight; a is (rank, input), b (output, rank), both fp32.
+
+    Of a matrix of routed experts, both are stacked along a first dim.
+    """
 
     a: Tensor
     b: Tensor
@@ -31,7 +34,7 @@ class Factors:
     @property
     def rank(self) -> int:
         """Rows of a."""
-        return self.a.shape[0]
+        return self.a.shape[-2]
 
     @property
     def scale(self) -> float:
@@ -44,7 +47,7 @@ class Adapter:
     """An adapter of a model.
 
     Attributes:
-        layers: name of a linear layer -> its factors.
+        layers: name of a linear layer, or of a matrix of experts -> its factors.
         base: base_hash of the weights that it was trained with; empty if that is not known.
         path: where it was read from.
         saved: name of a weight that was trained beside the adapter (lora.modules_to_save) -> its full value.
@@ -64,13 +67,13 @@ def lora_of(config: Mapping[str, Any]) -> LoraConfig:
 class _Layers(Mapping[str, Factors]):
     """The adapters of a checkpoint, read when they are used."""
 
-    def __init__(self, checkpoint: Checkpoint, names: list[str]) -> None:
+    def __init__(self, checkpoint: Checkpoint, names: dict[str, dict[str, str]]) -> None:
         self._checkpoint, self._names, self._lora = checkpoint, names, lora_of(checkpoint.config)
 
     def __getitem__(self, layer: str) -> Factors:
         if layer not in self._names:
             raise KeyError(layer)
-        a, b = (self._checkpoint.tensor(layer + part).float() for part in PARTS)
+        a, b = (self._checkpoint.tensor(self._names[layer][factor]).float() for factor in FACTORS)
         return Factors(a, b, self._lora.alpha_of(layer))
 
     def __contains__(self, layer: object) -> bool:
@@ -85,7 +88,9 @@ class _Layers(Mapping[str, Factors]):
 
 def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
     """Return the adapter that a run has trained, None if it has trained none."""
-    names = sorted({layer_of(name) for name in checkpoint.names() if is_adapter(name)})
+    names: dict[str, dict[str, str]] = {}
+    for name in sorted(filter(is_adapter, checkpoint.names())):
+        names.setdefault(layer_of(name), {})[factor_of(name)] = name
     return Adapter(_Layers(checkpoint, names), "", checkpoint.path) if names else None
 
 
@@ -123,8 +128,9 @@ def check_base(adapter: Adapter, weights: Weights, config: ModelConfig, key: str
     names = set(weights.names())
     violations = []
     for layer, factors in adapter.layers.items():
-        shape = (factors.b.shape[0], factors.a.shape[1])
-        ours = tuple(weights.shape(f"{layer}.weight")) if f"{layer}.weight" in names else None
+        shape = (*factors.b.shape[:-1], factors.a.shape[-1])
+        own = next((name for name in (f"{layer}.weight", layer) if name in names), None)
+        ours = None if own is None else tuple(weights.shape(own))
         if shape != ours:
             rule = f"adapts {layer} of shape {list(shape)}; that of the model is {'missing' if ours is None else list(ours)}"
             violations.append(Violation(key, adapter.path, rule, fix))

@@ -61,4 +61,7 @@ def _adapter_of(checkpoint: Checkpoint) -> Adapter:
     if (trained := adapter_of(checkpoint)) is None:
         rule = f"requires an adapter, and {checkpoint.path} has none"
         raise UserError.of("stage.format", "peft", rule, "choose a run with lora.rank above 0, or stage.format=huggingface")
+    if of_experts := [layer for layer in trained.layers if layer in set(checkpoint.names())]:
+        rule = f"is not supported for adapters of routed experts ({of_experts[0]})"
+        raise UserError.of("stage.format", "peft", rule, "remove it: without it, the adapters are merged into full weights")
     return trained

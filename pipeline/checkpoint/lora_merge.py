@@ -46,7 +46,7 @@ class MergedWeights:
             return self._saved[name]
         value = self.checkpoint.tensor(name, kind)
         for layers in self._adapters if kind == "weight" else ():
-            if (factors := layers.get(name.removesuffix(".weight"))) is not None and name.endswith(".weight"):
+            if (factors := layers.get(name.removesuffix(".weight"))) is not None:
                 value = merged(value.float(), factors.a, factors.b, factors.scale)
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,19 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         if isinstance(content, dict) and isinstance(content.get("step"), int):
             lines.append(content)
     return lines
+
+
+def last_with(run_dir: Path, name: str, count: int) -> list[dict[str, Any]]:
+    """Return the last `count` lines of a run that have a metric, in order, without damaged ones; empty if there is no file."""
+    path, mark = run_dir / FILE, f'"{name}"'.encode()
+    lines: list[dict[str, Any]] = []
+    for line in reversed(path.read_bytes().splitlines() if path.is_file() else []):
+        if len(lines) == count:
+            break
+        with suppress(ValueError):
+            if mark in line and isinstance(content := json.loads(line), dict) and name in content:
+                lines.append(content)
+    return lines[::-1]
 
 
 def columns(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:

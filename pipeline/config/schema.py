@@ -49,6 +49,13 @@ class TrainingConfig:
         above=0,
     )
     simpo_margin: float = knob(0.0, "dpo: the margin between both rewards that preference_loss=simpo aims at", at_least=0)
+    goldfish_k: int = knob(
+        0,
+        "goldfish loss: one of so many targets has no loss, chosen by a hash of the tokens before it, so that no text can be recited, "
+        "such as 4; 0: all targets have one",
+        at_least=0,
+    )
+    goldfish_context: int = knob(13, "goldfish loss: tokens that are hashed", unit="tokens", at_least=1)
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     fake_quantize: str = knob(
         "none",
@@ -71,11 +78,11 @@ class TrainingConfig:
     balance_loss: float | None = knob(
         None,
         "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
-        "from, or of the family (Mixtral 0.02, DeepSeek-V3 0.0001)",
+        "from, or of the family (Mixtral 0.02, OLMoE 0.01, Qwen3-MoE 0.001, DeepSeek-V3 0.0001)",
         at_least=0,
     )
     balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
-    z_loss: float | None = knob(None, "Mixtral: weight of the routers' z-loss; default: 0", at_least=0)
+    z_loss: float | None = knob(None, "Mixtral, OLMoE, Qwen3-MoE: weight of the routers' z-loss; default: 0, OLMoE 0.001", at_least=0)
     z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     bias_update_speed: float | None = knob(
         None,
@@ -168,6 +175,13 @@ class TrainingConfig:
         unit="steps",
         at_least=0,
     )
+    noise_scale_every: int = knob(
+        0,
+        "measure the gradient noise scale, in sequences, after so many steps, from the gradients of shares of the batch that are reduced "
+        "anyway. 0: never",
+        unit="steps",
+        at_least=0,
+    )
     recompute_every: int = knob(
         0,
         "compute a forward pass of the step twice, and once more on another data rank, after so many steps, and compare all bits: finds "
@@ -200,7 +214,18 @@ class OptimizerConfig:
     warmup_ratio: float = knob(
         0.0, "linear warm-up as a fraction of the steps, if optimizer.warmup_steps is 0; finetune: 0.03", at_least=0, at_most=1
     )
-    decay_steps: int = knob(0, "length of the final decay of wsd; 0 uses a tenth of training.steps", unit="steps", at_least=0)
+    decay_steps: int = knob(
+        0, "length of a decay of wsd; 0 uses a tenth of the steps from the beginning of the run to its end", unit="steps", at_least=0
+    )
+    decay_shape: str = knob(
+        "linear", "shape of a decay of wsd: linear, 1 - sqrt (sqrt), or half a cosine", choices=("linear", "sqrt", "cosine")
+    )
+    decay_ends: list[int] = knob(
+        [],
+        "wsd: steps at which further decays end (WSD-S); after each one a checkpoint is written and kept, and the rate returns to its peak",
+        unit="steps",
+        at_least=1,
+    )
     min_lr_ratio: float = knob(0.1, "ratio of the final to the peak learning rate", at_least=0, at_most=1)
 
 

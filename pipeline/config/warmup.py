@@ -1,4 +1,4 @@
-"""Sequence length and batch size as functions of the step, and the warm-up of the learning rate.
+"""Sequence length and batch size as functions of the step, and the warm-up and the decays of the learning rate.
 
 A sample is always a window of training.sequence_length tokens. During a sequence warm-up each sample is split into several shorter
 sequences: the samples of a step, their order, and the tokens of a micro-batch are the same as without a warm-up.
@@ -72,6 +72,12 @@ def steps_for_samples(training: TrainingConfig, wanted: int) -> int:
 def lr_steps(optimizer: OptimizerConfig, training: TrainingConfig) -> int:
     """Return the number of steps of the learning rate's warm-up: optimizer.warmup_steps, or optimizer.warmup_ratio of all, rounded up."""
     return optimizer.warmup_steps or math.ceil(optimizer.warmup_ratio * training.steps)
+
+
+def decays(optimizer: OptimizerConfig, training: TrainingConfig) -> Iterator[tuple[int, int]]:
+    """Yield (steps before it, steps at its end) of every decay of optimizer.schedule=wsd, in order; the last one ends with the run."""
+    for end in (*optimizer.decay_ends, training.steps):
+        yield end - (optimizer.decay_steps or max(1, end // 10)), end
 
 
 def phases(training: TrainingConfig) -> Iterator[tuple[int, int, int]]:

@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pipeline.checkpoint.weights import PartReader, Weights
@@ -145,23 +143,26 @@ class _Shard:
     def read(self, path: Path) -> Iterator[tuple[str, str]]:
         """Yield what the file holds, as weights of the checkpoint; see OutputFile."""
         if self._packing is not None:
-            with safe_open(path, framework="pt") as file:
-                yield from ((name, digest_of([file.get_tensor(name)])) for name in sorted(file.keys()))
+            yield from ((name, digest_of([value])) for name, value in safetensors_file.tensors(path))
             return
         for name, value in safetensors_file.tensors(path):
             entry = self._entries[name]
             yield name, digest_of(entry.from_hf(value, self._shapes[name]) if entry.names else [value])
 
     def _write_packed(self, path: Path, read: PartReader, written: Written) -> list[str]:
-        """Write a file whose tensors have several dtypes; all of them are in memory."""
-        assert self._packing is not None
-        shard: dict[str, Tensor] = {}
-        for name, entry in self._entries.items():
-            shard |= self._packing.tensors(entry) or {name: entry.to_hf(read(entry)).to(self._dtype)}
-        save_file(shard, path, metadata={"format": "pt"})
-        for name in sorted(shard):
-            written(name, digest_of([shard[name]]), shard[name].nbytes)
-        return list(shard)
+        """Write a file whose tensors have several dtypes."""
+        packing, digests = self._packing, {}
+        assert packing is not None
+
+        def stored() -> Iterator[tuple[str, Tensor]]:
+            for name, entry in self._entries.items():
+                for part, value in (packing.tensors(entry) or {name: entry.to_hf(read(entry)).to(self._dtype)}).items():
+                    digests[part] = digest_of([value]), value.nbytes
+                    yield part, value
+
+        for name in safetensors_file.write_mixed(path, stored(), {"format": "pt"}):
+            written(name, *digests[name])
+        return list(digests)
 
 
 def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -> None:

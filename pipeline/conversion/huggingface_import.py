@@ -103,7 +103,11 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
 
 
 class StockWeights:
-    """The tensors of a stock model, by the names that current transformers uses."""
+    """The tensors of a stock model, by the names that current transformers uses.
+
+    Attributes:
+        left_out: names of the tensors of other parts of the model (HuggingFaceMapping.wrapper).
+    """
 
     def __init__(self, folder: Path, mapping: HuggingFaceMapping) -> None:
         """Read the headers of the files.
@@ -111,7 +115,7 @@ class StockWeights:
         Raises:
             UserError: a file is missing or not readable, or two tensors are the same weight under names of two releases.
         """
-        self.path = folder
+        self.path, self.left_out = folder, list[str]()
         self._stored: dict[str, tuple[Any, str]] = {}
         twice: list[Violation] = []
         for file in weight_files(folder):
@@ -120,6 +124,9 @@ class StockWeights:
             except (SafetensorError, OSError) as error:
                 raise UserError.of("stage.input", file, f"is not readable: {error}", "download it again") from error
             for name in opened.keys():  # noqa: SIM118 - the file is not a dict
+                if mapping.wrapper is not None and mapping.wrapper.is_left_out(name):
+                    self.left_out.append(name)
+                    continue
                 current = name
                 for pattern, replacement in mapping.renamed:
                     current = re.sub(pattern, replacement, current)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from pipeline.conversion.universal_import import UniversalFolder
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
+from pipeline.models.wrapper import Wrapper
 
 log = logging.getLogger("pipeline")
 
@@ -159,9 +161,12 @@ def _open_huggingface(folder: Path) -> Opened:
         lambda: huggingface_import.read_generation_config(folder),
         lambda: huggingface_import.check_tokenizer(folder),
     )
-    weights = ImportedWeights(StockWeights(folder, described.mapping), described.model)
+    stock, wrapper = StockWeights(folder, described.mapping), described.mapping.wrapper
+    weights = ImportedWeights(stock, described.model)
     identity = {file.name: digest(file) for file in (folder / CONFIG, *files)}
-    load = functools.partial(_from_pretrained, folder)
+    load = functools.partial(_from_pretrained, folder, wrapper)
+    if wrapper is not None:
+        log.info("convert: %s", wrapper.summary(stock.left_out))
     return Opened(described.mapping.architecture, weights, folder, tokenizer_folder(folder), described, identity, load)
 
 
@@ -173,6 +178,7 @@ def _described(home: Path) -> Described:
     """
     content = huggingface_import.read_config(home)
     family, mapping = registry.find_mapping(content)
+    content = mapping.language_model(content)
     model, training = collect_errors(
         lambda: config_json.read(mapping, family.config, content),
         lambda: mapping.training_settings(content),
@@ -180,7 +186,9 @@ def _described(home: Path) -> Described:
     return Described(home / CONFIG, content, model, mapping, training)
 
 
-def _from_pretrained(folder: Path, stock_class: Any) -> nn.Module:
+def _from_pretrained(folder: Path, wrapper: Wrapper | None, stock_class: Any) -> nn.Module:
+    if wrapper is not None:
+        stock_class = getattr(importlib.import_module("transformers"), wrapper.architecture)
     model: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float32)
     return model
 

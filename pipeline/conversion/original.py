@@ -60,7 +60,7 @@ class Original:
         stale = {alias for alias, key in self.aliases.items() if key in changed}
         stale |= {"num_labels", "problem_type"} if "id2label" in changed else set()  # of the labels before
         kept = {key: value for key, value in self.content.items() if key not in _OF_THE_FILES | changed | stale}
-        return kept | {key: value for key, value in exported.items() if key in changed or key == "architectures"}
+        return kept | {key: value for key, value in exported.items() if key in changed or key in ("architectures", "model_type")}
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,7 @@ def read_original(folder: Path) -> Original:
     """Read an imported model, from the folder with its config.json."""
     content = read_config(folder)
     family, mapping = registry.find_mapping(content)
+    content = mapping.language_model(content)
     mapped = mapping.config_json(config_json.read(mapping, family.config, content))
     stock = stock_keys.keys_of(mapping.architecture)
     groups = tuple(group.keys for group in mapping.nested)

@@ -7,7 +7,8 @@ memory of the process. The format: https://github.com/huggingface/safetensors#fo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,17 @@ from torch import Tensor
 
 from pipeline.conversion.export_files import buffer_of
 
-#: Names of dtypes in the header.
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+#: Names of dtypes in the header, in the order of the package, which writes the tensors of the last one first.
+DTYPES = {
+    torch.int8: "I8",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.int64: "I64",
+}
+#: Bytes that are copied at once.
+_CHUNK = 16 << 20
 
 
 def header_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
@@ -30,9 +40,14 @@ def header_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadat
         dtype: of all tensors.
         metadata: entries of `__metadata__`.
     """
+    return _header({name: (dtype, shape) for name, shape in shapes.items()}, metadata)
+
+
+def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
+    """As header_of, of tensors of several dtypes."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name, shape in shapes.items():
+    for name, (dtype, shape) in entries.items():
         start, end = end, end + prod(shape) * dtype.itemsize
         content[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     header = json.dumps(content, separators=(",", ":")).encode()
@@ -66,8 +81,40 @@ def write(
     return state.hexdigest()
 
 
+def write_mixed(path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Mapping[str, str]) -> list[str]:
+    """Write tensors of several dtypes, in the order of the package: larger elements first, so that all are aligned, then by name.
+
+    The sizes are not known in advance: the data is first written to a file without a name in the same folder.
+
+    Args:
+        path: of the file.
+        tensors: names and values; one at a time is in memory.
+        metadata: entries of `__metadata__`.
+
+    Returns:
+        The names in the order of their data.
+    """
+    entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    places: dict[str, tuple[int, int]] = {}
+    with tempfile.TemporaryFile(dir=path.parent) as collected:
+        for name, value in tensors:
+            data = buffer_of(value)
+            entries[name], places[name] = (value.dtype, tuple(value.shape)), (collected.tell(), data.nbytes)
+            collected.write(data)
+        dtypes = list(DTYPES)
+        names = sorted(entries, key=lambda name: (-dtypes.index(entries[name][0]), name))
+        with open(path, "wb") as handle:
+            handle.write(_header({name: entries[name] for name in names}, metadata))
+            for name in names:
+                start, size = places[name]
+                collected.seek(start)
+                for done in range(0, size, _CHUNK):
+                    handle.write(collected.read(min(_CHUNK, size - done)))
+    return names
+
+
 def tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a file of one dtype, in the order of their data. The next tensor overwrites the memory of a tensor."""
+    """Yield names and tensors of a file, in the order of their data. The next tensor overwrites the memory of a tensor."""
     dtypes = {name: dtype for dtype, name in DTYPES.items()}
     with open(path, "rb") as handle:
         header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))

@@ -75,9 +75,16 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        product = self.products.grouped
-        inner = self.activation(product(x, self.gate, counts)) * product(x, self.up, counts)
-        return product(inner, self.down, counts)
+        inner = self.activation(self.grouped("gate", x, counts)) * self.grouped("up", x, counts)
+        return self.grouped("down", inner, counts)
+
+    def grouped(self, matrix: str, x: Tensor, counts: Tensor) -> Tensor:
+        """Multiply the rows of each expert, (rows, input) as in forward, by its matrix `gate`, `up` or `down`: (rows, output)."""
+        return self.products.grouped(x, getattr(self, matrix), counts)
+
+    def batched(self, matrix: str, x: Tensor) -> Tensor:
+        """As `grouped`, of as many rows for each expert: (experts, rows, input) -> (experts, rows, output)."""
+        return self.products.batched(x, getattr(self, matrix))
 
     def forward_padded(self, x: Tensor) -> Tensor:
         """Apply each expert to as many rows: (experts, rows, hidden) -> (experts, rows, hidden). Rows of zeros remain zeros."""
@@ -85,11 +92,11 @@ class Experts(RoutedExperts):
 
     def inner_padded(self, x: Tensor) -> Tensor:
         """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
-        return self.activation(self.products.batched(x, self.gate)) * self.products.batched(x, self.up)
+        return self.activation(self.batched("gate", x)) * self.batched("up", x)
 
     def outer_padded(self, inner: Tensor) -> Tensor:
         """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""
-        return self.products.batched(inner, self.down)
+        return self.batched("down", inner)
 
 
 class MoE(ComputedBuffers):

@@ -32,6 +32,7 @@ class Block(nn.Module):
         output_norm: norm of the block's output (the last block of a pre-norm encoder), None for none.
         post_attention_norm, post_mlp_norm: applied to the output of each layer before it is added to the residual stream (OLMo 2,
             Gemma 3), None for none.
+        residual_factor: scales the output of each layer before it is added to the residual stream (Granite).
     """
 
     attention_norm: nn.Module | None
@@ -55,6 +56,7 @@ class Block(nn.Module):
         output_norm: nn.Module | None = None,
         post_attention_norm: nn.Module | None = None,
         post_mlp_norm: nn.Module | None = None,
+        residual_factor: float = 1.0,
     ) -> None:
         super().__init__()
         # In this order. torch.compile shares code between blocks and looks for a module that one of them has in all of them: so each block
@@ -68,7 +70,8 @@ class Block(nn.Module):
         self.mlp = mlp
         self.register_module("post_mlp_norm", post_mlp_norm)
         self.register_module("output_norm", output_norm)
-        self.post_norm = post_norm
+        assert residual_factor == 1.0 or not post_norm, "post-norm blocks have no residual factor"
+        self.post_norm, self.residual_factor = post_norm, residual_factor
 
     def forward(self, x: Tensor, context: AttentionContext, memory: Tensor | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); memory is (batch, keys, hidden)."""
@@ -78,11 +81,15 @@ class Block(nn.Module):
                 x = self.cross_norm(x + self.cross(x, memory, context))
             x = _apply(self.mlp_norm, x + self._feed_forward(x, context))
         else:
-            x = x + _apply(self.post_attention_norm, self.attention(_apply(self.attention_norm, x), None, context))
+            x = x + self._scaled(_apply(self.post_attention_norm, self.attention(_apply(self.attention_norm, x), None, context)))
             if self.cross is not None and self.cross_norm is not None:
-                x = x + self.cross(self.cross_norm(x), memory, context)
-            x = x + _apply(self.post_mlp_norm, self._feed_forward(_apply(self.mlp_norm, x), context))
+                x = x + self._scaled(self.cross(self.cross_norm(x), memory, context))
+            x = x + self._scaled(_apply(self.post_mlp_norm, self._feed_forward(_apply(self.mlp_norm, x), context)))
         return _apply(self.output_norm, x)
+
+    def _scaled(self, output: Tensor) -> Tensor:
+        """Scale the output of a layer."""
+        return output if self.residual_factor == 1.0 else output * self.residual_factor
 
     def _feed_forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Run the feed-forward; MoE layers also take the context, since padding is not routed."""

@@ -43,7 +43,7 @@ def read(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any]
     Raises:
         UserError: with every key that is missing, or has a value that the family does not support.
     """
-    content, violations = _without_aliases(mapping, content)
+    content, violations = _without_aliases(mapping, mapping.language_model(content))
     violations += [*_constants(mapping, content), *_unknown(mapping, content)]
     present, wrong = _fields(mapping, schema, content)
     violations += wrong
@@ -75,7 +75,7 @@ def unread(mapping: HuggingFaceMapping, content: dict[str, Any]) -> dict[str, An
     if stock is None:
         return {}
     others = _known(mapping) | stock.reads | stock.aliases.keys()
-    return {key: value for key, value in content.items() if key not in others and not is_dropout(key)}
+    return {key: value for key, value in mapping.language_model(content).items() if key not in others and not is_dropout(key)}
 
 
 def _known(mapping: HuggingFaceMapping) -> set[str]:
@@ -88,7 +88,9 @@ def _without_aliases(mapping: HuggingFaceMapping, content: dict[str, Any]) -> tu
     """Return config.json with the further names of keys replaced by the keys, and a violation for names of one key that contradict."""
     stock = stock_keys.keys_of(mapping.architecture)
     # A family may name a key by its alias; its own table knows best.
-    aliases = {alias: key for alias, key in (stock.aliases if stock else {}).items() if alias not in _known(mapping)}
+    known, named = _known(mapping), stock.aliases if stock else {}
+    aliases = {alias: key for alias, key in named.items() if alias not in known}
+    aliases |= {key: alias for alias, key in named.items() if alias in known and key not in known}
     plain = {key: value for key, value in content.items() if key not in aliases}
     violations: list[Violation] = []
     for alias, key in aliases.items():

@@ -6,7 +6,7 @@ Rotary position embeddings have the current key (rope_parameters) and those of e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pipeline.models.huggingface_mapping import KeyGroup, positive, refusal
@@ -27,8 +27,12 @@ def _write(config: Any) -> dict[str, Any]:
     return content if kind == "none" else {**content, "rope_scaling": scaling}
 
 
-def _read(content: dict[str, Any]) -> dict[str, Any]:
+def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict[str, Any]:
     """Return the fields of a models.rope.RopeConfig.
+
+    Args:
+        content: content of config.json.
+        kinds: supported values of model.rope_scaling.
 
     Raises:
         UserError: an unsupported kind of scaling, or an unsupported key of it.
@@ -39,8 +43,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     rope_type = parameters.pop("rope_type", legacy)
     theta = parameters.pop("rope_theta", 10000.0 if content.get("rope_theta") is None else content["rope_theta"])
     kind = _FROM_HF.get(rope_type, rope_type) if isinstance(rope_type, str) else None
-    if kind not in KEYS:
-        known = ", ".join(_TO_HF.get(name, name) for name in KEYS)
+    if kind is None or kind not in kinds:
+        known = ", ".join(_TO_HF.get(name, name) for name in kinds)
         raise refusal(f"{key}.rope_type", rope_type, f"is not supported by this family; supported are {known}")
     if KEYS[kind] and "factor" not in parameters:
         raise refusal(f"{key}.factor", None, f"is missing, and rope_type={rope_type} needs it", f"set {key}.factor in config.json")
@@ -74,11 +78,7 @@ def number(key: str, value: object) -> float:
 
 def _read_unscaled(content: dict[str, Any]) -> dict[str, Any]:
     """Return rope_theta; scaling is not supported."""
-    fields = _read(content)
-    if fields["rope_scaling"] != "none":
-        key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-        raise refusal(f"{key}.rope_type", fields["rope_scaling"], "is not supported by this family; only default is supported")
-    return {"rope_theta": fields["rope_theta"]}
+    return {"rope_theta": _read(content, ("none",))["rope_theta"]}
 
 
 _KEYS = ("rope_theta", "rope_parameters", "rope_scaling")

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.common.errors import UserError
 from pipeline.models.config import ModelConfig
-from pipeline.models.stock_tensors import BlockTensors, StockTensor, expand, tensors
+from pipeline.models.stock_tensors import BlockTensors, StockTensor, expand, gated_experts, gated_mlp, tensors
+from pipeline.models.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Table = tuple[StockTensor | BlockTensors, ...]
 
-__all__ = ["BlockTensors", "HuggingFaceMapping", "KeyGroup", "StockTensor", "positive", "refusal", "tensors"]
+__all__ = ["BlockTensors", "HuggingFaceMapping", "KeyGroup", "StockTensor", "gated_experts", "gated_mlp", "positive", "refusal", "tensors"]
 
 
 def refusal(key: str, value: object, rule: str, fix: str = "import a model without it, or add the feature to the family") -> UserError:
@@ -76,6 +77,7 @@ class HuggingFaceMapping:
         training_keys: key of config.json -> setting of the group training that it is the value of.
         ignored_keys: further keys that the class reads and that do not affect the logits.
         legacy_architectures: names of the class in earlier releases.
+        other_model_types: further values of model_type, of files whose model this class computes.
         copies: Hugging Face weight -> the weight of the table that it always equals; files contain either or both.
         zero_weights: Hugging Face tensors that our model lacks; if files contain them, they must be zero.
         computed_weights: Hugging Face tensors that our model computes -> a function that computes one from our configuration; if files
@@ -85,6 +87,8 @@ class HuggingFaceMapping:
             their own (mtp.safetensors), which the class does not read.
         ignored_weights: patterns (fnmatch) of tensors that files may contain and the class does not use.
         renamed: (regular expression, replacement) for weights whose names in files differ from those of the class.
+        wrappers: classes whose model contains that of this one.
+        wrapper: the one of them that the files are of, None if they are of this class; set by `within`.
     """
 
     architecture: str
@@ -98,6 +102,7 @@ class HuggingFaceMapping:
     training_keys: dict[str, str] = field(default_factory=dict)
     ignored_keys: tuple[str, ...] = ()
     legacy_architectures: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()
     copies: dict[str, str] = field(default_factory=dict)
     zero_weights: tuple[str, ...] = ()
     computed_weights: dict[str, Callable[[Any], Tensor]] = field(default_factory=dict)
@@ -105,6 +110,8 @@ class HuggingFaceMapping:
     separate_weights: Callable[[Any], tuple[str, ...]] = lambda _: ()
     ignored_weights: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    wrappers: tuple[Wrapper, ...] = ()
+    wrapper: Wrapper | None = None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
         """Return the content of config.json without the keys that the export adds (token ids, dtype)."""
@@ -118,12 +125,34 @@ class HuggingFaceMapping:
             content.update(group.write(config))
         return content
 
+    def within(self, wrapper: Wrapper) -> HuggingFaceMapping:
+        """Return the mapping for files of a class that contains this one."""
+        return replace(self, wrapper=wrapper, renamed=(*wrapper.renamed, *self.renamed))
+
+    def language_model(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json as this class has it, if the files are of a wrapper; else, and if it is that already, as it is.
+
+        Raises:
+            UserError: the wrapper has a key that may change what the language model computes.
+        """
+        if self.wrapper is None or content.get("model_type") == self.model_type:
+            return content
+        violations = [
+            violation
+            for key, value, rule in self.wrapper.problems(content, self.model_type)
+            for violation in refusal(key, value, rule).violations
+        ]
+        if violations:
+            raise UserError(violations)
+        return self.wrapper.language_model(content) | {"architectures": [self.architecture], "model_type": self.model_type}
+
     def training_settings(self, content: dict[str, Any]) -> dict[str, float]:
         """Return the settings of the group training that config.json has.
 
         Raises:
             UserError: a value is not a number of at least 0.
         """
+        content = self.language_model(content)
         found = {name: (key, content[key]) for key, name in self.training_keys.items() if content.get(key) is not None}
         for key, value in found.values():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):

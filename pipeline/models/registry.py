@@ -16,16 +16,22 @@ from pipeline.models.family import Family
 from pipeline.models.gemma3.model import GEMMA3
 from pipeline.models.gpt.model import GPT
 from pipeline.models.gpt1.model import GPT1
+from pipeline.models.granite.model import GRANITE
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor, refusal
 from pipeline.models.llama.model import LLAMA
 from pipeline.models.mistral.model import MISTRAL
 from pipeline.models.mixtral.model import MIXTRAL
 from pipeline.models.olmo2.model import OLMO2
+from pipeline.models.olmo3.model import OLMO3
+from pipeline.models.olmoe.model import OLMOE
 from pipeline.models.opt.model import OPT
+from pipeline.models.phi3.model import PHI3
+from pipeline.models.qwen3_moe.model import QWEN3_MOE
 from pipeline.models.roberta.model import ROBERTA
 from pipeline.models.smollm3.model import SMOLLM3
 from pipeline.models.t5.model import T5
 from pipeline.models.transformer.model import TRANSFORMER
+from pipeline.models.unsupported import nearest
 
 #: name of a family -> the family
 FAMILIES: dict[str, Family] = {
@@ -36,11 +42,16 @@ FAMILIES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gpt": GPT,
     "gpt1": GPT1,
+    "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "olmoe": OLMOE,
     "opt": OPT,
+    "phi3": PHI3,
+    "qwen3_moe": QWEN3_MOE,
     "roberta": ROBERTA,
     "smollm3": SMOLLM3,
     "t5": T5,
@@ -108,8 +119,19 @@ def find_mapping(content: Mapping[str, Any]) -> tuple[Family, HuggingFaceMapping
         raise refusal("architectures", names, "must be a list with the name of a class", 'set it, such as ["LlamaForCausalLM"]')
     architecture = names[0] if names else None
     for family, mapping in candidates:
-        if mapping.model_type == content.get("model_type") and architecture in (mapping.architecture, *mapping.legacy_architectures):
+        named = content.get("model_type") in (mapping.model_type, *mapping.other_model_types)
+        if named and architecture in (mapping.architecture, *mapping.legacy_architectures):
             return family, mapping
-    classes = ", ".join(mapping.architecture for _, mapping in candidates)
+        for wrapper in mapping.wrappers:
+            if (content.get("model_type"), architecture) == (wrapper.model_type, wrapper.architecture):
+                return family, mapping.within(wrapper)
+    classes = [
+        name for _, mapping in candidates for name in (mapping.architecture, *(wrapper.architecture for wrapper in mapping.wrappers))
+    ]
+    if architecture in classes:
+        raise refusal(
+            "model_type", content.get("model_type"), f"is not that of {architecture}", "correct config.json, or choose another model"
+        )
     key, value = ("architectures", architecture) if architecture else ("model_type", content.get("model_type"))
-    raise refusal(key, value, "is not a class that can be imported", f"choose a model of one of {classes}")
+    rule = f"is not a class that can be imported{nearest(architecture, classes)}"
+    raise refusal(key, value, rule, f"choose a model of one of {', '.join(classes)}")

@@ -53,11 +53,12 @@ class RopeConfig:
 
 def violations(config: RopeConfig) -> Iterator[Violation]:
     """Yield the rules between these fields that are violated."""
-    for kind, low, high in (("llama3", "rope_low_frequency", "rope_high_frequency"), ("yarn", "rope_beta_slow", "rope_beta_fast")):
-        if config.rope_scaling == kind and getattr(config, low) >= getattr(config, high):
-            yield Violation(
-                f"model.{low}", getattr(config, low), f"must be below model.{high}={getattr(config, high)}", f"choose a smaller {low}"
-            )
+    low, high = config.rope_low_frequency, config.rope_high_frequency
+    if config.rope_scaling == "llama3" and low >= high:
+        yield Violation("model.rope_low_frequency", low, f"must be below model.rope_high_frequency={high}", "choose a smaller one")
+    slow, fast = config.rope_beta_slow, config.rope_beta_fast
+    if config.rope_scaling == "yarn" and slow > fast:  # equal in Kimi K2: the ends of the ramp are rounded outward
+        yield Violation("model.rope_beta_slow", slow, f"must be at most model.rope_beta_fast={fast}", "choose a smaller one")
 
 
 def extended(config: ModelConfig, factor: float) -> ModelConfig:

@@ -31,3 +31,9 @@ def window_violations(key: str, window: int | None, max_positions: int) -> Itera
     if window is not None and window > max_positions:
         rule = f"is longer than model.max_positions={max_positions}"
         yield Violation(key, window, rule, f"shorten the window, or set {key}=null for full attention")
+
+
+def top_k_violations(top_k: int, experts: int) -> Iterator[Violation]:
+    """Yield a violation if a token is routed to more experts than there are."""
+    if top_k > experts:
+        yield Violation("model.top_k", top_k, f"is more than model.experts={experts}", "choose at most that many")

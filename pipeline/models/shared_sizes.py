@@ -1,4 +1,4 @@
-"""Sizes that several families share: of dense decoders, of encoder-decoders, of multi-head attention. Does not import torch."""
+"""Sizes that several families share: of decoders, dense and with experts, of encoder-decoders, of multi-head attention. Needs no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.models import rope
-from pipeline.models.rules import rotary_heads_violations
+from pipeline.models.rules import rotary_heads_violations, top_k_violations
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,24 @@ class RotaryDecoderConfig(rope.RopeConfig):
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
         return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width), *rope.violations(self)]
+
+
+@dataclass(frozen=True)
+class RotaryMoEConfig(RotaryDecoderConfig):
+    """Fields of such a decoder with MoE layers of softmax routers. Families add theirs."""
+
+    experts: int = knob(64, "experts of each MoE layer", at_least=1)
+    top_k: int = knob(8, "experts a token is routed to", at_least=1)
+    norm_topk_prob: bool = knob(False, "normalize the weights of a token's experts to sum to one")
+    capacity_factor: float | None = knob(
+        None,
+        "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit",
+        above=0,
+    )
+
+    def violations(self) -> list[Violation]:
+        """Return the rules between sizes that this configuration violates."""
+        return [*super().violations(), *top_k_violations(self.top_k, self.experts)]
 
 
 class MultiHead:

@@ -112,6 +112,18 @@ def tensors(
     )
 
 
+def gated_mlp(hf_module: str, module: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of a gated feed-forward whose matrices are named as Llama's are."""
+    return tuple(entry for name in ("gate", "up", "down") for entry in tensors(f"{hf_module}.{name}_proj", f"{module}.{name}"))
+
+
+def gated_experts(hf_module: str, module: str) -> tuple[StockTensor, ...]:
+    """Return the tensors of the experts of a MoE layer, which are such feed-forwards."""
+    return tuple(
+        StockTensor(f"{hf_module}.experts.{{e}}.{name}_proj.weight", (f"{module}.experts.{name}",)) for name in ("gate", "up", "down")
+    )
+
+
 @dataclass(frozen=True)
 class BlockTensors:
     """Tensors that only some of the blocks have, or every expert of a block.

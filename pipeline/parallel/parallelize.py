@@ -55,6 +55,7 @@ class LocalModel(nn.Module):
         frozen: weights that have no gradient because the configuration says so, until they are initialized.
         fixed: the same for weights without a gradient: the fp32 bias of a router, a plain tensor; and frozen weights, in the dtype of the
             run. DeepSpeed neither casts nor shards them.
+        sharded: frozen matrices under ZeRO 3, which training/frozen_weights.py shards. Like trained ones, they have no storage at first.
         quantized: frozen weights in 4 bits (QLoRA).
     """
 
@@ -63,6 +64,7 @@ class LocalModel(nn.Module):
         self.stages = nn.ModuleDict({str(stage): module for stage, module in stages.items()})
         self.pieces = pieces
         self.fixed: dict[Tensor, Piece] = {}
+        self.sharded: dict[nn.Parameter, Piece] = {}
         self.quantized: dict[NF4Weight, Piece] = {}
         self.frozen: set[nn.Parameter] = set()
         self._initial_value: Callable[[Piece], Tensor] | None = None
@@ -70,7 +72,11 @@ class LocalModel(nn.Module):
     def materialize(self, parameter: nn.Parameter) -> None:
         """Allocate and draw a weight that init_weights has left without storage."""
         if parameter.untyped_storage().nbytes() == 0 and self._initial_value is not None:
-            parameter.data = self._initial_value(self.pieces[parameter])
+            parameter.data = self._initial_value((self.sharded if parameter in self.sharded else self.pieces)[parameter])
+
+    def fixed_names(self) -> set[str]:
+        """Names of the weights without a gradient, those in 4 bits besides."""
+        return {piece.name for piece in (*self.fixed.values(), *self.sharded.values())}
 
     def stage_modules(self) -> Iterator[Stack]:
         """The stages in order of their index."""
@@ -179,7 +185,7 @@ def build_model(config: WeightsConfig) -> Stack:
     return model
 
 
-def check_trained(config: WeightsConfig, layout: Layout) -> None:
+def check_trained(config: LocalModelConfig, layout: Layout) -> None:
     """Refuse settings that freeze nothing, or everything in a pipeline stage.
 
     Raises:
@@ -214,16 +220,17 @@ def init_weights(
             quantized = NF4Weight(initial_value(piece))
             model.quantized[quantized] = piece
             return quantized
+        if config.parallel.zero_stage == 3 and (parameter.requires_grad or is_sharded_frozen(parameter, piece, model)):
+            empty = nn.Parameter(torch.empty(piece.shape, dtype=dtype, device=device), requires_grad=parameter.requires_grad)
+            empty.untyped_storage().resize_(0)
+            (pieces if parameter.requires_grad else model.sharded)[empty] = piece
+            return empty
         if not parameter.requires_grad:
             frozen = parameter in model.frozen
             fixed = nn.Parameter(initial_value(piece), requires_grad=False) if frozen else initial_value(piece, torch.float32)
             model.fixed[fixed] = piece
             return fixed
-        if config.parallel.zero_stage == 3:
-            trainable = nn.Parameter(torch.empty(piece.shape, dtype=dtype, device=device))
-            trainable.untyped_storage().resize_(0)
-        else:
-            trainable = nn.Parameter(initial_value(piece))
+        trainable = nn.Parameter(initial_value(piece))
         pieces[trainable] = piece
         return trainable
 
@@ -233,7 +240,13 @@ def init_weights(
         stage.reset_buffers()
     if model.quantized:
         stored, before = sum(each.nbytes for each in model.quantized), sum(each.numel() for each in model.quantized) * dtype.itemsize
-        log.info("nf4: %d weights of this rank in %.1f MB instead of %.1f MB", len(model.quantized), stored / 1e6, before / 1e6)
+        where = " (each data rank has all of them)" if config.parallel.zero_stage == 3 else ""
+        log.info("nf4: %d weights of this rank in %.1f MB instead of %.1f MB%s", len(model.quantized), stored / 1e6, before / 1e6, where)
+
+
+def is_sharded_frozen(parameter: nn.Parameter, piece: Piece, model: LocalModel) -> bool:
+    """Whether ZeRO 3 shards a weight that has no gradient, if it is not in 4 bits: it is a frozen matrix."""
+    return parameter in model.frozen and len(piece.full_shape) >= 2
 
 
 def layers_in_4_bits(lora: LoraConfig, model: LocalModel) -> list[Linear]:
@@ -246,7 +259,7 @@ def layers_in_4_bits(lora: LoraConfig, model: LocalModel) -> list[Linear]:
 
 def adapter_std(piece: Piece) -> Init:
     """Return the initial values of an adapter's weight: `b` is zero, `a` has PEFT's standard deviation (Kaiming uniform with a=5**0.5)."""
-    return Constant(0.0) if piece.name.endswith(".b") else (3 * piece.full_shape[1]) ** -0.5
+    return Constant(0.0) if piece.name.endswith(".b") else (3 * piece.full_shape[-1]) ** -0.5
 
 
 def init_piece(piece: Piece, std: Init, seed: int, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:

@@ -23,7 +23,7 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.linear import Linear, Projection, project
-from pipeline.layers.lora import LoRALinear, dropout_of
+from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -291,7 +291,7 @@ def apply(
                 if isinstance(linear, FakeQuantizedLinear):
                     linear.reduce_max = partial(collectives.all_reduce, group=group, op="max")
                 if isinstance(linear, LoRALinear):
-                    linear.lora.input_slices, linear.lora.input_slice = group.size(), group.rank()
+                    _slice_input(linear.lora, group)
                 setattr(module, name, RowParallelLinear(linear, leave))
         for name, child in list(module.named_children()):
             if isinstance(child, OutputHead):
@@ -301,6 +301,10 @@ def apply(
         if isinstance(module, MoE):  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave_experts(output))  # noqa: ARG005 - hook's signature
+            adapters = module.experts.lora.items() if isinstance(module.experts, LoRAExperts) else ()
+            for matrix, adapter in adapters:
+                if role(table, f"{prefix}.experts.{matrix}") == "expert_row":
+                    _slice_input(adapter, group)
         if isinstance(module, NextSentenceHead):  # all ranks compute the same, from the first token of each sequence
             module.register_forward_pre_hook(lambda _, args: (enter(args[0]),))
             module.register_forward_hook(lambda _, args, output: collectives.scale_gradient(output, group))  # noqa: ARG005 - hook's signature
@@ -311,6 +315,12 @@ def apply(
             module.tokens = VocabParallelEmbedding(weight, pieces[weight].start(0), leave)  # type: ignore[arg-type, index, assignment]
             if sequence:
                 module.register_forward_pre_hook(partial(local_positions, group=group))
+
+
+def _slice_input(adapter: nn.Module, group: ProcessGroup) -> None:
+    """Tell an adapter which slice of the full input it gets."""
+    assert isinstance(adapter, LowRank)
+    adapter.input_slices, adapter.input_slice = group.size(), group.rank()
 
 
 def start_gathers_early() -> None:
@@ -341,4 +351,4 @@ def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:
     True for weights that are replicated within a tensor-parallel region. With sequence parallelism also for weights that are applied to
     the local tokens: norms, biases added after a region, and embeddings of positions and segments.
     """
-    return piece.role == "partial" or (sequence and not piece.is_sliced_along("tensor"))
+    return piece.role in ("partial", "expert_partial") or (sequence and not piece.is_sliced_along("tensor"))

@@ -35,7 +35,8 @@ def step_exchanges(
         state_format: how a rank stores its weights.
         hidden_bytes, states: as in `sends`.
     """
-    buckets, zero_stage = planned_buckets(trace, layout, layout.stages(rank)), state_format.zero_stage
+    zero_stage = state_format.zero_stage
+    buckets = planned_buckets(trace, layout, layout.stages(rank), zero_stage)
     gathered = gathers(buckets, layout, zero_stage, state_format.weight_bytes, reference=trace.has_reference)
     reduced = reductions(buckets, layout, zero_stage, FP32, state_format.reduce_bytes)
     return reduced + gathered + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
@@ -56,6 +57,8 @@ def reductions(
     kind: Kind = "all_reduce" if zero_stage == 0 else "reduce_scatter"
     collectives = []
     for bucket in buckets:
+        if not bucket.trained:
+            continue
         count, size = layout.micro_batches if zero_stage >= 2 and not bucket.shared else 1, float(gradient_bytes * bucket.elements)
         if bucket.summed:
             summed = Collective("all_reduce", "tensor", "backward", float(gradient_bytes * bucket.summed))

@@ -68,7 +68,7 @@ def estimate(
     data_parallel = DataParallelTime(layout, hardware, engine, engine.axis_groups(layout, hardware))
     times = {name: engine.part_time(part, hardware, data_parallel.groups) for name, part in trace.parts.items()}
     contents = [trace.stage_parts(layout, stage) for stage in range(layout.stage_count)]
-    buckets = [planned_buckets(trace, layout, layout.stages(rank)) for rank in ranks]
+    buckets = [planned_buckets(trace, layout, layout.stages(rank), zero_stage) for rank in ranks]
     accumulate = [engine.accumulation_time(parts, hardware) for parts in contents]
     stages = [_stage_time(parts, times, extra) for parts, extra in zip(contents, accumulate, strict=True)]
     rank_stages = [[stages[stage] for stage in layout.stages(rank)] for rank in ranks]
@@ -88,7 +88,7 @@ def estimate(
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
     optimizer = max(_optimizer(b, hardware, zero_stage) for b in buckets)
     own_parts = [{stage: contents[stage] for stage in layout.stages(rank)} for rank in ranks]
-    frozen = [frozen_bytes(trace, layout, layout.stages(rank)) for rank in ranks]
+    frozen = [frozen_bytes(trace, layout, layout.stages(rank), zero_stage) for rank in ranks]
     memories = [
         peak_memory(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank], compiled=trace.compiled)
         for rank in ranks
@@ -189,7 +189,7 @@ def _delayed(stage: StageTime, delay: float) -> StageTime:
 
 def _optimizer(buckets: list[PlannedBucket], hardware: Hardware, zero_stage: int) -> float:
     """Seconds of the optimizer step."""
-    elements = sum(bucket.elements / (bucket.ranks if zero_stage else 1) for bucket in buckets)
+    elements = sum(bucket.elements / (bucket.ranks if zero_stage else 1) for bucket in buckets if bucket.trained)
     return kernel_time.elementwise_time(OPTIMIZER_BYTES * elements, hardware)
 
 

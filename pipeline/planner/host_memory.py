@@ -56,13 +56,13 @@ def _refuse_beyond(place: torch.device, each: float, sharing: int, config: RunCo
     raise UserError.of("model", model, rule, fix)
 
 
-def _state(config: RunConfig, ranks: Ranks) -> tuple[ModelState, int]:
+def _state(config: RunConfig, ranks: Ranks) -> tuple[ModelState, float]:
     """Return the least state of this rank, and the bytes of its frozen weights."""
     layout = Layout.of(config, ranks.world_size)
     model = partition_model(config, layout, ranks.rank)
     elements = sum(parameter.numel() for parameter in model.pieces if parameter not in model.frozen and parameter.requires_grad)
     trained = _TrainedWeights(elements, layout.zero_sizes(experts=False)[0])
-    return model_state([trained], state_format_of(config)), frozen_bytes(config, model)
+    return model_state([trained], state_format_of(config)), frozen_bytes(config, model, layout)
 
 
 def available_bytes(place: torch.device) -> float:

@@ -170,7 +170,8 @@ class TracedWeights:
         shared: "tied_embedding" or "pipeline" where other stages hold them too, else empty.
         copy: whether this is the head's copy of a tied embedding.
         fixed: whether they have no gradient.
-        stored: bytes of weights that the configuration does not train, which ZeRO does not shard; 0 for others.
+        stored: bytes of weights that the configuration does not train; 0 for others.
+        sharded: whether ZeRO 3 shards these bytes: those of matrices that are not in 4 bits.
         unit: module whose gradients are reduced together; empty for the part itself.
         gathers: under ZeRO 3, how often a rank that holds the whole model gathers them for a micro-batch.
         rate: learning rate as a factor of optimizer.lr.
@@ -185,6 +186,7 @@ class TracedWeights:
     copy: bool = False
     fixed: bool = False
     stored: int = 0
+    sharded: bool = False
     unit: str = ""
     gathers: int = 2
     rate: float = 1.0

@@ -69,10 +69,10 @@ def peak_memory(
         in_flight: bytes of the activations in flight.
         state_format: how it stores its weights.
         engine: what the engine does.
-        frozen: bytes of its weights that are not trained.
+        frozen: bytes of its weights that are not trained, as it keeps them.
         compiled: whether the blocks are compiled.
     """
-    state = engine.model_state(buckets, state_format)
+    state = engine.model_state([bucket for bucket in buckets if bucket.trained], state_format)
     transient = fullest_moment(buckets, stages, state_format, engine, compiled=compiled).bytes
     return PeakMemory(
         weights=state.weights,

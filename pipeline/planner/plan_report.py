@@ -84,7 +84,7 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     memory, limit, rank = result.estimate.memory, result.hardware.memory_gb, result.estimate.pipeline_rank
     stages = {stage: result.trace.stage_parts(result.layout, stage) for stage in result.layout.stages(rank)}
     state_format = state_format_of(result.config)
-    buckets = planned_buckets(result.trace, result.layout, result.layout.stages(rank))
+    buckets = planned_buckets(result.trace, result.layout, result.layout.stages(rank), state_format.zero_stage)
     engine = engine_model(state_format)
     moment = fullest_moment(buckets, stages, state_format, engine, compiled=result.trace.compiled)
     kind = f"the {moment.part}" if moment.part in ("embed", "head") else "a block"

@@ -25,6 +25,7 @@ class PlannedBucket:
         gathers: how often ZeRO 3 gathers them for a micro-batch.
         parts: those that hold them, each as stage and index in the stage.
         replicas: groups of ZeRO, with the same partitions.
+        trained: whether they have gradients; frozen matrices are only gathered.
     """
 
     axis: str
@@ -36,6 +37,7 @@ class PlannedBucket:
     gathers: int = 0
     parts: set[str] = field(default_factory=set)
     replicas: int = 1
+    trained: bool = True
 
     @property
     def shards_axis(self) -> str:
@@ -48,10 +50,11 @@ class PlannedBucket:
         return f"{self.axis}_replicas"
 
 
-def rank_weights(trace: Trace, layout: Layout, stages: list[int]) -> Iterator[tuple[str, TracedWeights]]:
+def rank_weights(trace: Trace, layout: Layout, stages: list[int], *, uses: bool = False) -> Iterator[tuple[str, TracedWeights]]:
     """Yield the weights of some stages of one rank, each with the part of the stages that holds it.
 
-    The copy of a tied embedding counts where the embedding is on another rank, and weights that all stages use count on all ranks.
+    The copy of a tied embedding counts where the embedding is on another rank, or with `uses`; weights that all stages use count on all
+    ranks.
     """
     first = 0 in stages
     if not first:
@@ -59,30 +62,41 @@ def rank_weights(trace: Trace, layout: Layout, stages: list[int]) -> Iterator[tu
     for stage in stages:
         for index, part in enumerate(trace.stage_parts(layout, stage)):
             for weights in part.weights:
-                if not (weights.copy and first):
+                if uses or not (weights.copy and first):
                     yield f"{stage} {index}", weights
 
 
-def frozen_bytes(trace: Trace, layout: Layout, stages: list[int]) -> int:
-    """Return the bytes of the weights of some stages of one rank that are not trained."""
-    return sum(weights.stored for _, weights in rank_weights(trace, layout, stages))
+def frozen_bytes(trace: Trace, layout: Layout, stages: list[int], zero_stage: int = 0) -> float:
+    """Return the bytes of the weights of some stages of one rank that are not trained, without the padding of ZeRO 3."""
+    ranks = {"dense": layout.zero_sizes(experts=False)[0], "data": layout.zero_sizes(experts=True)[0]}
+    return sum(
+        weights.stored / (ranks[weights.axis] if zero_stage == 3 and weights.sharded else 1)
+        for _, weights in rank_weights(trace, layout, stages)
+    )
 
 
-def planned_buckets(trace: Trace, layout: Layout, stages: list[int]) -> list[PlannedBucket]:
-    """Return the buckets of some stages of one rank."""
+def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage: int = 0) -> list[PlannedBucket]:
+    """Return the buckets of some stages of one rank: those of the trained weights, and with ZeRO 3 of frozen ones that it shards."""
     sizes = {"dense": layout.zero_sizes(experts=False), "data": layout.zero_sizes(experts=True)}
-    buckets: dict[tuple[str, str, float], PlannedBucket] = {}
-    for part, weights in rank_weights(trace, layout, stages):
-        if weights.fixed:
+    buckets: dict[tuple[str, str, bool, float], PlannedBucket] = {}
+    for part, weights in rank_weights(trace, layout, stages, uses=zero_stage == 3):
+        if weights.fixed and not (zero_stage == 3 and weights.sharded):
+            continue
+        is_second_use = weights.copy and 0 in stages
+        if is_second_use and not weights.fixed:
             continue
         shared = weights.shared if layout.pipeline > 1 else ""
-        key = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared)), weights.axis, weights.rate
+        name = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared))
+        key = name, weights.axis, not weights.fixed, weights.rate
         if key not in buckets:
             ranks, replicas = sizes[weights.axis]
             other = _other_ranks(shared, layout)
-            buckets[key] = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas)
+            trained = not weights.fixed
+            buckets[key] = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas, trained=trained)
         bucket = buckets[key]
         bucket.parts.add(part)
+        if is_second_use:  # a frozen tied matrix is gathered for the head, too
+            continue
         bucket.elements += weights.elements
         bucket.summed += weights.elements if weights.summed else 0
         # Ranks of different pipeline stages each use their own copy.

@@ -89,8 +89,12 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
     yield f"model state under ZeRO {zero} (without activations and buffers)"
     yield f"  {'weights':<16}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
     if model.frozen:
-        kind = "" if config.lora.quantize == "none" else f", linear layers of the blocks in {config.lora.quantize}"
-        yield f"  {'  frozen':<16}{frozen_bytes(config, model) / GIB:9.3f} GiB  of these, not sharded over data ranks{kind}"
+        in_4_bits = f"linear layers of the blocks in {config.lora.quantize}"
+        if zero == 3:
+            kind = over if config.lora.quantize == "none" else f"{over}; {in_4_bits}, not sharded"
+        else:
+            kind = ", not sharded over data ranks" + ("" if config.lora.quantize == "none" else f", {in_4_bits}")
+        yield f"  {'  frozen':<16}{frozen_bytes(config, model, local.layout) / GIB:9.3f} GiB  of these{kind}"
     yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
     if state.host:
         yield f"  {'optimizer':<16}{0:9.3f} GiB  offloaded"

@@ -16,6 +16,7 @@ from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.planner.engine_model import engine_model
+from pipeline.planner.operations import TracedPart
 from pipeline.planner.plan import JobPlan, plan
 from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import model_state, state_format_of
@@ -249,7 +250,12 @@ def _memory_bound(traced: Trace, config: RunConfig, layout: Layout) -> float:
     weights = [PlannedBucket(axis, ranks, elements(axis)) for axis, ranks in axes.items()]
     in_flight = min(layout.micro_batches, layout.pipeline) if layout.pipeline > 1 else 1
     activations = in_flight * per_rank * sum(block.saved for block in blocks) / len(blocks)
-    frozen = on_rank({name: sum(w.stored for w in part.weights) for name, part in traced.parts.items()})
+
+    def stored(part: TracedPart) -> int:
+        sharded = config.parallel.zero_stage == 3
+        return round(sum(w.stored / (axes[w.axis] if sharded and w.sharded else 1) for w in part.weights))
+
+    frozen = on_rank({name: stored(part) for name, part in traced.parts.items()})
     return model_state(weights, state_format_of(config)).total + activations + frozen
 
 

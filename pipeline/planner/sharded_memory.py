@@ -53,7 +53,7 @@ def _reductions(held: list[list[PlannedBucket]], engine: EngineModel, *, compile
 
 def _gradients(own: list[PlannedBucket], engine: EngineModel) -> list[float]:
     """Bytes of the whole gradients of buckets, those of experts first: attention is before them."""
-    ordered = sorted(own, key=lambda bucket: bucket.axis)
+    ordered = sorted((bucket for bucket in own if bucket.trained), key=lambda bucket: bucket.axis)
     return [float(bucket.elements * engine.gradient_bytes) for bucket in ordered]
 
 

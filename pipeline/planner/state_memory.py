@@ -7,11 +7,15 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import nn
+
 from pipeline.checkpoint.native import EMA
+from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.nf4 import stored_bytes
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import DTYPES, LocalModel, layers_in_4_bits
+from pipeline.parallel.parallelize import DTYPES, LocalModel, is_sharded_frozen, layers_in_4_bits
+from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import build_buckets
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -117,11 +121,23 @@ def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     trained = copy(model)
     trained.pieces = {parameter: piece for parameter, piece in model.pieces.items() if parameter not in model.frozen}
     state = model_state(build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel), state_format_of(config))
-    return replace(state, weights=state.weights + frozen_bytes(config, model))
+    return replace(state, weights=state.weights + frozen_bytes(config, model, mesh.layout))
 
 
-def frozen_bytes(config: RunConfig, model: LocalModel) -> int:
-    """Return the bytes of the weights that are not trained, on the meta device. They are not sharded over data ranks."""
+def frozen_bytes(config: RunConfig, model: LocalModel, layout: Layout) -> float:
+    """Return the bytes of the weights of a rank that are not trained, without the padding of ZeRO 3. The model is on the meta device.
+
+    ZeRO 3 shards matrices over the data ranks, but those in 4 bits.
+    """
     in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
     itemsize = DTYPES[config.precision.dtype].itemsize
-    return sum(stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize for p in model.frozen)
+
+    def ranks(parameter: nn.Parameter, piece: Piece) -> int:
+        sharded = config.parallel.zero_stage == 3 and is_sharded_frozen(parameter, piece, model)
+        return layout.zero_sizes(experts=piece.is_sliced_along("expert"))[0] if sharded else 1
+
+    return sum(
+        stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize / ranks(p, piece)
+        for p, piece in model.pieces.items()
+        if p in model.frozen
+    )

@@ -34,7 +34,7 @@ from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.activation_checkpointing import stays_eager
 from pipeline.parallel.float8 import multiplies_8_bits
-from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, layers_in_4_bits
+from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, is_sharded_frozen, layers_in_4_bits
 from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner import ring_formula
@@ -340,6 +340,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             shared=shared,
             fixed=not parameter.requires_grad,
             stored=stored if parameter in model.frozen else 0,
+            sharded=parameter not in in_4_bits and is_sharded_frozen(parameter, piece, model),
             unit="" if words[0] == "blocks" else words[0],
             gathers=sum(_gathers(stage, name) for name in names),
             rate=piece.rate,

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.weights import Weights
@@ -17,18 +21,34 @@ from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.layers.lora import linear_layers
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import compressed_tensors, gptq
+from pipeline.quantization.blocks import CPU, BlockByBlock
 from pipeline.quantization.calibration_text import read_sequences
 from pipeline.quantization.perplexity import perplexity
-from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of, quantized_layers
+from pipeline.quantization.quantized_weights import QuantizedWeights, check_model, quantized_layers
 from pipeline.quantization.report import ErrorSum, Report
+from pipeline.quantization.solved_layers import SolvedLayers
 
 log = logging.getLogger("pipeline")
 
 REPORT = "quantization.json"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The token sequences of a quantized export.
+
+    Attributes:
+        calibration: of stage.calibration, None for none.
+        held_out: of stage.held_out, for the perplexity, None for none.
+    """
+
+    calibration: Tensor | None
+    held_out: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -39,13 +59,11 @@ class Quantization:
         weights: their dequantized values.
         packing: how they are stored.
         config_json: the entry quantization_config of config.json.
-        held_out: token sequences for the perplexity, None for none.
     """
 
     weights: QuantizedWeights
     packing: compressed_tensors.QuantizedTensors
     config_json: dict[str, Any]
-    held_out: Tensor | None
 
 
 def scheme_of(stage: Convert) -> Scheme:
@@ -63,8 +81,8 @@ def settings_of(stage: Convert) -> dict[str, Any]:
     return {f"stage.{name}": getattr(stage, name) for name in names}
 
 
-def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Quantization:
-    """Quantize the weights of a model.
+def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Samples:
+    """Refuse what cannot be quantized, and read the documents.
 
     Args:
         stage: the settings of the export.
@@ -76,25 +94,56 @@ def prepare(stage: Convert, data: DataConfig, weights: MergedWeights, model: Mod
     Raises:
         UserError: the model cannot be quantized with these settings, a package is missing, or documents cannot be read.
     """
-    scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
-
     *_, calibration, held_out = collect_errors(
         lambda: compressed_tensors.check_installed(stage.quantize),
-        lambda: check_model(model, scheme, stage.quantize),
+        lambda: check_model(model, scheme_of(stage), stage.quantize),
         lambda: _sequences("calibration", stage, data, weights, tokenizer),
         lambda: read_held_out(stage, data, weights, tokenizer),
     )
-    solved = {}
-    if calibration is not None:
-        log.info("convert: GPTQ calibrates with %s tokens", f"{calibration[:, :-1].numel():,}")
-        solved = gptq.solve(build(weights, model), model, calibration[:, :-1], scheme, dtype)
-    quantized = QuantizedWeights(weights, model, scheme, dtype, solved)
-    dynamic = stage.quantize == "int8_dynamic"
-    packing = compressed_tensors.QuantizedTensors(quantized, model, dynamic=dynamic, dtype=dtype)
-    return Quantization(quantized, packing, compressed_tensors.quantization_config(model, scheme, dynamic=dynamic), held_out)
+    return Samples(calibration, held_out)
 
 
-def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quantization, model: ModelConfig, parameters: int) -> None:
+@contextmanager
+def prepared(
+    stage: Convert, samples: Samples, weights: Weights, model: ModelConfig, folder: Path, device: torch.device
+) -> Iterator[Quantization]:
+    """Yield the quantized weights of a model.
+
+    Args:
+        stage: the settings of the export.
+        samples: as check returns them.
+        weights: of the checkpoint.
+        model: its configuration.
+        folder: for what GPTQ chooses, until the end of the block.
+        device: that computes.
+    """
+    scheme, dtype = scheme_of(stage), DTYPES[stage.dtype]
+    solved = SolvedLayers(folder)
+    try:
+        if samples.calibration is not None:
+            sequences = samples.calibration[:, :-1]
+            log.info("convert: GPTQ calibrates with %s tokens on %s", f"{sequences.numel():,}", device)
+            for layer, weight in gptq.solve(BlockByBlock(weights, model, device), sequences, scheme, dtype):
+                solved.add(layer, weight)
+        quantized = QuantizedWeights(weights, model, scheme, dtype, solved)
+        dynamic = stage.quantize == "int8_dynamic"
+        packing = compressed_tensors.QuantizedTensors(quantized, model, dynamic=dynamic, dtype=dtype)
+        yield Quantization(quantized, packing, compressed_tensors.quantization_config(model, scheme, dynamic=dynamic))
+    finally:
+        shutil.rmtree(folder)
+
+
+def measure(
+    folder: Path,
+    stage: Convert,
+    weights: Weights,
+    quantization: Quantization,
+    model: ModelConfig,
+    *,
+    held_out: Tensor | None,
+    parameters: int,
+    device: torch.device,
+) -> None:
     """Measure what quantization has changed, and write the report to an export."""
     layers = quantized_layers(model)
     error = ErrorSum()
@@ -103,7 +152,8 @@ def measure(folder: Path, stage: Convert, weights: Weights, quantization: Quanti
     count = sum(outputs * inputs for outputs, inputs in layers.values())
     before, after = parameters * DTYPES[stage.dtype].itemsize, sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     bits = 8 * quantization.packing.stored_bytes / count
-    measured = scores(quantization.held_out, model, weights, quantization.weights, dynamic=stage.quantize == "int8_dynamic")
+    dynamic = stage.quantize == "int8_dynamic"
+    measured = scores(held_out, model, weights, quantization.weights, dynamic=dynamic, device=device)
     write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **measured))
 
 
@@ -112,7 +162,9 @@ def read_held_out(stage: Convert, data: DataConfig, checkpoint: MergedWeights, t
     return _sequences("held_out", stage, data, checkpoint, tokenizer)
 
 
-def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: Weights, *, dynamic: bool = False) -> dict[str, Any]:
+def scores(
+    held_out: Tensor | None, model: ModelConfig, before: Weights, after: Weights, *, dynamic: bool = False, device: torch.device = CPU
+) -> dict[str, Any]:
     """Return the perplexities of a report.
 
     Args:
@@ -120,19 +172,23 @@ def scores(held_out: Tensor | None, model: ModelConfig, before: Weights, after: 
         model: the model configuration.
         before, after: the original and the quantized weights.
         dynamic: inputs of the quantized layers are quantized, too.
+        device: that computes.
     """
     if held_out is None:
         return {}
     log.info("convert: measuring the perplexity on %s tokens, before and after", f"{held_out[:, 1:].numel():,}")
-    original = perplexity(build(before, model), held_out, "perplexity before")
-    quantized = build(after, model)
-    if dynamic:
-        compressed_tensors.quantize_inputs(layers_of(quantized, model).values())
+    original = perplexity(BlockByBlock(before, model, device), held_out, "perplexity before")
+    quantized = BlockByBlock(after, model, device, _quantize_inputs if dynamic else None)
     return {
         "perplexity_before": original,
         "perplexity_after": perplexity(quantized, held_out, "perplexity after"),
         "held_out_tokens": held_out[:, 1:].numel(),
     }
+
+
+def _quantize_inputs(block: nn.Module) -> None:
+    """Round the inputs of the quantized layers of a block."""
+    compressed_tensors.quantize_inputs(layer for _, layer in linear_layers(block))
 
 
 def write_report(folder: Path, report: Report) -> None:

@@ -47,6 +47,7 @@ def write(
     tokenizer: TextEncoder,
     original: Original | None,
     writer: Writer,
+    device: torch.device,
 ) -> int:
     """Write model.gguf, compare its logits, and write the report of quantized types. Collective.
 
@@ -60,6 +61,7 @@ def write(
         tokenizer: the tokenizer.
         original: the imported model that the run started from, None for none.
         writer: writes the file.
+        device: that computes the perplexity.
 
     Returns:
         Number of parameters.
@@ -80,7 +82,7 @@ def write(
         return parameters
     for weight in stored.names():
         error.add(weights.tensor(weight), stored.tensor(weight))
-    measured = scores(read_held_out(stage, data, weights, tokenizer), model, weights, stored)
+    measured = scores(read_held_out(stage, data, weights, tokenizer), model, weights, stored, device=device)
     bits = 8 * stored.bytes / parameters
     report = Report(kind, "nearest", parameters, parameters, bits, 4 * parameters, stored.bytes, error.relative, **measured)
     write_report(folder, report)

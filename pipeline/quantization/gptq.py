@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
 from pipeline.common.progress import Progress
-from pipeline.layers.stack import Stack
+from pipeline.layers.lora import linear_layers
 from pipeline.layers.uniform_quantization import Quantized, Scheme, range_parameters, round_to_codes
-from pipeline.models.config import ModelConfig
-from pipeline.quantization.quantized_weights import layers_of
+from pipeline.quantization.blocks import CPU, BlockByBlock
 
 #: Added to the diagonal of the Hessian, relative to its mean, as in the paper.
 DAMPING = 0.01
 #: Columns whose errors are collected before all columns behind them are updated.
 _COLUMNS = 128
-#: Sequences of a forward pass.
-_BATCH = 8
 
 
 class Hessian:
     """The sum of x x^T over the inputs x of a layer: the second derivative of half its squared output error, the same for each row."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self.value = torch.zeros(layer.in_features, layer.in_features)
+        self.value = torch.zeros(layer.in_features, layer.in_features, device=layer.weight.device)
         self._handle = layer.register_forward_pre_hook(self._add)
 
     def _add(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -47,11 +46,11 @@ def solve_layer(weight: Tensor, hessian: Tensor, scheme: Scheme, dtype: torch.dt
     weight, inputs = weight.float().clone(), weight.shape[1]
     group = scheme.group or inputs
     factor = _inverse_factor(hessian)
-    codes = torch.empty(weight.shape, dtype=torch.int8)
+    codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     parameters: list[tuple[Tensor, Tensor]] = []
     for start in range(0, inputs, _COLUMNS):
         stop = min(start + _COLUMNS, inputs)
-        errors = torch.zeros(weight.shape[0], stop - start)
+        errors = torch.zeros(weight.shape[0], stop - start, device=weight.device)
         for column in range(start, stop):
             if column % group == 0:
                 # Within a block of columns, those behind `stop` have not been updated yet.
@@ -79,34 +78,36 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped.double())), upper=True).float()
 
 
-def solve(model: Stack, config: ModelConfig, sequences: Tensor, scheme: Scheme, dtype: torch.dtype) -> dict[str, Quantized]:
+def solve(model: BlockByBlock, sequences: Tensor, scheme: Scheme, dtype: torch.dtype) -> Iterator[tuple[str, Quantized]]:
     """Quantize the linear layers of a decoder, block by block: each block sees the outputs of the quantized blocks before it.
 
     Args:
-        model: with the original weights; its linear layers get the dequantized ones.
-        config: its configuration.
+        model: with the original weights.
         sequences: calibration tokens, int64 (sequences, length).
         scheme: how matrices are quantized, not per tensor.
         dtype: dtype in which scales are stored.
 
-    Returns:
-        Name of a layer -> its quantized weight.
+    Yields:
+        Each layer and its quantized weight, on the CPU.
     """
-    layers, solved = layers_of(model, config), {}
-    batches = sequences.split(_BATCH)
-    context = model.attention_context({})
-    assert model.embed is not None
-    with torch.inference_mode(), Progress(len(layers), "GPTQ", "layers") as progress:
-        hidden = [model.embed(batch) for batch in batches]
-        for name, block in model.blocks.items():
-            own = {layer: linear for layer, linear in layers.items() if layer.startswith(f"blocks.{name}.")}
-            hessians = {layer: Hessian(linear) for layer, linear in own.items()}
-            for x in hidden:
-                block(x, context)
-            for layer, linear in own.items():
-                hessians[layer].remove()
-                solved[layer] = solve_layer(linear.weight, hessians[layer].value, scheme, dtype)
-                linear.weight.copy_(solved[layer].dequantize())
-                progress.advance(1, layer)
-            hidden = [block(x, context) for x in hidden]
-    return solved
+    hidden = model.embed(sequences)
+    with Progress(len(model), "GPTQ", "blocks") as progress:
+        for name, block in model.blocks():
+            yield from _solve_block(model, name, block, hidden, scheme, dtype)
+            progress.advance(1, name)
+
+
+def _solve_block(
+    model: BlockByBlock, name: str, block: nn.Module, hidden: list[Tensor], scheme: Scheme, dtype: torch.dtype
+) -> Iterator[tuple[str, Quantized]]:
+    """Quantize the layers of a block, and replace its inputs by the outputs of the quantized block."""
+    layers = dict(linear_layers(block))
+    hessians = {layer: Hessian(linear) for layer, linear in layers.items()}
+    model.apply(block, hidden, keep=False)
+    for layer, linear in layers.items():
+        hessian = hessians.pop(layer)
+        hessian.remove()
+        solved = solve_layer(linear.weight, hessian.value, scheme, dtype)
+        linear.weight = nn.Parameter(solved.dequantize(), requires_grad=False)  # not in place: the weights may have others' memory
+        yield f"{name}.{layer}", Quantized(*(part.to(CPU) for part in (solved.codes, solved.scale, solved.zero_point)))
+    model.apply(block, hidden)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import math
 
-import torch
 from torch import Tensor
 
 from pipeline.common.progress import Progress
-from pipeline.layers.stack import Stack
-
-#: Sequences of a forward pass.
-_BATCH = 8
+from pipeline.quantization.blocks import BlockByBlock
 
 
-def perplexity(model: Stack, sequences: Tensor, label: str) -> float:
+def perplexity(model: BlockByBlock, sequences: Tensor, label: str) -> float:
     """Return exp of the mean loss of the next token.
 
     Args:
@@ -22,9 +18,11 @@ def perplexity(model: Stack, sequences: Tensor, label: str) -> float:
         sequences: int64 (sequences, length + 1).
         label: name of the task in the progress report.
     """
-    total = 0.0
-    with torch.inference_mode(), Progress(len(sequences), label, "sequences") as progress:
-        for batch in sequences.split(_BATCH):
-            total += float(model(batch[:, :-1], targets=batch[:, 1:])) * len(batch)
-            progress.advance(len(batch))
+    hidden, total = model.embed(sequences[:, :-1]), 0.0
+    with Progress(len(model), label, "blocks") as progress:
+        for name, block in model.blocks():
+            model.apply(block, hidden)
+            progress.advance(1, name)
+    for loss, batch in zip(model.losses(hidden, sequences[:, 1:]), hidden, strict=True):
+        total += loss * len(batch)
     return math.exp(min(total / len(sequences), 700.0))

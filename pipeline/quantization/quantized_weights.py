@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import UserError
 from pipeline.layers.lora import linear_layers
-from pipeline.layers.stack import Stack
 from pipeline.layers.uniform_quantization import Quantized, Scheme, quantize
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -93,18 +92,3 @@ class QuantizedWeights:
         if self._last is None or self._last[0] is not row:  # a tensor of the stock model may hold several of our weights
             self._last = row, row.from_hf(self.quantized(row).dequantize(), [self.shape(part) for part in row.names])
         return self._last[1][row.names.index(name)]
-
-
-def build(weights: Weights, config: ModelConfig) -> Stack:
-    """Return the model with these weights, fp32, on the CPU, without gradients."""
-    model = registry.build(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights.tensor(name))
-    return model.eval().requires_grad_(False)
-
-
-def layers_of(model: nn.Module, config: ModelConfig) -> dict[str, nn.Linear]:
-    """Return the linear layers of a model that are quantized, by name."""
-    names = quantized_layers(config)
-    return {name: layer for name, layer in linear_layers(model) if name in names}

@@ -101,8 +101,10 @@ class ByKind:
 def state_bytes(trainer: Trainer) -> tuple[int, int]:
     """Return the bytes of (weights, optimizer state) on the device, now."""
     model: list[Any] = [*trainer.model.stages.parameters(), *trainer.model.stages.buffers(), *trainer.model.quantized]
+    fixed, saved = trainer.model.fixed_names(), list[Any]()
+    for fragment in trainer.engine.fragments():  # under ZeRO 3, frozen weights are partitions
+        (model if fragment.piece.name in fixed else saved).extend(fragment.tensors.values())
     weights = _storages(tensor for value in model for tensor in _tensors(value))
-    saved = [value for fragment in trainer.engine.fragments() for value in fragment.tensors.values()]
     optimizer = _storages(tensor for value in saved for tensor in _tensors(value))
     # Under ZeRO 3, the rounded partitions if the master weights are in host memory; else the partitions are the master weights.
     weights |= {address: size for address, size in _storages(trainer.engine.partitions()).items() if address not in optimizer}

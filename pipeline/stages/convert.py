@@ -34,6 +34,7 @@ from pipeline.conversion.huggingface_folder import Source, original_of
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
+from pipeline.parallel import device
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import export, gguf_export
 from pipeline.training.lr_schedule import next_rate
@@ -83,18 +84,18 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm, path: P
     weights = open_merged(averaged.chosen(reader.Checkpoint(path), stage.weights), stage.adapter)
     model = config_classes.from_dict(weights.config["model"])
     source = Source(weights, model, tokenizer, original_of(weights, model, tokenizer))
-    quantized = _check(config, stage, output, source) if comm.rank == 0 else None
-    if comm.bcast(quantized is not None):
+    samples = _check(config, stage, output, source) if comm.rank == 0 else None
+    if comm.bcast(samples is not None):
         if comm.rank > 0:
             return  # integer weights are computed, and written, by one rank
         comm = SingleProcessComm()
     settings = _settings(config, stage, path, tokenizer)
     with export_folder(output, settings, comm) as (folder, writer):
-        if quantized:
+        if samples:
             writer = Writer()  # without records: its report counts what is written in one run
-        parameters = _write(folder, config, stage, source, quantized, writer)
+        parameters = _write(folder, config, stage, source, samples, writer)
         if writer.is_first:
-            if stage.format == "huggingface" and quantized is None:
+            if stage.format == "huggingface" and samples is None:
                 stock_logits.compare(folder, weights, model, DTYPES[stage.dtype])
             write_manifest(folder, writer, settings, {"step": weights.step, "parameters": parameters})
     log.info("convert: wrote %s (step %d, %s parameters)", output, weights.step, f"{parameters:,}")
@@ -119,8 +120,8 @@ def _unfinished(config: RunConfig, stage: Convert, output: Path) -> list[Path]:
     return [path]
 
 
-def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> export.Quantization | None:
-    """Refuse what cannot be exported, and return the integer weights of an export with such."""
+def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> export.Samples | None:
+    """Refuse what cannot be exported, and return the token sequences of an export with integer weights."""
     weights, model, tokenizer = source.weights, source.model, source.tokenizer
     checks: list[Callable[[], object]] = [
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
@@ -137,24 +138,22 @@ def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> e
     if stage.format == "deepspeed_universal":
         universal_export.check(weights, model)
     if stage.format == "huggingface" and stage.quantize != "none":
-        return export.prepare(stage, config.data, weights, model, tokenizer)
+        return export.check(stage, config.data, weights, model, tokenizer)
     return None
 
 
-def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, quantized: export.Quantization | None, writer: Writer) -> int:
+def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, samples: export.Samples | None, writer: Writer) -> int:
     """Write the files of an export. Returns the number of parameters. Collective."""
     dtype, shard_bytes = DTYPES[stage.dtype], int(stage.shard_gigabytes * 1e9)
+    if samples:
+        return _write_quantized(folder, config, stage, source, samples, writer)
     if stage.format == "huggingface":
-        packing, entry = (quantized.packing, quantized.config_json) if quantized else (None, None)
-        parameters = huggingface_folder.write(
-            folder, config.tokenizer, source, dtype=dtype, shard_bytes=shard_bytes, packing=packing, quantization=entry, writer=writer
-        )
-        if quantized:
-            export.measure(folder, stage, source.weights, quantized, source.model, parameters)
-        return parameters
+        return huggingface_folder.write(folder, config.tokenizer, source, dtype=dtype, shard_bytes=shard_bytes, writer=writer)
     if stage.format == "gguf":
         name = Path(config.run_dir).name
-        return gguf_export.write(folder, name, stage, config.data, source.weights, source.model, source.tokenizer, source.original, writer)
+        return gguf_export.write(
+            folder, name, stage, config.data, source.weights, source.model, source.tokenizer, source.original, writer, device.choose(0)
+        )
     if stage.format == "deepspeed_universal":
         state = source.weights.train_state
         rate = next_rate(source.weights.config, state.updates) if state.samples else 0.0  # 0: an imported model, which was not trained here
@@ -171,6 +170,23 @@ def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, quan
     return megatron_export.write(
         folder, source.weights, source.model, dtype=dtype, shard_bytes=shard_bytes, tokenizer=tokenizer, writer=writer
     )
+
+
+def _write_quantized(folder: Path, config: RunConfig, stage: Convert, source: Source, samples: export.Samples, writer: Writer) -> int:
+    """Write the files of an export with integer weights, by one rank, and its report. Returns the number of parameters."""
+    dtype, shard_bytes, own = DTYPES[stage.dtype], int(stage.shard_gigabytes * 1e9), device.choose(0)
+    with export.prepared(stage, samples, source.weights, source.model, folder.with_name("layers"), own) as quantized:
+        parameters = huggingface_folder.write(
+            *(folder, config.tokenizer, source),
+            dtype=dtype,
+            shard_bytes=shard_bytes,
+            packing=quantized.packing,
+            quantization=quantized.config_json,
+            writer=writer,
+        )
+        held_out = samples.held_out
+        export.measure(folder, stage, source.weights, quantized, source.model, held_out=held_out, parameters=parameters, device=own)
+    return parameters
 
 
 def _settings(config: RunConfig, stage: Convert, path: Path, tokenizer: TextEncoder) -> dict[str, Any]:

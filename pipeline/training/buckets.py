@@ -93,8 +93,10 @@ class Bucket:
         return slices
 
 
-def build_buckets(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> list[Bucket]:
-    """Assign every weight of the rank to a bucket.
+def build_buckets(
+    model: LocalModel, mesh: Mesh, *, sequence_parallel: bool, pieces: Mapping[nn.Parameter, Piece] | None = None
+) -> list[Bucket]:
+    """Assign every weight of the rank to a bucket: the trained ones, or those of `pieces`.
 
     The matrices of a block are a bucket, those of its experts another one, since fewer ranks hold the same experts. Embedding and head are
     a bucket each. A weight that several pipeline stages hold is a bucket of its own. All vectors (norms and biases: one in ten thousand
@@ -102,7 +104,7 @@ def build_buckets(model: LocalModel, mesh: Mesh, *, sequence_parallel: bool) -> 
     """
     units = _units(model)
     members: dict[tuple[str, str, float], dict[nn.Parameter, Piece]] = {}
-    for parameter, piece in model.pieces.items():
+    for parameter, piece in (model.pieces if pieces is None else pieces).items():
         replicas = "expert" if piece.is_sliced_along("expert") else "dense"
         bucket = bucket_name(piece.name, units[parameter], matrix=len(piece.full_shape) >= 2, shared=bool(piece.shared))
         members.setdefault((bucket, replicas, piece.rate), {})[parameter] = piece

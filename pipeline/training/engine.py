@@ -55,8 +55,11 @@ class Engine(ABC):
     loss_scale: LossScale
 
     @abstractmethod
-    def accumulate(self, micro_batches: int) -> AbstractContextManager[None]:
-        """A context for the backward passes of a step, `micro_batches` of every stage; at its end the gradients are reduced."""
+    def accumulate(self, micro_batches: int, *, measure: bool = False) -> AbstractContextManager[None]:
+        """A context for the backward passes of a step, `micro_batches` of every stage; at its end the gradients are reduced.
+
+        With `measure`, the step also returns the noise of the gradient (training/noise_scale.py).
+        """
 
     @abstractmethod
     def step(self) -> StepResult:

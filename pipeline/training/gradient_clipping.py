@@ -10,6 +10,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
+def square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
+    """Return the sum of the squares of all elements of some fp32 gradients, fp64, 0-dim."""
+    norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
+    return norms.double().square().sum()  # in fp32, the groups of an axis could round the same sum differently, and copies would part
+
+
 def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device: torch.device) -> Tensor:
     """Return the 2-norm of the full model's gradient.
 
@@ -21,8 +27,7 @@ def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device:
     Returns:
         0-dim, fp32, the same on every rank.
     """
-    norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
-    square = norms.double().square().sum()  # in fp32, the groups of an axis could round the same sum differently, and copies would part
+    square = square_sum(gradients, device)
     for group in groups:
         if group.size() > 1:
             dist.all_reduce(square, group=group)

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline.parallel.mesh import Mesh
-from pipeline.training.buckets import Bucket
+from pipeline.training.buckets import Bucket, is_primary_copy
+from pipeline.training.gradient_clipping import square_sum
 
 #: Reductions in flight; each holds the flat gradient of a bucket.
 MAX_PENDING = 2
@@ -60,6 +61,7 @@ class GradientReducer:
         self._states = {bucket: _State(bucket, mesh) for bucket in buckets}
         self._pending: deque[tuple[_State, Tensor, Tensor, Any]] = deque()
         self._across: deque[tuple[_State, Any]] = deque()
+        self._reductions, self._share_squares = 1, None  # type: int, Tensor | None
         for state in self._states.values():
             for parameter in state.bucket.pieces:
                 # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
@@ -67,13 +69,16 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(partial(self.arrived, state))
 
     @contextmanager
-    def accumulate(self, micro_batches: int) -> Iterator[None]:
+    def accumulate(self, micro_batches: int, *, measure: bool = False) -> Iterator[None]:
         """A context for the backward passes of a step; at its end `reduced` holds the result.
 
         Args:
             micro_batches: number of backward passes of every stage.
+            measure: whether `shares` is called afterwards.
         """
         passes, reductions = (1, micro_batches) if self._reduction is Reduction.PARTITION_EACH else (micro_batches, 1)
+        self._reductions = reductions
+        self._share_squares = torch.zeros((), dtype=torch.float64, device=self._mesh.device) if measure else None
         for state in self._states.values():
             state.start(passes, reductions)
         yield
@@ -97,6 +102,20 @@ class GradientReducer:
         gradient = self._states[bucket].reduced
         assert gradient is not None, "no gradient has been reduced"
         return gradient
+
+    def shares(self) -> tuple[Tensor, int] | None:
+        """The mean squared norm of the gradients of the shares of a step, fp64, 0-dim, and their number; None if it was not measured.
+
+        A share is what is reduced: that of a data rank in the batch, with PARTITION_EACH a micro-batch of a data rank. Collective.
+        """
+        if self._share_squares is None:
+            return None
+        total, ranks = self._share_squares, self._mesh.data.size()
+        for group in self._mesh.all_ranks:
+            if group.size() > 1:
+                dist.all_reduce(total, group=group)
+        # The gradient of a share is that of the mean over its own samples, and a summand of the mean over its rank's micro-batches.
+        return total * self._reductions / ranks, self._reductions * ranks
 
     def release(self) -> None:
         """Free the reduced gradients."""
@@ -126,6 +145,8 @@ class GradientReducer:
         state.started = True
         with self._side_stream():
             _sum([bucket.view(flat, parameter) for parameter in bucket.tensor_sums], self._mesh.tensor)
+            if self._share_squares is not None:
+                self._share_squares += square_sum([bucket.view(flat, parameter) for parameter in state.primary], self._mesh.device)
             ranks, work, result = bucket.group.size(), None, flat
             wire = flat.to(self._wire_dtype) if ranks > 1 else flat
             if ranks > 1 and self._reduction is Reduction.ALL:
@@ -194,6 +215,7 @@ class _State:
         shared: whether several pipeline stages hold its weights, on this or on other ranks.
         stages: the ranks that hold the weights of several stages, None if this rank does not take part.
         replicas: number of summands of the mean. The gradient of an expert is the sum over the tokens of all expert ranks.
+        primary: weights of which this rank has the copy that counts in the norm of a data rank's gradient.
         flat: the whole gradient, fp32; None until a gradient arrives.
         missing: number of gradients until the bucket is complete.
         started: whether a collective has been started in this step.
@@ -209,6 +231,7 @@ class _State:
         if self.stages is not None and self.stages.size() == 1:
             self.stages = None
         self.replicas = mesh.data.size() * mesh.layout.expert
+        self.primary = [parameter for parameter, piece in bucket.pieces.items() if is_primary_copy(piece, mesh)]
         self.flat: Tensor | None = None
         self.reduced: Tensor | None = None
         self._device = mesh.device

@@ -135,7 +135,7 @@ def train(
                     state.step, validate(trainer, validation_data, training, batches=batches, prefetch=prefetch, on_batch=report)
                 )
                 started = time.monotonic()
-            scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0)
+            scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0) or state.step in config.optimizer.decay_ends
             saving = last or decision.save or stop is not None or scheduled or hooks.writes(state.step)
             if replicas is not None:
                 replicas.after_step(state.step, result, saving=saving)

@@ -11,11 +11,9 @@ run that continues from a checkpoint decides as one that was never interrupted.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -69,15 +67,7 @@ class LossSpikes:
 
     def restore(self, run_dir: Path) -> None:
         """Observe the last steps of metrics.jsonl, as many as decide about the spikes on which the run has not acted yet."""
-        path = run_dir / metrics_file.FILE
-        lines: deque[dict[str, Any]] = deque(maxlen=self._window + self._patience + DELAY)
-        for line in reversed(path.read_bytes().splitlines() if path.is_file() else []):
-            with suppress(ValueError, TypeError):
-                if "grad_norm" in (content := json.loads(line)):
-                    lines.appendleft(content)
-            if len(lines) == lines.maxlen:
-                break
-        for content in lines:
+        for content in metrics_file.last_with(run_dir, "grad_norm", self._window + self._patience + DELAY):
             self.observe(content)
 
     def observe(self, line: Mapping[str, Any]) -> None:

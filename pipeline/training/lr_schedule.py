@@ -25,15 +25,26 @@ def cosine(update: int, optimizer: OptimizerConfig, training: TrainingConfig) ->
 
 
 def wsd(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:
-    """Warmup-stable-decay: constant, then linear decay in the last decay_steps (Hu et al. 2024, https://arxiv.org/abs/2404.06395)."""
-    decay_steps = optimizer.decay_steps or max(1, training.steps // 10)
-    return _progress(update, max(warmup.lr_steps(optimizer, training), training.steps - decay_steps), training.steps)
+    """Warmup-stable-decay: constant, then a decay in the last decay_steps (Hu et al. 2024, https://arxiv.org/abs/2404.06395).
+
+    With decay_ends it is WSD-S: after each of these decays the rate is the peak again (Wen et al. 2024, https://arxiv.org/abs/2410.05192).
+    """
+    begin, end = next((decay for decay in warmup.decays(optimizer, training) if update < decay[1]), (0, training.steps))
+    return DECAY_SHAPES[optimizer.decay_shape](_progress(update, max(warmup.lr_steps(optimizer, training), begin), end))
 
 
 def constant(update: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:  # noqa: ARG001 - a Schedule
     """No decay, for a trunk from which runs with a decay are forked."""
     return 0.0
 
+
+#: optimizer.decay_shape -> the share of the way from the peak to the last learning rate as a function of the progress of a decay, which is
+#: that of its updates. sqrt is the 1 - sqrt cooldown of Haegele et al. 2024 (https://arxiv.org/abs/2405.18392).
+DECAY_SHAPES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: progress,
+    "sqrt": math.sqrt,
+    "cosine": lambda progress: 0.5 - 0.5 * math.cos(math.pi * progress),
+}
 
 #: optimizer.schedule -> schedule
 SCHEDULES: dict[str, Schedule] = {"cosine": cosine, "wsd": wsd, "linear": linear, "constant": constant}

@@ -22,6 +22,7 @@ from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.schema import TrackingConfig
 from pipeline.training.engine import StepResult
 from pipeline.training.metrics_writer import MetricsWriter, keep_steps
+from pipeline.training.noise_scale import NoiseScale
 from pipeline.training.step_control import HostCopy
 from pipeline.training.validation import Validation
 
@@ -83,6 +84,7 @@ class Metrics:
         self._run_dir, self._rank, self._log_every = run_dir, rank, tracking.log_every
         self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
         self._skipped_before = resumed.step - resumed.updates
+        self._noise = NoiseScale(run_dir)
         self._pending: _Pending | None = None
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = steps, {}  # type: int, dict[str, Any]
@@ -187,7 +189,7 @@ class Metrics:
             "seconds": pending.seconds,
             "tokens_per_second": rate,
             "mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
-            **dict(zip(pending.names, more, strict=True)),
+            **self._noise.added(dict(zip(pending.names, more, strict=True)), pending.samples),
             **pending.extra,
         }
         self._emit(self._last)

@@ -32,11 +32,19 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class _Entry:
-    """A digest that is exchanged: of a kind, of a piece of this rank."""
+    """A digest that is exchanged: of a kind, of a piece of this rank.
+
+    Attributes:
+        kind: as in Part.
+        piece: of the weight.
+        trained: whether the weight is trained.
+        partitioned: whether ZeRO divides the weight that is saved.
+    """
 
     kind: str
     piece: Piece
     trained: bool
+    partitioned: bool
 
     @property
     def key(self) -> tuple[str, str, tuple[tuple[int, int], ...]]:
@@ -57,10 +65,11 @@ class ReplicaChecks:
         self._every = config.training.check_replicas_every
         self._trainer, self._mesh, self._hosts = trainer, trainer.mesh, hosts
         kinds = ("weight", *OPTIMIZERS[config.optimizer.name].state, *([EMA] if config.training.ema else []))
-        self._partitioned = config.parallel.zero_stage > 0
-        trained, fixed = trainer.model.pieces.values(), trainer.model.fixed.values()
-        found = [_Entry(kind, piece, trained=True) for piece in trained for kind in (FORWARD, ROUNDED, *kinds)]
-        self._entries = sorted([*found, *(_Entry("weight", piece, trained=False) for piece in fixed)], key=lambda entry: entry.key)
+        model, zero = trainer.model, config.parallel.zero_stage > 0
+        found = [_Entry(kind, p, trained=True, partitioned=zero) for p in model.pieces.values() for kind in (FORWARD, ROUNDED, *kinds)]
+        found += [_Entry("weight", piece, trained=False, partitioned=False) for piece in model.fixed.values()]
+        found += [_Entry("weight", piece, trained=False, partitioned=True) for piece in model.sharded.values()]
+        self._entries = sorted(found, key=lambda entry: entry.key)
         # A state in host memory, which the CPU would hash before every save, is checked when a check is scheduled.
         on_device = [entry for entry in self._entries if entry.kind == FORWARD or not entry.trained]
         self._at_saves = on_device if config.parallel.offload == "optimizer" else self._entries
@@ -107,7 +116,7 @@ class ReplicaChecks:
     def _unequal(self, entries: list[_Entry], digests: Tensor) -> Tensor:
         """Which entries differ from another copy, bool (entries,). Replaces the digests of partitions by those of their weights."""
         mesh, unequal = self._mesh, torch.zeros(len(entries), dtype=torch.bool, device=self._mesh.device)
-        divided = [self._partitioned and entry.trained and entry.kind != FORWARD for entry in entries]
+        divided = [entry.partitioned and entry.kind != FORWARD for entry in entries]
         experts = [entry.piece.is_sliced_along("expert") for entry in entries]
         for group, has_experts in ((mesh.dense, False), (mesh.data, True)):
             own = [index for index, expert in enumerate(experts) if expert == has_experts]

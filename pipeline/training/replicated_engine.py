@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionCon
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
-from pipeline.training import gradient_clipping
+from pipeline.training import gradient_clipping, noise_scale
 from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
@@ -57,9 +58,9 @@ class ReplicatedEngine(Engine):
         return [{"params": masters, "weight_decay": decay, "rate": rate} for (decay, rate), masters in members.items()]
 
     @contextmanager
-    def accumulate(self, micro_batches: int) -> Iterator[None]:
+    def accumulate(self, micro_batches: int, *, measure: bool = False) -> Iterator[None]:
         """See Engine."""
-        with self._reducer.accumulate(micro_batches):
+        with self._reducer.accumulate(micro_batches, measure=measure):
             yield
         for bucket in self._reducer.buckets:
             for parameter in bucket.pieces:
@@ -72,11 +73,12 @@ class ReplicatedEngine(Engine):
         primary = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
         model = (self._mesh.tensor, self._mesh.expert, self._mesh.pipeline)  # one replica
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, model, self._mesh.device))
+        noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
         result = self._update.step(norm, [parameter.grad for parameter in self._parameters])
         self._round_weights()
         for parameter in self._parameters:
             parameter.grad = None
-        return result
+        return replace(result, more=noise)
 
     def _round_weights(self) -> None:
         """Set the weights from the fp32 master weights."""

@@ -18,7 +18,7 @@ from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import DamagedCheckpointError, UserError
-from pipeline.config.lora import PARTS, is_adapter, layer_of
+from pipeline.config.lora import factor_of, is_adapter, layer_of
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
@@ -150,7 +150,7 @@ def _load_adapter(found: Adapter, fragments: list[Fragment]) -> None:
     """Start adapters with the values of another one."""
     for fragment in fragments:
         factors = found.layers[layer_of(fragment.piece.name)]
-        full = factors.a if fragment.piece.name.endswith(PARTS[0]) else factors.b
+        full = factors.a if factor_of(fragment.piece.name) == "a" else factors.b
         weight = fragment.tensors["weight"]
         weight.copy_(extract_fragment(full, fragment.piece, fragment.start, weight.numel()))
 

@@ -214,7 +214,10 @@ class Saves:
             self._settings = dataclasses.asdict(config)
         fingerprint, world_size = self._data.fingerprint(config, state.samples), self._trainer.mesh.layout.world_size
         index = native.new_index(self._with_counters(state, counters), self._settings, fingerprint, world_size)
-        needed = frozenset(folder.name for folder in native.complete(run_dir) if self._hooks.keeps(folder))
+        ends = config.optimizer.decay_ends
+        needed = frozenset(
+            folder.name for folder in native.complete(run_dir) if native.step_of(folder) in ends or self._hooks.keeps(folder)
+        )
         return Commit(dataclasses.replace(index, parent=self._parent), config.checkpoint.keep, config.checkpoint.keep_every, needed)
 
     def _last_update(self, counters: HostCopy) -> LastUpdate | None:

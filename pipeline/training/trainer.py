@@ -73,12 +73,13 @@ class Trainer:
         if self._config.lora.dropout:
             self._seed_dropout(step)
         factor = self.engine.loss_scale.factor
-        with self.engine.accumulate(pipeline.micro_batches):
+        every = self._config.training.noise_scale_every
+        with self.engine.accumulate(pipeline.micro_batches, measure=bool(every) and (step + 1) % every == 0):
             loss = pipeline.train(tokens, batch, factor)
         self.before_update()
         result = self.engine.step()
         mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
-        more = self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
+        more = result.more | self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
         if "choices" in batch:
             chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
             more |= {"rewards_chosen": chosen, "rewards_rejected": rejected}

@@ -3,7 +3,8 @@
 Under ZeRO 1 and 2, the new weights are gathered once a step: the collectives start after the optimizer step, in the order of use, and every
 module waits for its own. Under ZeRO 3, the matrices of a block are gathered for each use and freed after it; the gathering of the next
 block starts before the computation of this one. The head, whose backward pass follows its forward pass, is gathered once for both, and
-token embeddings only for the forward pass.
+token embeddings only for the forward pass. Frozen matrices are gathered alike; no gradient tells that the backward pass of their module has
+ended, so they are freed when that of the module before it begins.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ class FlatWeights:
         partition: (partition_elements,), this rank's weights: a view of `flat` if that is never freed, else the fp32 master weights,
             which are rounded for every gathering, or the rounded weights if the master weights are in host memory.
         freed: whether `flat` is freed after each use.
+        trained: whether the weights have gradients, and change.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor, partition: Tensor, *, freed: bool) -> None:
+    def __init__(self, bucket: Bucket, flat: Tensor, partition: Tensor, *, freed: bool, trained: bool = True) -> None:
         # .data: autograd must not take the gathering for a change of the weights that it has saved.
         self.bucket, self.flat, self.partition = bucket, flat.data, partition.data
-        self.freed = freed
+        self.freed, self.trained = freed, trained
         self._bytes = flat.untyped_storage().nbytes()
         self._present, self._uses = True, 0
         self._work: Any = None
@@ -100,7 +102,7 @@ class WeightGatherer:
         self._in_backward: dict[Bucket, FlatWeights] = {}
         used: list[FlatWeights] = []
         for stage in stages.values():
-            used += self._register(_units(stage), getattr(stage, "head", None))
+            used += self._register(_units(stage), getattr(stage, "head", None), receives=getattr(stage, "embed", None) is None)
         # The collectives run one after another: a gathering that is needed first must not be behind others.
         self._weights = list(dict.fromkeys([*used, *self._weights]))
 
@@ -112,7 +114,8 @@ class WeightGatherer:
     def refresh(self) -> None:
         """Start to gather weights that are not freed after use: the optimizer has changed them."""
         for flat in self._weights:
-            flat.refresh_present()
+            if flat.trained:
+                flat.refresh_present()
 
     def backward_finished(self, bucket: Bucket) -> None:
         """All gradients of a bucket have been computed in a backward pass."""
@@ -125,17 +128,26 @@ class WeightGatherer:
         for flat in self._weights:
             flat.free()
 
-    def _register(self, units: list[nn.Module], head: nn.Module | None) -> list[FlatWeights]:
-        """Surround the calls of the modules of a stage. Returns their weights in the order of use."""
+    def _register(self, units: list[nn.Module], head: nn.Module | None, *, receives: bool) -> list[FlatWeights]:
+        """Surround the calls of the modules of a stage. Returns their weights in the order of use.
+
+        Args:
+            units: its modules, in the order of use.
+            head: the head, if it has one.
+            receives: whether its input is that of another stage, to which it returns a gradient.
+        """
+        trained = (index for index, unit in enumerate(units) if any(parameter.requires_grad for parameter in unit.parameters()))
+        first = 0 if receives else next(trained, len(units))  # the modules before it have no backward pass
         forward = [self._weights_of(unit.parameters()) for unit in units]
         backward = [self._weights_of(_read_in_backward(unit)) for unit in units]
         for index, unit in enumerate(units):
             following = _first_freed(forward[index + 1 :])
-            preceding = _first_freed(reversed(backward[:index]))
+            preceding = _first_freed(reversed(backward[first:index]))
+            others = [flat for weights in forward for flat in weights if not flat.trained and flat not in backward[index]]
             # Around the compiled call: torch.compile would trace hooks of the module, and break its graph there.
             call = unit._compiled_call_impl or unit._call_impl
             use = partial(self._call, call, forward[index], following, kept=backward[index] if unit is head else [])
-            unit._compiled_call_impl = partial(self._with_hook, use, partial(self._before_backward, backward[index], preceding))
+            unit._compiled_call_impl = partial(self._with_hook, use, partial(self._before_backward, backward[index], preceding, others))
         return [flat for weights in forward for flat in weights]
 
     def _weights_of(self, parameters: Iterable[nn.Parameter]) -> list[FlatWeights]:
@@ -171,7 +183,10 @@ class WeightGatherer:
                 tensor.register_hook(before_backward)
         return output
 
-    def _before_backward(self, weights: list[FlatWeights], preceding: list[FlatWeights], _grad: Tensor) -> None:
+    def _before_backward(self, weights: list[FlatWeights], preceding: list[FlatWeights], others: list[FlatWeights], _grad: Tensor) -> None:
+        """Make the weights of a module available; release the frozen ones of the others of its stage, whose backward pass has ended."""
+        for flat in others:
+            self.backward_finished(flat.bucket)
         for flat in weights:
             if flat.bucket not in self._in_backward:
                 self._in_backward[flat.bucket] = flat

@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,9 +17,10 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import joint_layers
-from pipeline.training import gradient_clipping
+from pipeline.training import gradient_clipping, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.frozen_weights import shard_frozen
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.offloaded_update import OffloadedUpdate
@@ -75,7 +77,8 @@ class ZeroEngine(Engine):
             joint_layers=joint_layers(model.stages),
         )
         self._update.begin(self._zero.masters)
-        self._gatherer = WeightGatherer(self._zero.weights, model.stages)
+        self._frozen = shard_frozen(model, mesh)
+        self._gatherer = WeightGatherer([*self._zero.weights, *self._frozen], model.stages)
         wire_dtype = DTYPES[precision.reduce_dtype]
         self._reducer = GradientReducer(
             self._buckets, mesh, REDUCTIONS[stage], wire_dtype, self._gatherer.backward_finished, self._begin_offload()
@@ -94,14 +97,14 @@ class ZeroEngine(Engine):
             return lambda _bucket, _gradient: None
         update, weights = self._update, self._zero.weights
         index = {flat.bucket: number for number, flat in enumerate(weights)}
-        order = [index[flat.bucket] for flat in self._gatherer.order]
+        order = [index[flat.bucket] for flat in self._gatherer.order if flat.trained]
         update.begin_weights([flat.partition for flat in weights], order, lambda number: weights[number].refresh_present())
         return lambda bucket, gradient: update.fetch(index[bucket], gradient)
 
     @contextmanager
-    def accumulate(self, micro_batches: int) -> Iterator[None]:
+    def accumulate(self, micro_batches: int, *, measure: bool = False) -> Iterator[None]:
         """See Engine."""
-        with self._reducer.accumulate(micro_batches):
+        with self._reducer.accumulate(micro_batches, measure=measure):
             yield
         self._gatherer.finish()
 
@@ -110,12 +113,13 @@ class ZeroEngine(Engine):
         gradients = [self._reducer.reduced(bucket) for bucket in self._buckets]
         primary = [gradients[index][where] for index, where in self._primary]
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device))
+        noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
         result = self._update.step(norm, gradients)
         self._reducer.release()
         if not self._offloads:  # else each bucket is gathered once the CPU has updated it
             self._zero.round_weights()
             self._gatherer.refresh()
-        return result
+        return replace(result, more=noise)
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""
@@ -126,7 +130,10 @@ class ZeroEngine(Engine):
             for index, bucket in enumerate(self._buckets)
             for fragment in partition_fragments(bucket, self._mesh, self._update.state(index))
         ]
-        return learned + fixed_fragments(self.model, self._mesh)
+        frozen = [
+            fragment for flat in self._frozen for fragment in partition_fragments(flat.bucket, self._mesh, {"weight": flat.partition})
+        ]
+        return learned + frozen + fixed_fragments(self.model, self._mesh)
 
     def partitions(self) -> list[Tensor]:
         """See Engine."""

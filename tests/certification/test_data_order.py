@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipeline.certification import data_order
+from pipeline.data.load.objectives import goldfish
 from tests.certification import faults
 from tests.helpers import pipeline
 from tests.world import configured
@@ -58,6 +60,13 @@ def test_packed_documents_that_lose_their_ends(tokens: Path) -> None:
     assert data_order.report(config, 8).failures == []
     with faults.ends_of_long_documents_are_dropped():
         assert any("packing keeps" in failure for failure in data_order.report(config, 8).failures)
+
+
+def test_targets_of_the_goldfish_loss(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(*JOB, f"data.tokens={tokens}", "training.goldfish_k=4")
+    assert data_order.report(config, 8).failures == []
+    monkeypatch.setattr(goldfish, "dropped", lambda text, *_: np.zeros_like(text[:, 1:], dtype=bool))
+    assert any("training.goldfish_k=4 drops no target" in failure for failure in data_order.report(config, 8).failures)
 
 
 def test_masks_of_samples(shards: Path, tmp_path: Path) -> None:

@@ -49,6 +49,11 @@ MODELS = (
         "gemma3-1b",
         "gemma3-270m",
         "olmo2-32b",
+        "olmo3-32b",
+        "granite3-8b",
+        "qwen3-235b-a22b",
+        "qwen3-moe-tiny",
+        "olmoe-1b-7b",
         "smollm3-3b",
         "apertus-70b",
         "bert-large-cased",
@@ -70,6 +75,7 @@ SIZES = {
         "max_positions",
         "embed_width",
     ),
+    *("expert_interval", "dense_blocks"),
     *("window", "sliding_window_pattern", "no_rope_layer_interval", "encoder_layers", "embed_width", "buckets", "max_distance"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_layers"),
     *("experts", "shared_experts", "top_k", "groups", "topk_group"),
@@ -153,6 +159,11 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     optimizer.warmup_steps = draw(st.integers(0, training.steps // 2))
     optimizer.schedule = pick("wsd", "cosine")
     optimizer.decay_steps = draw(st.integers(0, training.steps // 2)) if optimizer.schedule == "wsd" else 0
+    if optimizer.schedule == "wsd" and draw(st.booleans()):
+        optimizer.decay_ends, optimizer.decay_shape = [training.steps // 2], pick("linear", "sqrt", "cosine")
+        optimizer.warmup_steps, optimizer.decay_steps = optimizer.warmup_steps // 4, optimizer.decay_steps // 4
+    if model.objective == "causal" and not getattr(model, "mtp_depth", 0) and draw(st.booleans()):
+        training.goldfish_k, training.goldfish_context = pick(2, 4), training.sequence_length - 1
     world = data * parallel.tensor * parallel.context * parallel.expert * parallel.pipeline
     groups = {"model": model, "parallel": parallel, "training": training, "optimizer": optimizer}
     return dataclasses.replace(planned, **{name: draft.frozen() for name, draft in groups.items()}), world

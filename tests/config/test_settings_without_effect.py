@@ -6,6 +6,8 @@ from pipeline.config.rules import check
 from tests.world import configured
 
 ZBV = ("parallel.schedule=zbv", "parallel.pipeline=2", "training.micro_batch_size=2", "training.global_batch_size=32")
+WSD = ("optimizer.schedule=wsd",)
+STAGE = "{until_step: 10, value: 30}"
 DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
 
 
@@ -14,6 +16,22 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
     [
         (("optimizer.decay_steps=50",), "optimizer.decay_steps=50: has no effect with optimizer.schedule=cosine"),
         (("optimizer.decay_steps=50", "optimizer.schedule=wsd"), None),
+        (
+            ("optimizer.decay_shape=sqrt", "optimizer.schedule=linear"),
+            "optimizer.decay_shape=sqrt: has no effect with optimizer.schedule=lin",
+        ),
+        (("optimizer.decay_ends=[50]",), "optimizer.decay_ends=[50]: has no effect with optimizer.schedule=cosine"),
+        (("optimizer.decay_ends=[111,124]", *WSD), None),
+        (
+            ("optimizer.decay_ends=[110]", *WSD),
+            "optimizer.decay_ends.0=110: is the end of a decay of 11 steps, which begins before the end of",
+        ),
+        (("optimizer.decay_ends=[300,310]", *WSD), "set it to at least 333, or reduce optimizer.decay_steps"),
+        (
+            ("optimizer.decay_ends=[950]", *WSD),
+            "training.steps=1000: is the end of a decay of 100 steps, which begins before the end of the decay",
+        ),
+        ((f"training.batch_rampup=[{STAGE}]", "training.micro_batch_size=8"), "set it to 32, the nearest one, or another multiple of 8"),
         (("parallel.schedule=zbv",), "parallel.schedule=zbv: has no effect with parallel.pipeline=1"),
         (("parallel.stages_per_rank=2",), "parallel.stages_per_rank=2: has no effect with parallel.pipeline=1"),
         (("model.layers=8", *ZBV), None),

@@ -122,6 +122,20 @@ def test_a_file_that_does_not_hold_the_weights_fails_by_name(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_of_several_dtypes_is_that_of_the_package(tmp_path):
+    """Written with one tensor in memory; tensors with an odd number of bytes are behind those that must be aligned."""
+    dtypes = (torch.int8, torch.float16, torch.int64, torch.bfloat16, torch.int32, torch.float32)
+    values = {f"{end}.{dtype}": torch.arange(15 * end, 15 * end + 15).view(3, 5).to(dtype) for end in (2, 1) for dtype in dtypes}
+    values["empty"] = torch.empty(0, 4)
+    save_file(values, tmp_path / "theirs", metadata={"format": "pt"})
+    names = safetensors_file.write_mixed(tmp_path / "ours", iter(values.items()), {"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    found = [(name, value.clone()) for name, value in safetensors_file.tensors(tmp_path / "ours")]
+    assert [name for name, _ in found] == names
+    assert all(value.dtype == values[name].dtype and torch.equal(value, values[name]) for name, value in found)
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_missing_tensor_fails_by_name(tmp_path):
     def write(path, written):
         path.write_bytes(b"")

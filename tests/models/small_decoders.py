@@ -8,11 +8,16 @@ from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.olmo2.config import Olmo2Config
+from pipeline.models.olmo3.config import Olmo3Config
+from pipeline.models.olmoe.config import OlmoeConfig
 from pipeline.models.opt.config import OPTConfig
+from pipeline.models.phi3.config import Phi3Config
+from pipeline.models.qwen3_moe.config import Qwen3MoeConfig
 from pipeline.models.smollm3.config import SmolLM3Config
 
 DEEPSEEK = DeepseekV3Config(
@@ -50,7 +55,24 @@ CONFIGS = {
         rope_scaling="linear",
         rope_factor=4.0,
     ),
+    "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5),
     "olmo2": Olmo2Config(**SMALL, head_width=16),
+    "olmo3": Olmo3Config(  # yarn in the global layer only
+        **{**SMALL, "layers": 3},
+        window=8,
+        sliding_window_pattern=3,
+        rope_theta=1e3,
+        rope_local_theta=1e2,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_positions=10,
+        rope_beta_fast=4.0,
+    ),
+    "olmoe": OlmoeConfig(**SMALL, experts=6, top_k=3),
+    "phi3": Phi3Config(**SMALL, window=16),
+    "qwen3-moe": Qwen3MoeConfig(  # blocks with experts and without
+        **{**SMALL, "layers": 3}, head_width=16, experts=6, top_k=3, expert_ffn_hidden=24, dense_blocks=[1]
+    ),
     "qwen2.5": LlamaConfig(**SMALL, qkv_bias=True),
     "smollm3": SmolLM3Config(**{**SMALL, "layers": 3}, no_rope_layer_interval=2),
     "deepseek": DEEPSEEK,

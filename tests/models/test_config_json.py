@@ -12,6 +12,7 @@ from pipeline.config import model_option
 from pipeline.models import config_json, registry
 from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
+from pipeline.models.unsupported import NEAREST
 
 MAPPINGS = [(name, mapping) for name, family in registry.FAMILIES.items() for mapping in family.huggingface]
 NAMES = [mapping.architecture for _, mapping in MAPPINGS]
@@ -117,6 +118,7 @@ def test_current_and_legacy_rope_keys():
 
 
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 4}
+OLMO3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4}
 SMOL = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 4}
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
@@ -130,6 +132,8 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
         ({**GEMMA, "layer_types": [GLOBAL] * 4}, 1),
         ({**GEMMA, "layer_types": [LOCAL] * 4, "sliding_window_pattern": 9}, 9),
         ({**GEMMA, "layer_types": [LOCAL] * 4, "sliding_window_pattern": 2}, 5),
+        (OLMO3, 4),
+        ({**OLMO3, "layer_types": [LOCAL, GLOBAL] * 2}, 2),
         (SMOL, 4),
         ({**SMOL, "no_rope_layer_interval": 3}, 3),
         ({**SMOL, "no_rope_layers": [1, 0, 1, 0]}, 2),
@@ -138,7 +142,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 )
 def test_layers_at_an_interval(content, interval):
     config = read(content)
-    assert (config.sliding_window_pattern if config.family == "gemma3" else config.no_rope_layer_interval) == interval
+    assert (config.no_rope_layer_interval if config.family == "smollm3" else config.sliding_window_pattern) == interval
     assert read(registry.mapping_of(config).config_json(config)) == config
 
 
@@ -149,6 +153,9 @@ def test_layers_at_an_interval(content, interval):
         ({**GEMMA, "layer_types": ["chunked_attention"] * 4}, "must be a list of sliding_attention and full_attention"),
         ({**GEMMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the kind of layer"),
         ({**GEMMA, "rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 2.0}}}, "only default is"),
+        ({**OLMO3, "rope_parameters": {LOCAL: {"rope_type": "yarn", "factor": 2.0}}}, "only default is"),
+        ({**OLMO3, "rope_theta": 1e4}, "rope_theta=10000.0: is the base of all layers in transformers 4"),
+        ({**OLMO3, "sliding_window": None}, "sliding_window=None: must be a positive integer"),
         ({**SMOL, "no_rope_layers": [0, 1, 1, 0]}, "does not have 0 at a fixed interval"),
         ({**SMOL, "no_rope_layers": [1, 1, 1, 0], "no_rope_layer_interval": 0}, "must be an integer of at least 1"),
         ({**SMOL, "use_sliding_window": True}, "use_sliding_window=True"),
@@ -156,6 +163,14 @@ def test_layers_at_an_interval(content, interval):
 )
 def test_other_layouts_of_layers_are_refused(content, message):
     assert message in refused(content)
+
+
+def test_rotary_bases_of_olmo_3():
+    """Without the base of the local layers, a file that gives one for all layers is not read as transformers 5 does."""
+    of_both = {LOCAL: {"rope_type": "default", "rope_theta": 2e4}, GLOBAL: {"rope_type": "yarn", "rope_theta": 3e6, "factor": 8.0}}
+    config = read({**OLMO3, "rope_parameters": of_both})
+    assert (config.rope_local_theta, config.rope_theta, config.rope_scaling) == (2e4, 3e6, "yarn")
+    assert read(registry.mapping_of(config).config_json(config)) == config
 
 
 def test_rotary_bases_of_gemma_in_current_and_legacy_keys():
@@ -179,6 +194,29 @@ def test_a_class_is_found_by_its_legacy_name():
 def test_an_unsupported_class_is_reported(content):
     with pytest.raises(UserError, match=r"is not a class that can be imported"):
         registry.find_mapping(content)
+
+
+NEAR = [
+    ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM: Qwen2MoeForCausalLM has a shared expert"),
+    ("LlamaForSequenceClassification", "LlamaForCausalLM: LlamaForSequenceClassification is the same model with another head"),
+    ("Mistral3ForConditionalGeneration", "MistralForCausalLM: Mistral3ForConditionalGeneration also reads images"),
+]
+
+
+@pytest.mark.parametrize("name, message", NEAR)
+def test_the_nearest_class_is_named(name, message):
+    with pytest.raises(UserError, match=f"is not a class that can be imported; the nearest is {message}"):
+        registry.find_mapping({"architectures": [name], "model_type": "any"})
+    with pytest.raises(UserError, match="model_type=any: is not that of LlamaForCausalLM"):
+        registry.find_mapping({"architectures": ["LlamaForCausalLM"], "model_type": "any"})
+
+
+def test_classes_that_are_near_are_supported_and_the_others_are_not():
+    supported = {mapping.architecture for family in registry.FAMILIES.values() for mapping in family.huggingface}
+    assert {near for near, _ in NEAREST.values()} <= supported
+    assert not supported & NEAREST.keys()
+    code_of_its_repository = {"KimiK25ForConditionalGeneration"}
+    assert {name for name in NEAREST if not hasattr(transformers, name)} == code_of_its_repository
 
 
 @pytest.mark.slow

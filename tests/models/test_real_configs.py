@@ -165,6 +165,18 @@ REFUSED = [
     (CONFIGS["deepseek-v3-bf16"] | {"head_dim": 128}, "head_dim=128: must be 64"),
     (CONFIGS["deepseek-v3-bf16"] | {"norm_topk_prob": None}, "norm_topk_prob=None: is null"),
     (CONFIGS["qwen3-0.6b"] | {"layer_types": ["sliding_attention"] * 28}, "only full_attention is supported"),
+    (CONFIGS["qwen3-30b-a3b"] | {"mlp_only_layers": [48]}, "model.dense_blocks=[48]: must be indices of model.layers=48 blocks"),
+    (CONFIGS["qwen3-30b-a3b"] | {"mlp_only_layers": "1"}, "mlp_only_layers=1: must be a list of integers"),
+    (CONFIGS["qwen3-30b-a3b"] | {"use_sliding_window": True}, "use_sliding_window=True: is not supported by this family"),
+    (CONFIGS["qwen3-30b-a3b"] | {"num_local_experts": 64}, "num_local_experts=64: is another name of num_experts=128"),
+    (CONFIGS["olmoe-1b-7b"] | {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported by this family; only None is supported"),
+    (CONFIGS["granite3-8b"] | {"mlp_bias": True}, "mlp_bias=True: is not supported by this family; only False is supported"),
+    (CONFIGS["granite3-8b"] | {"logits_scaling": 0.0}, "logits_scaling=0.0: must be above 0"),
+    (CONFIGS["phi4-14b"] | {"partial_rotary_factor": 0.75}, "partial_rotary_factor=0.75: is not supported by this family; only 1.0 is"),
+    (
+        CONFIGS["phi4-14b"] | {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
+        "=longrope: is not supported",
+    ),
     (CONFIGS["bert-base-uncased"] | {"add_cross_attention": True}, "add_cross_attention=True"),
 ]
 

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.config import model_option
 from pipeline.models import config_json, registry
+from tests.models.real_configs import CONFIGS
 
 RELEASED = {
     "qwen2.5-7b": """
@@ -81,11 +82,33 @@ RELEASED = {
         "max_position_embeddings": 514, "output_past": true, "pad_token_id": 1, "position_embedding_type": "absolute",
         "transformers_version": "4.17.0", "type_vocab_size": 1, "use_cache": true}
     """,
+    # The models with images have a configuration for each part.
+    "gemma3-4b": """
+        {"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "text_config":
+        {"hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34, "rope_scaling":
+        {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": false}}
+    """,
+    "gemma3-27b": """
+        {"architectures": ["Gemma3ForConditionalGeneration"], "boi_token_index": 255999, "eoi_token_index": 256000,
+        "eos_token_id": [1, 106], "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
+        "model_type": "gemma3", "text_config":
+        {"head_dim": 128, "hidden_size": 5376, "intermediate_size": 21504, "model_type": "gemma3_text", "num_attention_heads": 32,
+        "num_hidden_layers": 62, "num_key_value_heads": 16, "query_pre_attn_scalar": 168, "rope_scaling": {"factor": 8.0, "rope_type":
+        "linear"}, "sliding_window": 1024}, "torch_dtype": "bfloat16", "transformers_version": "4.50.0.dev0", "vision_config":
+        {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model", "num_attention_heads": 16,
+        "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": false}}
+    """,
 }
+#: Files of tests/models/real_configs.py.
+MORE = ("kimi-k2", "qwen3-30b-a3b", "olmoe-1b-7b", "granite3-8b", "olmo3-7b", "phi4-14b", "mistral-small3-24b")
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@pytest.mark.parametrize("name", [*RELEASED, *MORE])
 def test_a_released_config_json_is_the_shipped_size(name):
-    content = json.loads(RELEASED[name])
+    content = json.loads(RELEASED[name]) if name in RELEASED else CONFIGS[name]
     family, mapping = registry.find_mapping(content)
     assert model_option.overrides(config_json.read(mapping, family.config, content)) == [f"model={name}"]

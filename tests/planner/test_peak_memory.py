@@ -15,8 +15,10 @@ from pipeline.parallel.parallelize import init_weights, parallelize, partition_m
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.peak_memory import beyond_saved
 from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
+from pipeline.planner.rank_report import init_fake
 from pipeline.planner.sharded_memory import beside_passes
 from pipeline.planner.state_memory import StateFormat
+from pipeline.planner.state_memory import frozen_bytes as rank_frozen_bytes
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 
@@ -99,6 +101,34 @@ def test_frozen_weights_take_the_bytes_that_a_run_allocates(layout, quantize):
         assert frozen_bytes(traced, sizes, sizes.stages(rank)) == sum(weight.nbytes for weight in (*real.fixed, *real.quantized))
         trained = sum(parameter.numel() for parameter in real.pieces)
         assert sum(part.trained for stage in sizes.stages(rank) for part in traced.stage_parts(sizes, stage)) == trained
+
+
+def test_zero_3_shards_frozen_matrices_that_are_not_in_4_bits():
+    """On 4 ranks a quarter of their bytes beside the vectors, and the weights of a part beside its passes, as if they were trained."""
+    words = ("model=llama-tiny", "stage=finetune", "precision=bf16", "lora.rank=4", "training.compile=auto")
+    for quantize in ("none", "nf4"):
+        config = configured(*words, f"lora.quantize={quantize}", "parallel.zero_stage=3")
+        sizes, traced = Layout.of(config, 4), trace(config)
+        model = partition_model(config, sizes, 0)
+        init_weights(model, config, torch.device("cpu"))
+        matrices = sum(2 * piece.elements for piece in model.sharded.values())
+        whole = sum(weight.nbytes for weight in (*model.fixed, *model.quantized))
+        assert matrices > 0
+        assert bool(model.quantized) == (quantize == "nf4")
+        assert frozen_bytes(traced, sizes, [0], 3) == whole + matrices / 4
+        assert frozen_bytes(traced, sizes, [0]) == whole + matrices
+        local, planned = init_fake(config, 4)
+        assert rank_frozen_bytes(config, planned, local.layout) == whole + matrices / 4
+        parts, buckets = traced.stage_parts(sizes, 0), planned_buckets(traced, sizes, [0], 3)
+        frozen = {where: bucket.elements for bucket in buckets if not bucket.trained for where in bucket.parts}
+        trained = [bucket for bucket in buckets if bucket.trained]
+        assert [(b.elements, b.axis) for b in trained] == [(b.elements, b.axis) for b in planned_buckets(traced, sizes, [0])]
+        assert ("0 1" in frozen) == (quantize == "none"), "blocks"
+        all_of, of_trained = (beside_passes(parts, 0, some, StateFormat(3), EngineModel(), compiled=True) for some in (buckets, trained))
+        for index in range(1, len(parts)):
+            more = [all_of[index][side] - of_trained[index][side] for side in (0, 1)]
+            ahead = 2 * frozen.get(f"0 {index + 1}", 0), 2 * frozen.get(f"0 {index - 1}", 0) * (index > 1)
+            assert more == [2 * frozen.get(f"0 {index}", 0) + each for each in ahead]
 
 
 @pytest.mark.slow

@@ -16,7 +16,10 @@ from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 
-FAMILIES = ("gpt-tiny", "llama-tiny", "mixtral-tiny", "bert-tiny", "t5-tiny", "bloom-tiny", "gemma3-tiny", "deepseek-tiny", "olmo2-tiny")
+FAMILIES = (
+    *("gpt-tiny", "llama-tiny", "mixtral-tiny", "bert-tiny", "t5-tiny", "bloom-tiny", "gemma3-tiny", "deepseek-tiny", "olmo2-tiny"),
+    "qwen3-moe-tiny",
+)
 ONE = ("stage=pretrain", "training.sequence_length=64", "training.micro_batch_size=2")
 
 

@@ -14,9 +14,10 @@ from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.t5.config import T5Config
 from pipeline.quantization import compressed_tensors
 from pipeline.quantization.export import scores
-from pipeline.quantization.quantized_weights import QuantizedWeights, build, check_model, layers_of
+from pipeline.quantization.quantized_weights import QuantizedWeights, check_model
 from tests.conversion.test_huggingface_export import InMemory, load, random_model
 from tests.models.small_decoders import CONFIGS
+from tests.quantization.built import build, layers_of
 
 CHANNEL, TENSOR, GROUP = Scheme(8), Scheme(8, per_tensor=True), Scheme(4, group=16)
 AFFINE = {"symmetric": False}
@@ -29,6 +30,9 @@ EXPORTS = [
     ("qwen3", CHANNEL, True),
     ("bloom", replace(GROUP, **AFFINE), False),
     ("gemma3", GROUP, False),
+    ("phi3", CHANNEL, False),  # queries, keys and values are one tensor
+    ("granite", GROUP, False),
+    ("olmo3", CHANNEL, False),
 ]
 
 
@@ -48,7 +52,7 @@ def test_logits_of_stock_transformers_are_those_of_the_dequantized_weights(name,
     quantized = export(tmp_path, weights, config, scheme, dynamic=dynamic, shard_bytes=10**9 if name == "bloom" else 30_000)
     model = build(quantized, config)
     if dynamic:
-        compressed_tensors.quantize_inputs(layers_of(model, config).values())
+        compressed_tensors.quantize_inputs(layers_of(model).values())
     tokens = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(7))
     with torch.no_grad():
         ours, theirs, before = model(tokens), load(tmp_path)(tokens).logits, random_model(config)(tokens)
@@ -63,8 +67,8 @@ def test_perplexities_report_their_progress(caplog):
     held_out = torch.randint(config.vocab_size, (19, 9), generator=torch.Generator().manual_seed(7))
     with caplog.at_level("INFO"):
         found = scores(held_out, config, weights, QuantizedWeights(weights, config, CHANNEL, torch.float32))
-    logged = [message.partition(" sequences")[0] for message in caplog.messages]
-    assert logged[1:] == ["perplexity before: 19 of 19", "perplexity after: 19 of 19"]
+    logged = [message.partition(" blocks")[0] for message in caplog.messages]
+    assert logged[1:] == ["perplexity before: 2 of 2", "perplexity after: 2 of 2"]
     losses = [float(random_model(config)(row[None, :-1], targets=row[None, 1:])) for row in held_out]
     assert found["perplexity_before"] == pytest.approx(math.exp(sum(losses) / 19), rel=1e-5)
 

@@ -14,9 +14,9 @@ from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.quantization import gguf_file, gguf_layout
 from pipeline.quantization.gguf_tokens import read_tokens
-from pipeline.quantization.quantized_weights import build
 from tests.conversion.test_huggingface_export import TEXT, InMemory, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
+from tests.quantization.built import build
 
 
 def write(folder: Path, config, tokenizer: Path, kind: str) -> torch.nn.Module:

@@ -17,6 +17,7 @@ from pipeline.checkpoint.native import complete
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.training import finetuning
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline, run_ranks
@@ -253,6 +254,40 @@ def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
 
     pipeline(*settings(base, tmp_path / "more", f"lora.adapter={run / 'adapter'}", "training.steps=1", "optimizer.warmup_steps=1"))
     assert losses(tmp_path / "more")[0] < 0.85 * found[0]
+
+
+@pytest.mark.slow
+def test_adapters_of_experts_are_trained_and_merged(base, tokenizer_folder, tmp_path):  # noqa: F811 - the fixture
+    """The merged export has the validation loss of the run; a second job continues with the same bits; PEFT's format is refused."""
+    config = MixtralConfig(layers=2, hidden=32, heads=4, kv_heads=4, ffn_hidden=48, vocab_size=300, max_positions=64, experts=4)
+    moe, run, begun = tmp_path / "moe", tmp_path / "run", tmp_path / "begun"
+    moe.mkdir()
+    export(moe / "stock", random_model(config), config, tokenizer_folder)
+    pipeline("stage=convert", f"stage.input={moe / 'stock'}", f"run_dir={moe}")
+    lora = ("lora.rank=4", "lora.alpha=16", "lora.targets=[*.experts.*]", "training.steps=6", "training.validation_batches=null")
+    more = (f"checkpoint.initialize_from={moe}", "checkpoint.every=4", "checkpoint.keep=9", "parallel.zero_stage=1")
+    pipeline(*settings(base, run, *lora, *more))
+    (begun / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints/step-00000004").rename(begun / "checkpoints/step-00000004")
+    pipeline(*settings(base, begun, *lora, *more))
+    assert losses(begun) == losses(run)[4:]
+    last = [Checkpoint(complete(folder)[-1]) for folder in (run, begun)]
+    for name in last[0].names():
+        assert torch.equal(*(checkpoint.tensor(name) for checkpoint in last)), name
+    changed = [name for name in last[0].names() if ".experts.lora." in name and name.endswith(".b")]
+    assert len(changed) == 6
+    assert all(last[0].tensor(name).any() for name in changed)
+
+    paths = (f"run_dir={run}", f"tokenizer.path={base / 'imported'}")
+    refused = pipeline("stage=convert", *paths, "stage.format=peft", expect=2)
+    assert "stage.format=peft: is not supported for adapters of routed experts (blocks.0.mlp.experts.down)" in refused
+    pipeline("stage=convert", *paths)
+    merged = AutoModelForCausalLM.from_pretrained(run / "hf").eval()
+    lines = [json.loads(line)["messages"] for line in (base / "validation.jsonl").read_text().splitlines()]
+    answers = [answer_log_probabilities(merged, base, chat[: end + 1]) for chat in lines for end in (1, 3)]
+    trained = evaluated(base, run, f"data.instructions.validation=[{base / 'validation.jsonl'}]")["validation_loss"]
+    assert trained == pytest.approx(-float(torch.cat(answers).mean()), rel=1e-4)
+    assert metrics(run)[-1]["validation_loss"] == pytest.approx(trained, rel=1e-4)
 
 
 @pytest.mark.slow

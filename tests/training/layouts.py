@@ -109,6 +109,7 @@ MODELS = {
     "olmo2": Model(("model=olmo2-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "granite": Model(("model=granite-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     # Best-fit packing pads; padding is not a target of a causal model either.
@@ -123,6 +124,18 @@ MODELS = {
     "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
     # Some tokens are dropped: those that one process drops.
     "mixtral-padded": Model((*MIXTRAL, "model.capacity_factor=1.0"), compared=("weights",)),
+    # Norms of queries and keys over the heads of all tensor ranks, and weights of experts that do not sum to one.
+    "olmoe": Model(
+        ("model=olmoe-tiny", "model.layers=2", "model.kv_heads=2", "training.balance_loss=0.1", *EXPERTS), compared=("weights",)
+    ),
+    # Blocks with experts and without.
+    "qwen3-moe": Model(
+        (
+            *("model=qwen3-moe-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
+            *("training.balance_loss=0.1", *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
@@ -180,6 +193,8 @@ LAYOUTS = {
     "olmo2": ["tensor=2 pipeline=2 zero_stage=0 schedule=zbv", "tensor=2 zero_stage=3 training.activation_checkpointing=selective"],
     "qwen2.5": ["tensor=2 pipeline=2 zero_stage=1"],
     "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
+    # The factor of the residual stream on every stage, and that of the logits with a vocabulary that is sharded.
+    "granite": ["tensor=2 pipeline=2 zero_stage=1"],
     "bert": [
         "zero_stage=0",
         "zero_stage=1 tensor=2 pipeline=2",
@@ -223,6 +238,8 @@ LAYOUTS = {
         "expert=2 pipeline=2 zero_stage=2 expert_padding=true",
     ],
     "mixtral-4": ["expert=2 pipeline=2 zero_stage=2 schedule=zbv"],
+    "olmoe": ["expert=2 tensor=2 zero_stage=1"],
+    "qwen3-moe": ["expert=2 tensor=2 zero_stage=1", "expert=2 pipeline=2 zero_stage=3"],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
         "expert=2 pipeline=2 zero_stage=3",
@@ -242,7 +259,7 @@ LAYOUTS = {
 KINDS = {
     **dict.fromkeys(("bert", "roberta"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
-    **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-4", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-4", "olmoe", "qwen3-moe", "deepseek", "deepseek-grouped"), "experts"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

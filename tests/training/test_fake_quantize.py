@@ -13,9 +13,10 @@ from pipeline.certification.initial_weights import initialize
 from pipeline.layers.fake_quantization import FakeQuantizedLinear, fake_quantize_layers
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.parallel.parallelize import build_model
-from pipeline.quantization.quantized_weights import QuantizedWeights, build
+from pipeline.quantization.quantized_weights import QuantizedWeights
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
+from tests.quantization.built import build
 from tests.training.expected import Trained, train_plain
 from tests.training.layouts import MODELS
 from tests.world import configured, share, tiny, trainer, unsharded

@@ -11,6 +11,8 @@ from pipeline.checkpoint import native
 from pipeline.common.errors import UserError
 from tests.training.one_rank import lines, newest, run
 
+END = "training.steps=4"
+
 
 @pytest.fixture(scope="module")
 def trunk(tokens, tmp_path_factory) -> Path:
@@ -40,6 +42,34 @@ def test_a_fork_continues_with_another_schedule_and_records_its_parent(tokens, t
     assert newest(tmp_path / "run").parent == parent
     assert json.loads((tmp_path / "run" / "manifest.json").read_text())["totals"]["parent"] == parent
     assert newest(trunk).parent is None
+
+
+def test_cooldowns_of_one_trunk_read_its_samples_at_rates_of_their_own(tokens, trunk, tmp_path):
+    theirs = lines(trunk)
+    for steps, shape, rates in ((1, "linear", [0]), (2, "sqrt", [0.01 * (1 - 0.5**0.5), 0]), (3, "cosine", [0.0075, 0.0025, 0])):
+        fork = f"checkpoint.fork={trunk}/step-{4 - steps}"
+        run("pretrain", tmp_path / shape, *cooldown(tokens, fork, f"optimizer.decay_steps={steps}", f"optimizer.decay_shape={shape}"), END)
+        ours = lines(tmp_path / shape)
+        assert [line["lr"] for line in ours.values()] == pytest.approx(rates, abs=1e-9)
+        assert [line["samples"] for line in ours.values()] == [theirs[step]["samples"] for step in ours]
+        assert ours[5 - steps]["loss"] == theirs[5 - steps]["loss"], "the first step has the weights and the samples of the trunk"
+
+
+def test_one_run_with_several_decays_keeps_their_checkpoints_and_continues_exactly(tokens, tmp_path):
+    settings = cooldown(tokens, "optimizer.decay_ends=[2,4]", "optimizer.decay_steps=1", "training.steps=7", "checkpoint.every=5")
+    keep = ("checkpoint.keep=1",)
+    run("pretrain", tmp_path / "run", *settings, *keep)
+    before = lines(tmp_path / "run")
+    assert [line["lr"] for line in before.values()] == pytest.approx([0.01, 0, 0.01, 0, 0.01, 0.01, 0])
+    folders = native.complete(tmp_path / "run")
+    assert [folder.name for folder in folders] == ["step-00000002", "step-00000004", "step-00000007"]
+    shutil.rmtree(folders[-1])
+    (tmp_path / "run" / "checkpoints" / "catalog.json").unlink()
+    run("pretrain", tmp_path / "run", *settings, *keep)
+    after = lines(tmp_path / "run")
+    assert [(line["loss"], line["grad_norm"], line["lr"]) for line in after.values()] == [
+        (line["loss"], line["grad_norm"], line["lr"]) for line in before.values()
+    ]
 
 
 @pytest.mark.parametrize("named", ["", "/step-4", "/checkpoints/step-00000004"])

@@ -41,6 +41,8 @@ LAYOUTS = {
     "llama long": ["zero_stage=1 tensor=2 pipeline=2"],
     "gpt": ["zero_stage=1 tensor=4"],
     "mixtral": ["zero_stage=1 expert=2 tensor=2"],
+    "mixtral experts": ["zero_stage=1 expert=2 tensor=2", "zero_stage=3 tensor=2 sequence_parallel=false"],
+    "mixtral-padded experts": ["zero_stage=3 expert=2 tensor=2 expert_padding=true expert_parts=2"],
     "deepseek-grouped": ["zero_stage=2 expert=2"],
 }
 MORE_LAYOUTS = {
@@ -49,6 +51,8 @@ MORE_LAYOUTS = {
     "llama long": ["zero_stage=3 tensor=2 training.activation_checkpointing=full"],
     "gpt": ["zero_stage=0 pipeline=4"],
     "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2"],
+    "deepseek-grouped experts": ["zero_stage=2 expert=2 pipeline=2", "zero_stage=0 tensor=2 expert=2"],
+    "mixtral experts": ["zero_stage=0 expert=4 training.activation_checkpointing=full", "zero_stage=2 expert=2"],
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 CASES += [pytest.param(name, layout, marks=pytest.mark.long) for name, layouts in MORE_LAYOUTS.items() for layout in layouts]
@@ -58,7 +62,9 @@ CASES += [pytest.param(name, layout, marks=pytest.mark.long) for name, layouts i
 NF4 = ("lora.quantize=nf4", "model.hidden=128", "model.ffn_hidden=128", "lora.targets=[*.mlp.*]", "++lora.rank_pattern={}")
 #: LongLoRA; the two query heads of a rank are of both kinds, or of one.
 LONG = ("training.attention_group=4", "lora.modules_to_save=[embed.*,*norm]")
-KINDS = {"": (), "nf4": NF4, "long": LONG}
+#: All matrices of routed experts, of the one with another rank.
+EXPERTS = ("lora.targets=[*.attention.*,*.experts.*]", "++lora.rank_pattern={*.attention.*:2,*.experts.down:4}")
+KINDS = {"": (), "nf4": NF4, "long": LONG, "experts": EXPERTS}
 
 
 def settings(name: str, *more: str) -> tuple[str, ...]:
@@ -133,6 +139,7 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
     assert found.weights.keys() == expected.weights.keys()
     adapters = {weight for weight in expected.weights if is_trained(config, weight)}
     assert name != "llama long" or any("norm" in weight for weight in adapters)
+    assert name.endswith("experts") == any(".experts." in weight for weight in adapters)
     assert set().union(*(state for _, state, _ in ranks)) == adapters == found.moments.keys()
     assert elements <= sum(expected.weights[weight].numel() for weight in adapters)
     for weight, value in found.weights.items():
@@ -149,30 +156,35 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
         assert (ours - theirs).norm() <= 1e-3 * theirs.norm() + 1e-7, weight
 
 
-def dropped(layout: str) -> list[float]:
-    """Losses with dropout of the inputs of all linear layers of the blocks; and of an evaluation."""
+def dropped(name: str, layout: str) -> list[float]:
+    """Losses with dropout of the inputs of all linear layers of the blocks, or of all experts; and of an evaluation."""
     words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
     more = ("lora.dropout=0.5", "++lora.rank_pattern={}", "++lora.alpha_pattern={}")
-    config, mine = trainer(*settings("llama", *more, *words))
+    config, mine = trainer(*settings(name, *more, *words))
     numbers = []
     for step in (0, 1, 0):
-        tokens, batch = MODELS["llama"].batch(config, step)
+        tokens, batch = model_of(name).batch(config, step)
         loss, result = mine.train(tokens, batch, step=step)
         numbers += [float(loss), float(result.gradient_norm), float(mean_loss(mine, tokens, batch))]
     return numbers
 
 
+DROPPED = (
+    "tensor=2 zero_stage=0",
+    "tensor=2 zero_stage=0 sequence_parallel=false",
+    "tensor=2 zero_stage=1 training.activation_checkpointing=full",
+)
+DROPPED_PADDED = ("tensor=2 zero_stage=0 training.activation_checkpointing=selective",)
+
+
 def test_tensor_ranks_drop_the_elements_that_one_process_drops_also_when_they_are_recomputed(worlds):
     """A row-parallel layer has other columns of its input on each rank. Several data ranks draw numbers of their own."""
-    alone = worlds(1).run(dropped, "zero_stage=0")[0]
-    for layout in (
-        "tensor=2 zero_stage=0",
-        "tensor=2 zero_stage=0 sequence_parallel=false",
-        "tensor=2 zero_stage=1 training.activation_checkpointing=full",
-    ):
-        for found in worlds(2).run(dropped, layout):
-            assert found == pytest.approx(alone, rel=1e-5)
-    assert dropped_everywhere(alone)
+    for name, layouts in (("llama", DROPPED), ("mixtral experts", DROPPED[1:]), ("mixtral-padded experts", DROPPED_PADDED)):
+        alone = worlds(1).run(dropped, name, "zero_stage=0")[0]
+        for layout in layouts:
+            for found in worlds(2).run(dropped, name, layout):
+                assert found == pytest.approx(alone, rel=1e-5)
+        assert dropped_everywhere(alone)
 
 
 def dropped_everywhere(numbers: list[float]) -> bool:
@@ -188,6 +200,24 @@ def test_the_default_targets_fit_models_whose_feed_forwards_are_routed_experts()
     check_trained(config, Layout.of(config, 1))
     config = configured("stage=finetune", "model=mixtral-tiny", "lora.rank=3", "lora.targets=[*.attention.*,*.mlp.*]")
     with pytest.raises(UserError, match=r"lora.targets=\*.mlp.\*: matches no linear layer of model.family=mixtral"):
+        check_trained(config, Layout.of(config, 1))
+
+
+def test_experts_are_adapted_where_they_are_named():
+    from pipeline.config.layout import Layout
+    from pipeline.parallel.parallelize import build_model, check_trained
+
+    words = ("stage=finetune", "model=mixtral-tiny", "lora.targets=[*.attention.*,*.experts.up]")
+    with torch.device("meta"):
+        names = [name for name, _ in build_model(configured(*words, "lora.rank=8")).named_parameters()]
+    assert {name for name in names if ".lora." in name and "attention" not in name} == {
+        f"blocks.{block}.mlp.experts.lora.up.{factor}" for block in range(4) for factor in "ab"
+    }
+    config = configured(*words, "lora.rank=12", "precision=bf16")
+    with pytest.raises(UserError, match=r"lora.rank=12: is the rank of blocks.0.mlp.experts.up, and .* must be a multiple of 8"):
+        check_trained(config, Layout.of(config, 1))
+    config = configured(*words, "lora.rank=8", "lora.modules_to_save=[*.experts]")
+    with pytest.raises(UserError, match=r"lora.modules_to_save=\*.experts: matches blocks.0.mlp.experts, which has an adapter"):
         check_trained(config, Layout.of(config, 1))
 
 

@@ -1,5 +1,6 @@
 """Learning-rate schedules."""
 
+import dataclasses
 import math
 
 import pytest
@@ -44,6 +45,29 @@ def test_shapes_at_half_way():
     assert quarter == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 4))
     wsd = OptimizerConfig(lr=1, warmup_steps=1, schedule="wsd", min_lr_ratio=0, decay_steps=20)
     assert [learning_rate(u, wsd, training) for u in (80, 81, 90, 100)] == pytest.approx([1, 0.95, 0.5, 0])
+
+
+def test_the_shapes_of_a_decay():
+    training = TrainingConfig(steps=100)
+    rates = {}
+    for shape in ("linear", "sqrt", "cosine"):
+        wsd = OptimizerConfig(lr=1, warmup_steps=0, schedule="wsd", min_lr_ratio=0.2, decay_steps=4, decay_shape=shape)
+        rates[shape] = [learning_rate(update, wsd, training) for update in range(95, 100)]
+    assert rates["linear"] == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
+    assert rates["sqrt"] == pytest.approx([1, 0.6, 1 - 0.8 * math.sqrt(0.5), 1 - 0.8 * math.sqrt(0.75), 0.2])
+    assert rates["cosine"] == pytest.approx([1, *(0.6 + 0.4 * math.cos(math.pi * part / 4) for part in (1, 2, 3)), 0.2])
+
+
+def test_each_end_of_several_decays_is_that_of_a_run_of_its_length():
+    """WSD-S: after a decay, the rate is the peak again. Without decay_steps, each decay is a tenth of the steps up to its end."""
+    several = OptimizerConfig(lr=1, warmup_steps=5, schedule="wsd", min_lr_ratio=0, decay_shape="sqrt", decay_ends=[20, 50])
+    one = dataclasses.replace(several, decay_ends=[])
+    rates = [learning_rate(update, several, TrainingConfig(steps=100)) for update in range(100)]
+    for end, decay in ((20, 2), (50, 5), (100, 10)):
+        alone = [learning_rate(update, one, TrainingConfig(steps=end)) for update in range(end)]
+        assert rates[end - decay - 2 : end] == alone[end - decay - 2 : end]
+        assert rates[end - 1] == 0
+        assert rates[end : end + 2] in ([1, 1], [])
 
 
 def test_a_warmup_ratio_is_a_share_of_the_steps():

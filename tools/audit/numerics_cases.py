@@ -162,6 +162,8 @@ FAMILIES: dict[str, Model] = {
     ),
     "gpt1": _model("gpt1-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT[:2]),
     "olmo2": _model("olmo2-tiny", "model.kv_heads=4", WIDE_STD, rows=SOME + CONTEXT),
+    "olmo3": _model("olmo3-tiny", "model.kv_heads=4", "model.window=6", "model.rope_local_theta=100", WIDE_STD, rows=SOME + CONTEXT[:2]),
+    "granite": _model("granite-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:2]),
     "smollm3": _model("smollm3-tiny", "model.kv_heads=4", "model.no_rope_layer_interval=2", rows=SOME + CONTEXT[:2]),
     # xIELU's derivative jumps at 0 and at -1e-6 (it clamps there, as the authors' code does). With seed 0 an input is at -3e-8, and layouts
     # that round it to the other side get another gradient (2e-3 of one weight's moments). With seed 15 no input is that close.
@@ -170,7 +172,10 @@ FAMILIES: dict[str, Model] = {
     "opt-350m": _model("opt-tiny", "model.embed_width=48", "model.pre_norm=false", SMOOTH, HIGHER_STD, "optimizer.gradient_clipping=0.02"),
     "bloom": _model("bloom-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
+    "phi3": _model("phi3-tiny", "model.kv_heads=4", "model.window=6"),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, rows=SOME + CONTEXT[:3] + EXPERT),
+    "olmoe": _model("olmoe-tiny", "model.kv_heads=4", ONE, WIDE_STD, rows=SOME + CONTEXT[:1] + EXPERT),
+    "qwen3_moe": _model("qwen3-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + CONTEXT[:1] + EXPERT),
     # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
     "deepseek_v3": _model("deepseek-tiny", "training.seed=1", ONE, rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", ONE, rows=CONTEXT[:3]),

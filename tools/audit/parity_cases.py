@@ -51,6 +51,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_mscale": 0.7,
             "rope_mscale_all": 1.0,
         },
+        "kimi k2": {
+            **LATENT,
+            "groups": 1,
+            "topk_group": 1,
+            "rope_scaling": "yarn",
+            "rope_factor": 4.0,
+            "rope_original_positions": 10,
+            "rope_beta_fast": 1.0,
+            "rope_mscale": 1.0,
+            "rope_mscale_all": 1.0,
+        },
     },
     "gemma3": {
         "window": {"layers": 4, "kv_heads": 2, "head_width": 16, "window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
@@ -71,6 +82,17 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
+    "granite": {
+        "factors": {
+            "kv_heads": 2,
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 1.5,
+        },
+        "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0, "logits_scaling": 0.5},
+        "untied": {"head_width": 16, "attention_multiplier": 0.25, "logits_scaling": 4.0, "tie_embeddings": False},
+    },
     "llama": {
         "plain": {},
         "grouped": {"layers": 3, "hidden": 64, "heads": 8, "kv_heads": 2, "rope_theta": 500000.0, "norm_eps": 1e-3},
@@ -95,7 +117,47 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "grouped": {"layers": 3, "kv_heads": 2, "head_width": 16, "tie_embeddings": True},
         "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
     },
+    "olmo3": {
+        "window": {"layers": 5, "kv_heads": 2, "window": 6, "sliding_window_pattern": 2, "rope_theta": 1e3, "rope_local_theta": 1e2},
+        "yarn": {
+            **ROPE_SCALED,
+            "layers": 4,
+            "head_width": 16,
+            "window": 7,
+            "rope_local_theta": 1e3,
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+            "tie_embeddings": True,
+        },
+        "local": {"window": 5},  # fewer layers than an interval
+    },
+    "olmoe": {
+        "unnormalized": {"experts": 8, "top_k": 3, "rope_theta": 1e3},
+        "normalized": {"layers": 3, "kv_heads": 2, "experts": 5, "top_k": 2, "norm_topk_prob": True, "tie_embeddings": True},
+        "yarn": {**ROPE_SCALED, "experts": 4, "top_k": 2, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
+    },
     "opt": {"pre-norm": {}, "post-norm": {"pre_norm": False, "embed_width": 32}},
+    "phi3": {
+        "dense": {"kv_heads": 2, "rope_theta": 1e4},
+        "window": {"kv_heads": 1, "head_width": 16, "window": 6, "tie_embeddings": True},
+    },
+    "qwen3_moe": {
+        "every block": {"kv_heads": 2, "head_width": 16, "experts": 8, "top_k": 3, "expert_ffn_hidden": 20},
+        "some blocks": {
+            "layers": 5,
+            "kv_heads": 2,
+            "head_width": 16,
+            "experts": 6,
+            "top_k": 2,
+            "expert_ffn_hidden": 20,
+            "expert_interval": 2,
+            "dense_blocks": [1],
+            "norm_topk_prob": False,
+            "tie_embeddings": True,
+        },
+        "derived width": {"head_width": None, "experts": 4, "top_k": 4, "expert_ffn_hidden": 16, "rope_theta": 1e4},
+    },
     "roberta": {
         "tied": {},
         "untied": {"tie_embeddings": False},

@@ -97,6 +97,7 @@ def size_violations(config: RunConfig, world_size: int, step: int | None = None)
         *parallel.zero_groups(config, world_size),
         *training.batches(config, world_size, step),
         *training.profiled_ranks(config.training, world_size),
+        *training.noise_scale(config, world_size),
     ]
 
 

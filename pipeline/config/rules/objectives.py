@@ -18,6 +18,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         if (value := getattr(training, name)) != getattr(defaults, name):
             rule = f"has no effect with the objective {config.objective}"
             yield Violation(f"training.{name}", value, rule, "set training.objective=dpo, or remove it")
+    if config.stage.name != "evaluate":  # whose settings are those of the run, with another objective
+        yield from _goldfish_without_effect(config)
     if training.simpo_margin and training.preference_loss != "simpo":
         rule = f"has no effect with training.preference_loss={training.preference_loss}"
         yield Violation("training.simpo_margin", training.simpo_margin, rule, "set it to simpo, or remove the margin")
@@ -28,9 +30,33 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from RULES[config.objective](config)
 
 
-def _causal(config: RunConfig) -> Iterator[Violation]:  # noqa: ARG001
-    """Every configuration is supported."""
-    yield from ()
+def _goldfish_without_effect(config: RunConfig) -> Iterator[Violation]:
+    """Only the next-token loss of token shards drops targets."""
+    training = config.training
+    if training.goldfish_k and config.objective != "causal":
+        rule = f"has no effect with the objective {config.objective}"
+        yield Violation("training.goldfish_k", training.goldfish_k, rule, "remove it, or pretrain a decoder")
+    if not training.goldfish_k and training.goldfish_context != TrainingConfig().goldfish_context:
+        rule = "has no effect with training.goldfish_k=0"
+        yield Violation("training.goldfish_context", training.goldfish_context, rule, "remove it, or set training.goldfish_k, such as 4")
+
+
+def _causal(config: RunConfig) -> Iterator[Violation]:
+    """The goldfish loss leaves targets, and hashes tokens in the order of the text."""
+    training = config.training
+    if not training.goldfish_k:
+        return
+    if training.goldfish_k == 1:
+        yield Violation("training.goldfish_k", 1, "would drop every target", "set it to 2 or more, such as 4, or to 0")
+    if training.goldfish_context >= training.sequence_length:
+        rule = f"must be less than training.sequence_length={training.sequence_length}"
+        yield Violation("training.goldfish_context", training.goldfish_context, rule, "reduce it")
+    if config.data.infill.rate > 0:
+        rule = "reorders documents, and training.goldfish_k hashes their tokens in order"
+        yield Violation("data.infill.rate", config.data.infill.rate, rule, "set it to 0, or training.goldfish_k=0")
+    if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions
+        rule = "predicts further tokens from the labels of all positions, and training.goldfish_k drops some"
+        yield Violation("model.mtp_depth", depth, rule, "choose a model without it, or set training.goldfish_k=0")
 
 
 def _masked(config: RunConfig) -> Iterator[Violation]:

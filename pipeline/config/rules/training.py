@@ -138,12 +138,38 @@ def batches(config: RunConfig, world_size: int, step: int | None = None) -> list
     return found[-1] if all(found) else []
 
 
+def noise_scale(config: RunConfig, world_size: int) -> Iterator[Violation]:
+    """Yield the reasons why a job cannot measure the gradient noise scale: shares of the batch are independent, and there are several."""
+    parallel, training, key = config.parallel, config.training, "training.noise_scale_every"
+    every, ranks = training.noise_scale_every, parallel.model_ranks
+    if not every or config.stage.name == "evaluate" or world_size % ranks:
+        return
+    reasons = {
+        "context": "which share sequences: their gradients are not independent",
+        "expert": "whose experts have gradients of the tokens of all of them",
+    }
+    for axis, reason in reasons.items():
+        if (size := getattr(parallel, axis)) > 1:
+            yield Violation(key, every, f"is not supported with parallel.{axis}={size} ranks, {reason}", "set it to 0")
+    each = parallel.zero_stage >= 2
+    if each and parallel.pipeline > 1:
+        rule = f"is not supported with parallel.zero_stage={parallel.zero_stage} and parallel.pipeline={parallel.pipeline}"
+        yield Violation(key, every, rule, "set parallel.zero_stage=1, or it to 0")
+    sizes = [size for _, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size)]
+    if (min(sizes) // training.micro_batch_size if each else world_size // ranks) < 2:
+        what = "micro-batches" if each else f"data ranks (parallel.zero_stage={parallel.zero_stage})"
+        rule = f"compares the gradients of {what} with that of the batch, and there is one"
+        fix = "reduce training.micro_batch_size" if each else "use two data ranks, or parallel.zero_stage=2 with two micro-batches"
+        yield Violation(key, every, rule, fix)
+
+
 def _global_batch(config: RunConfig, batch_shards: int, key: str, size: int) -> Iterator[Violation]:
     """A global batch of `size` samples, set by configuration key `key`."""
     parallel, micro_batch = config.parallel, config.training.micro_batch_size
     if size % (batch_shards * micro_batch):
         rule = f"must be a multiple of {batch_shards} data ranks x micro_batch_size {micro_batch}"
-        yield Violation(key, size, rule, f"choose a multiple of {batch_shards * micro_batch}")
+        unit = batch_shards * micro_batch
+        yield Violation(key, size, rule, f"set it to {max(1, round(size / unit)) * unit}, the nearest one, or another multiple of {unit}")
         return
     micro_batches = size // (batch_shards * micro_batch)
     if parallel.pipeline == 1:

@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 from pipeline.common.errors import Violation
 from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig, is_adapter, layer_of
-from pipeline.config.run_parts import WeightsConfig
+from pipeline.config.run_parts import LocalModelConfig
 from pipeline.config.trained import is_frozen
 
+#: The ranks of experts' adapters in bf16.
+_MULTIPLE = 8
 
-def violations(config: WeightsConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
+
+def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
     """Return the rules of training.frozen and lora that a configuration violates.
 
     Args:
@@ -32,6 +35,19 @@ def violations(config: WeightsConfig, layout: Layout, names: Mapping[str, bool])
                         f"lora.{key}", pattern, rule, f"choose names such as {', '.join(sorted(layers)[:3]) or 'blocks.0.attention.query'}"
                     )
                 )
+    of_experts = sorted(layer for layer in layers if layer in names)  # a weight, where that of a linear layer is LAYER.weight
+    for layer in of_experts if config.precision.dtype == "bf16" else ():
+        if (rank := config.lora.rank_of(layer)) % _MULTIPLE:
+            rule = (
+                f"is the rank of {layer}, and that of routed experts must be a multiple of {_MULTIPLE}: their kernel reads 16 bytes at once"
+            )
+            found.append(
+                Violation(
+                    "lora.rank", rank, rule, f"set it to {rank + -rank % _MULTIPLE}; lora.rank_pattern sets that of some layers alone"
+                )
+            )
+            break
+    layers |= {layer.rpartition(".")[0] for layer in of_experts}
     modules = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
     for pattern in config.lora.modules_to_save:
         matching = [module for module in sorted(modules) if fnmatchcase(module, pattern)]

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 <-> transformers' DeepseekV3ForCausalLM. MTP modules follow the last layer, as in the released files of 61 layers.
+"""DeepSeek-V3 and Kimi K2 <-> transformers' DeepseekV3ForCausalLM. MTP modules follow the last layer, as in released files of 61 layers.
 
 The released files contain copies of the embedding and the head for each MTP module; these are ignored on import and not exported.
 """
@@ -12,7 +12,17 @@ from typing import Any
 
 from pipeline.models.config_json_keys import ROPE
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
+from pipeline.models.huggingface_mapping import (
+    BlockTensors,
+    HuggingFaceMapping,
+    KeyGroup,
+    StockTensor,
+    StoredTensors,
+    gated_experts,
+    gated_mlp,
+    refusal,
+    tensors,
+)
 
 Indices = Iterator[tuple[int, int]]
 
@@ -48,22 +58,14 @@ def _attention(module: str, config: DeepseekV3Config) -> tuple[StockTensor, ...]
     )
 
 
-def _gated_mlp(hf: str, module: str) -> tuple[StockTensor, ...]:
-    """Return the tensors of a gated feed-forward."""
-    return tuple(entry for name in ("gate", "up", "down") for entry in tensors(f"{hf}.{name}_proj", f"{module}.{name}"))
-
-
 def _moe(module: str) -> tuple[StockTensor, ...]:
     """Return the tensors of a MoE layer: router, routed experts and shared expert."""
     hf = "model.layers.{i}.mlp"
     return (
         *tensors(f"{hf}.gate", f"{module}.mlp.routed.router"),
         StockTensor(f"{hf}.gate.e_score_correction_bias", (f"{module}.mlp.routed.router.bias",)),
-        *(
-            StockTensor(f"{hf}.experts.{{e}}.{name}_proj.weight", (f"{module}.mlp.routed.experts.{name}",))
-            for name in ("gate", "up", "down")
-        ),
-        *_gated_mlp(f"{hf}.shared_experts", f"{module}.mlp.shared"),
+        *gated_experts(hf, f"{module}.mlp.routed"),
+        *gated_mlp(f"{hf}.shared_experts", f"{module}.mlp.shared"),
     )
 
 
@@ -120,7 +122,7 @@ def _table(config: DeepseekV3Config) -> tuple[StockTensor | BlockTensors, ...]:
     block, depth = "blocks.{i}", "head.depths.{i}.block"
     return (
         *tensors("model.embed_tokens", "embed.tokens"),
-        BlockTensors((*_attention(block, config), *_gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
+        BlockTensors((*_attention(block, config), *gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
         BlockTensors((*_attention(block, config), *_moe(block)), _moe_blocks, experts="experts"),
         BlockTensors(
             (
@@ -142,6 +144,7 @@ def _table(config: DeepseekV3Config) -> tuple[StockTensor | BlockTensors, ...]:
 MAPPING = HuggingFaceMapping(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    other_model_types=("kimi_k2",),  # Kimi K2, whose class is this one
     fields={
         "vocab_size": "vocab_size",
         "max_position_embeddings": "max_positions",

@@ -25,6 +25,8 @@ TABLE = (
     *tensors("model.norm", "norm"),
     *tensors("lm_head", "head"),
 )
+#: the tensors of the blocks without those of the feed-forward
+ATTENTION = tuple(entry for entry in TABLE if entry.blocks and ".mlp." not in entry.hf_name)
 NORMS = (
     *tensors("model.layers.{i}.self_attn.q_norm", "blocks.{i}.attention.query_norm"),
     *tensors("model.layers.{i}.self_attn.k_norm", "blocks.{i}.attention.key_norm"),

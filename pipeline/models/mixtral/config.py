@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.models.rules import rotary_heads_violations, window_violations
+from pipeline.models.rules import rotary_heads_violations, top_k_violations, window_violations
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,8 @@ class MixtralConfig:
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        violations = [
+        return [
             *rotary_heads_violations(self.hidden, self.heads, self.kv_heads),
             *window_violations("model.window", self.window, self.max_positions),
+            *top_k_violations(self.top_k, self.experts),
         ]
-        if self.top_k > self.experts:
-            rule = f"is more than model.experts={self.experts}"
-            violations.append(Violation("model.top_k", self.top_k, rule, "choose at most that many"))
-        return violations

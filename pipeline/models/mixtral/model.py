@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.init import scaled_residual
-from pipeline.layers.moe import Experts, MoE, moe_layers
+from pipeline.layers.moe import Experts, MoE
+from pipeline.layers.moe_stack import MoEStack
 from pipeline.layers.rotary import Rotary
-from pipeline.layers.router import AuxLoss, Router
-from pipeline.layers.stack import Block, Stack
+from pipeline.layers.router import Router
+from pipeline.layers.stack import Block
 from pipeline.models.family import Family
 from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.mixtral.huggingface import MAPPING
 from pipeline.models.mixtral.tensor_parallel import TENSOR_PARALLEL
 
 
-class Mixtral(Stack):
-    """Stack with auxiliary losses of its MoE layers."""
-
-    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
-        """See Stack."""
-        for moe in moe_layers(self):
-            moe.aux_loss = AuxLoss(batch=weights["balance_loss"], z=weights["z_loss"])
-
-
-def build(config: MixtralConfig) -> Mixtral:
+def build(config: MixtralConfig) -> MoEStack:
     """Build the full model with uninitialized weights on torch's default device."""
 
     def block() -> Block:
@@ -43,7 +33,7 @@ def build(config: MixtralConfig) -> Mixtral:
             ),
         )
 
-    model = Mixtral(
+    model = MoEStack(
         embed=Embedding(config.vocab_size, config.hidden),
         blocks=[block() for _ in range(config.layers)],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),

@@ -7,7 +7,7 @@ from tools.mutants.models import DEEPSEEK, LLAMA, MIXTRAL
 from tools.mutants.mutation import Edit, Mutant
 
 ZERO, REPLICATED = "pipeline/training/zero_engine.py", "pipeline/training/replicated_engine.py"
-CLIPPING, RATES, AVERAGE = (f"pipeline/training/{name}.py" for name in ("gradient_clipping", "lr_schedule", "weight_averaging"))
+CLIPPING, AVERAGE = (f"pipeline/training/{name}.py" for name in ("gradient_clipping", "weight_averaging"))
 RESUME, LOADER = "pipeline/training/resume.py", "pipeline/training/batch_loader.py"
 ROTARY, NORM = "pipeline/layers/rotary.py", "pipeline/layers/norm.py"
 SCHEDULES, FLOAT8 = "pipeline/parallel/pipeline_schedules.py", "pipeline/parallel/float8.py"
@@ -44,7 +44,7 @@ MUTANTS = (
         what="the final decay of the learning rate always takes a tenth of the run, whatever optimizer.decay_steps is",
         ranks=2,
         words=(*LLAMA, "parallel.zero_stage=1", "optimizer.schedule=wsd", "optimizer.decay_steps=3"),
-        edits=(Edit(RATES, "optimizer.decay_steps or max(1, training.steps // 10)", "max(1, training.steps // 10)"),),
+        edits=(Edit("pipeline/config/warmup.py", "optimizer.decay_steps or max(1, end // 10)", "max(1, end // 10)"),),
         exact=False,
     ),
     Mutant(

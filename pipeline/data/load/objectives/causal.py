@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from pipeline.data.load.document_boundaries import document_ids
+from pipeline.data.load.objectives import goldfish
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
@@ -14,7 +15,12 @@ from pipeline.data.load.validation_split import ValidationSamples
 
 
 class Causal(TokenShardObjective):
-    """The target of each position is the next token."""
+    """The target of each position is the next token; with training.goldfish_k, some targets of the training data have no loss."""
+
+    settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "training.goldfish_k", "training.goldfish_context")
+
+    #: Arguments of goldfish.dropped; None for a loss of all targets.
+    _goldfish: tuple[int, int] | None = None
 
     def __init__(self, samples: Samples, *, document_mask: bool = False, padded: bool = False) -> None:
         """Use samples of sequence_length + 1 tokens.
@@ -28,8 +34,14 @@ class Causal(TokenShardObjective):
 
     @staticmethod
     def every_position_counts(config: SampleConfig) -> bool:
-        """See Objective: packed documents are padded."""
-        return config.data.packing == "windows"
+        """See Objective: packed documents are padded, and the goldfish loss drops targets."""
+        return config.data.packing == "windows" and not config.training.goldfish_k
+
+    @staticmethod
+    def sample_settings(config: SampleConfig) -> dict[str, Any]:
+        """See TokenShardObjective."""
+        training = config.training
+        return {"goldfish": (training.goldfish_k, training.goldfish_context)} if training.goldfish_k else {}
 
     @staticmethod
     def text_length(config: SampleConfig) -> int:
@@ -40,6 +52,13 @@ class Causal(TokenShardObjective):
     def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
+
+    @classmethod
+    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
+        """See Objective. A validation counts all targets."""
+        objective, training = super().open_training(config, share), config.training
+        objective._goldfish = (training.goldfish_k, training.goldfish_context) if training.goldfish_k else None
+        return objective
 
     def bytes_per_target(self, indices: np.ndarray) -> np.ndarray | None:
         """See Objective."""
@@ -53,6 +72,9 @@ class Causal(TokenShardObjective):
             end = self.samples.end_of_document
             padding = (arrays["tokens"] == end) & (arrays["targets"] == end)
             arrays["targets"] = np.where(padding, np.int32(IGNORE), arrays["targets"].astype(np.int32))
+        if self._goldfish is not None:
+            without = goldfish.dropped(text, self.samples.end_of_document, *self._goldfish)
+            arrays["targets"] = np.where(without, np.int32(IGNORE), arrays["targets"].astype(np.int32))
         if self._document_mask:
             arrays["documents"] = document_ids(arrays["tokens"], self.samples.end_of_document)
         return arrays

@@ -1,0 +1,1 @@
+"""OLMoE (Muennighoff et al. 2024)."""

@@ -1,0 +1,1 @@
+"""Qwen3-MoE (Qwen Team 2025)."""
