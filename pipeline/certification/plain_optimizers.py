@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import OptimizerConfig, RunConfig
+from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 
 
@@ -48,7 +50,7 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter]) -> PlainOptimizer
     """
     optimizer = config.optimizer
     if optimizer.name == "adamw":
-        return _adamw(optimizer, list(masters.values()))
+        return _adamw(optimizer, masters, partial(registry.family_of(config.model).rate, config.model))
     if optimizer.name == "muon":
         low = masters and config.precision.dtype != "fp32" and next(iter(masters.values())).dtype == torch.float32
         return _Muon(optimizer, config.model, masters, torch.bfloat16 if low else None)
@@ -56,12 +58,13 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter]) -> PlainOptimizer
     return _Elementwise(optimizer, list(masters.values()), rule)
 
 
-def _adamw(optimizer: OptimizerConfig, weights: list[nn.Parameter]) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in weights if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [p for p in weights if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([group for group in groups if group["params"]], betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
+def _adamw(optimizer: OptimizerConfig, weights: dict[str, nn.Parameter], rate_of: Callable[[str], float]) -> torch.optim.AdamW:
+    """AdamW, by which a weight decays by the same share whatever its learning rate."""
+    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for name, weight in weights.items():
+        members.setdefault((optimizer.weight_decay if weight.dim() >= 2 else 0.0, rate_of(name)), []).append(weight)
+    groups = [{"params": some, "weight_decay": decay / rate, "rate": rate} for (decay, rate), some in members.items()]
+    return torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
 
 
 #: (configuration, number of the update from 1, state of a weight, gradient) -> what is subtracted, without the learning rate.
@@ -138,7 +141,7 @@ class _Muon:
             hidden = name.startswith("blocks.") or (name.startswith("head.depths.") and "norm" not in name)
             if hidden and weight.dim() >= 2 and not name.endswith("router.weight"):
                 self._stacks[weight] = weight.shape[0] if weight.dim() == 3 else heads.get(name.split(".")[-2], 1)
-        self._others = _adamw(optimizer, [weight for weight in masters.values() if weight not in self._stacks])
+        self._others = _adamw(optimizer, {name: weight for name, weight in masters.items() if weight not in self._stacks}, lambda _: 1.0)
         self._moments = {weight: {"exp_avg": torch.zeros_like(weight)} for weight in self._stacks}
         self.param_groups = self._others.param_groups
 

@@ -106,7 +106,7 @@ def plain_loop(
         if step == 0:
             outcome.tensors["gradient"] = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
         for group in optimizer.param_groups:
-            group["lr"] = plain_rate(step, config.optimizer, config.training)
+            group["lr"] = plain_rate(step, config.optimizer, config.training) * group.get("rate", 1.0)
         optimizer.step()
         optimizer.zero_grad()
         _copy(masters, learned, noise)

@@ -64,6 +64,8 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
         width = head_width if attention == wanted.hidden else head_width // 2 if attention > wanted.hidden else 3 * head_width // 2
         width = min(width, max(1, wanted.hidden // wanted.heads))
     hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
+    if (base := getattr(model, "mup_base_width", None)) is not None:  # the same factors
+        sizes["model.mup_base_width"] = max(1, round(base * hidden / wanted.hidden))
     if getattr(model, "embed_width", None) is not None:
         sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""

@@ -18,6 +18,7 @@ from pipeline.config import foreign_names
 from pipeline.config.command_line import GROUPS, nearest, quoted
 from pipeline.config.renamed import REMOVED, new_name
 from pipeline.config.schema import RunConfig
+from pipeline.models.config_classes import CONFIG_CLASSES
 
 #: Name -> dataclass of the items of lists and dictionaries.
 ITEMS: dict[str, Any] = {knob.item.__name__: knob.item for _, knob, _ in knobs.walk(RunConfig()) if knob.item}
@@ -91,7 +92,9 @@ def unknown_key(key: str, value: object, known: list[str]) -> Violation:
         return Violation(key, value, "is no longer a key", REMOVED[key])
     if renamed := new_name(key):
         return Violation(key, value, f"was renamed to {renamed}", f"write {renamed}={value}")
-    return Violation(key, value, "no such key", foreign_names.advice(key, value) or nearest("", key, known))
+    families = [name for name, schema in CONFIG_CLASSES.items() if key in {f"model.{item.name}" for item in dataclasses.fields(schema)}]
+    where = f" in this model; the families {', '.join(families)} have it" if families else ""
+    return Violation(key, value, f"no such key{where}", foreign_names.advice(key, value) or nearest("", key, known))
 
 
 def keys_of(node: Any, prefix: str = "") -> list[str]:

@@ -32,6 +32,7 @@ class Family:
         huggingface: its mappings, one for each Hugging Face class.
         tied_weights: configuration -> name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to.
         on_every_stage: patterns (fnmatch) of the weights that every pipeline stage holds.
+        rate: (configuration, name of a weight) -> its learning rate as a factor of optimizer.lr; weight decay is divided by it.
         costs: (full model, configuration, sequence length, decoder length) -> FLOPs per token.
     """
 
@@ -42,6 +43,7 @@ class Family:
     huggingface: tuple[HuggingFaceMapping, ...]
     tied_weights: Callable[[Any], dict[str, str]] = tied_head
     on_every_stage: tuple[str, ...] = ()
+    rate: Callable[[Any, str], float] = lambda _config, _name: 1.0
     costs: Callable[[Stack, Any, int, int | None], Costs] = stack_costs
 
     def costs_per_token(self, config: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> Costs:

@@ -72,7 +72,7 @@ def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Lay
             elif layout.pipeline > 1 and any(fnmatchcase(name, pattern) for pattern in family.on_every_stage):
                 shared = "pipeline"
             local[name] = nn.Parameter(parameter.new_empty(piece.shape), requires_grad=parameter.requires_grad)
-            pieces[local[name]] = replace(piece, shared=shared, copy=bool(shared) and 0 not in stages)
+            pieces[local[name]] = replace(piece, shared=shared, copy=bool(shared) and 0 not in stages, rate=family.rate(config, name))
         return local[name]
 
     replace_weights(stages.values(), local_parameter)

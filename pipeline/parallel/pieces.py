@@ -47,6 +47,7 @@ class Piece:
         role: its role in the tensor-parallel table.
         shared: "tied_embedding" if the last stage holds the weight too, "pipeline" if all stages hold it, else empty.
         copy: whether the primary copy is on another rank of the pipeline.
+        rate: learning rate of the weight as a factor of optimizer.lr.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Piece:
     role: str = "replicate"
     shared: str = ""
     copy: bool = False
+    rate: float = 1.0
 
     def is_sliced_along(self, axis: str) -> bool:
         """Whether the weight is sharded over a mesh axis."""

@@ -175,6 +175,7 @@ class TracedWeights:
         sharded: whether ZeRO 3 shards these bytes: those of matrices that are not in 4 bits.
         unit: module whose gradients are reduced together; empty for the part itself.
         gathers: under ZeRO 3, how often a rank that holds the whole model gathers them for a micro-batch.
+        rate: learning rate as a factor of optimizer.lr.
     """
 
     name: str
@@ -190,6 +191,7 @@ class TracedWeights:
     unit: str = ""
     gathers: int = 2
     muon: bool = False
+    rate: float = 1.0
 
 
 @dataclass

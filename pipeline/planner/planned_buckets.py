@@ -80,7 +80,7 @@ def frozen_bytes(trace: Trace, layout: Layout, stages: list[int], zero_stage: in
 def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage: int = 0) -> list[PlannedBucket]:
     """Return the buckets of some stages of one rank: those of the trained weights, and with ZeRO 3 of frozen ones that it shards."""
     sizes = {"dense": layout.zero_sizes(experts=False), "data": layout.zero_sizes(experts=True)}
-    buckets: dict[tuple[str, str, bool], PlannedBucket] = {}
+    buckets: dict[tuple[str, str, bool, float], PlannedBucket] = {}
     for part, weights in rank_weights(trace, layout, stages, uses=zero_stage == 3):
         if weights.fixed and not (zero_stage == 3 and weights.sharded):
             continue
@@ -89,7 +89,7 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage:
             continue
         shared = weights.shared if layout.pipeline > 1 else ""
         name = bucket_name(weights.name, weights.unit or part, matrix=weights.matrix, shared=bool(shared), muon=weights.muon)
-        key = name, weights.axis, not weights.fixed
+        key = name, weights.axis, not weights.fixed, weights.rate
         if key not in buckets:
             ranks, replicas = sizes[weights.axis]
             other, trained = _other_ranks(shared, layout), not weights.fixed

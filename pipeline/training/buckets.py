@@ -32,6 +32,7 @@ class Bucket:
         decays: whether weight decay applies.
         muon: whether Muon updates the weights.
         replicas: the ranks of the other groups of ZeRO that have the same partition; None if there are none.
+        rate: learning rate of the weights as a factor of optimizer.lr.
         offsets: weight -> its first element in the flat gradient.
         elements: number of elements of the flat gradient, including the padding.
     """
@@ -43,6 +44,7 @@ class Bucket:
     decays: bool
     muon: bool = False
     replicas: ProcessGroup | None = None
+    rate: float = 1.0
     offsets: dict[nn.Parameter, int] = field(init=False)
     elements: int = field(init=False)
 
@@ -106,29 +108,30 @@ def build_buckets(
 
     The matrices of a block are a bucket, those of its experts another one, since fewer ranks hold the same experts. Embedding and head are
     a bucket each. A weight that several pipeline stages hold is a bucket of its own. All vectors (norms and biases: one in ten thousand
-    elements) form one last bucket.
-    Matrices that Muon updates by the rule are a bucket apart from those beside them that AdamW updates.
+    elements) form one last bucket. Weights whose learning rates have different factors are in different buckets, and so are matrices that
+    Muon updates by the rule and those beside them that AdamW updates.
     """
     units = _units(model)
-    members: dict[tuple[str, str], dict[nn.Parameter, Piece]] = {}
+    members: dict[tuple[str, str, float], dict[nn.Parameter, Piece]] = {}
     for parameter, piece in (model.pieces if pieces is None else pieces).items():
         replicas = "expert" if piece.is_sliced_along("expert") else "dense"
         matrix, muon = len(piece.full_shape) >= 2, rule.is_hidden(piece)
         bucket = bucket_name(piece.name, units[parameter], matrix=matrix, shared=bool(piece.shared), muon=muon)
-        members.setdefault((bucket, replicas), {})[parameter] = piece
+        members.setdefault((bucket, replicas, piece.rate), {})[parameter] = piece
     ordered = sorted(members, key=lambda key: key[0] == VECTORS)
     groups = {"dense": mesh.zero_groups(experts=False), "expert": mesh.zero_groups(experts=True)}
     return [
         Bucket(
-            name=" ".join((unit, replicas)),
-            pieces=members[unit, replicas],
+            name=" ".join((unit, replicas) if rate == 1 else (unit, replicas, f"lr x {rate:.6g}")),
+            pieces=(held := members[unit, replicas, rate]),
             group=groups[replicas][0],
             replicas=groups[replicas][1],
-            tensor_sums=[p for p, piece in members[unit, replicas].items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
-            decays=all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values()),
-            muon=all(rule.is_hidden(piece) for piece in members[unit, replicas].values()),
+            tensor_sums=[p for p, piece in held.items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
+            decays=all(len(piece.full_shape) >= 2 for piece in held.values()),
+            muon=all(rule.is_hidden(piece) for piece in held.values()),
+            rate=rate,
         )
-        for unit, replicas in ordered
+        for unit, replicas, rate in ordered
     ]
 
 

@@ -60,14 +60,14 @@ class ReplicatedEngine(Engine):
         muon.begin(self._update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
 
     def _groups(self, weight_decay: float) -> Groups:
-        """Parameter groups of the master weights: those of a bucket decay, or none of them, and Muon updates all or none."""
+        """Parameter groups of the master weights: those of a bucket decay, or none of them, have one rate, and Muon updates all or none."""
         master_of = dict(zip(self._parameters, self._masters, strict=True))
-        members: dict[tuple[bool, bool], list[Tensor]] = {}
+        members: dict[tuple[float, bool, float], list[Tensor]] = {}
         for bucket in self._reducer.buckets:
-            members.setdefault((bucket.decays, bucket.muon), []).extend(master_of[p] for p in bucket.pieces)
+            kind = weight_decay if bucket.decays else 0.0, bucket.muon, bucket.rate
+            members.setdefault(kind, []).extend(master_of[p] for p in bucket.pieces)
         return [
-            {"params": masters, "weight_decay": weight_decay if decays else 0.0, "muon": hidden}
-            for (decays, hidden), masters in members.items()
+            {"params": masters, "weight_decay": decay, "muon": hidden, "rate": rate} for (decay, hidden, rate), masters in members.items()
         ]
 
     @contextmanager

@@ -12,6 +12,7 @@ from pipeline.config.schema import OptimizerConfig, TrainingConfig
 from pipeline.training import gradient_clipping
 from pipeline.training.elementwise_optimizers import Groups, create_state
 from pipeline.training.engine import StepResult
+from pipeline.training.group_rates import GroupRates, key
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.optimizers import OPTIMIZERS
@@ -23,7 +24,8 @@ class WeightUpdate:
     """Optimizer, learning rate, clipping, skipped steps and average of the weights. All of them are tensors on the device.
 
     Args:
-        groups: parameter groups of the optimizer, each with its `weight_decay` and whether Muon updates it (`muon`).
+        groups: parameter groups of the optimizer, each with its `weight_decay`, whether Muon updates it (`muon`), and the factor of its
+            learning rate (GroupRates).
         optimizer: optimizer, clipping and learning rate.
         training: number of steps, over which the learning rate is scheduled, and the average.
         loss_scale: whose factor the gradients have.
@@ -46,6 +48,7 @@ class WeightUpdate:
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
+        self._group_rates = GroupRates(groups, self._lr)
         self.kind = OPTIMIZERS[optimizer.name]
         self.optimizer = self.kind.build(groups, optimizer, self._lr, training.steps)
 
@@ -53,9 +56,9 @@ class WeightUpdate:
         """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
         self._masters = list(masters)
         # The optimizer calls a kernel for each of its groups, and ZeRO has one for each bucket.
-        merged: dict[tuple[float, bool], dict[str, Any]] = {}
+        merged: dict[tuple[float, bool, float], dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
-            kept = merged.setdefault((group["weight_decay"], group["muon"]), {**group, "params": []})
+            kept = merged.setdefault(key(group), {**group, "params": []})
             kept["params"] += group["params"]
         self._merged = list(merged.values())
         self.average = WeightAverage(self._training, masters)
@@ -87,6 +90,7 @@ class WeightUpdate:
         """Set the learning rate, clipping and skipping of an update. Returns 1.0 if it is skipped, else 0.0, 0-dim."""
         skipped = is_skipped(norm)
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
+        self._group_rates.update()
         self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
         self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, loss_scale)  # type: ignore[attr-defined]
         return skipped

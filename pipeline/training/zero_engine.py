@@ -67,7 +67,9 @@ class ZeroEngine(Engine):
         self._mesh = mesh
         self._buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel, rule=rule)
         decay = optimizer.weight_decay
-        groups: Groups = [{"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0, "muon": b.muon} for b in self._buckets]
+        groups: Groups = [
+            {"params": list(b.pieces), "weight_decay": decay if b.decays else 0.0, "muon": b.muon, "rate": b.rate} for b in self._buckets
+        ]
         stage = parallel.zero_stage
         self.loss_scale = LossScale(precision, mesh.device)
         self._offloads = parallel.offload == "optimizer"

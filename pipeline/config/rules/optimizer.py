@@ -36,6 +36,9 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         if optimizer.name not in names and value != getattr(OptimizerConfig(), key):
             rule = f"has no effect with optimizer.name={optimizer.name}"
             yield Violation(f"optimizer.{key}", value, rule, f"remove it, or set optimizer.name to {' or '.join(names)}")
+    if optimizer.name != "adamw" and getattr(config.model, "parametrization", "standard") == "mup":
+        rule = "has other updates than AdamW, for which the learning rates of model.parametrization=mup are"
+        yield Violation("optimizer.name", optimizer.name, rule, "choose optimizer.name=adamw, or model.parametrization=standard")
     if optimizer.name == "muon":
         yield from _muon(config)
     if optimizer.schedule == "wsd" and optimizer.decay_ends:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
+from pipeline.models.mup_config import MupConfig, mup_violations
 from pipeline.models.rules import heads_violations, window_violations
 from pipeline.models.shared_sizes import MultiHead
 
 
 @dataclass(frozen=True)
-class GPTConfig(MultiHead):
+class GPTConfig(MupConfig, MultiHead):
     """Learned position embeddings, pre-norm LayerNorm, GELU, tied embeddings, biases in all layers."""
 
     family: str = knob("gpt", "model family", choices=("gpt",))
@@ -41,4 +42,5 @@ class GPTConfig(MultiHead):
         return [
             *heads_violations(self.hidden, self.heads),
             *window_violations("model.banded_window", self.banded_window, self.max_positions),
+            *mup_violations(self),
         ]

@@ -9,6 +9,7 @@ from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
+from pipeline.models import mup
 from pipeline.models.family import Family
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt.huggingface import MAPPING
@@ -53,7 +54,8 @@ def initial_std(config: GPTConfig, name: str) -> float | None:
 GPT = Family(
     config=GPTConfig,
     build=build,
-    initial_std=initial_std,
+    initial_std=mup.initial(initial_std),
+    rate=mup.rate,
     tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

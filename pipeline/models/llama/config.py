@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
+from pipeline.models.mup_config import MupConfig, mup_violations
 from pipeline.models.shared_sizes import RotaryDecoderConfig
 
 
 @dataclass(frozen=True)
-class LlamaConfig(RotaryDecoderConfig):
+class LlamaConfig(MupConfig, RotaryDecoderConfig):
     """RMSNorm, SwiGLU, rotary position embeddings, grouped-query attention; optionally the biases of Qwen 2.5 or the norms of Qwen 3."""
 
     family: str = knob("llama", "model family", choices=("llama",))
@@ -20,7 +21,7 @@ class LlamaConfig(RotaryDecoderConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        violations = super().violations()
+        violations = [*super().violations(), *mup_violations(self)]
         if self.qkv_bias and self.attention_bias:
             rule = "adds biases to the query, key and value projections, which model.attention_bias=true has already"
             violations.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))

@@ -13,7 +13,7 @@ from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
-from pipeline.models import rope
+from pipeline.models import mup, rope
 from pipeline.models.family import Family
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.llama.huggingface import MAPPINGS
@@ -54,7 +54,8 @@ LLAMA = Family(
     config=LlamaConfig,
     build=build,
     # GPT-2's recipe; Meta published none.
-    initial_std=scaled_residual,
+    initial_std=mup.initial(scaled_residual),
+    rate=mup.rate,
     tensor_parallel=TENSOR_PARALLEL,
     huggingface=MAPPINGS,
 )

@@ -6,7 +6,7 @@ from tools.mutants.models import LLAMA
 from tools.mutants.mutation import Edit, Mutant
 
 REDUCTION, UPDATE = "pipeline/training/gradient_reduction.py", "pipeline/training/weight_update.py"
-DECAYS = "decays=all(len(piece.full_shape) >= 2 for piece in members[unit, replicas].values())"
+DECAYS = "decays=all(len(piece.full_shape) >= 2 for piece in held.values())"
 DECAY = ("optimizer.weight_decay=1.0",)
 FP8 = (
     *("model=llama-tiny", "model.layers=3", "model.hidden=32", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=64"),
@@ -128,7 +128,7 @@ MUTANTS = (
             Edit(
                 "pipeline/training/buckets.py",
                 DECAYS,
-                "decays=all(len(piece.shape) >= 2 and piece.shape[0] >= 32 for piece in members[unit, replicas].values())",
+                "decays=all(len(piece.shape) >= 2 and piece.shape[0] >= 32 for piece in held.values())",
             ),
         ),
         exact=False,

@@ -1,0 +1,43 @@
+"""tools/coordinate_check: slopes and best rates, and that a wrong parametrization fails."""
+
+import math
+
+import pytest
+
+from tests.helpers import ROOT, python
+from tools.audit import widths
+
+TOOL = ROOT / "tools/coordinate_check"
+
+
+def test_slopes_and_the_minimum_of_a_parabola():
+    assert widths.slope([64, 128, 256], [3.0, 6.0, 12.0]) == pytest.approx(1)
+    assert widths.slope([64, 128, 512], [2.0, 2.0, 2.0]) == pytest.approx(0)
+    rates = [0.001, 0.002, 0.004, 0.008, 0.016]
+    losses = [3 + math.log(rate / 0.005) ** 2 for rate in rates]
+    assert widths.best_rate(rates, losses) == pytest.approx(0.005)
+    assert widths.best_rate(rates, sorted(losses)) is None
+    assert widths.best_rate(rates, [3.0, 2.0, 1.0, math.inf, math.inf]) == 0.004
+
+
+@pytest.mark.slow
+def test_the_standard_parametrization_has_slopes_and_mup_has_fewer():
+    words = ("--widths", "16", "64", "--steps", "2", "--tolerance", "0.3")
+    code, printed = python(TOOL, *words, "--parametrization", "standard")
+    assert code == 0, "only mup has to pass"
+    assert "feed-forward" in printed
+    assert "FAILED" in printed
+    code, printed = python(TOOL, *words, "--parametrization", "mup")
+    assert code == 0, printed
+    assert "FAILED" not in printed
+    code, printed = python(TOOL, *words, "--parametrization", "mup", "--tolerance", "1e-5")
+    assert code == 1, printed
+
+
+@pytest.mark.slow
+def test_rates_are_measured():
+    code, printed = python(
+        TOOL, "--rates", "--widths", "16", "32", "--steps", "3", "--lr", "0.001", "0.01", "1", "--parametrization", "mup"
+    )
+    assert code == 0, printed
+    assert "outside" in printed or "0.01" in printed

@@ -1,0 +1,247 @@
+"""model.parametrization=mup: training is that of the paper's table in every layout, and exported weights need no multipliers."""
+
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.certification.shrink_model import shrink_model
+from pipeline.checkpoint import native
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import UserError
+from pipeline.layers.init import initial_tensor
+from pipeline.models import registry
+from pipeline.models.config_classes import from_dict
+from pipeline.parallel.parallelize import partition_model
+from pipeline.planner.planned_buckets import planned_buckets
+from pipeline.planner.rank_report import init_fake
+from pipeline.planner.trace import trace
+from pipeline.training.buckets import build_buckets
+from tests.helpers import pipeline
+from tests.training.expected import train_plain
+from tests.training.one_rank import lines, run
+from tests.world import causal, configured, share, tiny, trainer, unsharded
+
+STEPS = 3
+#: No clipping: norms of gradients differ in a model with multipliers. No eps, for the same reason.
+COMMON = tiny("optimizer.gradient_clipping=0", "optimizer.eps=1e-20", "optimizer.weight_decay=2", "training.steps=3", "training.seed=3")
+
+
+class Case(NamedTuple):
+    """A model of width 32 with heads of 8, and its base model.
+
+    Attributes:
+        head_width, depth: those of the base model.
+    """
+
+    model: tuple[str, ...]
+    head_width: int = 8
+    depth: int = 4
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        base = (f"model.mup_base_head_width={self.head_width}", f"model.mup_base_depth={self.depth}")
+        return (*COMMON, *self.model, "model.ffn_hidden=48", "model.parametrization=mup", "model.mup_base_width=8", *base)
+
+
+CASES = {
+    "llama": Case(("model=llama-tiny", "model.kv_heads=2")),
+    "llama-everything": Case(("model=llama-tiny", "model.kv_heads=2", "model.attention_bias=true"), head_width=2, depth=1),
+    "llama-tied": Case(("model=llama-tiny", "model.kv_heads=2", "model.tie_embeddings=true", "model.query_key_norm=true"), head_width=4),
+    "gpt": Case(("model=gpt-tiny",), head_width=4, depth=2),
+}
+
+
+def batch_of(config: Any, step: int) -> Any:
+    shape = (config.training.global_batch_size, config.training.sequence_length + 1)
+    return causal(torch.randint(config.model.vocab_size, shape, generator=torch.Generator().manual_seed(step)))
+
+
+def train(words: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The weights after some steps, and as "groups" the number of groups that the optimizer updates."""
+    config, mine = trainer(*words)
+    for step in range(config.training.steps):
+        tokens, batch = batch_of(config, step)
+        tokens, targets = share(mine, tokens, batch["targets"])
+        mine.train(tokens, {"targets": targets})
+    return {**unsharded(mine), "groups": torch.tensor(len(mine.engine._update._merged))}
+
+
+@cache
+def from_the_table(name: str) -> dict[str, torch.Tensor]:
+    """A plain loop with the multipliers of table 8: the weights that a model without multipliers must have.
+
+    Yang et al. 2022: input weights have the initial variance and the rate of the base model; hidden weights 1/m of both; output weights
+    those of the base model, and a multiplier 1/m; attention divides by the width of a head. Dey et al. 2025: layers have a multiplier base
+    depth / depth. The share by which a step decays a matrix is that of the base model.
+    """
+    case, config = CASES[name], configured(*CASES[name].words)
+    sizes, m = config.model, 4
+    model = registry.build(sizes)
+    depth, scores = case.depth / sizes.layers, math.sqrt(case.head_width) / sizes.head_dim
+    model.head.factor = 1 / m
+    for block in model.blocks.values():
+        block.attention.scale = scores
+        for layer in (block.attention, block.mlp):
+            layer.register_forward_hook(lambda _module, _inputs, output: output * depth)
+    groups = []
+    for weight, parameter in model.named_parameters():
+        hidden = weight.startswith("blocks.") and parameter.dim() == 2
+        std = sizes.init_std * (0.5 if weight == "embed.positions.weight" else 1)
+        if weight.endswith(("attention.output.weight", "mlp.down.weight")):
+            std /= math.sqrt(2 * case.depth)
+        if parameter.dim() == 2:
+            drawn = initial_tensor(weight, parameter.shape, 1.0, config.training.seed)
+            parameter.data.copy_(drawn * std / (math.sqrt(m) if hidden else 1))
+        else:
+            parameter.data.fill_(0.0 if weight.endswith("bias") else 1.0)
+        rate = 1 / m if hidden else 1
+        groups.append({"params": [parameter], "rate": rate, "weight_decay": 2 / rate if parameter.dim() == 2 else 0})
+    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-20)
+    for step in range(STEPS):
+        tokens, batch = batch_of(config, step)
+        model(tokens, targets=batch["targets"]).backward()
+        for group in optimizer.param_groups:
+            # two steps of warm-up; then the cosine to a tenth at the last step
+            group["lr"] = 0.01 * (0.5, 1.0, 0.1)[step] * group["rate"]
+        optimizer.step()
+        optimizer.zero_grad()
+    folded = {"norm": 1 / m} if sizes.tie_embeddings else {"head": 1 / m}
+    scaled = "query_norm" if getattr(sizes, "query_key_norm", False) else "attention.query"
+    folded |= {scaled: scores * math.sqrt(sizes.head_dim), "attention.output": depth, "mlp.down": depth}
+    found = {}
+    for weight, parameter in model.named_parameters():
+        layer = weight.rpartition(".")[0]
+        factor = next((c for part, c in folded.items() if layer == part or layer.endswith(f".{part}")), 1.0)
+        found[weight] = parameter.detach() * factor
+    return found
+
+
+def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bound: float) -> None:
+    assert found.keys() - {"groups"} == expected.keys()
+    for weight, value in expected.items():
+        if not weight.endswith("attention.key.bias"):  # its gradient is a rounding error
+            gap = (found[weight] - value).norm() / value.norm()
+            assert gap < bound, f"{weight}: {gap}"
+
+
+LAYOUTS = ("zero_stage=0", "zero_stage=1", "zero_stage=2", "zero_stage=3", "zero_stage=3 offload=optimizer")
+LAYOUTS += ("tensor=2", "pipeline=2", "pipeline=2 schedule=interleaved")
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("name", CASES)
+def test_every_layout_computes_what_the_table_says(worlds, name):
+    for layout in LAYOUTS if name == "llama-everything" else ("zero_stage=1", "tensor=2", "pipeline=2"):
+        words = tuple(f"parallel.{word}" for word in layout.split())
+        check(worlds(2).run(train, (*CASES[name].words, *words))[0], from_the_table(name), 2e-5)
+
+
+@pytest.mark.world
+def test_the_plain_loop_of_certificates_has_the_same_rule(worlds):
+    """With clipping and eps, as jobs have; the table's multipliers would change both."""
+    words = (*CASES["llama-everything"].words, "optimizer.gradient_clipping=0.5", "optimizer.eps=1e-6")
+    config = configured(*words)
+    expected = train_plain(config, [batch_of(config, step) for step in range(STEPS)]).weights
+    check(worlds(2).run(train, (*words, "parallel.zero_stage=2"))[0], expected, 1e-5)
+
+
+@pytest.mark.world
+def test_the_base_model_has_the_standard_parametrization(worlds):
+    words = (*COMMON, "model=llama-tiny", "model.kv_heads=2", "model.ffn_hidden=48")
+    base = ("model.mup_base_width=32", "model.mup_base_head_width=8", "model.mup_base_depth=4")
+    for zero in ("parallel.zero_stage=0", "parallel.zero_stage=2"):
+        standard = worlds(2).run(train, (*words, zero))[0]
+        mup = worlds(2).run(train, (*words, *base, "model.parametrization=mup", zero))[0]
+        assert mup.keys() == standard.keys()
+        assert all(torch.equal(mup[name], standard[name]) for name in standard)
+        wider = worlds(2).run(train, (*words, "model.parametrization=mup", "model.mup_base_width=8", zero))[0]
+        assert not torch.equal(wider["head.weight"], standard["head.weight"])
+        assert standard["groups"] == 2
+        assert wider["groups"] == 3, "embedding, matrices, and vectors: not one for each bucket"
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2"])
+def test_the_planner_has_the_buckets_of_the_engine(name, layout):
+    config = configured(*CASES[name].words, f"parallel.{layout}")
+    mesh, _ = init_fake(config, 4)
+    for rank in range(0, 4, 3):
+        model = partition_model(config, mesh.layout, rank)
+        real = build_buckets(model, mesh, sequence_parallel=True)
+        stages = mesh.layout.stages(mesh.layout.coordinates(rank).pipeline)
+        planned = planned_buckets(trace(config), mesh.layout, stages)
+        assert sorted(bucket.elements for bucket in planned) == sorted(bucket.elements for bucket in real)
+
+
+def test_a_certificate_keeps_the_factors():
+    config = configured("stage=certify", "model=llama-7b", "model.parametrization=mup", "model.mup_base_width=512")
+    small = shrink_model(config, config).model
+    assert small.hidden < 512
+    assert small.hidden / small.mup_base_width == 4096 / 512
+
+
+MUP = ("model=llama-tiny", "model.kv_heads=1", "model.parametrization=mup", "model.mup_base_width=4", "optimizer.schedule=constant")
+
+
+@pytest.fixture(scope="module")
+def trained(tokens, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("mup") / "run"
+    run("pretrain", folder, *MUP, f"data.tokens={tokens}", "training.steps=4")
+    return folder
+
+
+def test_a_resumed_run_is_equal_in_every_bit(tokens, trained, tmp_path):
+    for steps in (2, 4):
+        run("pretrain", tmp_path, *MUP, f"data.tokens={tokens}", f"training.steps={steps}")
+    ours, theirs = lines(tmp_path), lines(trained)
+    assert [(ours[step]["loss"], ours[step]["grad_norm"]) for step in (3, 4)] == [
+        (theirs[step]["loss"], theirs[step]["grad_norm"]) for step in (3, 4)
+    ]
+    checkpoints = [Checkpoint(native.find(folder, "latest")) for folder in (tmp_path, trained)]
+    for name in checkpoints[1].names():
+        assert torch.equal(*(checkpoint.tensor(name) for checkpoint in checkpoints))
+
+
+def test_the_export_of_a_run_has_its_logits(tokenizer, trained):
+    run("convert", trained, f"tokenizer.path={tokenizer}")
+    stock = AutoModelForCausalLM.from_pretrained(trained / "hf", dtype=torch.float32)
+    checkpoint = Checkpoint(native.find(trained, "latest"))
+    ours = registry.build(from_dict(checkpoint.config["model"]))
+    with torch.no_grad():
+        for weight, parameter in ours.named_parameters():
+            parameter.copy_(checkpoint.tensor(weight))
+        some = torch.randint(320, (2, 16), generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(ours(some), stock(some).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("model=llama-tiny", "model.parametrization=mup"), "model.mup_base_width=None: is required with model.parametrization=mup"),
+        (("model=gpt-tiny", "model.mup_base_width=64"), "model.mup_base_width=64: has no effect with model.parametrization=standard"),
+        (("model=llama-tiny", "model.mup_base_depth=2"), "model.mup_base_depth=2: has no effect with model.parametrization=standard"),
+        (
+            ("model=llama-tiny", "model.parametrization=mup", "model.mup_base_width=48", "optimizer=muon"),
+            "optimizer.name=muon: has other updates than AdamW",
+        ),
+        (
+            ("model=mistral-tiny", "model.parametrization=mup"),
+            "model.parametrization=mup: no such key in this model; the families gpt, llama have it",
+        ),
+    ],
+)
+def test_what_is_refused(words, message, tmp_path):
+    assert message in pipeline("stage=pretrain", *words, f"run_dir={tmp_path}", expect=2)
+
+
+def test_other_weights_are_refused_at_the_start(tokens, tmp_path):
+    """Weights that were not trained with these initial values and rates, such as those of an imported model."""
+    common = ("model=llama-tiny", "model.kv_heads=1", f"data.tokens={tokens}", "training.steps=5")
+    run("pretrain", tmp_path / "standard", *common)
+    with pytest.raises(UserError, match=r"model.parametrization=mup: \S+ was made with standard"):
+        run("pretrain", tmp_path / "mup", *common, *MUP[2:], f"checkpoint.initialize_from={tmp_path}/standard")
