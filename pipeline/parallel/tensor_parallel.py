@@ -351,6 +351,7 @@ def sums_over_tensor(piece: Piece, *, sequence: bool) -> bool:
     """Whether the gradient of a weight is partial on each tensor rank and must be summed.
 
     True for weights that are replicated within a tensor-parallel region. With sequence parallelism also for weights that are applied to
-    the local tokens: norms, biases added after a region, and embeddings of positions and segments.
+    the local tokens: norms, biases added after a region, and embeddings of positions and segments. False for whole experts, of which each
+    tensor rank has other ones.
     """
-    return piece.role in ("partial", "expert_partial") or (sequence and not piece.is_sliced_along("tensor"))
+    return not piece.is_sliced_along("tensor") and (sequence or piece.role in ("partial", "expert_partial"))

@@ -73,7 +73,7 @@ def local_matrices(piece: Piece, rule: MatrixRule, space: int, first: int, adjus
             continue
         sizes[dim] = width
         if part.axis == "tensor":
-            spread = {1: Spread.ROWS, 2: Spread.COLUMNS}[dim]
+            spread = {0: Spread.OWN, 1: Spread.ROWS, 2: Spread.COLUMNS}[dim]  # whole experts, rows or columns
     count, rows, columns = sizes
     full, size = (matrices.rows, matrices.columns), rows * columns
     return [LocalMatrix(space, first + n * size, rows, columns, full, spread, adjust(*full)) for n in range(count)]

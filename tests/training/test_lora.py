@@ -41,7 +41,11 @@ LAYOUTS = {
     "llama long": ["zero_stage=1 tensor=2 pipeline=2"],
     "gpt": ["zero_stage=1 tensor=4"],
     "mixtral": ["zero_stage=1 expert=2 tensor=2"],
-    "mixtral experts": ["zero_stage=1 expert=2 tensor=2", "zero_stage=3 tensor=2 sequence_parallel=false"],
+    "mixtral experts": [
+        "zero_stage=1 expert=2 tensor=2",
+        "zero_stage=3 tensor=2 sequence_parallel=false",
+        "zero_stage=1 tensor=2 expert_tensor=1",
+    ],
     "mixtral-padded experts": ["zero_stage=3 expert=2 tensor=2 expert_padding=true expert_parts=2"],
     "deepseek-grouped": ["zero_stage=2 expert=2"],
 }
@@ -216,6 +220,9 @@ def test_experts_are_adapted_where_they_are_named():
     config = configured(*words, "lora.rank=12", "precision=bf16")
     with pytest.raises(UserError, match=r"lora.rank=12: is the rank of blocks.0.mlp.experts.up, and .* must be a multiple of 8"):
         check_trained(config, Layout.of(config, 1))
+    config = configured(*words, "lora.rank=8", "lora.dropout=0.1", "parallel.tensor=2", "parallel.expert_tensor=1")
+    with pytest.raises(UserError, match=r"lora.dropout=0.1: would drop the same elements on all tensor ranks"):
+        check_trained(config, Layout.of(config, 2))
     config = configured(*words, "lora.rank=8", "lora.modules_to_save=[*.experts]")
     with pytest.raises(UserError, match=r"lora.modules_to_save=\*.experts: matches blocks.0.mlp.experts, which has an adapter"):
         check_trained(config, Layout.of(config, 1))

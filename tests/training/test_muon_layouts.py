@@ -51,6 +51,7 @@ LAYOUTS = [
     (4, (*DENSE, PER_HEAD), ("tensor=2", "zero_stage=3")),
     (2, MIXTRAL, ("expert=2", "zero_stage=1")),
     (4, MIXTRAL, ("expert=2", "tensor=2", "zero_stage=0")),
+    (4, MIXTRAL, ("expert=2", "tensor=2", "expert_tensor=1", "zero_stage=1")),
     (2, DEEPSEEK, ("tensor=2", "zero_stage=2")),
 ]
 

@@ -47,6 +47,9 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
                 )
             )
             break
+    if of_experts and config.parallel.folded and config.lora.dropout:
+        rule = f"would drop the same elements on all tensor ranks in {of_experts[0]}: with parallel.expert_tensor=1 they have other experts"
+        found.append(Violation("lora.dropout", config.lora.dropout, rule, "set it to 0, or remove parallel.expert_tensor"))
     layers |= {layer.rpartition(".")[0] for layer in of_experts}
     modules = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
     for pattern in config.lora.modules_to_save:
