@@ -81,7 +81,10 @@ def gathers(
     collectives = []
     for bucket in buckets:
         if zero_stage > 0 and bucket.ranks > 1:
-            count = (bucket.gathers + reference) * layout.micro_batches if zero_stage == 3 and bucket.decays else 1
+            count = 1
+            if zero_stage == 3 and bucket.decays:
+                of_reference = reference * (2 if bucket.head else 1)  # the head is applied once for each answer
+                count = (bucket.gathers + of_reference) * layout.micro_batches - bucket.stays * (layout.micro_batches - 1)
             gathered = Collective("all_gather", bucket.shards_axis, "forward", float(weight_bytes * bucket.elements))
             collectives.append(RepeatedCollective(gathered, count))
     return collectives

@@ -27,6 +27,9 @@ class PlannedBucket:
         parts: those that hold them, each as stage and index in the stage.
         replicas: groups of ZeRO, with the same partitions.
         trained: whether they have gradients; frozen matrices are only gathered.
+        head: whether they are those of the output head.
+        stays: whether they are frozen matrices of the module whose backward pass is the last one, and stay gathered for the next forward
+            pass.
     """
 
     axis: str
@@ -39,6 +42,8 @@ class PlannedBucket:
     parts: set[str] = field(default_factory=set)
     replicas: int = 1
     trained: bool = True
+    head: bool = False
+    stays: bool = False
     muon: bool = False
 
     @property
@@ -94,7 +99,7 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage:
             ranks, replicas = sizes[weights.axis]
             other, trained = _other_ranks(shared, layout), not weights.fixed
             bucket = PlannedBucket(weights.axis, ranks, shared=other, decays=weights.matrix, replicas=replicas)
-            buckets[key] = replace(bucket, trained=trained, muon=weights.muon)
+            buckets[key] = replace(bucket, trained=trained, head=weights.unit == "head", muon=weights.muon)
         bucket = buckets[key]
         bucket.parts.add(part)
         if is_second_use:  # a frozen tied matrix is gathered for the head, too
@@ -103,8 +108,10 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage:
         bucket.summed += weights.elements if weights.summed else 0
         # Ranks of different pipeline stages each use their own copy.
         bucket.gathers = max(bucket.gathers, 1 if shared == "tied_embedding" else weights.gathers)
+    first = next((part for part, weights in rank_weights(trace, layout, stages) if not weights.fixed), "")
     for bucket in buckets.values():
         bucket.elements = padded_elements(bucket.elements, bucket.ranks)
+        bucket.stays = not bucket.trained and first in bucket.parts and layout.pipeline == 1
     return list(buckets.values())
 
 

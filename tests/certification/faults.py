@@ -319,8 +319,8 @@ def pieces_leave_a_gap() -> Any:
     from pipeline.parallel import pieces
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def slice_weight(name: str, shape: Any, role: str, axes: Any) -> Any:
-            piece = original(name, shape, role, axes)
+        def slice_weight(name: str, shape: Any, role: str, axes: Any, **more: Any) -> Any:
+            piece = original(name, shape, role, axes, **more)
             size, rank = axes.get("tensor", (1, 0))
             cut = tuple(
                 dataclasses.replace(s, stop=s.stop - 1) if s.axis == "tensor" and rank == size - 1 and name.endswith("key.weight") else s
