@@ -35,7 +35,8 @@ class Knob:
         if self.choices:
             return "one of " + ", ".join(self.choices)
         bounds = [(self.at_least, "at least"), (self.above, "above"), (self.at_most, "at most")]
-        return " and ".join(f"{word} {bound:g}" for bound, word in bounds if bound is not None)
+        # With all digits: 0.9999999 is not 1.
+        return " and ".join(f"{word} {bound:.10g}" for bound, word in bounds if bound is not None)
 
     def violated(self, value: Any) -> str:
         """Return the rule that a value breaks, empty if it is legal. None (unset) is always legal."""

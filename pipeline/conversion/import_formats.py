@@ -39,7 +39,6 @@ from pipeline.conversion.universal_import import UniversalFolder
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
-from pipeline.models.wrapper import Wrapper
 
 log = logging.getLogger("pipeline")
 
@@ -164,7 +163,7 @@ def _open_huggingface(folder: Path) -> Opened:
     stock, wrapper = StockWeights(folder, described.mapping), described.mapping.wrapper
     weights = ImportedWeights(stock, described.model)
     identity = {file.name: digest(file) for file in (folder / CONFIG, *files)}
-    load = functools.partial(_from_pretrained, folder, wrapper)
+    load = functools.partial(_from_pretrained, folder, described.mapping)
     if wrapper is not None:
         log.info("convert: %s", wrapper.summary(stock.left_out))
     return Opened(described.mapping.architecture, weights, folder, tokenizer_folder(folder), described, identity, load)
@@ -186,11 +185,27 @@ def _described(home: Path) -> Described:
     return Described(home / CONFIG, content, model, mapping, training)
 
 
-def _from_pretrained(folder: Path, wrapper: Wrapper | None, stock_class: Any) -> nn.Module:
-    if wrapper is not None:
-        stock_class = getattr(importlib.import_module("transformers"), wrapper.architecture)
-    model: nn.Module = stock_class.from_pretrained(folder, dtype=torch.float32)
-    return model
+def _from_pretrained(folder: Path, mapping: HuggingFaceMapping, stock_class: Any) -> nn.Module:
+    """Return the model of a folder in its stock class.
+
+    Raises:
+        UserError: the class cannot be built from config.json, or does not find its weights.
+    """
+    if mapping.wrapper is not None:
+        stock_class = getattr(importlib.import_module("transformers"), mapping.wrapper.architecture)
+    fix = "correct config.json, or save the model again with transformers"
+    try:
+        config = stock_class.config_class.from_pretrained(folder)
+        if config.model_type in mapping.other_model_types:
+            config.model_type = mapping.model_type  # by which transformers renames the tensors of the files
+        model, report = stock_class.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:  # whatever the class raises for a value that it does not check
+        rule = f"cannot be loaded by {stock_class.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError.of("stage.input", folder, rule, fix) from error
+    if missing := sorted(report["missing_keys"]):
+        raise UserError.of("stage.input", folder, f"lacks weights of {stock_class.__name__}, such as {missing[0]}", fix)
+    found: nn.Module = model
+    return found
 
 
 def _home(folder: Path, step: Path) -> tuple[Path, Described | None]:

@@ -37,6 +37,8 @@ def layer_types(*, default: int, interval_key: str = "") -> KeyGroup:
         interval, kinds = content.get(interval_key, default), content.get("layer_types")
         if kinds is not None and not (isinstance(kinds, list) and all(kind in (LOCAL, GLOBAL) for kind in kinds)):
             raise refusal("layer_types", kinds, f"must be a list of {LOCAL} and {GLOBAL}")
+        if kinds is not None and len(kinds) != (layers := content.get("num_hidden_layers", len(kinds))):
+            raise refusal("layer_types", kinds, f"has {len(kinds)} entries for num_hidden_layers={layers}", "correct config.json")
         return {"sliding_window_pattern": interval if kinds is None else interval_of("layer_types", kinds, GLOBAL, interval)}
 
     return KeyGroup(keys, write, read)

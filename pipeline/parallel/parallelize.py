@@ -192,6 +192,8 @@ def check_trained(config: LocalModelConfig, layout: Layout) -> None:
     Raises:
         UserError: with one violation for each pattern.
     """
+    if not (config.training.frozen or config.lora.rank):
+        return
     with torch.device("meta"):
         names = {name: parameter.requires_grad for name, parameter in build_model(config).named_parameters()}
     if found := weights.violations(config, layout, names):

@@ -9,10 +9,11 @@ from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.command_line import key_of, quoted
-from pipeline.config.layout import job_size
+from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import job, live, moldable, submission
+from pipeline.parallel.parallelize import check_trained
 from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
 
@@ -21,7 +22,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage does not train, the cluster options of the job are invalid, or the job does not fit in memory.
+        UserError: the stage does not train, the cluster options of the job are invalid, patterns of frozen weights match none, or the job
+            does not fit in memory.
     """
     if config.stage.name not in TRAINING_STAGES:
         rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
@@ -37,6 +39,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if ranks.rank > 0:
         return  # single-process mode: additional ranks do nothing
     started = time.perf_counter()
+    check_trained(config, Layout.of(config, world_size))
     local, model = rank_report.init_fake(config, world_size)
     result = memory_check.planned(config, world_size)
     print("\n".join(rank_report.lines(config, local, model)))

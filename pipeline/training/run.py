@@ -105,8 +105,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 hooks.written()  # for checkpoints of an earlier job
             config = with_loss_weights(config, begin)
             layout = Layout.of(config, ranks.world_size)
-            if config.training.frozen or config.lora.rank:
-                check_trained(config, layout)
+            check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
             state = resume.begin(config, trainer, begin, training_data)
             reference_answers.attach(config, trainer, begin, state, training_data, validation_data, watchdog.report)

@@ -319,6 +319,23 @@ def test_multi_token_prediction_that_the_files_lack(tmp_path):
     assert imported(tmp_path).config.mtp_depth == 0
 
 
+def test_a_model_under_another_type_is_compared_with_its_weights(tmp_path, caplog):
+    """Kimi K2 is DeepSeek-V3 by another model_type, for which transformers does not join the tensors of the experts."""
+    caplog.set_level("INFO", "pipeline")
+    small = {key: value for key, value in shrunk(CONFIGS["deepseek-v3-bf16"]).items() if key != "auto_map"}
+    DeepseekV3ForCausalLM(DeepseekV3Config(**small)).save_pretrained(tmp_path / "hf")
+    edit_config(tmp_path / "hf", model_type="kimi_k2")
+    import_model(configured("stage=convert", f"run_dir={tmp_path}/run"), tmp_path / "hf", file_bytes=10**9)
+    assert "the logits of DeepseekV3ForCausalLM on" in caplog.text
+
+
+def test_what_the_stock_class_raises_is_one_message(tmp_path):
+    save_llama(tmp_path / "hf")
+    edit_config(tmp_path / "hf", bos_token_id="first")
+    with pytest.raises(UserError, match=r"stage\.input=\S+: cannot be loaded by LlamaForCausalLM: "):
+        import_model(configured("stage=convert", f"run_dir={tmp_path}/run"), tmp_path / "hf", file_bytes=10**9)
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', '{"weight_map": {"a": "../b"}}'])
 def test_a_broken_index(tmp_path, content):
     (tmp_path / "model.safetensors.index.json").write_text(content)

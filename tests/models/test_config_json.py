@@ -150,6 +150,7 @@ def test_layers_at_an_interval(content, interval):
     "content, message",
     [
         ({**GEMMA, "layer_types": [GLOBAL, LOCAL, LOCAL, LOCAL]}, "does not have full_attention at a fixed interval"),
+        ({**GEMMA, "layer_types": [LOCAL] * 3}, "has 3 entries for num_hidden_layers="),
         ({**GEMMA, "layer_types": ["chunked_attention"] * 4}, "must be a list of sliding_attention and full_attention"),
         ({**GEMMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, "the kind of layer"),
         ({**GEMMA, "rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 2.0}}}, "only default is"),

@@ -119,6 +119,8 @@ def test_errors_are_reported_together():
         assert f"- {key}" in text
     assert "Traceback" not in text
     assert "stage=pretrain" in pipeline("stage=convert", "dry_run=true", expect=2)
+    frozen = pipeline("stage=pretrain", "dry_run=true", "model=llama-tiny", "training.frozen=[block.0.*]", expect=2)
+    assert "training.frozen=block.0.*: matches no weight of model.family=llama" in frozen
 
 
 @pytest.mark.slow
