@@ -6,7 +6,7 @@ from tools.mutants.models import BLOOM, DEEPSEEK, GPT, LLAMA, QWEN
 from tools.mutants.mutation import Edit, Mutant
 
 TENSOR, RING = "pipeline/parallel/tensor_parallel.py", "pipeline/parallel/ring_attention.py"
-SUMS = '(sequence and not piece.is_sliced_along("tensor"))'
+SUMS = '(sequence or piece.role in ("partial", "expert_partial"))'
 TENSOR_2 = ("parallel.tensor=2", "parallel.zero_stage=0")
 PLAIN_TENSOR_2 = (*TENSOR_2, "parallel.sequence_parallel=false")
 CONTEXT_2 = ("parallel.context=2", "parallel.zero_stage=0")
@@ -19,7 +19,7 @@ MUTANTS = (
         what="under sequence parallelism, the gradient of the last norm is that of the rank's tokens",
         ranks=2,
         words=(*LLAMA, *TENSOR_2),
-        edits=(Edit(TENSOR, SUMS, '(sequence and not piece.is_sliced_along("tensor") and piece.name != "norm.weight")'),),
+        edits=(Edit(TENSOR, SUMS, SUMS.replace("sequence", '(sequence and piece.name != "norm.weight")')),),
     ),
     Mutant(
         name="norm_of_heads_not_summed",
@@ -77,7 +77,7 @@ MUTANTS = (
         what="under sequence parallelism, gradients of replicated biases are not summed over tensor ranks",
         ranks=2,
         words=(*GPT, *TENSOR_2),
-        edits=(Edit(TENSOR, SUMS, '(sequence and not piece.is_sliced_along("tensor") and not piece.name.endswith("bias"))'),),
+        edits=(Edit(TENSOR, SUMS, SUMS.replace("sequence", '(sequence and not piece.name.endswith("bias"))')),),
         exact=False,
     ),
     Mutant(
