@@ -108,17 +108,16 @@ class Muon(EagerAdamW):
             return
         assert self._homes is not None
         momentum, inputs = self._config.muon_momentum, {}
-        for group in groups:
+        scales_of = [Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device) for group in groups]
+        for group, scales in zip(groups, scales_of, strict=True):
             create_state(self, MATRIX_STATE, group["params"])
-            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             for weight in group["params"]:
                 state, gradient = self.state[weight], scales.gradient(weight)
                 state["step"].add_(scales.applied)
                 average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
                 inputs[weight] = (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
         updates: Mapping[Tensor, Tensor] = self._homes.updates(inputs)
-        for group in groups:
-            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
+        for group, scales in zip(groups, scales_of, strict=True):
             for weight in group["params"]:
                 update = updates[weight].view_as(weight)
                 weight.mul_(1 - scales.lr * group["weight_decay"]).sub_(update.mul_(scales.lr))
