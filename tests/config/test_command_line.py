@@ -170,9 +170,9 @@ REFUSED = [
     ),
     ("data.instructions.train=[chats.jsonl]", "data.instructions.train=chats.jsonl: is not read by stage=pretrain|use stage=finetune"),
     ("data.pairs.train=[a.tsv]", "data.pairs.train=a.tsv: is not read by model.family=llama"),
-    ("training.global_batch_size=1000000000000", "must be at least 1 and at most 1e+07"),
+    ("training.global_batch_size=1000000000000", "must be at least 1 and at most 10000000"),
     ("stage=shard data.input=[x] data.part_megabytes=1e-12", "data.part_megabytes=1e-12: must be at least 0.001"),
-    ("stage=train_tokenizer tokenizer.vocab_size=1000000000", "tokenizer.vocab_size=1000000000: must be at least 257 and at most 1e+07"),
+    ("stage=train_tokenizer tokenizer.vocab_size=1000000000", "tokenizer.vocab_size=1000000000: must be at least 257 and at most 10000000"),
     ("stage=train_tokenizer tokenizer.special_tokens=['']", "tokenizer.special_tokens=['']: contains an empty token"),
     (
         "stage=generate stage.prompts=x stage.temperature=1e-300",
