@@ -9,11 +9,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+CPU_ROW = 4096
+"""Elements that a CPU adds in fp32: one sum over 5e6 of them is 1e-4 off, sums of 4096 agree with fp64 to 1e-9."""
+
 
 def square_sum(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of the squares of all elements of some fp32 gradients, fp64, 0-dim."""
-    norms = torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, device=device)
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.cat(list(map(_row_norms, gradients))) if device.type == "cpu" else torch.stack(torch._foreach_norm(gradients))
     return norms.double().square().sum()  # in fp32, the groups of an axis could round the same sum differently, and copies would part
+
+
+def _row_norms(gradient: Tensor) -> Tensor:
+    """Return the norms of the rows of ``CPU_ROW`` elements of a gradient, 1-dim; the last one is that of the remainder."""
+    flat = gradient.flatten()
+    rows, rest = flat.split([flat.numel() - flat.numel() % CPU_ROW, flat.numel() % CPU_ROW])
+    return torch.cat([torch.linalg.vector_norm(rows.view(-1, CPU_ROW), dim=1), torch.linalg.vector_norm(rest, keepdim=True)])
 
 
 def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device: torch.device) -> Tensor:
