@@ -27,6 +27,8 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
             "optimizer.decay_ends.0=110: is the end of a decay of 11 steps, which begins before the end of",
         ),
         (("optimizer.decay_ends=[300,310]", *WSD), "set it to at least 333, or reduce optimizer.decay_steps"),
+        (("optimizer.decay_ends=[500,2000]", *WSD), "optimizer.decay_ends.1=2000: is not before training.steps=1000"),
+        (("parallel.expert_tensor=1",), "parallel.expert_tensor=1: requires an MoE model; model.family=llama has no experts"),
         (
             ("optimizer.decay_ends=[950]", *WSD),
             "training.steps=1000: is the end of a decay of 100 steps, which begins before the end of the decay",

@@ -46,15 +46,20 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 
 
 def _decay_ends(config: RunConfig) -> Iterator[Violation]:
-    """Every decay begins after the warm-up and the decay before it have ended."""
+    """Every decay ends before the run, and begins after the warm-up and the decay before it have ended."""
     optimizer, training = config.optimizer, config.training
     before, what = warmup.lr_steps(optimizer, training), "the warm-up"
     keys = [*(f"optimizer.decay_ends.{number}" for number in range(len(optimizer.decay_ends))), "training.steps"]
     for key, (begin, end) in zip(keys, warmup.decays(optimizer, training), strict=True):
+        if 0 < training.steps <= end and key != "training.steps":
+            rule = f"is not before training.steps={training.steps}, where the last decay ends"
+            yield Violation(key, end, rule, "remove it, or increase training.steps")
+            return
         if begin < before and end:  # 0: known once the data is open
             rule = f"is the end of a decay of {end - begin} steps, which begins before the end of {what} at step {before}"
             least = before + (optimizer.decay_steps or max(1, before // 9))
             yield Violation(key, end, rule, f"set it to at least {least}, or reduce optimizer.decay_steps")
+            return
         before, what = end, "the decay before it"
 
 
