@@ -43,6 +43,11 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((*DEEPSEEK, "model.mtp_depth=1", *ZBV), None),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV), "stage 3 of 4 shares the embedding in model.mtp_depth=2 MTP modules"),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV, "parallel.schedule=1f1b"), None),
+        (("training.head_z_loss=1e-4",), None),
+        (
+            ("training.objective=dpo", "training.head_z_loss=1e-4"),
+            "training.head_z_loss=0.0001: has no effect with the objective dpo",
+        ),
         (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
         (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect without adapters"),
         (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect without adapters"),
