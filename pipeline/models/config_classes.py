@@ -13,6 +13,7 @@ from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
@@ -37,6 +38,7 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "gemma3": Gemma3Config,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
+    "gpt_neox": GPTNeoXConfig,
     "granite": GraniteConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,

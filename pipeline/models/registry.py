@@ -16,6 +16,7 @@ from pipeline.models.family import Family
 from pipeline.models.gemma3.model import GEMMA3
 from pipeline.models.gpt.model import GPT
 from pipeline.models.gpt1.model import GPT1
+from pipeline.models.gpt_neox.model import GPT_NEOX
 from pipeline.models.granite.model import GRANITE
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor, refusal
 from pipeline.models.llama.model import LLAMA
@@ -42,6 +43,7 @@ FAMILIES: dict[str, Family] = {
     "gemma3": GEMMA3,
     "gpt": GPT,
     "gpt1": GPT1,
+    "gpt_neox": GPT_NEOX,
     "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,

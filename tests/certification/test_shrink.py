@@ -42,7 +42,17 @@ MODELS = (
         "opt-350m",
         "opt-66b",
     ),
-    *("bloom-176b", "bloom-tiny", "mistral-7b", "mistral-nemo-12b", "mixtral-8x7b", "mixtral-8x22b", "mixtral-tiny", "deepseek-v3"),
+    *(
+        "pythia-12b",
+        "bloom-176b",
+        "bloom-tiny",
+        "mistral-7b",
+        "mistral-nemo-12b",
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+        "mixtral-tiny",
+        "deepseek-v3",
+    ),
     *(
         "deepseek-tiny",
         "gemma3-27b",

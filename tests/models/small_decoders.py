@@ -8,6 +8,7 @@ from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
@@ -54,6 +55,19 @@ CONFIGS = {
         rope_local_theta=1e2,
         rope_scaling="linear",
         rope_factor=4.0,
+    ),
+    "gpt-neox": GPTNeoXConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, partial_rotary_factor=0.5),
+    "gpt-neox-sequential": GPTNeoXConfig(
+        layers=2,
+        hidden=48,
+        heads=3,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=40,
+        parallel_residual=False,
+        attention_bias=False,
+        activation="gelu_tanh",
+        tie_embeddings=True,
     ),
     "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5),
     "olmo2": Olmo2Config(**SMALL, head_width=16),

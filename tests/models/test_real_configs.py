@@ -177,6 +177,9 @@ REFUSED = [
         CONFIGS["phi4-14b"] | {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
         "=longrope: is not supported",
     ),
+    (CONFIGS["pythia-6.9b"] | {"hidden_act": "relu"}, "hidden_act=relu: is not supported by this family; supported are gelu, gelu_fast"),
+    (CONFIGS["pythia-6.9b"] | {"rotary_pct": 0.2}, "model.partial_rotary_factor=0.2: rotates 25 of the 128 dims of a head"),
+    (CONFIGS["pythia-6.9b"] | {"rotary_pct": None}, "rotary_pct=None: must be a finite number"),
     (CONFIGS["bert-base-uncased"] | {"add_cross_attention": True}, "add_cross_attention=True"),
 ]
 

@@ -18,6 +18,7 @@ from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.opt.config import OPTConfig
@@ -49,6 +50,15 @@ RELEASED = {
     "bloom-3b": 3_002_557_440,
     "bloom-7b1": 7_069_016_064,
     "bloom-176b": 176_247_271_424,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
     "gpt1": 116_534_784,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -147,6 +157,7 @@ SMALL = {
     "bert-tiny",
     "bloom-tiny",
     "gpt-demo",
+    "gpt-neox-tiny",
     "gpt-tiny",
     "gpt1-tiny",
     "granite-tiny",
@@ -213,6 +224,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "bert": [{}, LABELS],
     "roberta": [{}, *({"model_type": name, **more} for name in ("roberta", "xlm-roberta", "camembert") for more in ({}, LABELS))],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
+    "gpt_neox": [{}, {"attention_bias": False}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "qwen3_moe": [{}, {"expert_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
@@ -282,6 +294,8 @@ def test_incomplete_or_ambiguous_plan_is_an_error():
         (GPTConfig(hidden=100, heads=3), ["model.heads"]),
         (GPTConfig(banded_window=1025), ["model.banded_window"]),  # longer than the longest sequence
         (GPT1Config(hidden=100, heads=3), ["model.heads"]),
+        (GPTNeoXConfig(hidden=100, heads=3), ["model.heads"]),
+        (GPTNeoXConfig(hidden=96, heads=8), ["model.partial_rotary_factor"]),  # 3 of 12 dims
         (LlamaConfig(hidden=100, heads=3, kv_heads=2), ["model.heads", "model.kv_heads"]),
         (LlamaConfig(hidden=36, heads=4, kv_heads=4), ["model.heads"]),  # rotary embeddings need an even head_dim
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),

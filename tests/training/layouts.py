@@ -110,6 +110,7 @@ MODELS = {
     "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "granite": Model(("model=granite-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "gpt-neox": Model(("model=gpt-neox-tiny", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     # Best-fit packing pads; padding is not a target of a causal model either.
@@ -198,6 +199,7 @@ LAYOUTS = {
     "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
     # The factor of the residual stream on every stage, and that of the logits with a vocabulary that is sharded.
     "granite": ["tensor=2 pipeline=2 zero_stage=1"],
+    "gpt-neox": ["tensor=2 pipeline=2 zero_stage=1"],
     "bert": [
         "zero_stage=0",
         "zero_stage=1 tensor=2 pipeline=2",

@@ -178,6 +178,7 @@ FAMILIES: dict[str, Model] = {
     "opt": _model("opt-tiny", SMOOTH, rows=SOME + CONTEXT[:2]),
     "opt-350m": _model("opt-tiny", "model.embed_width=48", "model.pre_norm=false", SMOOTH, HIGHER_STD, "optimizer.gradient_clipping=0.02"),
     "bloom": _model("bloom-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT),
+    "gpt_neox": _model("gpt-neox-tiny", rows=SOME + CONTEXT[:2]),
     "mistral": _model("mistral-tiny", "model.kv_heads=4", "model.window=6", rows=SOME + CONTEXT),
     "phi3": _model("phi3-tiny", "model.kv_heads=4", "model.window=6"),
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, rows=SOME + CONTEXT[:3] + EXPERT),

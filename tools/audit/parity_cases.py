@@ -82,6 +82,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
+    "gpt_neox": {
+        "parallel": {"partial_rotary_factor": 0.5},
+        "sequential": {"heads": 3, "parallel_residual": False, "attention_bias": False, "activation": "gelu_tanh", "tie_embeddings": True},
+        "whole": {"layers": 3, "partial_rotary_factor": 1.0, "rope_theta": 1e3, "norm_eps": 1e-3},
+        "linear": {"rope_scaling": "linear", "rope_factor": 4.0, "partial_rotary_factor": 0.7},
+        "yarn": {
+            **{key: value for key, value in ROPE_SCALED.items() if key != "kv_heads"},
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+    },
     "granite": {
         "factors": {
             "kv_heads": 2,
