@@ -131,6 +131,7 @@ class Stack(nn.Module):
         slopes: ALiBi slopes, None for none.
         local_rotary: tables of the layers with rope="local", None for none.
         causal: whether self-attention is causal.
+        softcap: bound of the attention scores, as in Mask; None for none.
         tie_embeddings: whether head and embedding share one weight.
 
     Attributes:
@@ -149,11 +150,12 @@ class Stack(nn.Module):
         *,
         local_rotary: Rotary | None = None,
         causal: bool = True,
+        softcap: float | None = None,
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
         self.embed: nn.Module | None = embed
-        self.rotary, self.local_rotary, self.slopes, self.causal = rotary, local_rotary, slopes, causal
+        self.rotary, self.local_rotary, self.slopes, self.causal, self.softcap = rotary, local_rotary, slopes, causal, softcap
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = norm
         self.head: nn.Module | None = head
@@ -195,7 +197,7 @@ class Stack(nn.Module):
         """Return the context of all blocks: mask and rotary tables."""
         positions = batch.get("positions")
         slopes = self.slopes() if self.slopes is not None else None
-        mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes)
+        mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes, softcap=self.softcap)
         tables, local = (rotary(positions) if rotary is not None else None for rotary in (self.rotary, self.local_rotary))
         return AttentionContext(mask, tables, local)
 

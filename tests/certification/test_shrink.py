@@ -56,6 +56,8 @@ MODELS = (
     *(
         "deepseek-tiny",
         "gemma3-27b",
+        "gemma2-27b",
+        "minitron-8b",
         "gemma3-1b",
         "gemma3-270m",
         "olmo2-32b",

@@ -114,6 +114,9 @@ MORE = (
     "mistral-small3-24b",
     "pythia-6.9b",
     "gpt-neox-20b",
+    "gemma2-9b",
+    "gemma2-27b",
+    "minitron-4b",
 )
 
 

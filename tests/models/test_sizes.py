@@ -15,12 +15,14 @@ from pipeline.models import config_classes, registry, tensor_parallel_roles
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.nemotron.config import NemotronConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
@@ -32,6 +34,9 @@ RELEASED = {
     # without the buffers of xIELU
     "apertus-8b": 8_053_338_176,
     "apertus-70b": 70_599_864_480,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
     # without the image encoder and its projection
@@ -139,6 +144,11 @@ RELEASED = {
 #: GPT-3 was not released, OPT-175B is not public, and OPT-66B has no exact count; rounded in the papers (GPT-3: table 2.1; OPT: table 1).
 ROUNDED = {
     "kimi-k2": 1.04e12,  # released in fp8; the paper has 1.04 trillion
+    # Of the papers: embeddings and other weights.
+    "nemotron4-15b": 3.1e9 + 12.5e9,
+    "nemotron4-340b": 9.4e9 + 331.6e9,
+    "minitron-4b": 4.19e9,
+    "minitron-8b": 8.27e9,
     "gpt3-small": 125e6,
     "gpt3-medium": 350e6,
     "gpt3-large": 760e6,
@@ -152,6 +162,7 @@ ROUNDED = {
 SMALL = {
     "apertus-tiny",
     "deepseek-tiny",
+    "gemma2-tiny",
     "gemma3-tiny",
     "smollm3-tiny",
     "bert-tiny",
@@ -165,6 +176,7 @@ SMALL = {
     "llama-tiny",
     "mistral-tiny",
     "mixtral-tiny",
+    "nemotron-tiny",
     "olmo2-tiny",
     "olmo3-tiny",
     "olmoe-tiny",
@@ -301,6 +313,8 @@ def test_incomplete_or_ambiguous_plan_is_an_error():
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),
         (LlamaConfig(attention_bias=True, qkv_bias=True), ["model.qkv_bias"]),
         (MistralConfig(max_positions=4095), ["model.window"]),
+        (NemotronConfig(hidden=96, heads=8, partial_rotary_factor=0.1), ["model.partial_rotary_factor"]),  # 1 of 12 dims
+        (Gemma2Config(hidden=2300, heads=7, kv_heads=7, max_positions=500), ["model.window", "model.heads"]),
         (Gemma3Config(hidden=1150, max_positions=500), ["model.window", "model.heads"]),
         (MistralConfig(max_positions=4095, window=None), []),
         (MistralConfig(heads=8, kv_heads=3, head_width=7), ["model.head_width", "model.kv_heads"]),

@@ -167,6 +167,13 @@ FAMILIES: dict[str, Model] = {
         "model.rope_local_theta=100",
         rows=SOME + CONTEXT,
     ),
+    "gemma2": _model(
+        "gemma2-tiny",
+        *("model.kv_heads=4", "model.window=6", "model.query_pre_attn_scalar=2", "model.attn_logit_softcapping=0.5"),
+        "model.final_logit_softcapping=1.0",
+        rows=SOME + CONTEXT,
+    ),
+    "nemotron": _model("nemotron-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:2]),
     "gpt1": _model("gpt1-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT[:2]),
     "olmo2": _model("olmo2-tiny", "model.kv_heads=4", WIDE_STD, rows=SOME + CONTEXT),
     "olmo3": _model("olmo3-tiny", "model.kv_heads=4", "model.window=6", "model.rope_local_theta=100", WIDE_STD, rows=SOME + CONTEXT[:2]),
