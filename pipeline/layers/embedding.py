@@ -120,6 +120,7 @@ class OutputHead(nn.Module):
         if targets is None:
             logits = F.linear(hidden, self.weight, self.bias)
             return logits if self.softcap is None else capped(logits, self.softcap)
-        options = {"label_smoothing": self.label_smoothing, "softcap": self.softcap}
-        loss = linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, **options)
+        loss = linear_cross_entropy(
+            hidden, self.weight, targets, bias=self.bias, label_smoothing=self.label_smoothing, softcap=self.softcap
+        )
         return loss * mean_factor(targets, loss_scale)
