@@ -56,6 +56,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_token: int,
         smoothing: tuple[float, int],
         softcap: float | None,
+        z_loss: float,
         reduce_max: Reduce | None,
         reduce_sum: Reduce | None,
     ) -> Tensor:
@@ -101,6 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # d sum / d logits = softmax - smoothed one-hot; divided by the number of rows in the backward pass, where fp16 can hold it
                 # The gradient replaces the logits in the dtype of the products; rows without a target are divided by infinity.
                 divisor = torch.where(is_target, sums[0], torch.inf)
+                if z_loss:  # its gradient is the softmax times 2 z log Z
+                    divisor = divisor / (1 + 2 * z_loss * (sums[0].log() + largest.squeeze(1)))
                 one_hot = torch.where(is_local, 1.0 - label_smoothing, 0.0)
                 at_target = exponentials.gather(1, local).squeeze(1) / divisor - one_hot
                 if label_smoothing:
@@ -133,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = [None if grad is None else (grad_loss / ctx.rows).to(grad.dtype) for grad in ctx.saved_tensors]
         pairs = zip(ctx.saved_tensors, factors, strict=True)
         scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
-        return (*scaled, None, None, None, None, None, None)
+        return (*scaled, *[None] * 7)
 
 
 def linear_cross_entropy(
@@ -144,6 +147,7 @@ def linear_cross_entropy(
     bias: Tensor | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
+    z_loss: float = 0.0,
     vocabulary: int | None = None,
     first_token: int = 0,
     reduce_max: Reduce | None = None,
@@ -158,6 +162,8 @@ def linear_cross_entropy(
         bias: (vocabulary,), added to the logits; the same rows as the weight.
         label_smoothing: probability mass of the target that is spread evenly over the vocabulary (Szegedy et al. 2016).
         softcap: bound of the logits, as in Mask (layers/mask.py); None for none.
+        z_loss: weight of the square of log Z, where Z is the sum of the exponentials of the logits (Chowdhery et al. 2022, section 5,
+            https://arxiv.org/abs/2204.02311). Only the gradients contain it, not the result.
         vocabulary: size of the full vocabulary, if the weight holds only some of its rows.
         first_token: token id of the weight's first row.
         reduce_max: elementwise maximum over the ranks that hold the other rows; None for an unsharded weight.
@@ -170,7 +176,7 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     smoothing = (label_smoothing, vocabulary or weight.shape[0])
     loss: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, targets.reshape(-1), first_token, smoothing, softcap, reduce_max, reduce_sum
+        rows, weight, bias, targets.reshape(-1), first_token, smoothing, softcap, z_loss, reduce_max, reduce_sum
     )
     return loss
 
