@@ -66,6 +66,8 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
     if (base := getattr(model, "mup_base_width", None)) is not None:  # the same factors
         sizes["model.mup_base_width"] = max(1, round(base * hidden / wanted.hidden))
+    if (share := getattr(model, "partial_rotary_factor", None)) is not None:  # of an even number of dims
+        sizes["model.partial_rotary_factor"] = max(2, int(head_width * share) // 2 * 2) / head_width
     if getattr(model, "embed_width", None) is not None:
         sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""

@@ -244,7 +244,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = 
     With one query, the query heads that share a key head are computed as its queries: keys and values are then not repeated.
     """
     shared = q.shape[1] // k.shape[1]
-    if shared == 1 or q.shape[2] > 1 or mask.slopes is not None or mask.bias is not None:
+    if shared == 1 or q.shape[2] > 1 or mask.slopes is not None or mask.bias is not None or mask.softcap is not None:
         return sdpa(q, k, v, mask, window=window, scale=scale)
     allowed = mask.visible(1, k.shape[2], q.device, window)
     scale = q.shape[3] ** -0.5 if scale is None else scale

@@ -40,7 +40,12 @@ class Core(Protocol):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-    """PyTorch's kernels (flash, memory-efficient, cuDNN); any mask other than causal needs a (queries, keys) tensor."""
+    """PyTorch's kernels (flash, memory-efficient, cuDNN); any mask other than causal needs a (queries, keys) tensor.
+
+    None of them has a soft cap of the scores: with one, this is `plain`.
+    """
+    if mask.softcap is not None:
+        return plain(q, k, v, mask, window=window, scale=scale)
     dense = mask.attn_mask(q.shape[2], k.shape[2], q.device, q.dtype, window)
     causal = mask.causal and dense is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -49,10 +54,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = No
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
     """Unfused reference implementation, which tests compare the other cores with."""
     k, v = repeat_kv(q, k, v)
-    scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    bias = mask.score_bias(q.shape[2], k.shape[2], q.device, q.dtype)
-    if bias is not None:
-        scores = scores + bias
+    scores = mask.changed(q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale))
     allowed = mask.visible(q.shape[2], k.shape[2], q.device, window)
     if allowed is None and mask.causal:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()

@@ -10,13 +10,16 @@ from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.nemotron.config import NemotronConfig
 from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.olmo3.config import Olmo3Config
 from pipeline.models.olmoe.config import OlmoeConfig
@@ -34,13 +37,16 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "bert": BertConfig,
     "bloom": BloomConfig,
     "deepseek_v3": DeepseekV3Config,
+    "gemma2": Gemma2Config,
     "gemma3": Gemma3Config,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
+    "gpt_neox": GPTNeoXConfig,
     "granite": GraniteConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
+    "nemotron": NemotronConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,
     "olmoe": OlmoeConfig,

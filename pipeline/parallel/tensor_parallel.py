@@ -25,6 +25,7 @@ from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
+from pipeline.layers.mask import capped
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
@@ -217,7 +218,7 @@ class VocabParallelHead(nn.Module):
     def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: RegionBoundary) -> None:
         super().__init__()
         self.project, self.weight, self.bias = head.project, head.weight, head.bias
-        self.factor, self.label_smoothing = head.factor, head.label_smoothing
+        self.factor, self.label_smoothing, self.softcap = head.factor, head.label_smoothing, head.softcap
         self.first_token, self.vocabulary = piece.start(0), piece.full_shape[0]
         self.enter, self.group = enter, group
         self.reduce_max = partial(collectives.all_reduce, group=group, op="max")
@@ -230,13 +231,15 @@ class VocabParallelHead(nn.Module):
         if self.factor != 1.0:
             hidden = hidden * self.factor
         if targets is None:
-            return self._gather_logits(F.linear(self.enter(hidden), self.weight, self.bias))
+            logits = F.linear(self.enter(hidden), self.weight, self.bias)
+            return self._gather_logits(logits if self.softcap is None else capped(logits, self.softcap))
         loss = linear_cross_entropy(
             self.enter(hidden),
             self.weight,
             targets,
             bias=self.bias,
             label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
             z_loss=self.z_loss,
             vocabulary=self.vocabulary,
             first_token=self.first_token,

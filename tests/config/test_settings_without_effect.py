@@ -43,6 +43,9 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((*DEEPSEEK, "model.mtp_depth=1", *ZBV), None),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV), "stage 3 of 4 shares the embedding in model.mtp_depth=2 MTP modules"),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV, "parallel.schedule=1f1b"), None),
+        (("model=gemma2-tiny", "training.attention=sdpa"), "training.attention=sdpa: has no kernel with a soft cap of the scores"),
+        (("model=gemma2-tiny", "training.attention=sdpa", "model.attn_logit_softcapping=null"), None),
+        (("model=gemma2-tiny", "training.attention=plain"), None),
         (("training.head_z_loss=1e-4",), None),
         (
             ("training.objective=dpo", "training.head_z_loss=1e-4"),

@@ -28,16 +28,18 @@ def example(rows: int, hidden: int, vocabulary: int, dtype=torch.float64):
     chunk=st.integers(1, 10),
     scale=st.floats(0.1, 3),
     z_loss=st.sampled_from([0, 0.01, 2]),
+    softcap=st.sampled_from([None, 0.8]),
 )
-def test_value_and_gradients_equal_the_unfused_form(rows, hidden, vocabulary, chunk, scale, z_loss):
+def test_value_and_gradients_equal_the_unfused_form(rows, hidden, vocabulary, chunk, scale, z_loss, softcap):
     x, weight, targets = example(rows, hidden, vocabulary)
     logits = (x @ weight.t()).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     plain = F.cross_entropy(logits, targets.flatten()) * scale
     with_z = plain + z_loss * logits.logsumexp(dim=1).square().mean() * scale
     expected = torch.autograd.grad(with_z, (x, weight))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "chunk_rows", lambda *_: chunk)
-        ours = linear_cross_entropy(x, weight, targets, z_loss=z_loss) * scale
+        ours = linear_cross_entropy(x, weight, targets, z_loss=z_loss, softcap=softcap) * scale
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), expected)
 
@@ -47,14 +49,17 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, targets), (x, weight))
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_gradcheck_with_bias_smoothing_and_ignored_targets(smoothing):
+def test_gradcheck_with_bias_smoothing_a_soft_cap_and_ignored_targets(smoothing, softcap):
     x, weight, targets = example(5, 3, 7)
     bias = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     targets[0, 1:3] = loss.IGNORE
-    options = {"label_smoothing": smoothing}
+    options = {"label_smoothing": smoothing, "softcap": softcap}
     assert torch.autograd.gradcheck(lambda a, b, c: linear_cross_entropy(a, b, targets, bias=c, **options), (x, weight, bias))
-    plain = F.cross_entropy((x @ weight.t() + bias).flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction="sum") / 5
+    logits = (x @ weight.t() + bias).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    plain = F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing, reduction="sum") / 5
     torch.testing.assert_close(linear_cross_entropy(x, weight, targets, bias=bias, **options), plain)
 
 

@@ -111,6 +111,15 @@ MODELS = {
     "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", Z_LOSS, *DECODER), packed),
     "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "granite": Model(("model=granite-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "gpt-neox": Model(("model=gpt-neox-tiny", "model.ffn_hidden=48", *DECODER), packed),
+    "gemma2": Model(
+        (
+            *("model=gemma2-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=11", "model.query_pre_attn_scalar=2"),
+            *("model.attn_logit_softcapping=0.5", "model.final_logit_softcapping=1.0", "model.ffn_hidden=48", *DECODER),
+        ),
+        packed,
+    ),
+    "nemotron": Model(("model=nemotron-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     # Best-fit packing pads; padding is not a target of a causal model either.
@@ -201,6 +210,10 @@ LAYOUTS = {
     "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
     # The factor of the residual stream on every stage, and that of the logits with a vocabulary that is sharded.
     "granite": ["tensor=2 pipeline=2 zero_stage=1"],
+    "gpt-neox": ["tensor=2 pipeline=2 zero_stage=1"],
+    # The soft cap of the logits with a vocabulary that is sharded, and that of the scores over a ring.
+    "gemma2": ["tensor=2 context=2 context_kind=ring zero_stage=1"],
+    "nemotron": ["tensor=2 pipeline=2 zero_stage=1"],
     "bert": [
         "zero_stage=0",
         "zero_stage=1 tensor=2 pipeline=2",

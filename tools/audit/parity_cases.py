@@ -63,6 +63,38 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_mscale_all": 1.0,
         },
     },
+    "gemma2": {
+        "caps": {
+            "layers": 4,
+            "kv_heads": 2,
+            "head_width": 16,
+            "window": 6,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+        },
+        "uncapped": {
+            "layers": 3,
+            "head_width": 12,
+            "window": 5,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_embeddings": False,
+        },
+        "yarn": {
+            **ROPE_SCALED,
+            "head_width": 32,
+            "window": 9,
+            "sliding_window_pattern": 1,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+    },
     "gemma3": {
         "window": {"layers": 4, "kv_heads": 2, "head_width": 16, "window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
         "linear": {
@@ -82,6 +114,18 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
+    "gpt_neox": {
+        "parallel": {"partial_rotary_factor": 0.5},
+        "sequential": {"heads": 3, "parallel_residual": False, "attention_bias": False, "activation": "gelu_tanh", "tie_embeddings": True},
+        "whole": {"layers": 3, "partial_rotary_factor": 1.0, "rope_theta": 1e3, "norm_eps": 1e-3},
+        "linear": {"rope_scaling": "linear", "rope_factor": 4.0, "partial_rotary_factor": 0.7},
+        "yarn": {
+            **{key: value for key, value in ROPE_SCALED.items() if key != "kv_heads"},
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+    },
     "granite": {
         "factors": {
             "kv_heads": 2,
@@ -111,6 +155,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mixtral": {
         "two of four": {"kv_heads": 2, "experts": 4},
         "window": {"kv_heads": 2, "experts": 3, "top_k": 1, "window": 6, "tie_embeddings": True},
+    },
+    "nemotron": {
+        "grouped": {"kv_heads": 2, "rope_theta": 1e3},
+        "wide": {"layers": 3, "head_width": 20, "partial_rotary_factor": 0.7, "norm_eps": 1e-3, "tie_embeddings": True},
+        "linear": {"kv_heads": 1, "rope_scaling": "linear", "rope_factor": 4.0, "partial_rotary_factor": 1.0},
+        "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
     },
     "olmo2": {
         "plain": {},
