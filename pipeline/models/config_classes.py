@@ -11,6 +11,7 @@ from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma3.config import Gemma3Config
+from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.granite.config import GraniteConfig
@@ -35,6 +36,7 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "bloom": BloomConfig,
     "deepseek_v3": DeepseekV3Config,
     "gemma3": Gemma3Config,
+    "glm4_moe": Glm4MoeConfig,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
     "granite": GraniteConfig,

@@ -81,10 +81,28 @@ def _read_unscaled(content: dict[str, Any]) -> dict[str, Any]:
     return {"rope_theta": _read(content, ("none",))["rope_theta"]}
 
 
+def _write_partial(config: Any) -> dict[str, Any]:
+    """Return the keys of `_write` with the fraction of the dims that are rotated, in each place where a release reads it."""
+    fraction = {"partial_rotary_factor": config.rotary_factor}
+    return {key: {**value, **fraction} if isinstance(value, dict) else value for key, value in _write(config).items()} | fraction
+
+
+def _read_partial(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of `_read` and rotary_factor. The object of rotary parameters takes precedence, as in the classes."""
+    key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    parameters = as_object(key, content.get(key))
+    fraction = content.get("partial_rotary_factor", 0.5)
+    fraction = parameters.get("partial_rotary_factor", 1.0 if fraction is None else fraction)
+    others = {name: value for name, value in parameters.items() if name != "partial_rotary_factor"}
+    return {**_read({**content, key: others}), "rotary_factor": number("partial_rotary_factor", fraction)}
+
+
 _KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 
 #: for families whose configuration is a RopeConfig
 ROPE = KeyGroup(keys=_KEYS, write=_write, read=_read)
+#: for families that rotate a part of the dims of a head, half of them without the key
+PARTIAL_ROPE = KeyGroup(keys=(*_KEYS, "partial_rotary_factor"), write=_write_partial, read=_read_partial)
 #: for families with rope_theta and without scaling
 UNSCALED = KeyGroup(keys=_KEYS, write=_write, read=_read_unscaled)
 

@@ -14,6 +14,7 @@ from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.model import DEEPSEEK_V3
 from pipeline.models.family import Family
 from pipeline.models.gemma3.model import GEMMA3
+from pipeline.models.glm4_moe.model import GLM4_MOE
 from pipeline.models.gpt.model import GPT
 from pipeline.models.gpt1.model import GPT1
 from pipeline.models.granite.model import GRANITE
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "bloom": BLOOM,
     "deepseek_v3": DEEPSEEK_V3,
     "gemma3": GEMMA3,
+    "glm4_moe": GLM4_MOE,
     "gpt": GPT,
     "gpt1": GPT1,
     "granite": GRANITE,

@@ -177,6 +177,7 @@ REFUSED = [
         CONFIGS["phi4-14b"] | {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
         "=longrope: is not supported",
     ),
+    (CONFIGS["glm4.5-air"] | {"partial_rotary_factor": 0.04}, "model.rotary_factor=0.04: rotates 5 of the 128 dims"),
     (CONFIGS["bert-base-uncased"] | {"add_cross_attention": True}, "add_cross_attention=True"),
 ]
 
