@@ -218,7 +218,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "bert": [{}, LABELS],
     "roberta": [{}, *({"model_type": name, **more} for name in ("roberta", "xlm-roberta", "camembert") for more in ({}, LABELS))],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
-    "glm4_moe": [{"mtp_depth": 2}, {"qkv_bias": False, "query_key_norm": True, "mtp_depth": 0}],
+    "glm4_moe": [{"mtp_depth": 2, "query_key_norm": True}, {"qkv_bias": False, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "qwen3_moe": [{}, {"expert_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
