@@ -84,6 +84,12 @@ class TrainingConfig:
     balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     z_loss: float | None = knob(None, "Mixtral, OLMoE, Qwen3-MoE: weight of the routers' z-loss; default: 0, OLMoE 0.001", at_least=0)
     z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    head_z_loss: float = knob(
+        0.0,
+        "weight of the z-loss of the output head, the mean square of log Z over the targets, such as 1e-4 (PaLM): it keeps logits small, "
+        "and is not in the loss that is logged",
+        at_least=0,
+    )
     bias_update_speed: float | None = knob(
         None,
         "DeepSeek-V3, GLM-4.5: change of the routers' correction biases per step, to balance the load; 0 disables it; default: 0.001",

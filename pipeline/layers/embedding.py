@@ -81,7 +81,12 @@ class OutputHead(nn.Module):
         factor: scales the hidden states (T5 with tied embeddings: 1 / sqrt(hidden)).
         label_smoothing: probability mass of the target that is spread over the vocabulary (Szegedy et al. 2016).
         width: width of the output embeddings, to which the hidden states are projected first (opt-350m); hidden when None.
+
+    Attributes:
+        z_loss: as in linear_cross_entropy; set_z_loss sets it.
     """
+
+    z_loss = 0.0
 
     def __init__(
         self,
@@ -116,5 +121,12 @@ class OutputHead(nn.Module):
             hidden = hidden * self.factor
         if targets is None:
             return F.linear(hidden, self.weight, self.bias)
-        loss = linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, label_smoothing=self.label_smoothing)
+        loss = linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, label_smoothing=self.label_smoothing, z_loss=self.z_loss)
         return loss * mean_factor(targets, loss_scale)
+
+
+def set_z_loss(model: nn.Module, weight: float) -> None:
+    """Set the weight of the z-loss (see linear_cross_entropy) of all projections to the vocabulary, whole or sharded."""
+    for module in model.modules():
+        if hasattr(module, "z_loss"):
+            module.z_loss = weight  # type: ignore[assignment] # a number, not a module

@@ -55,6 +55,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         first_token: int,
         smoothing: tuple[float, int],
+        z_loss: float,
         reduce_max: Reduce | None,
         reduce_sum: Reduce | None,
     ) -> Tensor:
@@ -97,6 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # d sum / d logits = softmax - smoothed one-hot; divided by the number of rows in the backward pass, where fp16 can hold it
                 # The gradient replaces the logits in the dtype of the products; rows without a target are divided by infinity.
                 divisor = torch.where(is_target, sums[0], torch.inf)
+                if z_loss:  # its gradient is the softmax times 2 z log Z
+                    divisor = divisor / (1 + 2 * z_loss * (sums[0].log() + largest.squeeze(1)))
                 one_hot = torch.where(is_local, 1.0 - label_smoothing, 0.0)
                 at_target = exponentials.gather(1, local).squeeze(1) / divisor - one_hot
                 if label_smoothing:
@@ -127,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = [None if grad is None else (grad_loss / ctx.rows).to(grad.dtype) for grad in ctx.saved_tensors]
         pairs = zip(ctx.saved_tensors, factors, strict=True)
         scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, *[None] * 6)
 
 
 def linear_cross_entropy(
@@ -137,6 +140,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     vocabulary: int | None = None,
     first_token: int = 0,
     reduce_max: Reduce | None = None,
@@ -150,6 +154,8 @@ def linear_cross_entropy(
         targets: int64 (batch, sequence), token ids of the full vocabulary, IGNORE for none.
         bias: (vocabulary,), added to the logits; the same rows as the weight.
         label_smoothing: probability mass of the target that is spread evenly over the vocabulary (Szegedy et al. 2016).
+        z_loss: weight of the square of log Z, where Z is the sum of the exponentials of the logits (Chowdhery et al. 2022, section 5,
+            https://arxiv.org/abs/2204.02311). Only the gradients contain it, not the result.
         vocabulary: size of the full vocabulary, if the weight holds only some of its rows.
         first_token: token id of the weight's first row.
         reduce_max: elementwise maximum over the ranks that hold the other rows; None for an unsharded weight.
@@ -161,7 +167,9 @@ def linear_cross_entropy(
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     smoothing = (label_smoothing, vocabulary or weight.shape[0])
-    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), first_token, smoothing, reduce_max, reduce_sum)
+    loss: Tensor = _LinearCrossEntropy.apply(
+        rows, weight, bias, targets.reshape(-1), first_token, smoothing, z_loss, reduce_max, reduce_sum
+    )
     return loss
 
 

@@ -212,6 +212,8 @@ def local_positions(
 class VocabParallelHead(nn.Module):
     """The rows of the output matrix from `first_token` on, with the cross-entropy over the full vocabulary."""
 
+    z_loss = 0.0
+
     def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: RegionBoundary) -> None:
         super().__init__()
         self.project, self.weight, self.bias = head.project, head.weight, head.bias
@@ -235,6 +237,7 @@ class VocabParallelHead(nn.Module):
             targets,
             bias=self.bias,
             label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
             vocabulary=self.vocabulary,
             first_token=self.first_token,
             reduce_max=self.reduce_max,

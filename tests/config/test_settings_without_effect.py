@@ -27,6 +27,8 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
             "optimizer.decay_ends.0=110: is the end of a decay of 11 steps, which begins before the end of",
         ),
         (("optimizer.decay_ends=[300,310]", *WSD), "set it to at least 333, or reduce optimizer.decay_steps"),
+        (("optimizer.decay_ends=[500,2000]", *WSD), "optimizer.decay_ends.1=2000: is not before training.steps=1000"),
+        (("parallel.expert_tensor=1",), "parallel.expert_tensor=1: requires an MoE model; model.family=llama has no experts"),
         (
             ("optimizer.decay_ends=[950]", *WSD),
             "training.steps=1000: is the end of a decay of 100 steps, which begins before the end of the decay",
@@ -41,6 +43,11 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((*DEEPSEEK, "model.mtp_depth=1", *ZBV), None),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV), "stage 3 of 4 shares the embedding in model.mtp_depth=2 MTP modules"),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV, "parallel.schedule=1f1b"), None),
+        (("training.head_z_loss=1e-4",), None),
+        (
+            ("training.objective=dpo", "training.head_z_loss=1e-4"),
+            "training.head_z_loss=0.0001: has no effect with the objective dpo",
+        ),
         (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
         (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect without adapters"),
         (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect without adapters"),

@@ -82,6 +82,7 @@ EPS = "optimizer.eps=1e-5"  # Adam turns the rounding error of a gradient near z
 CLIPPED = ("optimizer.gradient_clipping=0.5", EPS)
 LONG = ("training.sequence_length=32", "model.max_positions=32", "training.global_batch_size=8", "training.document_mask=true")
 DECODER = (*CLIPPED, *LONG, AVERAGED, "training.steps=3", "model.layers=4", "optimizer.lr=0.001", "optimizer.warmup_steps=1")
+Z_LOSS = "training.head_z_loss=0.05"
 FEW = "training.micro_batch_size=4"  # fewer micro-batches, since every collective of a test costs milliseconds
 FOUR = (EPS, FEW, "model.layers=4", "model.ffn_hidden=64")
 PAIRS = (FEW, "model.ffn_hidden=64", "training.sequence_length=12")
@@ -107,18 +108,20 @@ MODELS = {
         packed,
     ),
     "olmo2": Model(("model=olmo2-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
-    "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", Z_LOSS, *DECODER), packed),
     "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "granite": Model(("model=granite-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     # Best-fit packing pads; padding is not a target of a causal model either.
-    "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", *FOUR), some_targets, compared=("moments",)),
+    "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", Z_LOSS, *FOUR), some_targets, compared=("moments",)),
     "t5": Model(("model=t5-tiny", "model.head_width=16", *PAIRS), pairs, compared=()),
     "t5-1.1": Model(("model=t5-tiny", "model.head_width=8", "model.gated=true", "model.tie_embeddings=false", *PAIRS), pairs, compared=()),
     # Three encoder blocks and two decoder blocks.
     "transformer": Model(
-        ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3", "data.pairs.train=[unread.tsv]", *PAIRS), pairs, compared=()
+        ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3", "data.pairs.train=[unread.tsv]", Z_LOSS, *PAIRS),
+        pairs,
+        compared=(),
     ),
     "mixtral": Model(MIXTRAL, compared=("weights",)),
     "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
@@ -161,7 +164,7 @@ MODELS = {
             *("model.expert_ffn_hidden=16", "model.groups=2", "model.topk_group=1", "model.mtp_depth=2", "model.init_std=0.1"),
             *("training.balance_loss=0.05", "model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8", EPS),
             *("model.qk_rope_head_dim=4", "model.v_head_dim=6", "training.global_batch_size=8"),
-            *("training.mtp_loss=0.1", "training.mtp_loss_schedule=[{until_step:1,value:0.5}]"),
+            *("training.mtp_loss=0.1", "training.mtp_loss_schedule=[{until_step:1,value:0.5}]", Z_LOSS),
         ),
         compared=(),
     ),

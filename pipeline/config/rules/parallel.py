@@ -70,14 +70,15 @@ def _expert_tensor(config: RunConfig) -> Iterator[Violation]:
     """Experts are sliced over all tensor ranks, or whole: tensor x expert ranks hold them, and each tensor rank has its own tokens."""
     parallel, experts = config.parallel, getattr(config.model, "experts", 0)
     key, value, tensor, ranks = "parallel.expert_tensor", parallel.expert_tensor, parallel.tensor, parallel.expert
+    if value is not None and not experts:
+        yield Violation(key, value, f"requires an MoE model; model.family={config.model.family} has no experts", "remove it")
+        return
     if value not in (None, 1, tensor):
         rule, fix = f"is neither 1 nor parallel.tensor={tensor}", "set it to 1 for whole experts, or remove it: tensor ranks slice them"
         yield Violation(key, value, rule, fix)
     if not parallel.folded:
         return
-    if not experts:
-        yield Violation(key, value, f"requires an MoE model; model.family={config.model.family} has no experts", "remove it")
-    elif experts % ranks == 0 and experts % (tensor * ranks):
+    if experts % ranks == 0 and experts % (tensor * ranks):
         rule = f"requires that parallel.tensor={tensor} x parallel.expert={ranks} divides model.experts={experts}"
         yield Violation(key, value, rule, "use fewer expert or tensor ranks, or remove it")
     if not parallel.sequence_parallel:
