@@ -12,6 +12,7 @@ from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
+from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
@@ -39,6 +40,7 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "deepseek_v3": DeepseekV3Config,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3Config,
+    "glm4_moe": Glm4MoeConfig,
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
     "gpt_neox": GPTNeoXConfig,

@@ -15,6 +15,7 @@ from pipeline.models.deepseek_v3.model import DEEPSEEK_V3
 from pipeline.models.family import Family
 from pipeline.models.gemma2.model import GEMMA2
 from pipeline.models.gemma3.model import GEMMA3
+from pipeline.models.glm4_moe.model import GLM4_MOE
 from pipeline.models.gpt.model import GPT
 from pipeline.models.gpt1.model import GPT1
 from pipeline.models.gpt_neox.model import GPT_NEOX
@@ -44,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": DEEPSEEK_V3,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "glm4_moe": GLM4_MOE,
     "gpt": GPT,
     "gpt1": GPT1,
     "gpt_neox": GPT_NEOX,

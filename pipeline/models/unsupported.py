@@ -23,7 +23,6 @@ NEAREST: dict[str, tuple[str, str]] = {
     "Gemma3nForConditionalGeneration": ("Gemma3ForCausalLM", "has embeddings in every layer, and several residual streams"),
     "GemmaForCausalLM": ("Gemma2ForCausalLM", "has no norms of the outputs of the layers, no soft caps, and no sliding window"),
     "Glm4ForCausalLM": ("LlamaForCausalLM", "rotates a part of the dims of a head, and has norms of the outputs of the layers"),
-    "Glm4MoeForCausalLM": ("DeepseekV3ForCausalLM", "has grouped-query attention that rotates a part of the dims of a head"),
     "GlmForCausalLM": ("LlamaForCausalLM", "rotates a part of the dims of a head"),
     "GptOssForCausalLM": ("MixtralForCausalLM", "has attention sinks, and biases and another activation in the experts"),
     "GraniteMoeForCausalLM": ("GraniteForCausalLM", "has experts"),

@@ -66,6 +66,7 @@ MODELS = (
         "qwen3-235b-a22b",
         "qwen3-moe-tiny",
         "olmoe-1b-7b",
+        "glm4.5",
         "smollm3-3b",
         "apertus-70b",
         "bert-large-cased",

@@ -7,6 +7,7 @@ from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
+from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
@@ -78,6 +79,18 @@ CONFIGS = {
         attention_bias=False,
         activation="gelu_tanh",
         tie_embeddings=True,
+    ),
+    "glm4-moe": Glm4MoeConfig(  # rotary positions in half of the dims, biases and norms of queries and keys
+        **{**SMALL, "layers": 3},
+        head_width=16,
+        query_key_norm=True,
+        rope_theta=1e3,
+        experts=6,
+        shared_experts=2,
+        expert_ffn_hidden=24,
+        top_k=3,
+        routed_scaling_factor=1.5,
+        mtp_depth=0,
     ),
     "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5),
     "nemotron": NemotronConfig(**SMALL, head_width=16),

@@ -185,6 +185,7 @@ REFUSED = [
     (CONFIGS["gemma2-9b"] | {"final_logit_softcapping": "30"}, "final_logit_softcapping=30: must be of type float"),
     (CONFIGS["minitron-4b"] | {"hidden_act": "silu"}, "hidden_act=silu: is not supported by this family; only relu2 is supported"),
     (CONFIGS["minitron-4b"] | {"mlp_bias": True}, "mlp_bias=True: is not supported by this family; only False is supported"),
+    (CONFIGS["glm4.5-air"] | {"partial_rotary_factor": 0.04}, "model.partial_rotary_factor=0.04: rotates 5 of the 128 dims"),
     (CONFIGS["bert-base-uncased"] | {"add_cross_attention": True}, "add_cross_attention=True"),
 ]
 

@@ -17,6 +17,7 @@ from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
+from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
@@ -97,6 +98,9 @@ RELEASED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # with an MTP module, without its copies of embedding and head: 110,468,824,832 and 358,337,791,296 with them
+    "glm4.5-air": 109_227_310_848,
+    "glm4.5": 356_785_898_816,
     "granite3-2b": 2_533_531_648,
     "granite3-8b": 8_170_848_256,
     "phi4-14b": 14_659_507_200,
@@ -171,6 +175,7 @@ SMALL = {
     "gpt-neox-tiny",
     "gpt-tiny",
     "gpt1-tiny",
+    "glm4-moe-tiny",
     "granite-tiny",
     "llama-demo",
     "llama-tiny",
@@ -237,6 +242,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "roberta": [{}, *({"model_type": name, **more} for name in ("roberta", "xlm-roberta", "camembert") for more in ({}, LABELS))],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     "gpt_neox": [{}, {"attention_bias": False}],
+    "glm4_moe": [{"mtp_depth": 2, "query_key_norm": True}, {"qkv_bias": False, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "qwen3_moe": [{}, {"expert_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
@@ -315,6 +321,7 @@ def test_incomplete_or_ambiguous_plan_is_an_error():
         (MistralConfig(max_positions=4095), ["model.window"]),
         (NemotronConfig(hidden=96, heads=8, partial_rotary_factor=0.1), ["model.partial_rotary_factor"]),  # 1 of 12 dims
         (Gemma2Config(hidden=2300, heads=7, kv_heads=7, max_positions=500), ["model.window", "model.heads"]),
+        (Glm4MoeConfig(partial_rotary_factor=0.25, head_width=12, topk_group=2), ["model.partial_rotary_factor", "model.topk_group"]),
         (Gemma3Config(hidden=1150, max_positions=500), ["model.window", "model.heads"]),
         (MistralConfig(max_positions=4095, window=None), []),
         (MistralConfig(heads=8, kv_heads=3, head_width=7), ["model.head_width", "model.kv_heads"]),

@@ -151,6 +151,14 @@ MODELS = {
         ),
         compared=("weights",),
     ),
+    # Rotary positions in half of the dims of a head, biases, norms of queries and keys, a shared expert, and a further token.
+    "glm4-moe": Model(
+        (
+            *("model=glm4-moe-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=12"),
+            *("training.balance_loss=0.1", "training.bias_update_speed=0.01", *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
@@ -269,6 +277,7 @@ LAYOUTS = {
     "mixtral-4": ["expert=2 pipeline=2 zero_stage=2 schedule=zbv"],
     "olmoe": ["expert=2 tensor=2 zero_stage=1"],
     "qwen3-moe": ["expert=2 tensor=2 zero_stage=1", "expert=2 pipeline=2 zero_stage=3"],
+    "glm4-moe": ["expert=2 tensor=2 zero_stage=1", "tensor=2 pipeline=2 zero_stage=0"],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
         "expert=2 pipeline=2 zero_stage=3",
@@ -290,7 +299,7 @@ KINDS = {
     **dict.fromkeys(("bert", "roberta"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
-    **dict.fromkeys(("olmoe", "qwen3-moe", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(("olmoe", "qwen3-moe", "glm4-moe", "deepseek", "deepseek-grouped"), "experts"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

@@ -194,6 +194,7 @@ FAMILIES: dict[str, Model] = {
     # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
     "deepseek_v3": _model("deepseek-tiny", "training.seed=1", ONE, rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", ONE, rows=CONTEXT[:3]),
+    "glm4_moe": _model("glm4-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
     "t5": _model("t5-tiny", "model.gated=true"),

@@ -28,6 +28,19 @@ LATENT = {
     "mtp_depth": 0,
 }
 
+#: A small GLM-4.5, without MTP modules either.
+GROUPED = {
+    "layers": 3,
+    "kv_heads": 2,
+    "head_width": 16,
+    "rope_theta": 1e3,
+    "dense_layers": 1,
+    "experts": 8,
+    "expert_ffn_hidden": 20,
+    "top_k": 3,
+    "mtp_depth": 0,
+}
+
 #: family -> variant -> fields of its configuration
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "apertus": {
@@ -111,6 +124,29 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "tie_embeddings": False,
         },
         "local": {"window": 5, "head_width": 12},  # fewer layers than an interval
+    },
+    "glm4_moe": {
+        "air": {**GROUPED, "norm_topk_prob": False},
+        "norms": {
+            **GROUPED,
+            "query_key_norm": True,
+            "qkv_bias": False,
+            "partial_rotary_factor": 0.25,
+            "groups": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "tie_embeddings": True,
+        },
+        "yarn": {
+            **GROUPED,
+            "head_width": None,
+            "partial_rotary_factor": 1.0,
+            "dense_layers": 0,
+            "rope_scaling": "yarn",
+            "rope_factor": 4.0,
+            "rope_original_positions": 10,
+            "rope_beta_fast": 4.0,
+        },
     },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
