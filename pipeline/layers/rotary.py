@@ -51,10 +51,13 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 
     Args:
         x: (batch, heads, sequence, head_dim).
-        tables: tables of each token's position, or of at least `sequence` positions from 0 on.
+        tables: tables of each token's position, or of at least `sequence` positions from 0 on. If they are narrower than head_dim, the
+            first dims are rotated and the others are not (partial rotary, GPT-NeoX).
 
     Returns:
         Same shape and dtype as x.
     """
     cos, sin = (table[..., : x.shape[2], :] for table in tables)
+    if (width := cos.shape[-1]) < x.shape[3]:
+        return torch.cat([rotate(x[..., :width], tables), x[..., width:]], dim=3)
     return (x * cos + x.roll(x.shape[3] // 2, dims=3) * sin).to(x.dtype)
