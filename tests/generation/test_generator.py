@@ -21,7 +21,7 @@ from tests.models.small_decoders import CONFIGS
 #: A model of every decoder family: rings, latents, ALiBi, learned positions, layers without positions, norms of queries, experts.
 DECODERS = (
     *("apertus", "bloom-six-heads", "deepseek-yarn", "gemma3", "gpt", "gpt1", "llama-grouped", "mistral", "mixtral", "olmo2", "opt"),
-    *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe"),
+    *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe", "qwen3-next"),
 )
 
 

@@ -129,6 +129,7 @@ RELEASED = {
 #: GPT-3 was not released, OPT-175B is not public, and OPT-66B has no exact count; rounded in the papers (GPT-3: table 2.1; OPT: table 1).
 ROUNDED = {
     "kimi-k2": 1.04e12,  # released in fp8; the paper has 1.04 trillion
+    "qwen3-next-80b-a3b": 79.7e9,  # released with an MTP module
     "gpt3-small": 125e6,
     "gpt3-medium": 350e6,
     "gpt3-large": 760e6,
@@ -162,6 +163,7 @@ SMALL = {
     "qwen2.5-tiny",
     "qwen3-tiny",
     "qwen3-moe-tiny",
+    "qwen3-next-tiny",
     "roberta-tiny",
     "t5-tiny",
     "transformer-tiny",
@@ -215,6 +217,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "qwen3_moe": [{}, {"expert_interval": 2}],
+    "qwen3_next": [{}, {"expert_interval": 2, "full_attention_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }
 
