@@ -153,7 +153,8 @@ def segments_of(mask: Mask) -> Tensor | None:
     documents = mask.documents
     if documents is None:
         return None
-    return mask.cached("segments", lambda: F.pad((documents.diff(dim=1) != 0).cumsum(dim=1), (1, 0)))
+    segments: Tensor = mask.cached("segments", lambda: F.pad((documents.diff(dim=1) != 0).cumsum(dim=1), (1, 0)))
+    return segments
 
 
 def causal_convolution(inputs: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:

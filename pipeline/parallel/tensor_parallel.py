@@ -123,8 +123,8 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
     """Yield the layers that may be computed as one, those of a cross-attention's memory besides."""
     for module in model.modules():
         if isinstance(module, Attention):
-            gate = () if module.gate is None else (module.gate,)
-            groups = [(module.query, module.key, module.value, *gate), (module.key, module.value)]
+            gates = [] if module.gate is None else [module.gate]
+            groups: list[tuple[Linear, ...]] = [(module.query, module.key, module.value, *gates), (module.key, module.value)]
         elif isinstance(module, GatedDeltaNet):
             groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
         elif isinstance(module, GatedMLP):

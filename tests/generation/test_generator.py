@@ -126,7 +126,7 @@ def test_storage_of_a_token_is_key_heads_a_ring_or_a_latent(pair):
     }
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3", "qwen3-next"])
 def test_parts_of_prompts_beside_other_tokens_change_nothing(name, pair, monkeypatch):
     """Prompts are read five tokens at a time: rings overflow within a part, and rows that decode go on beside them."""
     config, model, _ = pair(name)
