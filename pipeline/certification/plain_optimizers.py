@@ -122,6 +122,10 @@ def _ademamix(config: OptimizerConfig, warmup: int) -> Rule:
     return rule
 
 
+#: Ends of the names of weights of blocks that AdamW updates: gates of one number for each token or head, and convolutions.
+_NO_MATRICES = ("router.weight", "shared_gate.weight", "beta.weight", "decay.weight", "_conv")
+
+
 class _Muon:
     """Muon (Jordan et al. 2024, Liu et al. 2025) of one matrix after the other, and AdamW of the other weights.
 
@@ -141,7 +145,7 @@ class _Muon:
         self._stacks: dict[nn.Parameter, int] = {}
         for name, weight in masters.items():
             hidden = name.startswith("blocks.") or (name.startswith("head.depths.") and "norm" not in name)
-            if hidden and weight.dim() >= 2 and not name.endswith("router.weight"):
+            if hidden and weight.dim() >= 2 and not name.endswith(_NO_MATRICES):
                 self._stacks[weight] = weight.shape[0] if weight.dim() == 3 else heads.get(name.split(".")[-2], 1)
         self._others = _adamw(optimizer, {name: weight for name, weight in masters.items() if weight not in self._stacks}, rate_of)
         self._moments = {weight: {"exp_avg": torch.zeros_like(weight)} for weight in self._stacks}

@@ -105,6 +105,8 @@ class Attention(nn.Module):
         rope: the rotary tables of this layer.
         head_norm: factory of the norms over the head_dim of queries and keys (Qwen 3), None for none.
         width_norm: factory of the norms over all heads of the queries and of the keys together (OLMo 2), given that width; None for none.
+        gated: multiply the output of each head by the sigmoid of a further projection of the input, elementwise (Qiu et al. 2025,
+            https://arxiv.org/abs/2505.06708; Qwen3-Next).
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class Attention(nn.Module):
         rope: Rope = "global",
         head_norm: Callable[[], nn.Module] | None = None,
         width_norm: Callable[[int], nn.Module] | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         assert head_norm is None or width_norm is None, "queries and keys have one norm"
@@ -130,6 +133,7 @@ class Attention(nn.Module):
         self.query = Linear(hidden, heads * head_dim, bias=bias)
         self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.gate = Linear(hidden, heads * head_dim, bias=bias) if gated else None
         self.output = Linear(heads * head_dim, hidden, bias=bias if output_bias is None else output_bias)
         self.norm_before_split = width_norm is not None
         self.query_norm = width_norm(heads * head_dim) if width_norm else head_norm() if head_norm else None
@@ -147,9 +151,12 @@ class Attention(nn.Module):
             (batch, sequence, hidden).
         """
         context = context or AttentionContext()
+        gate = None
         if memory is None:
-            q, k, v = self.project(x, self.query, self.key, self.value)
+            q, k, v, *gates = self.project(x, self.query, self.key, self.value, *([] if self.gate is None else [self.gate]))
+            gate = gates[0] if gates else None
         else:
+            assert self.gate is None, "only self-attention is gated"
             q, k, v = *self.project(x, self.query), *self.project(memory, self.key, self.value)
         if self.norm_before_split:
             q, k = self._norm(q, k)
@@ -160,8 +167,8 @@ class Attention(nn.Module):
         if tables is not None and memory is None:
             q, k = rotate(q, tables), rotate(k, tables)
         mask = context.mask if memory is None else context.cross
-        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale)
-        return self.output(attn_output.transpose(1, 2).flatten(2))
+        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale).transpose(1, 2).flatten(2)
+        return self.output(attn_output if gate is None else attn_output * gate.sigmoid())
 
     def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the norms of queries and keys, if there are any."""

@@ -91,3 +91,15 @@ class GatedMLP(nn.Module):
         """(batch, sequence, hidden) -> (batch, sequence, hidden)."""
         gate, up = self.project(x, self.gate, self.up)
         return self.down(self.activation(gate) * up)
+
+
+class OutputGate(nn.Module):
+    """The gate of a layer's output, one number for each token: sigmoid(weight x). Like a router, it is not a linear layer of the model."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) -> (..., 1)."""
+        return F.linear(x, self.weight).sigmoid()

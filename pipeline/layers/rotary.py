@@ -52,7 +52,7 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     Args:
         x: (batch, heads, sequence, head_dim).
         tables: tables of each token's position, or of at least `sequence` positions from 0 on. If they are narrower than head_dim, the
-            first dims are rotated and the others are unchanged (GPT-NeoX, GLM-4.5).
+            first dims are rotated and the others are unchanged (GPT-NeoX, GLM-4.5, Qwen3-Next).
 
     Returns:
         Same shape and dtype as x.

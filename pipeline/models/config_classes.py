@@ -27,6 +27,7 @@ from pipeline.models.olmoe.config import OlmoeConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.phi3.config import Phi3Config
 from pipeline.models.qwen3_moe.config import Qwen3MoeConfig
+from pipeline.models.qwen3_next.config import Qwen3NextConfig
 from pipeline.models.roberta.config import RobertaConfig
 from pipeline.models.smollm3.config import SmolLM3Config
 from pipeline.models.t5.config import T5Config
@@ -55,6 +56,7 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "opt": OPTConfig,
     "phi3": Phi3Config,
     "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
     "roberta": RobertaConfig,
     "smollm3": SmolLM3Config,
     "t5": T5Config,

@@ -31,6 +31,7 @@ from pipeline.models.olmoe.model import OLMOE
 from pipeline.models.opt.model import OPT
 from pipeline.models.phi3.model import PHI3
 from pipeline.models.qwen3_moe.model import QWEN3_MOE
+from pipeline.models.qwen3_next.model import QWEN3_NEXT
 from pipeline.models.roberta.model import ROBERTA
 from pipeline.models.smollm3.model import SMOLLM3
 from pipeline.models.t5.model import T5
@@ -60,6 +61,7 @@ FAMILIES: dict[str, Family] = {
     "opt": OPT,
     "phi3": PHI3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "roberta": ROBERTA,
     "smollm3": SMOLLM3,
     "t5": T5,

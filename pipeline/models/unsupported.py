@@ -43,7 +43,6 @@ NEAREST: dict[str, tuple[str, str]] = {
     "Qwen2MoeForCausalLM": ("Qwen3MoeForCausalLM", "has a shared expert with a gate, and biases for norms of queries and keys"),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM", f"{_IMAGES} is of Qwen2ForCausalLM"),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM", f"{_IMAGES} is of Qwen2ForCausalLM"),
-    "Qwen3NextForCausalLM": ("Qwen3MoeForCausalLM", "has linear attention in most layers"),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM", f"{_IMAGES} is of Qwen3ForCausalLM"),
     "StableLmForCausalLM": ("LlamaForCausalLM", "has LayerNorm, and rotates a part of the dims of a head"),
     "Starcoder2ForCausalLM": ("MistralForCausalLM", "has LayerNorm, biases, and no gate"),

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
@@ -123,7 +124,10 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
     """Yield the layers that may be computed as one, those of a cross-attention's memory besides."""
     for module in model.modules():
         if isinstance(module, Attention):
-            groups = [(module.query, module.key, module.value), (module.key, module.value)]
+            gates = [] if module.gate is None else [module.gate]
+            groups: list[tuple[Linear, ...]] = [(module.query, module.key, module.value, *gates), (module.key, module.value)]
+        elif isinstance(module, GatedDeltaNet):
+            groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
         elif isinstance(module, GatedMLP):
             groups = [(module.gate, module.up)]
         else:
@@ -288,7 +292,7 @@ def apply(
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         roles = {name: role(table, f"{prefix}.{name}.weight") for name in linears}
-        if "column" in roles.values() and isinstance(module, Attention | MLP | GatedMLP):
+        if "column" in roles.values() and isinstance(module, Attention | GatedDeltaNet | MLP | GatedMLP):
             once = gathered_projection(enter, fused_project if recomputed else project)
             again = regathered_projection(enter, dropout=dropout_of(module) > 0)
             module.project = again if sequence and gather_again else once

@@ -18,7 +18,7 @@ from pipeline.parallel.pieces import Piece
 #: Names of the hidden matrices within a block, of all families. Queries, keys and values are separate weights, and so are gates and up
 #: projections: none is fused. Of multi-head latent attention, each projection is a matrix, as in Moonlight (Liu et al. 2025).
 _IN_BLOCKS = (
-    *("query", "key", "value", "output", "query_down", "query_up", "key_value_down", "key_value_up"),
+    *("query", "key", "value", "attention.gate", "output", "query_down", "query_up", "key_value_down", "key_value_up"),
     *("mlp.gate", "mlp.up", "mlp.down", "mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
 )
 _BLOCKS = ("blocks.*", "head.depths.*")
@@ -28,8 +28,12 @@ HIDDEN = (
     *(f"{block}.experts.{name}" for block in _BLOCKS for name in ("gate", "up", "down")),
     "head.depths.*.project.weight",
 )
-#: Patterns of the names of matrices that AdamW updates: embeddings, tables of position biases, and routers; and those of heads.
-OTHER = ("embed.*", "*coder_bias.weight", "*.router.weight")
+#: Patterns of the names of matrices that AdamW updates: embeddings, tables of position biases, and routers; those of heads; gates of one
+#: number for each token or head, and convolutions.
+OTHER = (
+    *("embed.*", "*coder_bias.weight", "*.router.weight"),
+    *("*.shared_gate.weight", "*.attention.beta.weight", "*.attention.decay.weight", "*_conv"),
+)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from pipeline.models.olmoe.config import OlmoeConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.phi3.config import Phi3Config
 from pipeline.models.qwen3_moe.config import Qwen3MoeConfig
+from pipeline.models.qwen3_next.config import Qwen3NextConfig
 from pipeline.models.smollm3.config import SmolLM3Config
 
 DEEPSEEK = DeepseekV3Config(
@@ -110,6 +111,22 @@ CONFIGS = {
     "phi3": Phi3Config(**SMALL, window=16),
     "qwen3-moe": Qwen3MoeConfig(  # blocks with experts and without
         **{**SMALL, "layers": 3}, head_width=16, experts=6, top_k=3, expert_ffn_hidden=24, dense_blocks=[1]
+    ),
+    "qwen3-next": Qwen3NextConfig(  # linear and full attention, blocks with experts and without
+        **{**SMALL, "layers": 4},
+        head_width=16,
+        partial_rotary_factor=0.25,
+        full_attention_interval=2,
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=12,
+        linear_value_dim=10,
+        experts=6,
+        top_k=3,
+        expert_ffn_hidden=24,
+        shared_ffn_hidden=20,
+        dense_blocks=[2],
+        rope_theta=1e4,
     ),
     "qwen2.5": LlamaConfig(**SMALL, qkv_bias=True),
     "smollm3": SmolLM3Config(**{**SMALL, "layers": 3}, no_rope_layer_interval=2),

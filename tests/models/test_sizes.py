@@ -153,6 +153,7 @@ ROUNDED = {
     "nemotron4-340b": 9.4e9 + 331.6e9,
     "minitron-4b": 4.19e9,
     "minitron-8b": 8.27e9,
+    "qwen3-next-80b-a3b": 79.7e9,  # released with an MTP module
     "gpt3-small": 125e6,
     "gpt3-medium": 350e6,
     "gpt3-large": 760e6,
@@ -190,6 +191,7 @@ SMALL = {
     "qwen2.5-tiny",
     "qwen3-tiny",
     "qwen3-moe-tiny",
+    "qwen3-next-tiny",
     "roberta-tiny",
     "t5-tiny",
     "transformer-tiny",
@@ -245,6 +247,7 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "glm4_moe": [{"mtp_depth": 2, "query_key_norm": True}, {"qkv_bias": False, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "qwen3_moe": [{}, {"expert_interval": 2}],
+    "qwen3_next": [{}, {"expert_interval": 2, "full_attention_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }
 

@@ -159,6 +159,15 @@ MODELS = {
         ),
         compared=("weights",),
     ),
+    # Linear and full attention, a shared expert with a gate, and packed documents.
+    "qwen3-next": Model(
+        (
+            *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
+            *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+            *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
@@ -278,6 +287,11 @@ LAYOUTS = {
     "olmoe": ["expert=2 tensor=2 zero_stage=1"],
     "qwen3-moe": ["expert=2 tensor=2 zero_stage=1", "expert=2 pipeline=2 zero_stage=3"],
     "glm4-moe": ["expert=2 tensor=2 zero_stage=1", "tensor=2 pipeline=2 zero_stage=0"],
+    "qwen3-next": [
+        "expert=2 tensor=2 zero_stage=1",
+        "pipeline=2 tensor=2 zero_stage=2 training.activation_checkpointing=selective",
+        "zero_stage=3",
+    ],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
         "expert=2 pipeline=2 zero_stage=3",
@@ -299,7 +313,7 @@ KINDS = {
     **dict.fromkeys(("bert", "roberta"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
-    **dict.fromkeys(("olmoe", "qwen3-moe", "glm4-moe", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(("olmoe", "qwen3-moe", "qwen3-next", "glm4-moe", "deepseek", "deepseek-grouped"), "experts"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

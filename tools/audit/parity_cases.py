@@ -10,6 +10,17 @@ SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96,
 #: Rotary positions scaled to four times the original length.
 ROPE_SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
 
+#: A small Qwen3-Next.
+NEXT = {
+    "kv_heads": 2,
+    "head_width": 16,
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_key_dim": 12,
+    "linear_value_dim": 10,
+    "expert_ffn_hidden": 20,
+    "shared_ffn_hidden": 24,
+}
 #: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
 LATENT = {
     "layers": 3,
@@ -244,6 +255,34 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "derived width": {"head_width": None, "experts": 4, "top_k": 4, "expert_ffn_hidden": 16, "rope_theta": 1e4},
     },
+    "qwen3_next": {
+        "every block": {**NEXT, "layers": 4, "experts": 8, "top_k": 3},
+        "some blocks": {
+            **NEXT,
+            "layers": 5,
+            "full_attention_interval": 2,
+            "expert_interval": 2,
+            "dense_blocks": [1],
+            "linear_value_heads": 2,
+            "linear_kernel": 3,
+            "experts": 6,
+            "top_k": 2,
+            "norm_topk_prob": False,
+            "tie_embeddings": True,
+        },
+        "yarn": {
+            **NEXT,
+            **ROPE_SCALED,
+            "partial_rotary_factor": 0.5,
+            "full_attention_interval": 1,
+            "experts": 4,
+            "top_k": 2,
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+        "last": {**NEXT, "layers": 3, "full_attention_interval": 3, "linear_value_heads": 6, "experts": 4, "top_k": 2},
+    },
     "roberta": {
         "tied": {},
         "untied": {"tie_embeddings": False},
@@ -265,5 +304,5 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 #: Tolerance of the absolute difference of two logits. fp32 sums differ in their order; some families have more of them.
-TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4}
+TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4, "qwen3_next": 1e-4}
 DEFAULT_TOLERANCE = 1e-5

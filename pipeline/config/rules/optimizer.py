@@ -82,6 +82,9 @@ def _muon(config: RunConfig) -> Iterator[Violation]:
     if config.optimizer.muon_per_head and hasattr(config.model, "kv_lora_rank"):
         rule = f"is not supported for model.family={config.model.family}: its projections mix the parts of a head"
         yield Violation("optimizer.muon_per_head", True, rule, "remove it")
+    if config.optimizer.muon_per_head and getattr(config.model, "linear_layers", False):
+        rule = f"is not supported for model.family={config.model.family}: the heads of its linear attention are others than model.heads"
+        yield Violation("optimizer.muon_per_head", True, rule, "remove it")
 
 
 def stage_violations(optimizer: OptimizerConfig, stage: str) -> Iterator[Violation]:

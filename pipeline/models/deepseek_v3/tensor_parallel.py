@@ -15,7 +15,7 @@ ATTENTION: dict[str, str] = {
     "attention.output.weight": "row",
 }
 #: A block with experts, without the attention.
-_BLOCK: dict[str, str] = {
+BLOCK: dict[str, str] = {
     "attention_norm.weight": "replicate",
     "mlp_norm.weight": "replicate",
     "mlp.routed.router.weight": "partial",
@@ -31,7 +31,7 @@ _BLOCK: dict[str, str] = {
 
 def table(attention: dict[str, str]) -> dict[str, str]:
     """Return the table of a model with MoE layers and MTP modules, given the roles of the weights of its attention."""
-    block = {**attention, **_BLOCK}
+    block = {**attention, **BLOCK}
     return {
         "embed.tokens.weight": "vocab",
         **{f"blocks.*.{name}": role for name, role in block.items()},
