@@ -49,7 +49,7 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
     if KEYS[kind] and "factor" not in parameters:
         raise refusal(f"{key}.factor", None, f"is missing, and rope_type={rope_type} needs it", f"set {key}.factor in config.json")
     if parameters.pop("truncate", True) is not True or parameters.pop("partial_rotary_factor", 1) != 1:
-        raise refusal(key, content[key], "has truncate=false or a partial_rotary_factor other than 1, which no family supports")
+        raise refusal(key, content[key], "has truncate=false or a partial_rotary_factor other than 1, which this family does not support")
     if "original_max_position_embeddings" in KEYS[kind]:
         parameters.setdefault("original_max_position_embeddings", content.get("max_position_embeddings"))
     for name in parameters.keys() - KEYS[kind].keys():
