@@ -23,6 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, pipeline
+from tests.world import configured
 
 #: Where is what, on one page.
 MAP = ROOT / "pipeline/README.md"
@@ -135,8 +136,11 @@ def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
         "submit": ["submit.stages=[shard]"],
         "rehearse": ["cluster.hardware=h100"],
     }.get(stage, [])
-    for ranks in (1, 2):
-        checked((f"experiment={name}", f"stage={stage}", *required), ranks)
+    parallel = configured(f"experiment={name}").parallel
+    if stage in ("plan", "rehearse"):
+        required = [*required, f"cluster.tasks_per_node={parallel.model_ranks}"]  # of the job that is planned
+    for replicas in (1, 2):
+        checked((f"experiment={name}", f"stage={stage}", *required), replicas * parallel.model_ranks)
 
 
 def test_the_mistake_is_answered_as_shown() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config.schema import OptimizerConfig, RunConfig
-from pipeline.models import registry
+from pipeline.models import mup, registry
 from pipeline.models.config import ModelConfig
 
 
@@ -122,6 +122,10 @@ def _ademamix(config: OptimizerConfig, warmup: int) -> Rule:
     return rule
 
 
+#: Ends of the names of weights of blocks that AdamW updates: gates of one number for each token or head, and convolutions.
+_NO_MATRICES = ("router.weight", "shared_gate.weight", "beta.weight", "decay.weight", "_conv")
+
+
 class _Muon:
     """Muon (Jordan et al. 2024, Liu et al. 2025) of one matrix after the other, and AdamW of the other weights.
 
@@ -135,13 +139,15 @@ class _Muon:
     def __init__(self, optimizer: OptimizerConfig, model: ModelConfig, masters: dict[str, nn.Parameter], dtype: torch.dtype | None) -> None:
         self._optimizer, self._dtype = optimizer, dtype
         heads = {"query": model.heads, "key": model.kv_heads, "value": model.kv_heads} if optimizer.muon_per_head else {}
+        rate_of = partial(registry.family_of(model).rate, model)
+        self._rates = {weight: rate_of(name) * mup.muon_rate(model, optimizer.muon_adjust_lr) for name, weight in masters.items()}
         #: Weight -> number of matrices below one another.
         self._stacks: dict[nn.Parameter, int] = {}
         for name, weight in masters.items():
             hidden = name.startswith("blocks.") or (name.startswith("head.depths.") and "norm" not in name)
-            if hidden and weight.dim() >= 2 and not name.endswith("router.weight"):
+            if hidden and weight.dim() >= 2 and not name.endswith(_NO_MATRICES):
                 self._stacks[weight] = weight.shape[0] if weight.dim() == 3 else heads.get(name.split(".")[-2], 1)
-        self._others = _adamw(optimizer, {name: weight for name, weight in masters.items() if weight not in self._stacks}, lambda _: 1.0)
+        self._others = _adamw(optimizer, {name: weight for name, weight in masters.items() if weight not in self._stacks}, rate_of)
         self._moments = {weight: {"exp_avg": torch.zeros_like(weight)} for weight in self._stacks}
         self.param_groups = self._others.param_groups
 
@@ -154,7 +160,8 @@ class _Muon:
     def step(self) -> None:
         """See PlainOptimizer."""
         self._others.step()
-        optimizer, lr = self._optimizer, self.param_groups[0]["lr"] * self._optimizer.muon_lr_factor
+        optimizer, others = self._optimizer, self.param_groups[0]
+        lr = others["lr"] / others["rate"] * optimizer.muon_lr_factor
         for weight, count in self._stacks.items():
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
             moment = self._moments[weight]["exp_avg"]
@@ -167,7 +174,7 @@ class _Muon:
                     0.2 * math.sqrt(max(rows, columns)) if optimizer.muon_adjust_lr != "original" else math.sqrt(max(1, rows / columns))
                 )
                 update = _orthogonal(matrix.to(self._dtype or matrix.dtype), optimizer.muon_steps).to(weight.dtype)
-                part.mul_(1 - lr * optimizer.weight_decay).sub_(lr * factor * update)
+                part.mul_(1 - lr * optimizer.weight_decay).sub_(lr * self._rates[weight] * factor * update)
 
     def zero_grad(self) -> None:
         """See PlainOptimizer."""

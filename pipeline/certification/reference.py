@@ -23,6 +23,7 @@ from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
+from pipeline.layers.embedding import set_z_loss
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.moe import Experts, moe_layers
@@ -96,6 +97,7 @@ def plain_loop(
     optimizer, ema = plain_optimizers.build(config, masters), config.training.ema or 0.0
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
+    set_z_loss(model, config.training.head_z_loss)
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):
         for stack in (module for module in model.modules() if isinstance(module, Stack)):

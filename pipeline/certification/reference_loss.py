@@ -40,7 +40,7 @@ def reference_loss(model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
     if output is None:
         return returned
     targets = batch["targets"]
-    total = _sum(output(by_head[output][0]), targets, output.label_smoothing) * batch["loss_scale"][0] / targets.numel()
+    total = _sum(output(by_head[output][0]), targets, output) * batch["loss_scale"][0] / targets.numel()
     if multi_token is not None and multi_token.embed is not None and torch.is_grad_enabled():
         hidden, context, *_ = by_head[multi_token]
         total = total + multi_token.factor * _mean_of_further_tokens(multi_token, hidden, context, targets)
@@ -60,17 +60,19 @@ def _mean_of_further_tokens(head: MultiTokenHead, hidden: Tensor, context: Atten
     for depth, module in enumerate(head.depths, 1):
         hidden = module(head.embed(_shifted(targets, depth - 1).clamp(min=0)), hidden, context)
         labels = _shifted(targets, depth)
-        total = total + _sum(head.output(hidden), labels) / (labels != IGNORE).sum().clamp(min=1)
+        total = total + _sum(head.output(hidden), labels, head.output) / (labels != IGNORE).sum().clamp(min=1)
     return total / len(head.depths)
 
 
-def _sum(logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the summed cross-entropy of logits (..., classes) and targets (...), fp32 or fp64."""
-    precise = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    classes = precise.shape[-1]
-    return F.cross_entropy(
-        precise.reshape(-1, classes), targets.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing
-    )
+def _sum(logits: Tensor, targets: Tensor, head: OutputHead | None = None) -> Tensor:
+    """Return the summed cross-entropy of logits (..., classes) and targets (...), fp32 or fp64, with the z-loss in the gradient only."""
+    precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+    smoothing, z_loss = (0.0, 0.0) if head is None else (head.label_smoothing, head.z_loss)
+    total = F.cross_entropy(precise, targets.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
+    if not z_loss:
+        return total
+    squares = z_loss * precise.logsumexp(dim=1).square()[targets.flatten() != IGNORE].sum()
+    return total + squares - squares.detach()
 
 
 def _shifted(targets: Tensor, by: int) -> Tensor:

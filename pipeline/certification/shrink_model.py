@@ -66,16 +66,35 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     hidden = sizes["model.hidden"] = min(wanted.hidden, model.heads * width)
     if (base := getattr(model, "mup_base_width", None)) is not None:  # the same factors
         sizes["model.mup_base_width"] = max(1, round(base * hidden / wanted.hidden))
+    if (share := getattr(model, "partial_rotary_factor", None)) is not None:  # of an even number of dims
+        sizes["model.partial_rotary_factor"] = max(2, int(head_width * share) // 2 * 2) / head_width
     if getattr(model, "embed_width", None) is not None:
         sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""
-    for name in ("ffn_hidden", "expert_ffn_hidden"):
+    if _has(model, "linear_key_heads"):
+        sizes |= _linear(model, tensor, head_width)
+    for name in ("ffn_hidden", "expert_ffn_hidden", "shared_ffn_hidden"):
         if _has(model, name):
             value, multiple = getattr(wanted, name), math.lcm(unit, EXPERT_UNIT) if name == of_experts else unit
             sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / multiple)) * multiple)
     uneven = wanted.vocab_size % planned.parallel.tensor != 0
     sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
     return knobs.changed(small, sizes)
+
+
+def _linear(model: Any, tensor: int, head_width: int) -> dict[str, Any]:
+    """Return the sizes of linear attention, with the ratio of its heads.
+
+    With fp8, the products of a number for each head require 16 value heads on every rank.
+    """
+    ratio, fewest = model.linear_value_heads // model.linear_key_heads, 2 if head_width < FP8_WIDTH else FP8_WIDTH
+    key_heads = tensor * min(model.linear_key_heads // tensor, -(-fewest // ratio))
+    return {
+        "model.linear_key_heads": key_heads,
+        "model.linear_value_heads": key_heads * ratio,
+        "model.linear_key_dim": min(model.linear_key_dim, head_width),
+        "model.linear_value_dim": min(model.linear_value_dim, head_width),
+    }
 
 
 def _has(model: Any, name: str) -> bool:

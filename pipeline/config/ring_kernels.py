@@ -29,6 +29,8 @@ def causes(config: RunConfig) -> Iterator[str]:
             yield f"model.{name}={window}"
     if model.family in _SLOPES:
         yield f"ALiBi (model.family={model.family})"
+    if (softcap := getattr(model, "attn_logit_softcapping", None)) is not None:
+        yield f"model.attn_logit_softcapping={softcap:g}"
     if config.precision.dtype == "fp32":
         yield "precision.dtype=fp32"
     if model.head_dim % 8 or model.head_dim > 256 or getattr(model, "v_head_dim", 0) > model.head_dim:

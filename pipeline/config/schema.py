@@ -78,20 +78,28 @@ class TrainingConfig:
     balance_loss: float | None = knob(
         None,
         "weight of the load-balancing loss of each MoE layer; default: that of the checkpoint or imported model that the run starts "
-        "from, or of the family (Mixtral 0.02, OLMoE 0.01, Qwen3-MoE 0.001, DeepSeek-V3 0.0001)",
+        "from, or of the family (Mixtral 0.02, OLMoE 0.01, Qwen3-MoE 0.001, DeepSeek-V3 and GLM-4.5 0.0001)",
         at_least=0,
     )
     balance_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     z_loss: float | None = knob(None, "Mixtral, OLMoE, Qwen3-MoE: weight of the routers' z-loss; default: 0, OLMoE 0.001", at_least=0)
     z_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
+    head_z_loss: float = knob(
+        0.0,
+        "weight of the z-loss of the output head, the mean square of log Z over the targets, such as 1e-4 (PaLM): it keeps logits small, "
+        "and is not in the loss that is logged",
+        at_least=0,
+    )
     bias_update_speed: float | None = knob(
         None,
-        "DeepSeek-V3: change of the routers' correction biases per step, to balance the load; 0 disables it; default: 0.001",
+        "DeepSeek-V3, GLM-4.5: change of the routers' correction biases per step, to balance the load; 0 disables it; default: 0.001",
         at_least=0,
     )
     bias_update_speed_schedule: list[ScheduledWeight] = knob([], "other speeds in the first steps", item=ScheduledWeight)
     mtp_loss: float | None = knob(
-        None, "DeepSeek-V3: weight of the mean loss of the MTP modules (model.mtp_depth) in the training loss; default: 0.3", at_least=0
+        None,
+        "DeepSeek-V3, GLM-4.5: weight of the mean loss of the MTP modules (model.mtp_depth) in the training loss; default: 0.3",
+        at_least=0,
     )
     mtp_loss_schedule: list[ScheduledWeight] = knob([], "other weights in the first steps", item=ScheduledWeight)
     seed: int = knob(0, "seed of the initial weights and of the sample order", at_least=0, at_most=10**18)

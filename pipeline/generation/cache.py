@@ -3,7 +3,7 @@
 The models know nothing of it: it replaces the core of every attention layer (layers/attention.py), which then stores the keys and values
 of the new tokens and attends to all stored ones. What is stored is what the layer passes to its core: keys and values of the key heads
 only (grouped-query attention), or one latent per token (multi-head latent attention). A layer with a sliding window stores a ring of the
-last tokens.
+last tokens. A layer with linear attention stores a state for each sequence instead (recurrent_cache.py).
 
 The tokens of a forward pass are those of all its sequences, one after the other, as one sequence: prompts and parts of prompts beside
 single tokens, without padding. Only attention is computed in groups of sequences with the same number of new tokens.
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 
 from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.passes import Bias, Group, Pass, grouped
+from pipeline.generation.recurrent_cache import CachedMixing
 from pipeline.layers.attention import Core, sdpa
+from pipeline.layers.gated_delta_net import GatedDeltaNet, mix
 from pipeline.layers.mask import Mask
 from pipeline.layers.mla import LatentAttention
 
@@ -43,10 +45,15 @@ class KeyValueCache:
         self.lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
         self.step: Pass | None = None
         self.layers: list[CachedAttention] = []
+        self.recurrent: list[CachedMixing] = []
         self.tables: dict[int | None, PageTable] = {}
         for block in blocks:
             attention = block.attention
             assert isinstance(attention, nn.Module)
+            if isinstance(attention, GatedDeltaNet):
+                assert lookahead == 1, "a state cannot remove tokens"
+                self.recurrent.append(CachedMixing(self, attention))
+                continue
             latent = isinstance(attention, LatentAttention)
             window: int | None = None if latent else attention.window  # type: ignore[assignment] # a layer's own attribute
             limit = None if window is None or window + lookahead >= capacity else window + lookahead
@@ -61,11 +68,13 @@ class KeyValueCache:
     @property
     def allocated(self) -> int:
         """Bytes of the storage of all layers."""
-        return sum(stored.nbytes for layer in self.layers for stored in (layer.keys, layer.values) if stored is not None)
+        pools = sum(stored.nbytes for layer in self.layers for stored in (layer.keys, layer.values) if stored is not None)
+        return pools + sum(layer.allocated for layer in self.recurrent)
 
     def bytes_of(self, length: int) -> int:
-        """Return the bytes that the pages of a sequence of `length` tokens have."""
-        return sum(self.tables[layer.limit].pages(length) * PAGE * layer.token_bytes for layer in self.layers)
+        """Return the bytes that the pages and states of a sequence of `length` tokens have."""
+        pages = sum(self.tables[layer.limit].pages(length) * PAGE * layer.token_bytes for layer in self.layers)
+        return pages + sum(layer.row_bytes for layer in self.recurrent if length)
 
     def begin(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Pass:
         """Prepare a forward pass.
@@ -127,12 +136,17 @@ class KeyValueCache:
         self.rows, self.lengths = len(rows), self.lengths[rows]
         for table in self.tables.values():
             table.keep(rows.tolist())
+        for layer in self.recurrent:
+            layer.keep(rows)
 
 
 def detach(blocks: Iterable[nn.Module]) -> None:
     """Give the attention layers the cores that they had before a cache."""
     for block in blocks:
         attention = block.attention
+        if isinstance(attention, GatedDeltaNet):
+            attention.mix = mix
+            continue
         if isinstance(attention.core, CachedAttention):  # type: ignore[union-attr] # an attention layer
             attention.core = attention.core.core  # type: ignore[union-attr] # as above
         if isinstance(attention, LatentAttention):
@@ -244,7 +258,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = 
     With one query, the query heads that share a key head are computed as its queries: keys and values are then not repeated.
     """
     shared = q.shape[1] // k.shape[1]
-    if shared == 1 or q.shape[2] > 1 or mask.slopes is not None or mask.bias is not None:
+    if shared == 1 or q.shape[2] > 1 or mask.slopes is not None or mask.bias is not None or mask.softcap is not None:
         return sdpa(q, k, v, mask, window=window, scale=scale)
     allowed = mask.visible(1, k.shape[2], q.device, window)
     scale = q.shape[3] ** -0.5 if scale is None else scale

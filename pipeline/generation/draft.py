@@ -54,6 +54,9 @@ def check(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, token
             violations.append(
                 Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
             )
+    if getattr(draft, "linear_layers", 0):
+        rule = f"is of family {draft.family}, whose linear attention has states that cannot remove refused tokens"
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a draft model without linear attention"))
     if expert > 1 and hasattr(draft, "experts"):
         rule = f"has experts, which parallel.expert={expert} shards in the target only"
         violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))

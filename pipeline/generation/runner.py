@@ -66,7 +66,7 @@ class Runner:
 
     def bytes_of(self, length: int) -> int:
         """Return the bytes of a sequence of `length` tokens in the cache; needs no `start`."""
-        if not self.cache.layers:
+        if not (self.cache.layers or self.cache.recurrent):
             self.start(0)
         return self.cache.bytes_of(length)
 

@@ -40,7 +40,12 @@ class Core(Protocol):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
-    """PyTorch's kernels (flash, memory-efficient, cuDNN); any mask other than causal needs a (queries, keys) tensor."""
+    """PyTorch's kernels (flash, memory-efficient, cuDNN); any mask other than causal needs a (queries, keys) tensor.
+
+    None of them has a soft cap of the scores: with one, this is `plain`.
+    """
+    if mask.softcap is not None:
+        return plain(q, k, v, mask, window=window, scale=scale)
     dense = mask.attn_mask(q.shape[2], k.shape[2], q.device, q.dtype, window)
     causal = mask.causal and dense is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -49,10 +54,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = No
 def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
     """Unfused reference implementation, which tests compare the other cores with."""
     k, v = repeat_kv(q, k, v)
-    scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    bias = mask.score_bias(q.shape[2], k.shape[2], q.device, q.dtype)
-    if bias is not None:
-        scores = scores + bias
+    scores = mask.changed(q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale))
     allowed = mask.visible(q.shape[2], k.shape[2], q.device, window)
     if allowed is None and mask.causal:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -103,6 +105,8 @@ class Attention(nn.Module):
         rope: the rotary tables of this layer.
         head_norm: factory of the norms over the head_dim of queries and keys (Qwen 3), None for none.
         width_norm: factory of the norms over all heads of the queries and of the keys together (OLMo 2), given that width; None for none.
+        gated: multiply the output of each head by the sigmoid of a further projection of the input, elementwise (Qiu et al. 2025,
+            https://arxiv.org/abs/2505.06708; Qwen3-Next).
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Attention(nn.Module):
         rope: Rope = "global",
         head_norm: Callable[[], nn.Module] | None = None,
         width_norm: Callable[[int], nn.Module] | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         assert head_norm is None or width_norm is None, "queries and keys have one norm"
@@ -128,6 +133,7 @@ class Attention(nn.Module):
         self.query = Linear(hidden, heads * head_dim, bias=bias)
         self.key = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
+        self.gate = Linear(hidden, heads * head_dim, bias=bias) if gated else None
         self.output = Linear(heads * head_dim, hidden, bias=bias if output_bias is None else output_bias)
         self.norm_before_split = width_norm is not None
         self.query_norm = width_norm(heads * head_dim) if width_norm else head_norm() if head_norm else None
@@ -145,9 +151,12 @@ class Attention(nn.Module):
             (batch, sequence, hidden).
         """
         context = context or AttentionContext()
+        gate = None
         if memory is None:
-            q, k, v = self.project(x, self.query, self.key, self.value)
+            q, k, v, *gates = self.project(x, self.query, self.key, self.value, *([] if self.gate is None else [self.gate]))
+            gate = gates[0] if gates else None
         else:
+            assert self.gate is None, "only self-attention is gated"
             q, k, v = *self.project(x, self.query), *self.project(memory, self.key, self.value)
         if self.norm_before_split:
             q, k = self._norm(q, k)
@@ -158,8 +167,8 @@ class Attention(nn.Module):
         if tables is not None and memory is None:
             q, k = rotate(q, tables), rotate(k, tables)
         mask = context.mask if memory is None else context.cross
-        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale)
-        return self.output(attn_output.transpose(1, 2).flatten(2))
+        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale).transpose(1, 2).flatten(2)
+        return self.output(attn_output if gate is None else attn_output * gate.sigmoid())
 
     def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Apply the norms of queries and keys, if there are any."""

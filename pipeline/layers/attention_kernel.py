@@ -65,6 +65,7 @@ class Case:
         grad: whether gradients are needed.
         flash_3: whether FlashAttention 3 is installed, on Hopper.
         deterministic: whether PyTorch is told to use deterministic algorithms (training.deterministic).
+        capped: whether the scores have a soft cap (Gemma 2), which no kernel but FlexAttention computes.
     """
 
     device: str
@@ -78,13 +79,14 @@ class Case:
     grad: bool = True
     flash_3: bool = False
     deterministic: bool = False
+    capped: bool = False
 
 
 def choose(case: Case) -> Kernel:
     """Return the kernel of full attention."""
     if case.device != "cuda":
-        return "torch"
-    if case.masked and not case.bias:
+        return "math" if case.capped else "torch"
+    if case.capped or (case.masked and not case.bias):
         return "flex" if case.dtype in (*_HALF, torch.float32) else "math"
     if not case.bias:
         if _flash_applies(case):
@@ -102,7 +104,7 @@ def choose_partial(case: Case) -> PartialKernel:
     Forward and backward pass choose for themselves, and in both autograd is off: gradients are assumed to be needed.
     """
     case = replace(case, grad=True)
-    if case.masked or case.bias or not case.aligned or case.value_dim > case.head_dim:
+    if case.masked or case.bias or case.capped or not case.aligned or case.value_dim > case.head_dim:
         return "unfused"
     if case.device == "cpu":
         return "flash_cpu"
@@ -173,7 +175,7 @@ def prepare(core: Any, mask: Mask, window: int | None, shape: tuple[int, int, in
         return
     _, queries, keys = shape
     if core is flex or (core is automatic and device.type == "cuda" and mask.bias is None):
-        if core is flex or mask.slopes is not None or mask.has_rules(keys, window):
+        if core is flex or mask.slopes is not None or mask.softcap is not None or mask.has_rules(keys, window):
             block_mask(mask, shape, device, window)
     else:
         mask.visible(queries, keys, device, window)
@@ -198,19 +200,28 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) ->
         masked = True
     if mask.causal and q.shape[2] != k.shape[2]:
         aligned = False
-    flags = masked, mask.bias is not None, aligned, torch.is_grad_enabled()
+    flags = masked, mask.bias is not None, aligned, torch.is_grad_enabled(), mask.softcap is not None
     return q.device.type, q.device.index or 0, q.dtype, q.shape[3], v.shape[3], *flags
 
 
 def case(
-    device: str, index: int, dtype: torch.dtype, head_dim: int, value_dim: int, masked: bool, bias: bool, aligned: bool, grad: bool
+    device: str,
+    index: int,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    masked: bool,
+    bias: bool,
+    aligned: bool,
+    grad: bool,
+    capped: bool = False,
 ) -> Case:
     """Add what is known of the device."""
     cuda = device == "cuda"
     capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
     flash_3 = capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic)
+    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic, capped)
 
 
 @cache
@@ -242,7 +253,7 @@ def _choose_and_log(*facts: Any) -> Kernel:
     kernel = choose(given)
     if given not in _LOGGED:
         _LOGGED.add(given)
-        rules = [name for name in ("masked", "bias") if getattr(given, name)]
+        rules = [name for name in ("masked", "bias", "capped") if getattr(given, name)]
         widths = f"{given.head_dim}" if given.head_dim == given.value_dim else f"{given.head_dim}/{given.value_dim}"
         described = ", ".join([str(given.dtype).removeprefix("torch."), f"head width {widths}", *rules])
         cost = "; no fused kernel applies, so the (queries, keys) scores are allocated" if kernel == "math" else ""
@@ -256,7 +267,7 @@ def partial_kernel(*facts: Any) -> PartialKernel:
     kernel = choose_partial(given)
     if kernel == "unfused" and given.device == "cuda" and given not in _WARNED:
         _WARNED.add(given)
-        masked = ", masked" if given.masked else ""
+        masked = ", masked" if given.masked else ", soft cap" if given.capped else ""
         text = "ring attention has no fused kernel for this mask, dtype or head width (%s, head width %d%s): the unfused formula takes 10"
         log.warning(f"{text} to 30 times as long; parallel.context_kind=ulysses has one", given.dtype, given.head_dim, masked)
     return kernel

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from pipeline.layers import linear
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
+from pipeline.layers.mask import capped
 from pipeline.layers.positions import SinusoidalPositions, add_position_embeddings
 
 
@@ -80,8 +81,14 @@ class OutputHead(nn.Module):
         bias: whether a bias is added to the logits (BERT).
         factor: scales the hidden states (T5 with tied embeddings: 1 / sqrt(hidden)).
         label_smoothing: probability mass of the target that is spread over the vocabulary (Szegedy et al. 2016).
+        softcap: bound of the logits, as in Mask (layers/mask.py); None for none.
         width: width of the output embeddings, to which the hidden states are projected first (opt-350m); hidden when None.
+
+    Attributes:
+        z_loss: as in linear_cross_entropy; set_z_loss sets it.
     """
+
+    z_loss = 0.0
 
     def __init__(
         self,
@@ -91,13 +98,14 @@ class OutputHead(nn.Module):
         bias: bool = False,
         factor: float = 1.0,
         label_smoothing: float = 0.0,
+        softcap: float | None = None,
         width: int | None = None,
     ) -> None:
         super().__init__()
         self.project = linear.Linear(hidden, width, bias=False) if width else None
         self.weight = nn.Parameter(torch.empty(vocab_size, width or hidden))
         self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
-        self.factor, self.label_smoothing = factor, label_smoothing
+        self.factor, self.label_smoothing, self.softcap = factor, label_smoothing, softcap
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
         """Compute the logits, or with targets the loss, without materializing the logits of the full batch.
@@ -115,6 +123,22 @@ class OutputHead(nn.Module):
         if self.factor != 1.0:
             hidden = hidden * self.factor
         if targets is None:
-            return F.linear(hidden, self.weight, self.bias)
-        loss = linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, label_smoothing=self.label_smoothing)
+            logits = F.linear(hidden, self.weight, self.bias)
+            return logits if self.softcap is None else capped(logits, self.softcap)
+        loss = linear_cross_entropy(
+            hidden,
+            self.weight,
+            targets,
+            bias=self.bias,
+            label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
+        )
         return loss * mean_factor(targets, loss_scale)
+
+
+def set_z_loss(model: nn.Module, weight: float) -> None:
+    """Set the weight of the z-loss (see linear_cross_entropy) of all projections to the vocabulary, whole or sharded."""
+    for module in model.modules():
+        if hasattr(module, "z_loss"):
+            module.z_loss = weight  # type: ignore[assignment] # a number, not a module

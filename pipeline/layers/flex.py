@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.layers.mask import Mask
+from pipeline.layers.mask import Mask, capped
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
@@ -80,8 +80,8 @@ def _mask_mod(mask: Mask, positions: tuple[Tensor, Tensor], window: int | None) 
 
 
 def _score_mod(mask: Mask, positions: tuple[Tensor, Tensor]) -> Callable[..., Tensor] | None:
-    """Return Mask.score_bias as FlexAttention's score_mod, a function of one score; None when there is no bias."""
-    slopes, bias = mask.slopes, mask.bias
+    """Return Mask.changed as FlexAttention's score_mod, a function of one score; None when there is nothing to change."""
+    slopes, bias, softcap = mask.slopes, mask.bias, mask.softcap
     query_positions, key_positions = positions
 
     def alibi(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -94,6 +94,10 @@ def _score_mod(mask: Mask, positions: tuple[Tensor, Tensor]) -> Callable[..., Te
         assert bias is not None
         return score + bias[0, head, query, key]
 
+    def cap(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:  # noqa: ARG001 - see above
+        assert softcap is not None
+        return capped(score, softcap)
+
     if slopes is not None:
         return alibi
-    return add_bias if bias is not None else None
+    return add_bias if bias is not None else cap if softcap is not None else None

@@ -28,8 +28,16 @@ class Constant:
     value: float
 
 
-#: The standard deviation of a normal distribution, a Constant, or None: zeros for a bias, else ones (norms).
-Init = float | Constant | None
+@dataclass(frozen=True)
+class LogOfUniform:
+    """Logarithms of values that are distributed uniformly from `low` to `high` (Mamba's decay rates)."""
+
+    low: float
+    high: float
+
+
+#: The standard deviation of a normal distribution, another distribution, a Constant, or None: zeros for a bias, else ones (norms).
+Init = float | Constant | LogOfUniform | None
 
 #: The constants of SplitMix64 as signed 64-bit integers: increment of the counter, and the two multipliers.
 _INCREMENT, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -66,7 +74,7 @@ def initial_tensor(
     if isinstance(std, Constant):
         return result.fill_(std.value)
     if result.numel():
-        _fill_normal(result, shape, part, std, hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest())
+        _fill(result, shape, part, std, hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest())
     return result
 
 
@@ -93,8 +101,8 @@ def single_std(config: Any, name: str) -> float | None:
     return None if "norm" in name or name.endswith(".bias") else config.init_std
 
 
-def _fill_normal(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]], std: float, key: bytes) -> None:
-    """Fill a part of a weight, whose rows are its last dim, with normal values of this standard deviation and mean 0."""
+def _fill(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]], init: float | LogOfUniform, key: bytes) -> None:
+    """Fill a part of a weight, whose rows are its last dim, with values of a distribution; a normal one has mean 0."""
     offset, mask = (int.from_bytes(half, "little", signed=True) for half in (key[:8], key[8:]))
     device, (first, width) = result.device, part[-1]
     row = torch.zeros(1, dtype=torch.int64, device=device)  # index of each row of the part in the full weight
@@ -104,14 +112,16 @@ def _fill_normal(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int,
     hashes = range(first // 2, (first + width + 1) // 2)
     rows = row * ((shape[-1] + 1) // 2) * _INCREMENT + offset
     columns = torch.arange(hashes.start, hashes.stop, device=device) * _INCREMENT
-    table, flat = _quantiles(device), result.view(len(rows), width)
+    flat = result.view(len(rows), width)
+    table = _log_quantiles(device, init) if isinstance(init, LogOfUniform) else _quantiles(device)
     chunk = max(1, _CHUNK.get(device.type, _CHUNK_OF_GPU) // len(hashes))
     for begin in range(0, len(rows), chunk):
         mixed = _mix(rows[begin : begin + chunk, None] + columns, mask)
         quarters = mixed.view(torch.int16).int().bitwise_and_(0xFFFF)  # four numbers of 16 bits for each hash
         summands = table.index_select(0, quarters.flatten()).view(len(mixed), -1, 2)
-        normal = (summands[..., 0] + summands[..., 1]).mul_(std)
-        flat[begin : begin + chunk] = normal[:, first % 2 : first % 2 + width]
+        # One lookup is enough for the weights that have an element for each head.
+        values = summands[..., 0] if isinstance(init, LogOfUniform) else (summands[..., 0] + summands[..., 1]).mul_(init)
+        flat[begin : begin + chunk] = values[:, first % 2 : first % 2 + width]
 
 
 def _mix(state: Tensor, mask: int) -> Tensor:
@@ -139,3 +149,11 @@ def _quantiles(device: torch.device) -> Tensor:
     half = [inverse((index + 0.5) / count) for index in range(count // 2)]
     exact = torch.tensor([*half, *(-value for value in reversed(half))], dtype=torch.float64, device="cpu")
     return (exact / exact.square().mean().sqrt() / math.sqrt(2)).float().to(device)
+
+
+@cache
+def _log_quantiles(device: torch.device, init: LogOfUniform) -> Tensor:
+    """Quantiles of a LogOfUniform at 2^16 equidistant probabilities, fp32."""
+    count = 1 << 16
+    places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
+    return (init.low + (init.high - init.low) * places).log().float().to(device)

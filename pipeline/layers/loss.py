@@ -55,6 +55,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         first_token: int,
         smoothing: tuple[float, int],
+        softcap: float | None,
+        z_loss: float,
         reduce_max: Reduce | None,
         reduce_sum: Reduce | None,
     ) -> Tensor:
@@ -77,6 +79,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             local = local.clamp(0, vocabulary - 1).unsqueeze(1)
 
             local_logits = F.linear(hidden[chunk_slice], weight, bias)
+            if softcap is not None:
+                tangents = local_logits.div_(softcap).tanh_()
+                local_logits = tangents * softcap
             largest = local_logits.amax(dim=1, keepdim=True).to(compute_dtype)
             if reduce_max is not None:
                 largest = reduce_max(largest)
@@ -97,6 +102,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 # d sum / d logits = softmax - smoothed one-hot; divided by the number of rows in the backward pass, where fp16 can hold it
                 # The gradient replaces the logits in the dtype of the products; rows without a target are divided by infinity.
                 divisor = torch.where(is_target, sums[0], torch.inf)
+                if z_loss:  # its gradient is the softmax times 2 z log Z
+                    divisor = divisor / (1 + 2 * z_loss * (sums[0].log() + largest.squeeze(1)))
                 one_hot = torch.where(is_local, 1.0 - label_smoothing, 0.0)
                 at_target = exponentials.gather(1, local).squeeze(1) / divisor - one_hot
                 if label_smoothing:
@@ -106,6 +113,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     _apply(torch.div, exponentials, divisor.unsqueeze(1), out=local_logits)
                 local_logits[torch.arange(len(local), device=local.device), local.squeeze(1)] = at_target.to(local_logits.dtype)
+                if softcap is not None:  # times the derivative of the cap, 1 - tanh^2
+                    local_logits.mul_(tangents.square_().neg_().add_(1))
                 if grad_bias is not None:
                     grad_bias += local_logits.sum(dim=0, dtype=compute_dtype)
                 if grad_hidden is not None:
@@ -127,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = [None if grad is None else (grad_loss / ctx.rows).to(grad.dtype) for grad in ctx.saved_tensors]
         pairs = zip(ctx.saved_tensors, factors, strict=True)
         scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, *[None] * 7)
 
 
 def linear_cross_entropy(
@@ -137,6 +146,8 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
     vocabulary: int | None = None,
     first_token: int = 0,
     reduce_max: Reduce | None = None,
@@ -150,6 +161,9 @@ def linear_cross_entropy(
         targets: int64 (batch, sequence), token ids of the full vocabulary, IGNORE for none.
         bias: (vocabulary,), added to the logits; the same rows as the weight.
         label_smoothing: probability mass of the target that is spread evenly over the vocabulary (Szegedy et al. 2016).
+        softcap: bound of the logits, as in Mask (layers/mask.py); None for none.
+        z_loss: weight of the square of log Z, where Z is the sum of the exponentials of the logits (Chowdhery et al. 2022, section 5,
+            https://arxiv.org/abs/2204.02311). Only the gradients contain it, not the result.
         vocabulary: size of the full vocabulary, if the weight holds only some of its rows.
         first_token: token id of the weight's first row.
         reduce_max: elementwise maximum over the ranks that hold the other rows; None for an unsharded weight.
@@ -161,7 +175,9 @@ def linear_cross_entropy(
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     smoothing = (label_smoothing, vocabulary or weight.shape[0])
-    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), first_token, smoothing, reduce_max, reduce_sum)
+    loss: Tensor = _LinearCrossEntropy.apply(
+        rows, weight, bias, targets.reshape(-1), first_token, smoothing, softcap, z_loss, reduce_max, reduce_sum
+    )
     return loss
 
 

@@ -1,4 +1,4 @@
-"""Attention masks: causal, bidirectional, prefix, sliding window, documents and padding; and the score biases that depend on positions."""
+"""Attention masks: causal, bidirectional, prefix, sliding window, documents and padding; and what changes the scores besides."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor
 
 
+def capped(x: Tensor, bound: float) -> Tensor:
+    """Return bound * tanh(x / bound): about x for small x, never above the bound (Bello et al. 2016, https://arxiv.org/abs/1611.09940)."""
+    return bound * torch.tanh(x / bound)
+
+
 @dataclass(frozen=True)
 class Mask:
-    """The rules of an attention mask, and biases of the attention scores.
+    """The rules of an attention mask, and biases and the soft cap of the attention scores.
 
     A query attends to a key if all rules that are set allow it. `None` sets no rule.
 
@@ -27,6 +32,7 @@ class Mask:
         prefix: int (batch,), every query attends to the keys before this position (prefix language model).
         slopes: (heads,), adds -slope * distance to the scores (ALiBi, Press et al. 2022, https://arxiv.org/abs/2108.12409).
         bias: (1, heads, queries, keys), added to the scores.
+        softcap: bound of the scores (see `capped`), of a model without biases and slopes; None for none.
     """
 
     causal: bool = True
@@ -37,6 +43,7 @@ class Mask:
     prefix: Tensor | None = None
     slopes: Tensor | None = None
     bias: Tensor | None = None
+    softcap: float | None = None
     _cache: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def cached(self, name: Hashable, compute: Callable[[], Any]) -> Any:
@@ -103,6 +110,15 @@ class Mask:
         elif key_documents is not None:
             allowed = allowed & (key_documents[:, None, None, :] >= 0)
         return allowed
+
+    def changed(self, scores: Tensor) -> Tensor:
+        """Return scores (batch, heads, queries, keys) with the soft cap or the bias, before masking."""
+        if self.softcap is not None:
+            assert self.slopes is None, "a soft cap comes without slopes"
+            assert self.bias is None, "a soft cap comes without a bias"
+            return capped(scores, self.softcap)
+        bias = self.score_bias(scores.shape[2], scores.shape[3], scores.device, scores.dtype)
+        return scores if bias is None else scores + bias
 
     def score_bias(self, queries: int, keys: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
         """Return the bias that is added to the scores, (batch or 1, heads, queries, keys); None for none."""

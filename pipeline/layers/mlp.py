@@ -14,11 +14,19 @@ from torch import Tensor, nn
 from pipeline.layers.init import Constant
 from pipeline.layers.linear import Linear, Projection, project
 
-#: gelu_tanh is the tanh approximation that GPT-2 was trained with (Hendrycks & Gimpel 2016), gelu the exact function.
+
+def _squared_relu(x: Tensor) -> Tensor:
+    """max(0, x)^2 of every element."""
+    return F.relu(x).square()
+
+
+#: gelu_tanh is the tanh approximation that GPT-2 was trained with (Hendrycks & Gimpel 2016), gelu the exact function; relu2 is the square
+#: of relu (So et al. 2021, https://arxiv.org/abs/2109.08668).
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
     "relu": F.relu,
+    "relu2": _squared_relu,
     "silu": F.silu,
 }
 
@@ -83,3 +91,15 @@ class GatedMLP(nn.Module):
         """(batch, sequence, hidden) -> (batch, sequence, hidden)."""
         gate, up = self.project(x, self.gate, self.up)
         return self.down(self.activation(gate) * up)
+
+
+class OutputGate(nn.Module):
+    """The gate of a layer's output, one number for each token: sigmoid(weight x). Like a router, it is not a linear layer of the model."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., hidden) -> (..., 1)."""
+        return F.linear(x, self.weight).sigmoid()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.expert_products import PRODUCTS
-from pipeline.layers.mlp import ACTIVATIONS
+from pipeline.layers.mlp import ACTIVATIONS, OutputGate
 from pipeline.layers.router import AuxLoss, Router, Routing
 from pipeline.layers.token_permutation import drop_over_capacity, inverse_permutation, padded_slots, permute, tokens_per_expert
 
@@ -253,17 +253,27 @@ class MoE(ComputedBuffers):
 
 
 class SharedExpertMoE(nn.Module):
-    """MoE layer with a shared expert, which processes every token (Dai et al. 2024, https://arxiv.org/abs/2401.06066)."""
+    """MoE layer with a shared expert, which processes every token (Dai et al. 2024, https://arxiv.org/abs/2401.06066).
 
-    def __init__(self, routed: MoE, shared: nn.Module) -> None:
+    Args:
+        routed: the experts that tokens are routed to.
+        shared: the shared expert.
+        shared_gate: of the output of the shared expert (Qwen 2 MoE); None for no gate.
+    """
+
+    def __init__(self, routed: MoE, shared: nn.Module, shared_gate: OutputGate | None = None) -> None:
         super().__init__()
-        self.routed, self.shared = routed, shared
+        self.routed, self.shared, self.shared_gate = routed, shared, shared_gate
 
     def forward(self, x: Tensor, context: AttentionContext | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); context as in MoE."""
         outputs: list[Tensor] = []
-        routed = self.routed(x, context, lambda: outputs.append(self.shared(x)))
+        routed = self.routed(x, context, lambda: outputs.append(self._shared_output(x)))
         return routed + outputs[0]
+
+    def _shared_output(self, x: Tensor) -> Tensor:
+        """Return the output of the shared expert."""
+        return self.shared(x) if self.shared_gate is None else self.shared_gate(x) * self.shared(x)
 
 
 def moe_layers(model: nn.Module) -> Iterator[MoE]:

@@ -97,20 +97,26 @@ def formula_backward(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `backward` unfused."""
-    factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     compute_dtype = lse.dtype
     grads_q, grad_k, grad_v = [], torch.zeros_like(k, dtype=compute_dtype), torch.zeros_like(v, dtype=compute_dtype)
     for rows, chunk_mask in _row_chunks(q, k, mask):
-        weights = _probabilities(_scores(q[:, :, rows], k, chunk_mask, window, scale), lse[:, :, rows])
+        scores = _scores(q[:, :, rows], k, chunk_mask, window, scale)
+        weights = _probabilities(scores, lse[:, :, rows])
+        factor = scale if mask.softcap is None else scale * _cap_slope(scores, mask.softcap)
+        del scores
         grads_q.append(_backward_chunk(weights, grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], factor, (grad_k, grad_v)))
-        del weights  # before the next chunk has any
+        del weights, factor  # before the next chunk has any
     return torch.cat(grads_q, dim=2), grad_k, grad_v
 
 
 def _backward_chunk(
-    weights: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, factor: float, sums: tuple[Tensor, Tensor]
+    weights: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, factor: float | Tensor, sums: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """Return the gradient of some queries, and add to those of k and v (`sums`); weights are the probabilities of their scores."""
+    """Return the gradient of some queries, and add to those of k and v (`sums`).
+
+    Weights are the probabilities of their scores; the factor is the derivative of these by the products of queries and keys.
+    """
     grad_k, grad_v = sums
     grouped_grad = _group_queries(grad, v)
     grad_v += _group_queries(weights.to(v.dtype), v).transpose(2, 3) @ grouped_grad
@@ -203,13 +209,16 @@ def _scores(q: Tensor, k: Tensor, mask: Mask, window: int | None, scale: float |
     """Return the scores (batch, heads, queries, keys), at least fp32, -inf at masked keys."""
     factor = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     scores = _ungroup_queries(_group_queries(q, k) @ k.transpose(2, 3), q).to(torch.promote_types(q.dtype, torch.float32)) * factor
-    bias = mask.score_bias(q.shape[2], k.shape[2], q.device, scores.dtype)
-    if bias is not None:
-        scores = scores + bias
+    scores = mask.changed(scores)
     allowed = mask.visible(q.shape[2], k.shape[2], q.device, window)
     if allowed is None and mask.causal:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+
+def _cap_slope(scores: Tensor, softcap: float) -> Tensor:
+    """Return the derivative of a soft cap from its results, 1 - tanh^2; 0 for masked scores, which are -inf."""
+    return 1 - (scores.clamp(min=-softcap) / softcap).square()
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

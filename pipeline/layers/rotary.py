@@ -8,7 +8,7 @@ from torch import Tensor
 from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.rope_scaling import RopeScaling, frequencies
 
-#: (cos, sin), each (max_positions, head_dim) or (batch, 1, sequence, head_dim); sin includes the sign of the rotation
+#: (cos, sin), each (max_positions, width) or (batch, 1, sequence, width); sin includes the sign of the rotation
 RotaryTables = tuple[Tensor, Tensor]
 
 
@@ -16,7 +16,7 @@ class Rotary(ComputedBuffers):
     """Cosine and sine tables of all positions, fp32 in a model of any dtype: bf16 cannot represent all integers above 256.
 
     Args:
-        head_dim: width of a head; dims i and i + head_dim / 2 are rotated as a pair.
+        head_dim: number of dims of a head that are rotated, all of them or the first ones; dims i and i + head_dim / 2 are a pair.
         max_positions: number of positions.
         theta: base of the wavelengths 2 pi theta^(2i / head_dim).
         scaling: scaling of the frequencies, None for none.
@@ -51,10 +51,13 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
 
     Args:
         x: (batch, heads, sequence, head_dim).
-        tables: tables of each token's position, or of at least `sequence` positions from 0 on.
+        tables: tables of each token's position, or of at least `sequence` positions from 0 on. If they are narrower than head_dim, the
+            first dims are rotated and the others are unchanged (GPT-NeoX, GLM-4.5, Qwen3-Next).
 
     Returns:
         Same shape and dtype as x.
     """
     cos, sin = (table[..., : x.shape[2], :] for table in tables)
+    if (width := cos.shape[-1]) < x.shape[3]:
+        return torch.cat((rotate(x[..., :width], tables), x[..., width:]), dim=3)
     return (x * cos + x.roll(x.shape[3] // 2, dims=3) * sin).to(x.dtype)

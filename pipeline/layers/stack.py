@@ -33,6 +33,8 @@ class Block(nn.Module):
         post_attention_norm, post_mlp_norm: applied to the output of each layer before it is added to the residual stream (OLMo 2,
             Gemma 3), None for none.
         residual_factor: scales the output of each layer before it is added to the residual stream (Granite).
+        parallel_residual: the feed-forward reads the input of the block, as attention does, and both outputs are added to it at once
+            (GPT-J, GPT-NeoX); else it reads the sum with the output of attention.
     """
 
     attention_norm: nn.Module | None
@@ -57,6 +59,7 @@ class Block(nn.Module):
         post_attention_norm: nn.Module | None = None,
         post_mlp_norm: nn.Module | None = None,
         residual_factor: float = 1.0,
+        parallel_residual: bool = False,
     ) -> None:
         super().__init__()
         # In this order. torch.compile shares code between blocks and looks for a module that one of them has in all of them: so each block
@@ -71,7 +74,8 @@ class Block(nn.Module):
         self.register_module("post_mlp_norm", post_mlp_norm)
         self.register_module("output_norm", output_norm)
         assert residual_factor == 1.0 or not post_norm, "post-norm blocks have no residual factor"
-        self.post_norm, self.residual_factor = post_norm, residual_factor
+        assert not parallel_residual or not (post_norm or cross), "post-norm blocks and those with cross-attention have one residual stream"
+        self.post_norm, self.residual_factor, self.parallel_residual = post_norm, residual_factor, parallel_residual
 
     def forward(self, x: Tensor, context: AttentionContext, memory: Tensor | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); memory is (batch, keys, hidden)."""
@@ -81,10 +85,12 @@ class Block(nn.Module):
                 x = self.cross_norm(x + self.cross(x, memory, context))
             x = _apply(self.mlp_norm, x + self._feed_forward(x, context))
         else:
+            before = x
             x = x + self._scaled(_apply(self.post_attention_norm, self.attention(_apply(self.attention_norm, x), None, context)))
             if self.cross is not None and self.cross_norm is not None:
                 x = x + self._scaled(self.cross(self.cross_norm(x), memory, context))
-            x = x + self._scaled(_apply(self.post_mlp_norm, self._feed_forward(_apply(self.mlp_norm, x), context)))
+            output = self._feed_forward(_apply(self.mlp_norm, before if self.parallel_residual else x), context)
+            x = x + self._scaled(_apply(self.post_mlp_norm, output))
         return _apply(self.output_norm, x)
 
     def _scaled(self, output: Tensor) -> Tensor:
@@ -125,6 +131,7 @@ class Stack(nn.Module):
         slopes: ALiBi slopes, None for none.
         local_rotary: tables of the layers with rope="local", None for none.
         causal: whether self-attention is causal.
+        softcap: bound of the attention scores, as in Mask; None for none.
         tie_embeddings: whether head and embedding share one weight.
 
     Attributes:
@@ -143,11 +150,12 @@ class Stack(nn.Module):
         *,
         local_rotary: Rotary | None = None,
         causal: bool = True,
+        softcap: float | None = None,
         tie_embeddings: bool = False,
     ) -> None:
         super().__init__()
         self.embed: nn.Module | None = embed
-        self.rotary, self.local_rotary, self.slopes, self.causal = rotary, local_rotary, slopes, causal
+        self.rotary, self.local_rotary, self.slopes, self.causal, self.softcap = rotary, local_rotary, slopes, causal, softcap
         self.blocks = nn.ModuleDict({str(index): block for index, block in enumerate(blocks)})
         self.norm = norm
         self.head: nn.Module | None = head
@@ -189,7 +197,7 @@ class Stack(nn.Module):
         """Return the context of all blocks: mask and rotary tables."""
         positions = batch.get("positions")
         slopes = self.slopes() if self.slopes is not None else None
-        mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes)
+        mask = Mask(causal=self.causal, documents=batch.get("documents"), positions=positions, slopes=slopes, softcap=self.softcap)
         tables, local = (rotary(positions) if rotary is not None else None for rotary in (self.rotary, self.local_rotary))
         return AttentionContext(mask, tables, local)
 

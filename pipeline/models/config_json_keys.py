@@ -89,6 +89,35 @@ ROPE = KeyGroup(keys=_KEYS, write=_write, read=_read)
 UNSCALED = KeyGroup(keys=_KEYS, write=_write, read=_read_unscaled)
 
 
+def partial_rope(*, share: float, theta_key: str = "rope_theta", share_key: str = "partial_rotary_factor") -> KeyGroup:
+    """Return the keys of families that rotate only the first dims of a head: those of ROPE, and the share of these dims.
+
+    Args:
+        share: the share without the keys.
+        theta_key: earlier key of the base.
+        share_key: earlier key of the share.
+    """
+
+    def write(config: Any) -> dict[str, Any]:
+        content = _write(config)
+        theta, factor = content.pop("rope_theta"), {"partial_rotary_factor": config.partial_rotary_factor}
+        return {
+            **content,
+            "rope_parameters": content["rope_parameters"] | factor,
+            theta_key: theta,
+            share_key: config.partial_rotary_factor,
+        }
+
+    def read(content: dict[str, Any]) -> dict[str, Any]:
+        key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+        parameters = dict(as_object(key, content.get(key)))
+        found = parameters.pop("partial_rotary_factor", content.get(share_key, share))
+        fields = _read({**content, key: parameters, "rope_theta": content.get(theta_key)})
+        return {**fields, "partial_rotary_factor": number(share_key, found)}
+
+    return KeyGroup((theta_key, share_key, "rope_parameters", "rope_scaling"), write, read)
+
+
 def layer_counts(encoder_key: str, decoder_key: str, *, default: int, decoder_as_encoder: bool = False) -> KeyGroup:
     """Return the keys with the numbers of blocks of an encoder-decoder, which Hugging Face numbers separately.
 

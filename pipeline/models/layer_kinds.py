@@ -1,45 +1,40 @@
-"""Groups of config.json keys of families with two kinds of layers, with a sliding window and without, and rotary positions for each."""
+"""Groups of config.json keys of families with two kinds of layers, one of them full attention, and rotary positions for each."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.models.config_json_keys import ROPE, as_object, interval_of, number
 from pipeline.models.huggingface_mapping import KeyGroup, refusal
 from pipeline.models.shared_sizes import marked
 
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+LOCAL, GLOBAL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
-class TwoKinds(Protocol):
-    """The fields of a configuration that these keys are read from and written to, besides those of a RopeConfig."""
-
-    layers: int
-    sliding_window_pattern: int
-    rope_local_theta: float
-
-
-def layer_types(*, default: int, interval_key: str = "") -> KeyGroup:
+def layer_types(*, default: int, interval_key: str = "", field: str = "sliding_window_pattern", other: str = LOCAL) -> KeyGroup:
     """Return the keys with the kind of each layer.
 
     Args:
         default: interval of the global layers without the keys.
         interval_key: key with that interval, if the class reads one.
+        field: field of our configuration with that interval.
+        other: the kind of the other layers.
     """
     keys = (*([interval_key] if interval_key else []), "layer_types")
 
-    def write(config: TwoKinds) -> dict[str, Any]:
-        kinds = [GLOBAL if is_global else LOCAL for is_global in marked(config.layers, config.sliding_window_pattern)]
-        return {**({interval_key: config.sliding_window_pattern} if interval_key else {}), "layer_types": kinds}
+    def write(config: Any) -> dict[str, Any]:
+        interval = getattr(config, field)
+        kinds = [GLOBAL if is_global else other for is_global in marked(config.layers, interval)]
+        return {**({interval_key: interval} if interval_key else {}), "layer_types": kinds}
 
     def read(content: dict[str, Any]) -> dict[str, Any]:
-        """Return sliding_window_pattern; the list takes precedence, as in the classes."""
+        """Return the interval; the list takes precedence, as in the classes."""
         interval, kinds = content.get(interval_key, default), content.get("layer_types")
-        if kinds is not None and not (isinstance(kinds, list) and all(kind in (LOCAL, GLOBAL) for kind in kinds)):
-            raise refusal("layer_types", kinds, f"must be a list of {LOCAL} and {GLOBAL}")
+        if kinds is not None and not (isinstance(kinds, list) and all(kind in (other, GLOBAL) for kind in kinds)):
+            raise refusal("layer_types", kinds, f"must be a list of {other} and {GLOBAL}")
         if kinds is not None and len(kinds) != (layers := content.get("num_hidden_layers", len(kinds))):
             raise refusal("layer_types", kinds, f"has {len(kinds)} entries for num_hidden_layers={layers}", "correct config.json")
-        return {"sliding_window_pattern": interval if kinds is None else interval_of("layer_types", kinds, GLOBAL, interval)}
+        return {field: interval if kinds is None else interval_of("layer_types", kinds, GLOBAL, interval)}
 
     return KeyGroup(keys, write, read)
 

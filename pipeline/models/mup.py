@@ -1,6 +1,6 @@
 """The maximal update parametrization (muP): the best learning rate of a narrow model is that of a wide one.
 
-Yang et al. 2022 (https://arxiv.org/abs/2203.03466), for Adam. With m = width / base width:
+Yang et al. 2022 (https://arxiv.org/abs/2203.03466), for Adam; Muon below. With m = width / base width:
 
     weight                                    initial standard deviation   learning rate   table
     embeddings, norms, biases                 1                            1               3 and 8, "input weights & all biases"
@@ -19,6 +19,11 @@ equal but for the term optimizer.eps. The multiplier
 - of the logits is part of the final norm, of a tied head,
 - of the scores, sqrt(base d / d) beside the 1 / sqrt(d) of the model, of the query projection, or of the norm of queries,
 - of a layer's output, of the output projection of attention and the down projection of the feed-forward.
+
+The update of a hidden matrix (fan-out, fan-in) must have a spectral norm of sqrt(fan-out / fan-in) at every width, up to a constant (Yang
+et al. 2023, https://arxiv.org/abs/2310.17813, condition 1). In Muon that norm is the factor of optimizer.muon_adjust_lr: with `original` it
+depends on the ratio of both only, so that the rate in the table is 1, not 1 / m; with `match_rms_adamw` it grows with sqrt(m), so that the
+rate is 1 / sqrt(m). Its update does not depend on the size of the gradient, so that the multipliers are those in Adam.
 """
 
 from __future__ import annotations
@@ -54,6 +59,19 @@ def rate(config: Any, name: str) -> float:
         name: of the weight in the full model. Adapters (LoRA) have the standard rate.
     """
     return _factors(config, name)[1]
+
+
+def muon_rate(config: Any, adjust_lr: str) -> float:
+    """Return the learning rate of hidden matrices in Muon, over that in Adam, which `rate` returns.
+
+    Args:
+        config: of any family.
+        adjust_lr: optimizer.muon_adjust_lr.
+    """
+    if getattr(config, "parametrization", "standard") == "standard":
+        return 1.0
+    width = config.hidden / config.mup_base_width
+    return float(width if adjust_lr == "original" else math.sqrt(width))
 
 
 def _factors(config: Any, name: str) -> tuple[float, float]:

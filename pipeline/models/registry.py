@@ -13,20 +13,25 @@ from pipeline.models.bloom.model import BLOOM
 from pipeline.models.config import ModelConfig
 from pipeline.models.deepseek_v3.model import DEEPSEEK_V3
 from pipeline.models.family import Family
+from pipeline.models.gemma2.model import GEMMA2
 from pipeline.models.gemma3.model import GEMMA3
+from pipeline.models.glm4_moe.model import GLM4_MOE
 from pipeline.models.gpt.model import GPT
 from pipeline.models.gpt1.model import GPT1
+from pipeline.models.gpt_neox.model import GPT_NEOX
 from pipeline.models.granite.model import GRANITE
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor, refusal
 from pipeline.models.llama.model import LLAMA
 from pipeline.models.mistral.model import MISTRAL
 from pipeline.models.mixtral.model import MIXTRAL
+from pipeline.models.nemotron.model import NEMOTRON
 from pipeline.models.olmo2.model import OLMO2
 from pipeline.models.olmo3.model import OLMO3
 from pipeline.models.olmoe.model import OLMOE
 from pipeline.models.opt.model import OPT
 from pipeline.models.phi3.model import PHI3
 from pipeline.models.qwen3_moe.model import QWEN3_MOE
+from pipeline.models.qwen3_next.model import QWEN3_NEXT
 from pipeline.models.roberta.model import ROBERTA
 from pipeline.models.smollm3.model import SMOLLM3
 from pipeline.models.t5.model import T5
@@ -39,19 +44,24 @@ FAMILIES: dict[str, Family] = {
     "bert": BERT,
     "bloom": BLOOM,
     "deepseek_v3": DEEPSEEK_V3,
+    "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "glm4_moe": GLM4_MOE,
     "gpt": GPT,
     "gpt1": GPT1,
+    "gpt_neox": GPT_NEOX,
     "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "nemotron": NEMOTRON,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
     "olmoe": OLMOE,
     "opt": OPT,
     "phi3": PHI3,
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_next": QWEN3_NEXT,
     "roberta": ROBERTA,
     "smollm3": SMOLLM3,
     "t5": T5,

@@ -26,6 +26,18 @@ def rotary_heads_violations(hidden: int, heads: int, kv_heads: int, width: int |
         yield Violation("model.kv_heads", kv_heads, f"must divide model.heads={heads}", "choose a divisor of model.heads")
 
 
+def rotated_dims(head_dim: int, factor: float) -> int:
+    """Return the number of dims of a head that are rotated, the first ones: a share of them, rounded down."""
+    return int(head_dim * factor)
+
+
+def partial_rotary_violations(head_dim: int, factor: float) -> Iterator[Violation]:
+    """Yield a violation if rotary position embeddings do not rotate pairs of dims."""
+    if (dims := rotated_dims(head_dim, factor)) % 2 or not dims:
+        rule = f"rotates {dims} of the {head_dim} dims of a head, which must be an even number of at least 2"
+        yield Violation("model.partial_rotary_factor", factor, rule, "choose another share")
+
+
 def window_violations(key: str, window: int | None, max_positions: int) -> Iterator[Violation]:
     """Yield a violation if a sliding window is longer than the longest sequence; None means no window."""
     if window is not None and window > max_positions:

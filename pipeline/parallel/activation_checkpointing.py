@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 from pipeline.common.errors import UserError
 from pipeline.config.run_parts import LayoutConfig
 from pipeline.layers.attention_kernel import meta_core
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.row_counts import ReadCounts
@@ -72,8 +73,8 @@ def kind_of(operation: Any) -> Kind | None:
 
 
 def _breaks(block: nn.Module) -> bool:
-    """Return whether a block has a graph break: a MoE layer whose experts have as many rows as the router gives them."""
-    return any(not moe.parts for moe in moe_layers(block))
+    """Return whether a block has a graph break: linear attention, or MoE layers whose experts have as many rows as the router gives."""
+    return any(not moe.parts for moe in moe_layers(block)) or any(isinstance(module, GatedDeltaNet) for module in block.modules())
 
 
 def stays_eager(block: nn.Module, mode: str) -> bool:
@@ -84,8 +85,9 @@ def stays_eager(block: nn.Module, mode: str) -> bool:
 def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept: Collection[Result] | None = None) -> None:
     """Recompute a block in the backward pass (`full`), or all its operations except matrix products and attention (`selective`).
 
-    A block is compiled as one graph, with what is recomputed. Dispatch of MoE layers without padding breaks the graph, and torch.compile
-    compiles nothing inside a checkpoint with a break: there, `full` recomputes compiled pieces, and `selective` stays uncompiled.
+    A block is compiled as one graph, with what is recomputed. Dispatch of MoE layers without padding and the chunks of linear attention
+    (layers/delta_rule.py) break the graph, and torch.compile compiles nothing inside a checkpoint with a break: there, `full` recomputes
+    compiled pieces, and `selective` stays uncompiled.
 
     Args:
         block: the block.

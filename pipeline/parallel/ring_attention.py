@@ -52,6 +52,7 @@ class RingCore:
             causal=mask.causal,
             window=window,
             scale=scale,
+            softcap=mask.softcap,
         )
         return out
 
@@ -67,7 +68,7 @@ class RingCore:
         if local is None:
             return None, None
         gathered: Tensor = mask.cached("documents of the ring", lambda: torch.stack(collectives.all_gather(local, self.group)))
-        if mask.slopes is not None or mask.prefix is not None or window is not None:
+        if mask.slopes is not None or mask.prefix is not None or mask.softcap is not None or window is not None:
             return gathered, None
         documents: Tensor = mask.cached("ascending documents of the ring", lambda: ascending(gathered))
         find = partial(segment_limits, documents, self.group.rank(), causal=mask.causal)
@@ -147,8 +148,8 @@ class RingPlan:
         if mask.slopes is None and self.window is None and mask.prefix is None:
             # A rank's tokens are in the order of the sequence, and the keys of another one are before all of its queries.
             if source == rank:
-                return Mask(causal=mask.causal, documents=query_documents)
-            return Mask(causal=False, documents=query_documents, key_documents=key_documents)
+                return mask.replace(documents=query_documents)
+            return mask.replace(causal=False, documents=query_documents, key_documents=key_documents)
         return mask.replace(
             documents=query_documents,
             key_documents=key_documents,
@@ -166,11 +167,12 @@ def _plan(
     group: str,
     causal: bool,
     window: int | None,
+    softcap: float | None,
 ) -> RingPlan:
     """Return the plan of this rank from the arguments of the operators."""
     ranks = _resolve_process_group(group)  # type: ignore[arg-type] # a NewType of str
     local = None if documents is None else documents[ranks.rank()]
-    mask = Mask(causal=causal, documents=local, slopes=slopes, prefix=prefix)
+    mask = Mask(causal=causal, documents=local, slopes=slopes, prefix=prefix, softcap=softcap)
     return RingPlan(ranks, q.shape[2], q.device, mask, documents, limits, window)
 
 
@@ -193,13 +195,14 @@ def ring_attention(
     causal: bool,
     window: int | None,
     scale: float | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax attention over a ring.
 
     Args:
         q, k, v: the local tokens, as in Core (layers/attention.py).
         documents, limits: as in RingPlan.
-        slopes, prefix, causal: as in Mask.
+        slopes, prefix, causal, softcap: as in Mask.
         group: name of the context-parallel group.
         window: as in Mask.visible.
         scale: as in Core.
@@ -207,7 +210,7 @@ def ring_attention(
     Returns:
         The output (batch, heads, queries, value_dim), and log sum exp of the scores (batch, heads, queries), at least fp32.
     """
-    plan = _plan(q, documents, limits, slopes, prefix, group, causal, window)
+    plan = _plan(q, documents, limits, slopes, prefix, group, causal, window, softcap)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = _zeros(q, v.shape[3], wide)
     logsumexp = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -242,9 +245,10 @@ def ring_attention_backward(
     causal: bool,
     window: int | None,
     scale: float | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v: keys and values rotate once more, together with their accumulated gradients."""
-    plan = _plan(q, documents, limits, slopes, prefix, group, causal, window)
+    plan = _plan(q, documents, limits, slopes, prefix, group, causal, window, softcap)
     ranks, widths = plan.group.size(), (k.shape[3], v.shape[3])
     grad_q = _zeros(q, q.shape[3], logsumexp.dtype)
     kv = torch.cat((k, v), dim=3)

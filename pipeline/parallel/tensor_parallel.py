@@ -22,9 +22,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor
+from pipeline.layers.mask import capped
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
@@ -122,7 +124,10 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
     """Yield the layers that may be computed as one, those of a cross-attention's memory besides."""
     for module in model.modules():
         if isinstance(module, Attention):
-            groups = [(module.query, module.key, module.value), (module.key, module.value)]
+            gates = [] if module.gate is None else [module.gate]
+            groups: list[tuple[Linear, ...]] = [(module.query, module.key, module.value, *gates), (module.key, module.value)]
+        elif isinstance(module, GatedDeltaNet):
+            groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
         elif isinstance(module, GatedMLP):
             groups = [(module.gate, module.up)]
         else:
@@ -212,10 +217,12 @@ def local_positions(
 class VocabParallelHead(nn.Module):
     """The rows of the output matrix from `first_token` on, with the cross-entropy over the full vocabulary."""
 
+    z_loss = 0.0
+
     def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: RegionBoundary) -> None:
         super().__init__()
         self.project, self.weight, self.bias = head.project, head.weight, head.bias
-        self.factor, self.label_smoothing = head.factor, head.label_smoothing
+        self.factor, self.label_smoothing, self.softcap = head.factor, head.label_smoothing, head.softcap
         self.first_token, self.vocabulary = piece.start(0), piece.full_shape[0]
         self.enter, self.group = enter, group
         self.reduce_max = partial(collectives.all_reduce, group=group, op="max")
@@ -228,13 +235,16 @@ class VocabParallelHead(nn.Module):
         if self.factor != 1.0:
             hidden = hidden * self.factor
         if targets is None:
-            return self._gather_logits(F.linear(self.enter(hidden), self.weight, self.bias))
+            logits = F.linear(self.enter(hidden), self.weight, self.bias)
+            return self._gather_logits(logits if self.softcap is None else capped(logits, self.softcap))
         loss = linear_cross_entropy(
             self.enter(hidden),
             self.weight,
             targets,
             bias=self.bias,
             label_smoothing=self.label_smoothing,
+            softcap=self.softcap,
+            z_loss=self.z_loss,
             vocabulary=self.vocabulary,
             first_token=self.first_token,
             reduce_max=self.reduce_max,
@@ -282,7 +292,7 @@ def apply(
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         roles = {name: role(table, f"{prefix}.{name}.weight") for name in linears}
-        if "column" in roles.values() and isinstance(module, Attention | MLP | GatedMLP):
+        if "column" in roles.values() and isinstance(module, Attention | GatedDeltaNet | MLP | GatedMLP):
             once = gathered_projection(enter, fused_project if recomputed else project)
             again = regathered_projection(enter, dropout=dropout_of(module) > 0)
             module.project = again if sequence and gather_again else once

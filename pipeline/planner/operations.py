@@ -47,12 +47,14 @@ class RingRules:
         documents: a query attends only to its document.
         slopes: ALiBi slopes are added to the scores.
         window: sliding window in tokens, None for none.
+        softcap: bound of the scores, None for none.
     """
 
     causal: bool
     documents: bool = False
     slopes: bool = False
     window: int | None = None
+    softcap: float | None = None
 
     @property
     def masked(self) -> bool:
@@ -62,7 +64,7 @@ class RingRules:
     @property
     def segmented(self) -> bool:
         """Whether the kernel takes the documents as segments: no other rule applies besides `causal`."""
-        return self.documents and not (self.slopes or self.window is not None)
+        return self.documents and not (self.slopes or self.window is not None or self.softcap is not None)
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ class Recorder(TorchDispatchMode):
         queries, keys = (tensor.shape[2] * ranks for tensor in inputs[:2])
         self.pairs = operator_kinds.visible_share(queries, keys, causal=kwargs["causal"], window=window)
         call = operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs, ranks)
-        return replace(call, rules=RingRules(kwargs["causal"], documents is not None, slopes is not None, window))
+        return replace(call, rules=RingRules(kwargs["causal"], documents is not None, slopes is not None, window, kwargs["softcap"]))
 
 
 def _sizes(recorder: Recorder, tensors: list[Tensor]) -> Iterator[tuple[int, int]]:

@@ -46,7 +46,8 @@ def is_unfused(call: AttentionCall) -> bool:
     if call.rules is None:
         return False
     masked = call.rules.masked and not call.rules.segmented
-    case = Case("cuda", _DTYPES[call.bytes_per_element], call.head_dim, call.value_dim, _CAPABILITY, masked=masked)
+    dtype, capped = _DTYPES[call.bytes_per_element], call.rules.softcap is not None
+    case = Case("cuda", dtype, call.head_dim, call.value_dim, _CAPABILITY, masked=masked, capped=capped)
     return choose_partial(case) == "unfused"
 
 
@@ -103,7 +104,7 @@ def _executed(call: AttentionCall, *, short: bool = False) -> tuple[list[Operati
     with torch.device("meta"), torch.no_grad():
         q, k = tokens(call.heads, call.queries, call.head_dim), tokens(call.kv_heads, call.keys, call.head_dim)
         v, out = tokens(call.kv_heads, call.keys, call.value_dim), tokens(call.heads, call.queries, call.value_dim)
-        mask = Mask(causal=rules.causal)
+        mask = Mask(causal=rules.causal, softcap=rules.softcap)
         if short:
             mask = mask.replace(documents=per_token(call.batch, call.queries, torch.int32))
         elif rules.masked:

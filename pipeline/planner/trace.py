@@ -347,7 +347,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             unit="" if words[0] == "blocks" else words[0],
             gathers=sum(_gathers(stage, name) for name in names),
             muon=rule.is_hidden(piece),
-            rate=piece.rate,
+            rate=rule.rate_of(piece),
         )
         embeds = words[0] == "embed" or shared == "pipeline"
         yield words[1] if words[0] == "blocks" else "embed" if embeds else "head", weights

@@ -117,7 +117,7 @@ def build_buckets(
         replicas = "expert" if piece.is_sliced_along("expert") else "dense"
         matrix, muon = len(piece.full_shape) >= 2, rule.is_hidden(piece)
         bucket = bucket_name(piece.name, units[parameter], matrix=matrix, shared=bool(piece.shared), muon=muon)
-        members.setdefault((bucket, replicas, piece.rate), {})[parameter] = piece
+        members.setdefault((bucket, replicas, rule.rate_of(piece)), {})[parameter] = piece
     ordered = sorted(members, key=lambda key: key[0] == VECTORS)
     groups = {"dense": mesh.zero_groups(experts=False), "expert": mesh.zero_groups(experts=True)}
     return [

@@ -12,12 +12,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeline.config.schema import OptimizerConfig
+from pipeline.models import mup
 from pipeline.parallel.pieces import Piece
 
 #: Names of the hidden matrices within a block, of all families. Queries, keys and values are separate weights, and so are gates and up
 #: projections: none is fused. Of multi-head latent attention, each projection is a matrix, as in Moonlight (Liu et al. 2025).
 _IN_BLOCKS = (
-    *("query", "key", "value", "output", "query_down", "query_up", "key_value_down", "key_value_up"),
+    *("query", "key", "value", "attention.gate", "output", "query_down", "query_up", "key_value_down", "key_value_up"),
     *("mlp.gate", "mlp.up", "mlp.down", "mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
 )
 _BLOCKS = ("blocks.*", "head.depths.*")
@@ -27,8 +28,12 @@ HIDDEN = (
     *(f"{block}.experts.{name}" for block in _BLOCKS for name in ("gate", "up", "down")),
     "head.depths.*.project.weight",
 )
-#: Patterns of the names of matrices that AdamW updates: embeddings, tables of position biases, and routers; and those of heads.
-OTHER = ("embed.*", "*coder_bias.weight", "*.router.weight")
+#: Patterns of the names of matrices that AdamW updates: embeddings, tables of position biases, and routers; those of heads; gates of one
+#: number for each token or head, and convolutions.
+OTHER = (
+    *("embed.*", "*coder_bias.weight", "*.router.weight"),
+    *("*.shared_gate.weight", "*.attention.beta.weight", "*.attention.decay.weight", "*_conv"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +55,12 @@ class MatrixRule:
     Attributes:
         muon: whether the optimizer is Muon; otherwise it has no matrices.
         heads: name of a projection -> number of heads that are a matrix each; empty for one matrix a weight.
+        rate: learning rate of the matrices, over that of the same weights in AdamW.
     """
 
     muon: bool = False
     heads: Mapping[str, int] = field(default_factory=dict)
+    rate: float = 1.0
 
     @classmethod
     def of(cls, optimizer: OptimizerConfig, model: Any) -> MatrixRule:
@@ -61,7 +68,7 @@ class MatrixRule:
         if optimizer.name != "muon":
             return cls()
         heads = {"query": model.heads, "key": model.kv_heads, "value": model.kv_heads} if optimizer.muon_per_head else {}
-        return cls(muon=True, heads=heads)
+        return cls(muon=True, heads=heads, rate=mup.muon_rate(model, optimizer.muon_adjust_lr))
 
     def matrices(self, name: str, shape: tuple[int, ...]) -> Matrices | None:
         """Return a weight as the matrices that Muon updates, None for a weight of AdamW.
@@ -83,6 +90,10 @@ class MatrixRule:
         if of_head or any(fnmatchcase(name, pattern) for pattern in OTHER):
             return None
         raise KeyError(f"weight {name} is in no table of training/matrix_rule.py")
+
+    def rate_of(self, piece: Piece) -> float:
+        """The learning rate of the weight of a piece, as a factor of optimizer.lr."""
+        return piece.rate * self.rate if self.is_hidden(piece) else piece.rate
 
     def is_hidden(self, piece: Piece) -> bool:
         """Whether Muon updates the weight of a piece."""

@@ -16,6 +16,7 @@ from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
+from pipeline.layers.embedding import set_z_loss
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.preference import PREFERENCE_SUMS, PreferenceLoss
@@ -49,6 +50,7 @@ class Trainer:
         self._loss_weights: dict[str, float] = {}
         training = config.training
         for stage in self.model.stage_modules():
+            set_z_loss(stage, training.head_z_loss)
             stage.preference = PreferenceLoss(training.preference_loss, training.dpo_beta, training.simpo_margin)
         #: Called before every update of the optimizer: a checkpoint may be copying the weights.
         self.before_update: Callable[[], None] = lambda: None

@@ -42,10 +42,22 @@ MODELS = (
         "opt-350m",
         "opt-66b",
     ),
-    *("bloom-176b", "bloom-tiny", "mistral-7b", "mistral-nemo-12b", "mixtral-8x7b", "mixtral-8x22b", "mixtral-tiny", "deepseek-v3"),
+    *(
+        "pythia-12b",
+        "bloom-176b",
+        "bloom-tiny",
+        "mistral-7b",
+        "mistral-nemo-12b",
+        "mixtral-8x7b",
+        "mixtral-8x22b",
+        "mixtral-tiny",
+        "deepseek-v3",
+    ),
     *(
         "deepseek-tiny",
         "gemma3-27b",
+        "gemma2-27b",
+        "minitron-8b",
         "gemma3-1b",
         "gemma3-270m",
         "olmo2-32b",
@@ -53,7 +65,9 @@ MODELS = (
         "granite3-8b",
         "qwen3-235b-a22b",
         "qwen3-moe-tiny",
+        "qwen3-next-80b-a3b",
         "olmoe-1b-7b",
+        "glm4.5",
         "smollm3-3b",
         "apertus-70b",
         "bert-large-cased",
@@ -75,7 +89,8 @@ SIZES = {
         "max_positions",
         "embed_width",
     ),
-    *("expert_interval", "dense_blocks"),
+    *("expert_interval", "dense_blocks", "full_attention_interval", "shared_ffn_hidden", "partial_rotary_factor"),
+    *("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim"),
     *("window", "sliding_window_pattern", "no_rope_layer_interval", "encoder_layers", "embed_width", "buckets", "max_distance"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_layers"),
     *("experts", "shared_experts", "top_k", "groups", "topk_group"),
@@ -131,11 +146,13 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
             model.dense_layers = draw(st.integers(0, model.layers))
         if hasattr(model, "encoder_layers"):
             model.encoder_layers = draw(st.none() | st.integers(1, model.layers - 1))
-    common = math.gcd(model.heads, model.kv_heads, model.ffn_hidden, getattr(model, "expert_ffn_hidden", 0))
+    sliced = ("expert_ffn_hidden", "shared_ffn_hidden", "linear_key_heads")
+    common = math.gcd(model.heads, model.kv_heads, model.ffn_hidden, *(getattr(model, name, 0) for name in sliced))
     parallel.tensor = draw(st.sampled_from([size for size in range(1, 17) if common % size == 0]))
     experts = getattr(model, "experts", 1)
     parallel.expert = draw(st.sampled_from([size for size in range(1, 33) if experts % size == 0]))
-    parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not getattr(model, "mtp_depth", 0) else 1
+    whole = getattr(model, "mtp_depth", 0) or getattr(model, "linear_layers", 0)
+    parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not whole else 1
     parallel.context_kind, parallel.sequence_parallel = pick("ring", "ulysses"), draw(st.booleans())
     whole = parallel.sequence_parallel and hasattr(model, "experts") and experts % (parallel.tensor * parallel.expert) == 0
     parallel.expert_tensor = pick(None, parallel.tensor, 1 if whole else None)

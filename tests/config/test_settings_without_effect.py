@@ -8,6 +8,7 @@ from tests.world import configured
 ZBV = ("parallel.schedule=zbv", "parallel.pipeline=2", "training.micro_batch_size=2", "training.global_batch_size=32")
 WSD = ("optimizer.schedule=wsd",)
 STAGE = "{until_step: 10, value: 30}"
+QWEN3_NEXT = "model=qwen3-next-tiny"
 DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
 
 
@@ -27,6 +28,8 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
             "optimizer.decay_ends.0=110: is the end of a decay of 11 steps, which begins before the end of",
         ),
         (("optimizer.decay_ends=[300,310]", *WSD), "set it to at least 333, or reduce optimizer.decay_steps"),
+        (("optimizer.decay_ends=[500,2000]", *WSD), "optimizer.decay_ends.1=2000: is not before training.steps=1000"),
+        (("parallel.expert_tensor=1",), "parallel.expert_tensor=1: requires an MoE model; model.family=llama has no experts"),
         (
             ("optimizer.decay_ends=[950]", *WSD),
             "training.steps=1000: is the end of a decay of 100 steps, which begins before the end of the decay",
@@ -41,6 +44,27 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((*DEEPSEEK, "model.mtp_depth=1", *ZBV), None),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV), "stage 3 of 4 shares the embedding in model.mtp_depth=2 MTP modules"),
         ((*DEEPSEEK, "model.mtp_depth=2", *ZBV, "parallel.schedule=1f1b"), None),
+        (("model=gemma2-tiny", "training.attention=sdpa"), "training.attention=sdpa: has no kernel with a soft cap of the scores"),
+        (("model=gemma2-tiny", "training.attention=sdpa", "model.attn_logit_softcapping=null"), None),
+        (("model=gemma2-tiny", "training.attention=plain"), None),
+        (("training.head_z_loss=1e-4",), None),
+        (
+            ("training.objective=dpo", "training.head_z_loss=1e-4"),
+            "training.head_z_loss=0.0001: has no effect with the objective dpo",
+        ),
+        (
+            (QWEN3_NEXT, "parallel.context=2"),
+            "parallel.context=2: splits sequences, and the linear attention of 3 layers of model.family=qwen3",
+        ),
+        ((QWEN3_NEXT, "parallel.tensor=4", "model.linear_key_heads=2"), "parallel.tensor=4: must divide model.linear_key_heads=2"),
+        ((QWEN3_NEXT, "parallel.tensor=4", "model.shared_ffn_hidden=6"), "parallel.tensor=4: must divide model.shared_ffn_hidden=6"),
+        (
+            (QWEN3_NEXT, "optimizer.name=muon", "optimizer.muon_per_head=true"),
+            "optimizer.muon_per_head=True: is not supported for model.fam",
+        ),
+        ((QWEN3_NEXT, "model.linear_value_heads=6"), "model.linear_value_heads=6: must be a multiple of model.linear_key_heads=4"),
+        ((QWEN3_NEXT, "model.partial_rotary_factor=0.1"), "model.partial_rotary_factor=0.1: rotates 3 of the 32 dims of a head"),
+        ((QWEN3_NEXT,), None),
         (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
         (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect without adapters"),
         (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect without adapters"),

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -35,6 +37,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+    "glm4-moe": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**{**SIZES, **EXPERTS, "head_dim": 8})),
     "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **HEADS, **EXPERTS})),
 }
 

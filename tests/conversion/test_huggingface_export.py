@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MarianMTModel
+from transformers.modeling_layers import MtpModel
 
 from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint.weights import InMemory as Weights
@@ -133,6 +134,19 @@ def test_mtp_modules_are_exported_and_imported(tmp_path, tokenizer_folder):
     stock, tokens = load(tmp_path), torch.arange(12)[None]
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), stock(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_transformers_computes_the_exported_mtp_module(tmp_path, tokenizer_folder):
+    """Its MtpModel reads the module as layer 46, where GLM-4.5-Air has it, and returns the same hidden states."""
+    config = replace(CONFIGS["glm4-moe"], layers=46, dense_layers=46, hidden=16, ffn_hidden=16, mtp_depth=1)
+    model = random_model(config)
+    stock = load(export(tmp_path, model, config, tokenizer_folder))
+    further, text = MtpModel.from_pretrained(stock), torch.randint(300, (1, 13), generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        hidden = stock.model(text[:, :-1]).last_hidden_state
+        theirs = further.forward_layer(0, hidden, torch.arange(12)[None], None, input_ids=text[:, 1:])
+        ours = model.head.depths[0](model.embed(text[:, 1:]), hidden, model.attention_context({}))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_the_bias_of_the_logits_is_exported(tmp_path):

@@ -6,6 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pipeline.common.errors import UserError
+from pipeline.config.stages import Generate
+from pipeline.generation.decoding import check_model
 from pipeline.generation.generator import Completion, Generator, Stopping
 from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner
@@ -14,6 +17,7 @@ from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.models.gpt.config import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
+from tests.models.small_decoders import CONFIGS
 
 
 def generator_of(model, proposer, sampling, stopping, *, tokens=3, positions=POSITIONS, batch_size=4, logprobs=False):
@@ -31,6 +35,16 @@ def noisy(model, scale: float):
         for parameter in found.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     return found
+
+
+@pytest.mark.parametrize(
+    "setting, message", [({"prompt_lookup": True}, "stage.prompt_lookup=True"), ({"draft": "runs/small"}, "stage.draft=runs/sma")]
+)
+def test_states_that_cannot_remove_tokens_are_refused(setting, message):
+    """Linear attention keeps one state for each sequence; without speculative decoding, the model generates."""
+    check_model(CONFIGS["qwen3-next"], Generate(), "runs/7b", 1)
+    with pytest.raises(UserError, match=message):
+        check_model(CONFIGS["qwen3-next"], Generate(**setting), "runs/7b", 1)
 
 
 @pytest.mark.parametrize(

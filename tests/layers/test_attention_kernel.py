@@ -51,6 +51,12 @@ CHOICES = [
     (gpu(HOPPER, bias=True), "efficient", "unfused"),
     (gpu(HOPPER, bias=True, masked=True), "efficient", "unfused"),
     (gpu(HOPPER, 100, bias=True), "math", "unfused"),
+    # Soft caps.
+    (gpu(HOPPER, capped=True), "flex", "unfused"),
+    (gpu(HOPPER, capped=True, masked=True, flash_3=True), "flex", "unfused"),
+    (gpu(AMPERE, capped=True, dtype=FP32), "flex", "unfused"),
+    (gpu(HOPPER, capped=True, dtype=torch.float64), "math", "unfused"),
+    (Case("cpu", FP32, 64, 64, capped=True), "math", "unfused"),
     # Other dtypes, lengths and devices.
     (gpu(HOPPER, dtype=FP32), "efficient", "unfused"),
     (gpu(HOPPER, 30, dtype=FP32), "math", "unfused"),
@@ -93,12 +99,13 @@ def test_flash_attention_3_is_activated_on_hopper_alone(capability, monkeypatch)
         (Mask(prefix=torch.ones(1)), None, True, False),
         (Mask(slopes=torch.ones(2)), None, True, False),
         (Mask(bias=torch.zeros(1, 2, 16, 16)), None, False, True),
+        (Mask(softcap=50.0), None, False, False),
     ],
     ids=str,
 )
 def test_the_facts_are_those_of_the_inputs(mask, window, masked, bias):
     q, k, v = torch.empty(1, 2, 16, 24, device="meta"), torch.empty(1, 1, 16, 24, device="meta"), torch.empty(1, 1, 16, 8, device="meta")
-    assert case(*facts_of(q, k, v, mask, window)) == Case("meta", FP32, 24, 8, masked=masked, bias=bias)
+    assert case(*facts_of(q, k, v, mask, window)) == Case("meta", FP32, 24, 8, masked=masked, bias=bias, capped=mask.softcap is not None)
     with torch.no_grad():
         assert not case(*facts_of(q[:, :, :4], k, v, mask, None)).grad
     assert case(*facts_of(q[:, :, :4], k, v, mask, None)).aligned == (not mask.causal)

@@ -47,12 +47,13 @@ CASES = st.fixed_dictionaries(
         "window": st.sampled_from([None, 1, 3]),
         "documents": st.sampled_from([None, "some", "padding"]),
         "prefix": st.booleans(),
-        "scores": st.sampled_from([None, "slopes", "bias"]),
+        "scores": st.sampled_from([None, "slopes", "bias", "softcap"]),
         "scale": st.sampled_from([None, 0.3]),
     }
 )
 FULLY_MASKED = {"queries": 3, "keys": 4, "cross": True, "kv_heads": 1, "groups": 1, "causal": False}
 FULLY_MASKED |= {"window": None, "documents": None, "prefix": False, "scores": None, "scale": None}
+CAPPED = {**FULLY_MASKED, "queries": 5, "cross": False, "causal": True, "groups": 3, "documents": "some", "scores": "softcap"}
 
 
 def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
@@ -75,6 +76,7 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
         prefix=torch.tensor([1, 2]) if case["prefix"] and causal else None,
         slopes=AlibiSlopes(heads)() if case["scores"] == "slopes" else None,
         bias=torch.randn(1, heads, queries, keys, generator=chance, dtype=torch.float64) if case["scores"] == "bias" else None,
+        softcap=0.7 if case["scores"] == "softcap" else None,
     )
     return inputs, mask, torch.randn(2, heads, queries, 8, generator=chance, dtype=torch.float64)
 
@@ -84,6 +86,8 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
 @settings(deadline=None, max_examples=60)
 @given(case=CASES)
 @example(case={**FULLY_MASKED, "documents": "padding"})
+@example(case={**FULLY_MASKED, "documents": "padding", "scores": "softcap"})
+@example(case={**CAPPED, "window": 3})
 def test_every_core_equals_the_reference(name, case):
     inputs, mask, grad = drawn(case)
     options = {"window": None if case["cross"] else case["window"], "scale": case["scale"]}
@@ -121,4 +125,19 @@ def test_rows_in_chunks_change_nothing(monkeypatch):
 @pytest.mark.parametrize("rules", [{}, {"window": 3}, {"scale": 0.3}], ids=str)
 def test_gradcheck_of_partial_attention(rules):
     inputs, mask, _ = drawn({**FULLY_MASKED, "queries": 5, "cross": False, "causal": True, "groups": 3, "documents": "some"})
-    assert torch.autograd.gradcheck(lambda q, k, v: partial_core(q, k, v, mask, **rules), inputs)
+    for softcap in (None, 0.7):
+        capped = mask.replace(softcap=softcap)
+        assert torch.autograd.gradcheck(lambda q, k, v, capped=capped: partial_core(q, k, v, capped, **rules), inputs)
+
+
+def test_a_soft_cap_bounds_the_scores():
+    """By the formula, c tanh(s / c), with the scores of a few queries written out."""
+    inputs, mask, _ = drawn(CAPPED)
+    q, k, v = (x.detach() for x in inputs)
+    k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
+    scores = 0.7 * torch.tanh(q @ k.transpose(2, 3) / 8**0.5 / 0.7)
+    allowed = torch.ones(5, 5, dtype=torch.bool).tril() & (mask.documents[:, None, :, None] == mask.documents[:, None, None, :])
+    weights = torch.where(allowed, scores.exp(), 0.0)
+    expected = weights / weights.sum(dim=3, keepdim=True) @ v
+    for core in (plain, *CORES.values()):
+        torch.testing.assert_close(core(*(x.detach() for x in inputs), mask), expected)

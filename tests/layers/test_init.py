@@ -73,6 +73,16 @@ def test_samples_are_independent(what, first, second):
         assert abs(torch.corrcoef(both)[0, 1]) < 4 / math.sqrt(both.shape[1]), what
 
 
+def test_the_logarithm_of_uniform_values():
+    """Their exponentials are uniform (Kolmogorov-Smirnov at 1 %), and a part has the values of the full weight."""
+    full = initial_tensor("a.decay_rate_log", (5000,), init.LogOfUniform(0.01, 16.0), seed=0)
+    places = ((full.double().exp() - 0.01) / 15.99).sort().values
+    distance = (places - (torch.arange(5000) + 0.5) / 5000).abs().max() + 0.5 / 5000
+    assert distance * math.sqrt(5000) < 1.63
+    part = initial_tensor("a.decay_rate_log", (5000,), init.LogOfUniform(0.01, 16.0), seed=0, part=[(17, 100)])
+    assert torch.equal(part, full[17:117])
+
+
 def test_a_lower_precision_is_the_rounded_value():
     exact = initial_tensor("a.weight", (33, 65), 0.02, seed=1)
     assert torch.equal(initial_tensor("a.weight", (33, 65), 0.02, seed=1, dtype=torch.bfloat16), exact.bfloat16())

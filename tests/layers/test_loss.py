@@ -21,14 +21,25 @@ def example(rows: int, hidden: int, vocabulary: int, dtype=torch.float64):
 
 
 @settings(deadline=None, max_examples=40)
-@given(rows=st.integers(1, 9), hidden=st.integers(1, 5), vocabulary=st.integers(1, 11), chunk=st.integers(1, 10), scale=st.floats(0.1, 3))
-def test_value_and_gradients_equal_the_unfused_form(rows, hidden, vocabulary, chunk, scale):
+@given(
+    rows=st.integers(1, 9),
+    hidden=st.integers(1, 5),
+    vocabulary=st.integers(1, 11),
+    chunk=st.integers(1, 10),
+    scale=st.floats(0.1, 3),
+    z_loss=st.sampled_from([0, 0.01, 2]),
+    softcap=st.sampled_from([None, 0.8]),
+)
+def test_value_and_gradients_equal_the_unfused_form(rows, hidden, vocabulary, chunk, scale, z_loss, softcap):
     x, weight, targets = example(rows, hidden, vocabulary)
-    plain = F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten()) * scale
-    expected = torch.autograd.grad(plain, (x, weight))
+    logits = (x @ weight.t()).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    plain = F.cross_entropy(logits, targets.flatten()) * scale
+    with_z = plain + z_loss * logits.logsumexp(dim=1).square().mean() * scale
+    expected = torch.autograd.grad(with_z, (x, weight))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loss, "chunk_rows", lambda *_: chunk)
-        ours = linear_cross_entropy(x, weight, targets) * scale
+        ours = linear_cross_entropy(x, weight, targets, z_loss=z_loss, softcap=softcap) * scale
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), expected)
 
@@ -38,32 +49,38 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda a, b: linear_cross_entropy(a, b, targets), (x, weight))
 
 
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_gradcheck_with_bias_smoothing_and_ignored_targets(smoothing):
+def test_gradcheck_with_bias_smoothing_a_soft_cap_and_ignored_targets(smoothing, softcap):
     x, weight, targets = example(5, 3, 7)
     bias = torch.linspace(-1, 1, 7, dtype=torch.float64, requires_grad=True)
     targets[0, 1:3] = loss.IGNORE
-    options = {"label_smoothing": smoothing}
+    options = {"label_smoothing": smoothing, "softcap": softcap}
     assert torch.autograd.gradcheck(lambda a, b, c: linear_cross_entropy(a, b, targets, bias=c, **options), (x, weight, bias))
-    plain = F.cross_entropy((x @ weight.t() + bias).flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction="sum") / 5
+    logits = (x @ weight.t() + bias).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    plain = F.cross_entropy(logits, targets.flatten(), label_smoothing=smoothing, reduction="sum") / 5
     torch.testing.assert_close(linear_cross_entropy(x, weight, targets, bias=bias, **options), plain)
 
 
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 3, 6, 7], [0, 4, 7, 7]])
-def test_vocabulary_parallel_pieces_give_the_full_loss(cuts):
+@pytest.mark.parametrize("z_loss", [0, 0.1])
+def test_vocabulary_parallel_pieces_give_the_full_loss(cuts, z_loss):
     """Each piece runs separately with the reduced sums of all pieces; losses agree and input gradients add up."""
     x, weight, targets = example(5, 3, 7)
-    whole = linear_cross_entropy(x, weight, targets)
+    targets[0, 2] = loss.IGNORE
+    whole = linear_cross_entropy(x, weight, targets, z_loss=z_loss)
     expected_x, expected_weight = torch.autograd.grad(whole, (x, weight))
     logits = (x @ weight.t()).detach().flatten(0, 1)
     largest = logits.amax(1, keepdim=True)
-    sums = torch.stack([(logits - largest).exp().sum(1), (logits - largest).gather(1, targets.view(-1, 1)).squeeze(1)])
+    sums = torch.stack([(logits - largest).exp().sum(1), (logits - largest).gather(1, targets.view(-1, 1).clamp(min=0)).squeeze(1)])
     grad_x = torch.zeros_like(x)
     for first, last in itertools.pairwise(cuts):
         if first == last:
             continue
         piece = weight.detach()[first:last].requires_grad_()
-        part = linear_cross_entropy(x, piece, targets, first_token=first, reduce_max=lambda _: largest, reduce_sum=lambda _: sums)
+        reduced = {"reduce_max": lambda _: largest, "reduce_sum": lambda _: sums}
+        part = linear_cross_entropy(x, piece, targets, z_loss=z_loss, first_token=first, **reduced)
         torch.testing.assert_close(part, whole)
         part_x, part_weight = torch.autograd.grad(part, (x, piece))
         torch.testing.assert_close(part_weight, expected_weight[first:last])

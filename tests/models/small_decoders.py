@@ -5,19 +5,24 @@ from dataclasses import replace
 from pipeline.models.apertus.config import ApertusConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
+from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.nemotron.config import NemotronConfig
 from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.olmo3.config import Olmo3Config
 from pipeline.models.olmoe.config import OlmoeConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.phi3.config import Phi3Config
 from pipeline.models.qwen3_moe.config import Qwen3MoeConfig
+from pipeline.models.qwen3_next.config import Qwen3NextConfig
 from pipeline.models.smollm3.config import SmolLM3Config
 
 DEEPSEEK = DeepseekV3Config(
@@ -44,6 +49,14 @@ DEEPSEEK = DeepseekV3Config(
 SMALL = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
 CONFIGS = {
     "apertus": ApertusConfig(**SMALL, rope_theta=1e4, rope_factor=4.0, rope_original_positions=16),
+    "gemma2": Gemma2Config(  # caps that bound most scores and logits
+        **{**SMALL, "layers": 3},
+        head_width=16,
+        window=8,
+        query_pre_attn_scalar=3,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=2.0,
+    ),
     "gemma3": Gemma3Config(  # local layers with another rotary base, and linear scaling in the global layer only
         **{**SMALL, "layers": 3},
         head_width=16,
@@ -55,7 +68,33 @@ CONFIGS = {
         rope_scaling="linear",
         rope_factor=4.0,
     ),
+    "gpt-neox": GPTNeoXConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, partial_rotary_factor=0.5),
+    "gpt-neox-sequential": GPTNeoXConfig(
+        layers=2,
+        hidden=48,
+        heads=3,
+        ffn_hidden=96,
+        vocab_size=300,
+        max_positions=40,
+        parallel_residual=False,
+        attention_bias=False,
+        activation="gelu_tanh",
+        tie_embeddings=True,
+    ),
+    "glm4-moe": Glm4MoeConfig(  # rotary positions in half of the dims, biases and norms of queries and keys
+        **{**SMALL, "layers": 3},
+        head_width=16,
+        query_key_norm=True,
+        rope_theta=1e3,
+        experts=6,
+        shared_experts=2,
+        expert_ffn_hidden=24,
+        top_k=3,
+        routed_scaling_factor=1.5,
+        mtp_depth=0,
+    ),
     "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5),
+    "nemotron": NemotronConfig(**SMALL, head_width=16),
     "olmo2": Olmo2Config(**SMALL, head_width=16),
     "olmo3": Olmo3Config(  # yarn in the global layer only
         **{**SMALL, "layers": 3},
@@ -72,6 +111,22 @@ CONFIGS = {
     "phi3": Phi3Config(**SMALL, window=16),
     "qwen3-moe": Qwen3MoeConfig(  # blocks with experts and without
         **{**SMALL, "layers": 3}, head_width=16, experts=6, top_k=3, expert_ffn_hidden=24, dense_blocks=[1]
+    ),
+    "qwen3-next": Qwen3NextConfig(  # linear and full attention, blocks with experts and without
+        **{**SMALL, "layers": 4},
+        head_width=16,
+        partial_rotary_factor=0.25,
+        full_attention_interval=2,
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_key_dim=12,
+        linear_value_dim=10,
+        experts=6,
+        top_k=3,
+        expert_ffn_hidden=24,
+        shared_ffn_hidden=20,
+        dense_blocks=[2],
+        rope_theta=1e4,
     ),
     "qwen2.5": LlamaConfig(**SMALL, qkv_bias=True),
     "smollm3": SmolLM3Config(**{**SMALL, "layers": 3}, no_rope_layer_interval=2),

@@ -18,9 +18,19 @@ MAPPINGS = [(name, mapping) for name, family in registry.FAMILIES.items() for ma
 NAMES = [mapping.architecture for _, mapping in MAPPINGS]
 
 
+#: Keys without which the default sizes of a class make no model: hidden / heads is no integer.
+REQUIRED = {"Glm4MoeForCausalLM": {"head_dim": 128}}
+
+
+def settings_of(mapping: HuggingFaceMapping) -> dict:
+    """Return the keys that the default configuration of a class needs to be supported."""
+    constants = {key: value for key, value in mapping.constants.items() if not config_json.is_dropout(key)}
+    return constants | REQUIRED.get(mapping.architecture, {})
+
+
 def stock(mapping: HuggingFaceMapping) -> dict:
     """Return the config.json that transformers writes for the default configuration of the class."""
-    settings = {key: value for key, value in mapping.constants.items() if not config_json.is_dropout(key)}
+    settings = settings_of(mapping)
     written = getattr(transformers, mapping.architecture).config_class(**settings)
     return {**json.loads(written.to_json_string(use_diff=False)), "architectures": [mapping.architecture]}
 
@@ -52,8 +62,7 @@ def test_what_transformers_writes_is_read(family, mapping):
 @pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
 def test_missing_keys_have_the_stock_class_values(mapping):
     """A config.json that contains only the class is read as the default configuration of the class."""
-    settings = {key: value for key, value in mapping.constants.items() if not config_json.is_dropout(key)}
-    bare = {"architectures": [mapping.architecture], "model_type": mapping.model_type, **settings}
+    bare = {"architectures": [mapping.architecture], "model_type": mapping.model_type, **settings_of(mapping)}
     assert read(bare) == read(stock(mapping))
 
 

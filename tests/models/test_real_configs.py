@@ -177,6 +177,15 @@ REFUSED = [
         CONFIGS["phi4-14b"] | {"rope_scaling": {"type": "longrope", "long_factor": [1.0], "short_factor": [1.0]}},
         "=longrope: is not supported",
     ),
+    (CONFIGS["pythia-6.9b"] | {"hidden_act": "relu"}, "hidden_act=relu: is not supported by this family; supported are gelu, gelu_fast"),
+    (CONFIGS["pythia-6.9b"] | {"rotary_pct": 0.2}, "model.partial_rotary_factor=0.2: rotates 25 of the 128 dims of a head"),
+    (CONFIGS["pythia-6.9b"] | {"rotary_pct": None}, "rotary_pct=None: must be a finite number"),
+    (CONFIGS["gemma2-9b"] | {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: is not supported by this family"),
+    (CONFIGS["gemma2-9b"] | {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping=0.0: must be above 0"),
+    (CONFIGS["gemma2-9b"] | {"final_logit_softcapping": "30"}, "final_logit_softcapping=30: must be of type float"),
+    (CONFIGS["minitron-4b"] | {"hidden_act": "silu"}, "hidden_act=silu: is not supported by this family; only relu2 is supported"),
+    (CONFIGS["minitron-4b"] | {"mlp_bias": True}, "mlp_bias=True: is not supported by this family; only False is supported"),
+    (CONFIGS["glm4.5-air"] | {"partial_rotary_factor": 0.04}, "model.partial_rotary_factor=0.04: rotates 5 of the 128 dims"),
     (CONFIGS["bert-base-uncased"] | {"add_cross_attention": True}, "add_cross_attention=True"),
 ]
 

@@ -104,7 +104,20 @@ RELEASED = {
     """,
 }
 #: Files of tests/models/real_configs.py.
-MORE = ("kimi-k2", "qwen3-30b-a3b", "olmoe-1b-7b", "granite3-8b", "olmo3-7b", "phi4-14b", "mistral-small3-24b")
+MORE = (
+    "kimi-k2",
+    "qwen3-30b-a3b",
+    "olmoe-1b-7b",
+    "granite3-8b",
+    "olmo3-7b",
+    "phi4-14b",
+    "mistral-small3-24b",
+    "pythia-6.9b",
+    "gpt-neox-20b",
+    "gemma2-9b",
+    "gemma2-27b",
+    "minitron-4b",
+)
 
 
 @pytest.mark.parametrize("name", [*RELEASED, *MORE])

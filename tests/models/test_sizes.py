@@ -15,11 +15,15 @@ from pipeline.models import config_classes, registry, tensor_parallel_roles
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma3.config import Gemma3Config
+from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
+from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
+from pipeline.models.nemotron.config import NemotronConfig
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.t5.config import T5Config
 from pipeline.models.transformer.config import TransformerConfig
@@ -31,6 +35,9 @@ RELEASED = {
     # without the buffers of xIELU
     "apertus-8b": 8_053_338_176,
     "apertus-70b": 70_599_864_480,
+    "gemma2-2b": 2_614_341_888,
+    "gemma2-9b": 9_241_705_984,
+    "gemma2-27b": 27_227_128_320,
     "gemma3-270m": 268_098_176,
     "gemma3-1b": 999_885_952,
     # without the image encoder and its projection
@@ -49,6 +56,15 @@ RELEASED = {
     "bloom-3b": 3_002_557_440,
     "bloom-7b1": 7_069_016_064,
     "bloom-176b": 176_247_271_424,
+    "gpt-neox-20b": 20_554_567_680,
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
     "gpt1": 116_534_784,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -82,6 +98,9 @@ RELEASED = {
     "qwen3-32b": 32_762_123_264,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    # with an MTP module, without its copies of embedding and head: 110,468,824,832 and 358,337,791,296 with them
+    "glm4.5-air": 109_227_310_848,
+    "glm4.5": 356_785_898_816,
     "granite3-2b": 2_533_531_648,
     "granite3-8b": 8_170_848_256,
     "phi4-14b": 14_659_507_200,
@@ -129,6 +148,12 @@ RELEASED = {
 #: GPT-3 was not released, OPT-175B is not public, and OPT-66B has no exact count; rounded in the papers (GPT-3: table 2.1; OPT: table 1).
 ROUNDED = {
     "kimi-k2": 1.04e12,  # released in fp8; the paper has 1.04 trillion
+    # Of the papers: embeddings and other weights.
+    "nemotron4-15b": 3.1e9 + 12.5e9,
+    "nemotron4-340b": 9.4e9 + 331.6e9,
+    "minitron-4b": 4.19e9,
+    "minitron-8b": 8.27e9,
+    "qwen3-next-80b-a3b": 79.7e9,  # released with an MTP module
     "gpt3-small": 125e6,
     "gpt3-medium": 350e6,
     "gpt3-large": 760e6,
@@ -142,18 +167,22 @@ ROUNDED = {
 SMALL = {
     "apertus-tiny",
     "deepseek-tiny",
+    "gemma2-tiny",
     "gemma3-tiny",
     "smollm3-tiny",
     "bert-tiny",
     "bloom-tiny",
     "gpt-demo",
+    "gpt-neox-tiny",
     "gpt-tiny",
     "gpt1-tiny",
+    "glm4-moe-tiny",
     "granite-tiny",
     "llama-demo",
     "llama-tiny",
     "mistral-tiny",
     "mixtral-tiny",
+    "nemotron-tiny",
     "olmo2-tiny",
     "olmo3-tiny",
     "olmoe-tiny",
@@ -162,6 +191,7 @@ SMALL = {
     "qwen2.5-tiny",
     "qwen3-tiny",
     "qwen3-moe-tiny",
+    "qwen3-next-tiny",
     "roberta-tiny",
     "t5-tiny",
     "transformer-tiny",
@@ -213,8 +243,11 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "bert": [{}, LABELS],
     "roberta": [{}, *({"model_type": name, **more} for name in ("roberta", "xlm-roberta", "camembert") for more in ({}, LABELS))],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
+    "gpt_neox": [{}, {"attention_bias": False}],
+    "glm4_moe": [{"mtp_depth": 2, "query_key_norm": True}, {"qkv_bias": False, "mtp_depth": 0}],
     "llama": [{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],
     "qwen3_moe": [{}, {"expert_interval": 2}],
+    "qwen3_next": [{}, {"expert_interval": 2, "full_attention_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }
 
@@ -282,11 +315,16 @@ def test_incomplete_or_ambiguous_plan_is_an_error():
         (GPTConfig(hidden=100, heads=3), ["model.heads"]),
         (GPTConfig(banded_window=1025), ["model.banded_window"]),  # longer than the longest sequence
         (GPT1Config(hidden=100, heads=3), ["model.heads"]),
+        (GPTNeoXConfig(hidden=100, heads=3), ["model.heads"]),
+        (GPTNeoXConfig(hidden=96, heads=8), ["model.partial_rotary_factor"]),  # 3 of 12 dims
         (LlamaConfig(hidden=100, heads=3, kv_heads=2), ["model.heads", "model.kv_heads"]),
         (LlamaConfig(hidden=36, heads=4, kv_heads=4), ["model.heads"]),  # rotary embeddings need an even head_dim
         (LlamaConfig(hidden=64, heads=4, kv_heads=3), ["model.kv_heads"]),
         (LlamaConfig(attention_bias=True, qkv_bias=True), ["model.qkv_bias"]),
         (MistralConfig(max_positions=4095), ["model.window"]),
+        (NemotronConfig(hidden=96, heads=8, partial_rotary_factor=0.1), ["model.partial_rotary_factor"]),  # 1 of 12 dims
+        (Gemma2Config(hidden=2300, heads=7, kv_heads=7, max_positions=500), ["model.window", "model.heads"]),
+        (Glm4MoeConfig(partial_rotary_factor=0.25, head_width=12, topk_group=2), ["model.partial_rotary_factor", "model.topk_group"]),
         (Gemma3Config(hidden=1150, max_positions=500), ["model.window", "model.heads"]),
         (MistralConfig(max_positions=4095, window=None), []),
         (MistralConfig(heads=8, kv_heads=3, head_width=7), ["model.head_width", "model.kv_heads"]),

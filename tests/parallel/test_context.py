@@ -44,7 +44,8 @@ def _whole(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
     ends = torch.rand(batch, tokens, generator=chance) < 0.2
     mask = Mask(
         documents=ends.int().cumsum(1) if case["documents"] else None,
-        slopes=AlibiSlopes(heads)() if case["slopes"] else None,
+        slopes=AlibiSlopes(heads)() if case["scores"] == "slopes" else None,
+        softcap=0.7 if case["scores"] == "softcap" else None,
         prefix=torch.tensor([tokens // 3, tokens // 2]) if case["prefix"] else None,
     )
     return inputs, mask, grad
@@ -84,7 +85,7 @@ CASES = st.fixed_dictionaries(
         "scale": st.sampled_from([None, 0.3]),
         "documents": st.booleans(),
         "short": st.sampled_from([1, 3, 128]),  # of documents, those that the unfused formula computes
-        "slopes": st.booleans(),
+        "scores": st.sampled_from([None, None, "slopes", "slopes", "softcap"]),
         "prefix": st.sampled_from([False, False, True]),
     }
 )

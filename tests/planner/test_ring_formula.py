@@ -34,6 +34,8 @@ CASES = [
     ("model=mixtral-tiny", ""),
     ("model=bloom-tiny", "model.family=bloom"),
     ("model=bloom-tiny precision=fp32", "with ALiBi .model.family=bloom. and precision.dtype=fp32: "),
+    ("model=gemma2-tiny", "with model.attn_logit_softcapping=50: "),
+    ("model=gemma2-tiny model.attn_logit_softcapping=null", ""),
     ("model=deepseek-tiny model.mtp_depth=0", ""),
     ("model=mistral-tiny model.window=8 model.kv_heads=2 parallel.context=4", "context_kind=ulysses and parallel.context=2"),
     ("model=mistral-tiny model.window=8 model.kv_heads=1", "remove model.window=8, or set parallel.context=1"),
@@ -101,7 +103,11 @@ FUSED = replace(CALL, bytes_per_element=2, rules=RingRules(causal=True, document
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("rules", [RingRules(True, documents=True), RingRules(True, window=100, slopes=True)], ids=["documents", "alibi"])
+@pytest.mark.parametrize(
+    "rules",
+    [RingRules(True, documents=True), RingRules(True, window=100, slopes=True), RingRules(True, softcap=5.0)],
+    ids=["documents", "alibi", "soft cap"],
+)
 def test_the_memory_of_a_step_of_the_ring_is_that_of_the_real_formula(phase, rules, monkeypatch):
     """In two chunks of queries, as torch's memory tracker counts it on a CPU."""
     monkeypatch.setattr(partial_attention, "MAX_SCORES", 2 * 8 * 256 * 128)
@@ -113,6 +119,7 @@ def test_the_memory_of_a_step_of_the_ring_is_that_of_the_real_formula(phase, rul
     positions = torch.arange(256)[None]
     slopes = torch.rand(8) if rules.slopes else None
     mask = Mask(documents=documents, key_documents=documents, positions=positions, key_positions=positions, slopes=slopes)
+    mask = mask.replace(softcap=rules.softcap)
     out, lse = partial_attention.forward(q, k, v, mask, window=rules.window)
     tracker = MemTracker()
     tracker.track_external(q, k, v, out, lse)

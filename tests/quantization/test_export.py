@@ -33,6 +33,9 @@ EXPORTS = [
     ("phi3", CHANNEL, False),  # queries, keys and values are one tensor
     ("granite", GROUP, False),
     ("olmo3", CHANNEL, False),
+    ("gpt-neox", GROUP, False),
+    ("gemma2", GROUP, False),  # with soft caps
+    ("nemotron", CHANNEL, False),
 ]
 
 

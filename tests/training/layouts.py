@@ -82,6 +82,7 @@ EPS = "optimizer.eps=1e-5"  # Adam turns the rounding error of a gradient near z
 CLIPPED = ("optimizer.gradient_clipping=0.5", EPS)
 LONG = ("training.sequence_length=32", "model.max_positions=32", "training.global_batch_size=8", "training.document_mask=true")
 DECODER = (*CLIPPED, *LONG, AVERAGED, "training.steps=3", "model.layers=4", "optimizer.lr=0.001", "optimizer.warmup_steps=1")
+Z_LOSS = "training.head_z_loss=0.05"
 FEW = "training.micro_batch_size=4"  # fewer micro-batches, since every collective of a test costs milliseconds
 FOUR = (EPS, FEW, "model.layers=4", "model.ffn_hidden=64")
 PAIRS = (FEW, "model.ffn_hidden=64", "training.sequence_length=12")
@@ -107,18 +108,29 @@ MODELS = {
         packed,
     ),
     "olmo2": Model(("model=olmo2-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
-    "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", Z_LOSS, *DECODER), packed),
     "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "granite": Model(("model=granite-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    "gpt-neox": Model(("model=gpt-neox-tiny", "model.ffn_hidden=48", *DECODER), packed),
+    "gemma2": Model(
+        (
+            *("model=gemma2-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=11", "model.query_pre_attn_scalar=2"),
+            *("model.attn_logit_softcapping=0.5", "model.final_logit_softcapping=1.0", "model.ffn_hidden=48", *DECODER),
+        ),
+        packed,
+    ),
+    "nemotron": Model(("model=nemotron-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     # Best-fit packing pads; padding is not a target of a causal model either.
-    "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", *FOUR), some_targets, compared=("moments",)),
+    "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", Z_LOSS, *FOUR), some_targets, compared=("moments",)),
     "t5": Model(("model=t5-tiny", "model.head_width=16", *PAIRS), pairs, compared=()),
     "t5-1.1": Model(("model=t5-tiny", "model.head_width=8", "model.gated=true", "model.tie_embeddings=false", *PAIRS), pairs, compared=()),
     # Three encoder blocks and two decoder blocks.
     "transformer": Model(
-        ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3", "data.pairs.train=[unread.tsv]", *PAIRS), pairs, compared=()
+        ("model=transformer-tiny", "model.layers=5", "model.encoder_layers=3", "data.pairs.train=[unread.tsv]", Z_LOSS, *PAIRS),
+        pairs,
+        compared=(),
     ),
     "mixtral": Model(MIXTRAL, compared=("weights",)),
     "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
@@ -139,6 +151,23 @@ MODELS = {
         ),
         compared=("weights",),
     ),
+    # Rotary positions in half of the dims of a head, biases, norms of queries and keys, a shared expert, and a further token.
+    "glm4-moe": Model(
+        (
+            *("model=glm4-moe-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=12"),
+            *("training.balance_loss=0.1", "training.bias_update_speed=0.01", *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
+    # Linear and full attention, a shared expert with a gate, and packed documents.
+    "qwen3-next": Model(
+        (
+            *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
+            *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+            *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
@@ -153,7 +182,7 @@ MODELS = {
             *("model.expert_ffn_hidden=16", "model.groups=2", "model.topk_group=1", "model.mtp_depth=2", "model.init_std=0.1"),
             *("training.balance_loss=0.05", "model.q_lora_rank=12", "model.kv_lora_rank=8", "model.qk_nope_head_dim=8", EPS),
             *("model.qk_rope_head_dim=4", "model.v_head_dim=6", "training.global_batch_size=8"),
-            *("training.mtp_loss=0.1", "training.mtp_loss_schedule=[{until_step:1,value:0.5}]"),
+            *("training.mtp_loss=0.1", "training.mtp_loss_schedule=[{until_step:1,value:0.5}]", Z_LOSS),
         ),
         compared=(),
     ),
@@ -198,6 +227,10 @@ LAYOUTS = {
     "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
     # The factor of the residual stream on every stage, and that of the logits with a vocabulary that is sharded.
     "granite": ["tensor=2 pipeline=2 zero_stage=1"],
+    "gpt-neox": ["tensor=2 pipeline=2 zero_stage=1"],
+    # The soft cap of the logits with a vocabulary that is sharded, and that of the scores over a ring.
+    "gemma2": ["tensor=2 context=2 context_kind=ring zero_stage=1"],
+    "nemotron": ["tensor=2 pipeline=2 zero_stage=1"],
     "bert": [
         "zero_stage=0",
         "zero_stage=1 tensor=2 pipeline=2",
@@ -253,6 +286,12 @@ LAYOUTS = {
     "mixtral-4": ["expert=2 pipeline=2 zero_stage=2 schedule=zbv"],
     "olmoe": ["expert=2 tensor=2 zero_stage=1"],
     "qwen3-moe": ["expert=2 tensor=2 zero_stage=1", "expert=2 pipeline=2 zero_stage=3"],
+    "glm4-moe": ["expert=2 tensor=2 zero_stage=1", "tensor=2 pipeline=2 zero_stage=0"],
+    "qwen3-next": [
+        "expert=2 tensor=2 zero_stage=1",
+        "pipeline=2 tensor=2 zero_stage=2 training.activation_checkpointing=selective",
+        "zero_stage=3",
+    ],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
         "expert=2 pipeline=2 zero_stage=3",
@@ -274,7 +313,7 @@ KINDS = {
     **dict.fromkeys(("bert", "roberta"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
-    **dict.fromkeys(("olmoe", "qwen3-moe", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(("olmoe", "qwen3-moe", "qwen3-next", "glm4-moe", "deepseek", "deepseek-grouped"), "experts"),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

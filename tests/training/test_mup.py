@@ -21,6 +21,7 @@ from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.trace import trace
 from pipeline.training.buckets import build_buckets
+from pipeline.training.muon import newton_schulz
 from tests.helpers import pipeline
 from tests.training.expected import train_plain
 from tests.training.one_rank import lines, run
@@ -36,16 +37,19 @@ class Case(NamedTuple):
 
     Attributes:
         head_width, depth: those of the base model.
+        muon: optimizer.muon_adjust_lr, None for AdamW.
     """
 
     model: tuple[str, ...]
     head_width: int = 8
     depth: int = 4
+    muon: str | None = None
 
     @property
     def words(self) -> tuple[str, ...]:
         base = (f"model.mup_base_head_width={self.head_width}", f"model.mup_base_depth={self.depth}")
-        return (*COMMON, *self.model, "model.ffn_hidden=48", "model.parametrization=mup", "model.mup_base_width=8", *base)
+        muon = () if self.muon is None else ("optimizer=muon", f"optimizer.muon_adjust_lr={self.muon}")
+        return (*COMMON, *muon, *self.model, "model.ffn_hidden=48", "model.parametrization=mup", "model.mup_base_width=8", *base)
 
 
 CASES = {
@@ -53,6 +57,8 @@ CASES = {
     "llama-everything": Case(("model=llama-tiny", "model.kv_heads=2", "model.attention_bias=true"), head_width=2, depth=1),
     "llama-tied": Case(("model=llama-tiny", "model.kv_heads=2", "model.tie_embeddings=true", "model.query_key_norm=true"), head_width=4),
     "gpt": Case(("model=gpt-tiny",), head_width=4, depth=2),
+    "muon": Case(("model=llama-tiny", "model.kv_heads=2"), head_width=4, depth=2, muon="match_rms_adamw"),
+    "muon-original": Case(("model=llama-tiny", "model.kv_heads=2", "model.tie_embeddings=true"), depth=2, muon="original"),
 }
 
 
@@ -71,6 +77,28 @@ def train(words: tuple[str, ...]) -> dict[str, torch.Tensor]:
     return {**unsharded(mine), "groups": torch.tensor(len(mine.engine._update._merged))}
 
 
+class Matrix:
+    """A hidden matrix that Muon updates, in a model with multipliers: by the spectral condition, at the rate of the base model.
+
+    Args:
+        weight: the matrix.
+        adjust: the rule for the size of its update.
+        rate: its learning rate, over that of the base model.
+    """
+
+    def __init__(self, weight: torch.nn.Parameter, adjust: str, rate: float) -> None:
+        self.weight, self.rate, self.average = weight, rate, torch.zeros_like(weight)
+        rows, columns = weight.shape
+        self.size = math.sqrt(max(1, rows / columns)) if adjust == "original" else 0.2 * math.sqrt(max(rows, columns))
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        gradient = self.weight.grad
+        self.average.lerp_(gradient, 0.05)
+        update = newton_schulz(gradient.lerp(self.average, 0.95)[None], 5)[0]
+        self.weight.mul_(1 - 2 * lr).sub_(lr * self.rate * self.size * update)
+
+
 @cache
 def from_the_table(name: str) -> dict[str, torch.Tensor]:
     """A plain loop with the multipliers of table 8: the weights that a model without multipliers must have.
@@ -82,6 +110,7 @@ def from_the_table(name: str) -> dict[str, torch.Tensor]:
     case, config = CASES[name], configured(*CASES[name].words)
     sizes, m = config.model, 4
     model = registry.build(sizes)
+    matrices: list[Matrix] = []
     depth, scores = case.depth / sizes.layers, math.sqrt(case.head_width) / sizes.head_dim
     model.head.factor = 1 / m
     for block in model.blocks.values():
@@ -101,15 +130,20 @@ def from_the_table(name: str) -> dict[str, torch.Tensor]:
             parameter.data.fill_(0.0 if weight.endswith("bias") else 1.0)
         rate = 1 / m if hidden else 1
         groups.append({"params": [parameter], "rate": rate, "weight_decay": 2 / rate if parameter.dim() == 2 else 0})
+        if case.muon and hidden:
+            matrices.append(Matrix(parameter, case.muon, 1 if case.muon == "original" else 1 / math.sqrt(m)))
+            groups.pop()
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-20)
     for step in range(STEPS):
         tokens, batch = batch_of(config, step)
         model(tokens, targets=batch["targets"]).backward()
+        lr = 0.01 * (0.5, 1.0, 0.1)[step]  # two steps of warm-up; then the cosine to a tenth at the last step
         for group in optimizer.param_groups:
-            # two steps of warm-up; then the cosine to a tenth at the last step
-            group["lr"] = 0.01 * (0.5, 1.0, 0.1)[step] * group["rate"]
+            group["lr"] = lr * group["rate"]
         optimizer.step()
-        optimizer.zero_grad()
+        for matrix in matrices:
+            matrix.step(lr)
+        model.zero_grad()
     folded = {"norm": 1 / m} if sizes.tie_embeddings else {"head": 1 / m}
     scaled = "query_norm" if getattr(sizes, "query_key_norm", False) else "attention.query"
     folded |= {scaled: scores * math.sqrt(sizes.head_dim), "attention.output": depth, "mlp.down": depth}
@@ -226,8 +260,12 @@ def test_the_export_of_a_run_has_its_logits(tokenizer, trained):
         (("model=gpt-tiny", "model.mup_base_width=64"), "model.mup_base_width=64: has no effect with model.parametrization=standard"),
         (("model=llama-tiny", "model.mup_base_depth=2"), "model.mup_base_depth=2: has no effect with model.parametrization=standard"),
         (
-            ("model=llama-tiny", "model.parametrization=mup", "model.mup_base_width=48", "optimizer=muon"),
-            "optimizer.name=muon: has other updates than AdamW",
+            ("model=llama-tiny", "model.parametrization=mup", "model.mup_base_width=48", "optimizer=lion"),
+            "optimizer.name=lion: has other updates than AdamW and Muon",
+        ),
+        (
+            ("model=llama-tiny", "model.parametrization=mup", "model.mup_base_width=48", "optimizer=muon", "optimizer.muon_per_head=true"),
+            "optimizer.muon_per_head=True: has no learning rate for model.parametrization=mup",
         ),
         (
             ("model=mistral-tiny", "model.parametrization=mup"),

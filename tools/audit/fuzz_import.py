@@ -129,7 +129,7 @@ def case(family: str, fields: dict[str, Any], seed: str) -> Outcome:
     draw = random.Random(seed)
     mapping = registry.mapping_of(configuration(family, fields))
     content = {**mapping.config_json(configuration(family, fields)), "pad_token_id": PADDING}
-    if family == "deepseek_v3":
+    if "num_nextn_predict_layers" in content:
         content["num_nextn_predict_layers"] = draw.choice((0, 1))
     harmless = [change(content, mapping, draw) for _ in range(draw.choice((1, 1, 2, 3)))]
     tensors = None if draw.random() < 0.7 else lambda path: change_tensors(path, draw)

@@ -10,6 +10,17 @@ SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96,
 #: Rotary positions scaled to four times the original length.
 ROPE_SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
 
+#: A small Qwen3-Next.
+NEXT = {
+    "kv_heads": 2,
+    "head_width": 16,
+    "linear_key_heads": 2,
+    "linear_value_heads": 4,
+    "linear_key_dim": 12,
+    "linear_value_dim": 10,
+    "expert_ffn_hidden": 20,
+    "shared_ffn_hidden": 24,
+}
 #: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
 LATENT = {
     "layers": 3,
@@ -25,6 +36,19 @@ LATENT = {
     "top_k": 3,
     "groups": 4,
     "topk_group": 2,
+    "mtp_depth": 0,
+}
+
+#: A small GLM-4.5, without MTP modules either.
+GROUPED = {
+    "layers": 3,
+    "kv_heads": 2,
+    "head_width": 16,
+    "rope_theta": 1e3,
+    "dense_layers": 1,
+    "experts": 8,
+    "expert_ffn_hidden": 20,
+    "top_k": 3,
     "mtp_depth": 0,
 }
 
@@ -63,6 +87,38 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "rope_mscale_all": 1.0,
         },
     },
+    "gemma2": {
+        "caps": {
+            "layers": 4,
+            "kv_heads": 2,
+            "head_width": 16,
+            "window": 6,
+            "query_pre_attn_scalar": 3,
+            "attn_logit_softcapping": 0.5,
+            "final_logit_softcapping": 2.0,
+        },
+        "uncapped": {
+            "layers": 3,
+            "head_width": 12,
+            "window": 5,
+            "sliding_window_pattern": 3,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "tie_embeddings": False,
+        },
+        "yarn": {
+            **ROPE_SCALED,
+            "head_width": 32,
+            "window": 9,
+            "sliding_window_pattern": 1,
+            "query_pre_attn_scalar": 16,
+            "attn_logit_softcapping": 2.0,
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+    },
     "gemma3": {
         "window": {"layers": 4, "kv_heads": 2, "head_width": 16, "window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
         "linear": {
@@ -80,8 +136,43 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "local": {"window": 5, "head_width": 12},  # fewer layers than an interval
     },
+    "glm4_moe": {
+        "air": {**GROUPED, "norm_topk_prob": False},
+        "norms": {
+            **GROUPED,
+            "query_key_norm": True,
+            "qkv_bias": False,
+            "partial_rotary_factor": 0.25,
+            "groups": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "tie_embeddings": True,
+        },
+        "yarn": {
+            **GROUPED,
+            "head_width": None,
+            "partial_rotary_factor": 1.0,
+            "dense_layers": 0,
+            "rope_scaling": "yarn",
+            "rope_factor": 4.0,
+            "rope_original_positions": 10,
+            "rope_beta_fast": 4.0,
+        },
+    },
     "gpt": {"tied": {}, "untied": {"tie_embeddings": False}},
     "gpt1": {"tied": {}},
+    "gpt_neox": {
+        "parallel": {"partial_rotary_factor": 0.5},
+        "sequential": {"heads": 3, "parallel_residual": False, "attention_bias": False, "activation": "gelu_tanh", "tie_embeddings": True},
+        "whole": {"layers": 3, "partial_rotary_factor": 1.0, "rope_theta": 1e3, "norm_eps": 1e-3},
+        "linear": {"rope_scaling": "linear", "rope_factor": 4.0, "partial_rotary_factor": 0.7},
+        "yarn": {
+            **{key: value for key, value in ROPE_SCALED.items() if key != "kv_heads"},
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+    },
     "granite": {
         "factors": {
             "kv_heads": 2,
@@ -111,6 +202,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "mixtral": {
         "two of four": {"kv_heads": 2, "experts": 4},
         "window": {"kv_heads": 2, "experts": 3, "top_k": 1, "window": 6, "tie_embeddings": True},
+    },
+    "nemotron": {
+        "grouped": {"kv_heads": 2, "rope_theta": 1e3},
+        "wide": {"layers": 3, "head_width": 20, "partial_rotary_factor": 0.7, "norm_eps": 1e-3, "tie_embeddings": True},
+        "linear": {"kv_heads": 1, "rope_scaling": "linear", "rope_factor": 4.0, "partial_rotary_factor": 1.0},
+        "yarn": {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0},
     },
     "olmo2": {
         "plain": {},
@@ -158,6 +255,34 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "derived width": {"head_width": None, "experts": 4, "top_k": 4, "expert_ffn_hidden": 16, "rope_theta": 1e4},
     },
+    "qwen3_next": {
+        "every block": {**NEXT, "layers": 4, "experts": 8, "top_k": 3},
+        "some blocks": {
+            **NEXT,
+            "layers": 5,
+            "full_attention_interval": 2,
+            "expert_interval": 2,
+            "dense_blocks": [1],
+            "linear_value_heads": 2,
+            "linear_kernel": 3,
+            "experts": 6,
+            "top_k": 2,
+            "norm_topk_prob": False,
+            "tie_embeddings": True,
+        },
+        "yarn": {
+            **NEXT,
+            **ROPE_SCALED,
+            "partial_rotary_factor": 0.5,
+            "full_attention_interval": 1,
+            "experts": 4,
+            "top_k": 2,
+            "rope_scaling": "yarn",
+            "rope_original_positions": 16,
+            "rope_beta_fast": 8.0,
+        },
+        "last": {**NEXT, "layers": 3, "full_attention_interval": 3, "linear_value_heads": 6, "experts": 4, "top_k": 2},
+    },
     "roberta": {
         "tied": {},
         "untied": {"tie_embeddings": False},
@@ -179,5 +304,5 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 #: Tolerance of the absolute difference of two logits. fp32 sums differ in their order; some families have more of them.
-TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4}
+TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4, "qwen3_next": 1e-4}
 DEFAULT_TOLERANCE = 1e-5

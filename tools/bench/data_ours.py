@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
+import resource
 import runpy
 import sys
 import time
@@ -66,6 +68,31 @@ def store(job: Job) -> Job:
         files[shard.name] = artifact.entry(shard, **counts, text_bytes=4 * counts["tokens"], split="train", corpus="default")
     artifact.write(folder, artifact.Manifest("tokenize", {}, files, {**TOKENIZER_TOTALS, **token_shards.totals(files)}))
     return {"tokens": len(tokens)}
+
+
+def clean(job: Job) -> Job:
+    """Return user CPU seconds of cleaning and signatures with the default rules, for documents in memory, and their bytes."""
+    from pipeline.config.cleaning import CleanConfig
+    from pipeline.config.data import DedupConfig
+    from pipeline.data.clean.cleaner import Cleaner
+    from pipeline.data.clean.document_batch import batches
+    from pipeline.data.dedup import minhash
+    from pipeline.data.read.documents import Document
+
+    with Path(job["input"]).open(encoding="utf-8") as handle:
+        documents = [Document("text", number, json.loads(line)["text"], {}) for number, line in enumerate(handle)]
+    dedup = DedupConfig()
+
+    def work(some: list[Document]) -> float:
+        cleaner, start = Cleaner(CleanConfig()), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+        for batch in batches(some):
+            cleaned = cleaner.clean(batch, {})
+            signatures = minhash.signatures(*minhash.shingles(cleaned.words, dedup.shingle), dedup.permutations)
+            minhash.all_band_hashes(signatures, dedup.bands, dedup.rows)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_utime - start
+
+    work(documents[:20])  # compiles and loads the models
+    return {"seconds": work(documents), "bytes": sum(len(document.text.encode()) for document in documents)}
 
 
 def loader(job: Job) -> Job:
@@ -134,4 +161,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "rank":
         rank(Path(sys.argv[2]), sys.argv[3:])
     else:
-        main({"ours": {"ids": ids, "store": store, "loader": loader, "trillion": trillion, "first_batch": first_batch}})
+        tasks = {"ids": ids, "store": store, "clean": clean, "loader": loader, "trillion": trillion, "first_batch": first_batch}
+        main({"ours": tasks})

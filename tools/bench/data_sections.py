@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -156,6 +157,21 @@ def shard(setting: Setting, megabytes: float) -> Section:
 
     rows = [Row("ours", ours), Row("datatrove", peer)]
     return Section(f"shard with default rules, {describe(source)}, {WORKERS} processes", "MB/s per core", rows)
+
+
+def clean(setting: Setting) -> Section:
+    """Cleaning and signatures of documents in memory, one process: user CPU time, for all of the text and for each file of --input."""
+
+    def ours(folder: Path, *, files: tuple[Path, ...]) -> Result:
+        texts = folder / "documents.jsonl"
+        with texts.open("w", encoding="utf-8") as handle:
+            handle.writelines(json.dumps({"text": each}, ensure_ascii=False) + "\n" for each in data_text.source(files))
+        outcome = run_job(setting, "ours", "clean", input=str(texts))[1]
+        return Result(outcome["bytes"] / outcome["seconds"] / 1e6, outcome["seconds"], f"{outcome['bytes'] / 1e6:.1f} MB")
+
+    rows = [Row("ours", partial(ours, files=setting.inputs))]
+    rows += [Row(f"ours, {file.stem}", partial(ours, files=(file,))) for file in setting.inputs]
+    return Section("cleaning and signatures with default rules, one process", "MB/CPU s", rows)
 
 
 def dedup(setting: Setting, megabytes: float) -> Section:

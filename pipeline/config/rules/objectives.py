@@ -18,6 +18,9 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         if (value := getattr(training, name)) != getattr(defaults, name):
             rule = f"has no effect with the objective {config.objective}"
             yield Violation(f"training.{name}", value, rule, "set training.objective=dpo, or remove it")
+    if training.head_z_loss and config.objective in ("classification", "dpo"):
+        rule = f"has no effect with the objective {config.objective}, whose loss is not that of next tokens"
+        yield Violation("training.head_z_loss", training.head_z_loss, rule, "remove it")
     if config.stage.name != "evaluate":  # whose settings are those of the run, with another objective
         yield from _goldfish_without_effect(config)
     if training.simpo_margin and training.preference_loss != "simpo":

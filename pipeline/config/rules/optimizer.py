@@ -36,25 +36,39 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         if optimizer.name not in names and value != getattr(OptimizerConfig(), key):
             rule = f"has no effect with optimizer.name={optimizer.name}"
             yield Violation(f"optimizer.{key}", value, rule, f"remove it, or set optimizer.name to {' or '.join(names)}")
-    if optimizer.name != "adamw" and getattr(config.model, "parametrization", "standard") == "mup":
-        rule = "has other updates than AdamW, for which the learning rates of model.parametrization=mup are"
-        yield Violation("optimizer.name", optimizer.name, rule, "choose optimizer.name=adamw, or model.parametrization=standard")
+    if getattr(config.model, "parametrization", "standard") == "mup":
+        yield from _mup(optimizer)
     if optimizer.name == "muon":
         yield from _muon(config)
     if optimizer.schedule == "wsd" and optimizer.decay_ends:
         yield from _decay_ends(config)
 
 
+def _mup(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """What has no learning rates for model.parametrization=mup."""
+    if optimizer.name not in ("adamw", "muon"):
+        rule = "has other updates than AdamW and Muon, for which the learning rates of model.parametrization=mup are"
+        yield Violation("optimizer.name", optimizer.name, rule, "choose adamw or muon, or model.parametrization=standard")
+    if optimizer.name == "muon" and optimizer.muon_per_head:
+        rule = "has no learning rate for model.parametrization=mup: the matrix of a head grows in one dimension only"
+        yield Violation("optimizer.muon_per_head", True, rule, "remove it, or set model.parametrization=standard")
+
+
 def _decay_ends(config: RunConfig) -> Iterator[Violation]:
-    """Every decay begins after the warm-up and the decay before it have ended."""
+    """Every decay ends before the run, and begins after the warm-up and the decay before it have ended."""
     optimizer, training = config.optimizer, config.training
     before, what = warmup.lr_steps(optimizer, training), "the warm-up"
     keys = [*(f"optimizer.decay_ends.{number}" for number in range(len(optimizer.decay_ends))), "training.steps"]
     for key, (begin, end) in zip(keys, warmup.decays(optimizer, training), strict=True):
+        if 0 < training.steps <= end and key != "training.steps":
+            rule = f"is not before training.steps={training.steps}, where the last decay ends"
+            yield Violation(key, end, rule, "remove it, or increase training.steps")
+            return
         if begin < before and end:  # 0: known once the data is open
             rule = f"is the end of a decay of {end - begin} steps, which begins before the end of {what} at step {before}"
             least = before + (optimizer.decay_steps or max(1, before // 9))
             yield Violation(key, end, rule, f"set it to at least {least}, or reduce optimizer.decay_steps")
+            return
         before, what = end, "the decay before it"
 
 
@@ -67,6 +81,9 @@ def _muon(config: RunConfig) -> Iterator[Violation]:
         yield Violation("lora.rank", config.lora.rank, rule, "choose optimizer.name=adamw for adapters")
     if config.optimizer.muon_per_head and hasattr(config.model, "kv_lora_rank"):
         rule = f"is not supported for model.family={config.model.family}: its projections mix the parts of a head"
+        yield Violation("optimizer.muon_per_head", True, rule, "remove it")
+    if config.optimizer.muon_per_head and getattr(config.model, "linear_layers", False):
+        rule = f"is not supported for model.family={config.model.family}: the heads of its linear attention are others than model.heads"
         yield Violation("optimizer.muon_per_head", True, rule, "remove it")
 
 

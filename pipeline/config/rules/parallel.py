@@ -33,6 +33,10 @@ def tensor(config: RunConfig) -> Iterator[Violation]:
         if size % tensor:
             rule = f"must divide model.{name}={size}"
             yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
+    if (heads := getattr(model, "linear_key_heads", 0)) % tensor:
+        yield Violation("parallel.tensor", tensor, f"must divide model.linear_key_heads={heads}", "choose a divisor of it")
+    if (width := getattr(model, "shared_ffn_hidden", 0)) % tensor:
+        yield Violation("parallel.tensor", tensor, f"must divide model.shared_ffn_hidden={width}", "choose a divisor of it")
     if tensor > model.vocab_size:
         yield Violation("parallel.tensor", tensor, f"must not exceed model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
     if config.parallel.async_tensor == "on" and (
@@ -70,14 +74,15 @@ def _expert_tensor(config: RunConfig) -> Iterator[Violation]:
     """Experts are sliced over all tensor ranks, or whole: tensor x expert ranks hold them, and each tensor rank has its own tokens."""
     parallel, experts = config.parallel, getattr(config.model, "experts", 0)
     key, value, tensor, ranks = "parallel.expert_tensor", parallel.expert_tensor, parallel.tensor, parallel.expert
+    if value is not None and not experts:
+        yield Violation(key, value, f"requires an MoE model; model.family={config.model.family} has no experts", "remove it")
+        return
     if value not in (None, 1, tensor):
         rule, fix = f"is neither 1 nor parallel.tensor={tensor}", "set it to 1 for whole experts, or remove it: tensor ranks slice them"
         yield Violation(key, value, rule, fix)
     if not parallel.folded:
         return
-    if not experts:
-        yield Violation(key, value, f"requires an MoE model; model.family={config.model.family} has no experts", "remove it")
-    elif experts % ranks == 0 and experts % (tensor * ranks):
+    if experts % ranks == 0 and experts % (tensor * ranks):
         rule = f"requires that parallel.tensor={tensor} x parallel.expert={ranks} divides model.experts={experts}"
         yield Violation(key, value, rule, "use fewer expert or tensor ranks, or remove it")
     if not parallel.sequence_parallel:
@@ -108,6 +113,9 @@ def _context(config: RunConfig) -> Iterator[Violation]:
     if depth := getattr(model, "mtp_depth", 0):  # labels of depth k are the next-token labels shifted by k, across chunk boundaries
         rule = f"splits sequences, and model.mtp_depth={depth} requires full sequences"
         yield Violation("parallel.context", context, rule, "set parallel.context=1 or model.mtp_depth=0")
+    if layers := getattr(model, "linear_layers", 0):  # the state of the tokens before a chunk is on another rank
+        rule = f"splits sequences, and the linear attention of {layers} layers of model.family={model.family} requires full sequences"
+        yield Violation("parallel.context", context, rule, "set parallel.context=1 and use tensor, pipeline or data ranks")
     divisor = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
     for key, length in warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
         if length % divisor:

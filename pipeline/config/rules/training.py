@@ -15,6 +15,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _sequence_length(config)
     yield from _activation_budget(config)
     yield from _attention_group(config)
+    yield from _soft_cap(config)
     yield from _loss_weights(config)
     yield from _loss_spikes(config)
     late = [step for step in config.training.profile if config.training.epochs is None and step > config.training.steps]
@@ -205,6 +206,14 @@ def _activation_budget(config: RunConfig) -> Iterator[Violation]:
     unsupported = {"encoder_blocks": "encoder-decoders", "experts": "MoE models: the number of rows of an expert is not known before"}
     for rule in (f"is not supported by {models}" for attribute, models in unsupported.items() if hasattr(config.model, attribute)):
         yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")
+
+
+def _soft_cap(config: RunConfig) -> Iterator[Violation]:
+    """PyTorch's fused attention has no soft cap of the scores."""
+    cap, kernel = getattr(config.model, "attn_logit_softcapping", None), config.training.attention
+    if cap is not None and kernel == "sdpa":
+        rule = f"has no kernel with a soft cap of the scores, model.attn_logit_softcapping={cap:g}"
+        yield Violation("training.attention", kernel, rule, "set it to auto or flex, or to plain for the unfused formula")
 
 
 def _attention_group(config: RunConfig) -> Iterator[Violation]:

@@ -6,12 +6,11 @@ The released files contain copies of the embedding and the head for each MTP mod
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from pipeline.models.config_json_keys import ROPE
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.huggingface_mapping import (
     BlockTensors,
     HuggingFaceMapping,
@@ -39,7 +38,7 @@ def _mtp_modules(config: Any) -> Indices:
     return ((config.layers + index, index) for index in range(config.mtp_depth))
 
 
-def _attention(module: str, config: DeepseekV3Config) -> tuple[StockTensor, ...]:
+def _attention(module: str, config: Any) -> tuple[StockTensor, ...]:
     """Return the tensors of the attention and the norms of a block, which is `module` in our model."""
     hf = "model.layers.{i}"
     low_rank = (
@@ -107,29 +106,35 @@ def _read_widths(content: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def _unexpected_modules(config: DeepseekV3Config) -> tuple[str, ...]:
-    """The class expects MTP modules as layer 61 only, where the released model has one."""
-    return tuple(f"model.layers.{index}.*" for index, _ in _mtp_modules(config) if index != 61)
+def unexpected_modules(*expected: int) -> Callable[[Any], tuple[str, ...]]:
+    """Return `separate_weights` of a class that expects MTP modules as these layers only, where released models have one."""
+    return lambda config: tuple(f"model.layers.{index}.*" for index, _ in _mtp_modules(config) if index not in expected)
 
 
-def _without_missing_modules(config: DeepseekV3Config, stored: StoredTensors) -> DeepseekV3Config:
+def without_missing_modules(config: Any, stored: StoredTensors) -> Any:
     """The class saves no MTP modules, whatever num_nextn_predict_layers is; files have all of them or none."""
     numbers = {int(name.split(".")[2]) for name in stored.names() if re.match(r"model\.layers\.\d+\.", name)}
     return config if any(number >= config.layers for number in numbers) else replace(config, mtp_depth=0)
 
 
-def _table(config: DeepseekV3Config) -> tuple[StockTensor | BlockTensors, ...]:
+def table(config: Any, attention: Callable[[str, Any], tuple[StockTensor, ...]]) -> tuple[StockTensor | BlockTensors, ...]:
+    """Return the tensors of a model with MoE layers and MTP modules.
+
+    Args:
+        config: a configuration with the fields of SharedExpertsConfig.
+        attention: (block, configuration) -> the tensors of the attention and the norms of a block.
+    """
     block, depth = "blocks.{i}", "head.depths.{i}.block"
     return (
         *tensors("model.embed_tokens", "embed.tokens"),
-        BlockTensors((*_attention(block, config), *gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
-        BlockTensors((*_attention(block, config), *_moe(block)), _moe_blocks, experts="experts"),
+        BlockTensors((*attention(block, config), *gated_mlp("model.layers.{i}.mlp", f"{block}.mlp")), _dense_blocks),
+        BlockTensors((*attention(block, config), *_moe(block)), _moe_blocks, experts="experts"),
         BlockTensors(
             (
                 *tensors("model.layers.{i}.enorm", "head.depths.{i}.token_norm"),
                 *tensors("model.layers.{i}.hnorm", "head.depths.{i}.hidden_norm"),
                 *tensors("model.layers.{i}.eh_proj", "head.depths.{i}.project"),
-                *_attention(depth, config),
+                *attention(depth, config),
                 *_moe(depth),
                 *tensors("model.layers.{i}.shared_head.norm", "head.depths.{i}.final_norm"),
             ),
@@ -140,6 +145,23 @@ def _table(config: DeepseekV3Config) -> tuple[StockTensor | BlockTensors, ...]:
         *tensors("lm_head", "head.output"),
     )
 
+
+#: The keys of MoE layers and MTP modules.
+EXPERT_FIELDS = {
+    "first_k_dense_replace": "dense_layers",
+    "intermediate_size": "ffn_hidden",
+    "n_routed_experts": "experts",
+    "n_shared_experts": "shared_experts",
+    "moe_intermediate_size": "expert_ffn_hidden",
+    "num_experts_per_tok": "top_k",
+    "n_group": "groups",
+    "topk_group": "topk_group",
+    "norm_topk_prob": "norm_topk_prob",
+    "routed_scaling_factor": "routed_scaling_factor",
+    "num_nextn_predict_layers": "mtp_depth",
+}
+#: Copies of the embedding and the head in MTP modules.
+COPIES = ("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight")
 
 MAPPING = HuggingFaceMapping(
     architecture="DeepseekV3ForCausalLM",
@@ -157,17 +179,7 @@ MAPPING = HuggingFaceMapping(
         "qk_nope_head_dim": "qk_nope_head_dim",
         "qk_rope_head_dim": "qk_rope_head_dim",
         "v_head_dim": "v_head_dim",
-        "first_k_dense_replace": "dense_layers",
-        "intermediate_size": "ffn_hidden",
-        "n_routed_experts": "experts",
-        "n_shared_experts": "shared_experts",
-        "moe_intermediate_size": "expert_ffn_hidden",
-        "num_experts_per_tok": "top_k",
-        "n_group": "groups",
-        "topk_group": "topk_group",
-        "norm_topk_prob": "norm_topk_prob",
-        "routed_scaling_factor": "routed_scaling_factor",
-        "num_nextn_predict_layers": "mtp_depth",
+        **EXPERT_FIELDS,
         "rms_norm_eps": "norm_eps",
         "initializer_range": "init_std",
         "tie_word_embeddings": "tie_embeddings",
@@ -183,8 +195,8 @@ MAPPING = HuggingFaceMapping(
     },
     nested=(ROPE, KeyGroup(("head_dim", "qk_head_dim"), lambda _: {}, _read_widths)),
     defaults=DEFAULTS,
-    ignored_weights=("model.layers.*.embed_tokens.weight", "model.layers.*.shared_head.head.weight"),
-    from_weights=_without_missing_modules,
-    separate_weights=_unexpected_modules,
-    table=_table,
+    ignored_weights=COPIES,
+    from_weights=without_missing_modules,
+    separate_weights=unexpected_modules(61),
+    table=lambda config: table(config, _attention),
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -46,6 +47,52 @@ class DeepseekV3(Stack):
             self.head.factor = weights.get("mtp_loss", 0.0)
 
 
+def moe_layer(config: Any) -> SharedExpertMoE:
+    """Return the MoE layer of a configuration with the fields of SharedExpertsConfig."""
+    router = Router(
+        config.hidden,
+        config.experts,
+        config.top_k,
+        scoring="sigmoid",
+        normalize=config.norm_topk_prob,
+        scaling_factor=config.routed_scaling_factor,
+        correction_bias=True,
+        groups=config.groups,
+        topk_group=config.topk_group,
+    )
+    experts = Experts(config.experts, config.hidden, config.expert_ffn_hidden)
+    routed = MoE(router, experts, capacity_factor=config.capacity_factor)
+    return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
+
+
+def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) -> DeepseekV3:
+    """Return the model with this attention, of a configuration with the fields of SharedExpertsConfig."""
+
+    def block(mlp: nn.Module) -> Block:
+        return Block(
+            attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            attention=attention(),
+            mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+            mlp=mlp,
+        )
+
+    embed = Embedding(config.vocab_size, config.hidden)
+    depths = [MTPModule(config.hidden, config.norm_eps, block(moe_layer(config))) for _ in range(config.mtp_depth)]
+    model = DeepseekV3(
+        embed=embed,
+        blocks=[
+            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(config.dense_layers)),
+            *(block(moe_layer(config)) for _ in range(config.layers - config.dense_layers)),
+        ],
+        norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
+        head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths),
+        rotary=rotary,
+        tie_embeddings=config.tie_embeddings,
+    )
+    model.set_loss_weights(config.loss_weights)
+    return model
+
+
 def build(config: DeepseekV3Config) -> DeepseekV3:
     """Build the full model with uninitialized weights on torch's default device."""
     scaling = RopeScaling(**rope.scaling(config))
@@ -62,46 +109,7 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
             score_factor=scaling.score_factor,
         )
 
-    def moe() -> SharedExpertMoE:
-        router = Router(
-            config.hidden,
-            config.experts,
-            config.top_k,
-            scoring="sigmoid",
-            normalize=config.norm_topk_prob,
-            scaling_factor=config.routed_scaling_factor,
-            correction_bias=True,
-            groups=config.groups,
-            topk_group=config.topk_group,
-        )
-        experts = Experts(config.experts, config.hidden, config.expert_ffn_hidden)
-        routed = MoE(router, experts, capacity_factor=config.capacity_factor)
-        return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
-
-    def block(mlp: nn.Module) -> Block:
-        return Block(
-            attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
-            attention=attention(),
-            mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
-            mlp=mlp,
-        )
-
-    embed = Embedding(config.vocab_size, config.hidden)
-    depths = [MTPModule(config.hidden, config.norm_eps, block(moe())) for _ in range(config.mtp_depth)]
-    moe_layers = config.layers - config.dense_layers
-    model = DeepseekV3(
-        embed=embed,
-        blocks=[
-            *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(config.dense_layers)),
-            *(block(moe()) for _ in range(moe_layers)),
-        ],
-        norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
-        head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths),
-        rotary=Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling),
-        tie_embeddings=config.tie_embeddings,
-    )
-    model.set_loss_weights(config.loss_weights)
-    return model
+    return assemble(config, attention, Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling))
 
 
 DEEPSEEK_V3 = Family(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from typing import Any
 
 #: Every tensor rank computes the full latents and projects them up to its own heads.
-BLOCK: dict[str, str] = {
-    "attention_norm.weight": "replicate",
+ATTENTION: dict[str, str] = {
     "attention.query_down.weight": "partial",
     "attention.query_norm.weight": "partial",
     "attention.query_up.weight": "column",
@@ -14,6 +13,10 @@ BLOCK: dict[str, str] = {
     "attention.key_value_norm.weight": "partial",
     "attention.key_value_up.weight": "column",
     "attention.output.weight": "row",
+}
+#: A block with experts, without the attention.
+BLOCK: dict[str, str] = {
+    "attention_norm.weight": "replicate",
     "mlp_norm.weight": "replicate",
     "mlp.routed.router.weight": "partial",
     "mlp.routed.router.bias": "replicate",
@@ -24,23 +27,31 @@ BLOCK: dict[str, str] = {
     "mlp.shared.up.weight": "column",
     "mlp.shared.down.weight": "row",
 }
-TENSOR_PARALLEL: dict[str, str] = {
-    "embed.tokens.weight": "vocab",
-    **{f"blocks.*.{name}": role for name, role in BLOCK.items()},
-    "blocks.*.mlp.gate.weight": "column",
-    "blocks.*.mlp.up.weight": "column",
-    "blocks.*.mlp.down.weight": "row",
-    "norm.weight": "replicate",
-    "head.output.weight": "vocab",
-    "head.depths.*.token_norm.weight": "replicate",
-    "head.depths.*.hidden_norm.weight": "replicate",
-    "head.depths.*.project.weight": "replicate",
-    **{f"head.depths.*.block.{name}": role for name, role in BLOCK.items()},
-    "head.depths.*.final_norm.weight": "replicate",
-}
 
 
-def tied_weights(config: DeepseekV3Config) -> dict[str, str]:
+def table(attention: dict[str, str]) -> dict[str, str]:
+    """Return the table of a model with MoE layers and MTP modules, given the roles of the weights of its attention."""
+    block = {**attention, **BLOCK}
+    return {
+        "embed.tokens.weight": "vocab",
+        **{f"blocks.*.{name}": role for name, role in block.items()},
+        "blocks.*.mlp.gate.weight": "column",
+        "blocks.*.mlp.up.weight": "column",
+        "blocks.*.mlp.down.weight": "row",
+        "norm.weight": "replicate",
+        "head.output.weight": "vocab",
+        "head.depths.*.token_norm.weight": "replicate",
+        "head.depths.*.hidden_norm.weight": "replicate",
+        "head.depths.*.project.weight": "replicate",
+        **{f"head.depths.*.block.{name}": role for name, role in block.items()},
+        "head.depths.*.final_norm.weight": "replicate",
+    }
+
+
+TENSOR_PARALLEL = table(ATTENTION)
+
+
+def tied_weights(config: Any) -> dict[str, str]:
     """Return the tied weights: with MTP modules, the head also holds the embedding."""
     copies = ["head.embed.tokens.weight"] if config.mtp_depth else []
     return dict.fromkeys(copies + (["head.output.weight"] if config.tie_embeddings else []), "embed.tokens.weight")

@@ -18,6 +18,12 @@ WITH_IMAGES = Wrapper(
     ),
     left_out=("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*"),
 )
+#: of Gemma 2, too
+HEAD_DIM = KeyGroup(
+    keys=("head_dim",),
+    write=lambda config: {"head_dim": config.head_dim},
+    read=lambda content: {"head_width": positive("head_dim", content.get("head_dim", 256))},
+)
 MAPPING = HuggingFaceMapping(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
@@ -59,11 +65,7 @@ MAPPING = HuggingFaceMapping(
     },
     nested=(
         rope_by_kind(theta=1e6, local_theta=10000.0, positions=131072, local_key="rope_local_base_freq"),
-        KeyGroup(
-            keys=("head_dim",),
-            write=lambda config: {"head_dim": config.head_dim},
-            read=lambda content: {"head_width": positive("head_dim", content.get("head_dim", 256))},
-        ),
+        HEAD_DIM,
         llama.NO_PADDING,
         layer_types(default=6, interval_key="sliding_window_pattern"),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
@@ -57,7 +58,7 @@ def build(config: Gemma3Config) -> Stack:
     )
 
 
-def initial_std(config: Gemma3Config, name: str) -> Init:
+def initial_std(config: Any, name: str) -> Init:
     """GPT-2's recipe; Google published none. Norms multiply by one plus their weight."""
     return Constant(0.0) if "norm" in name else scaled_residual(config, name)
 

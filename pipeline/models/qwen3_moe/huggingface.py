@@ -19,7 +19,7 @@ def _read_dense_blocks(content: dict[str, Any]) -> dict[str, Any]:
     return {"dense_blocks": sorted(set(blocks or []))}
 
 
-_DENSE_BLOCKS = KeyGroup(("mlp_only_layers",), lambda config: {"mlp_only_layers": list(config.dense_blocks)}, _read_dense_blocks)
+DENSE_BLOCKS = KeyGroup(("mlp_only_layers",), lambda config: {"mlp_only_layers": list(config.dense_blocks)}, _read_dense_blocks)
 
 
 def _table(config: Qwen3MoeConfig) -> tuple[StockTensor | BlockTensors, ...]:
@@ -69,7 +69,7 @@ MAPPING = replace(
     nested=(
         ROPE,
         replace(llama.HEAD_DIM, read=lambda content: llama.HEAD_DIM.read({"hidden_size": 2048, **content})),
-        _DENSE_BLOCKS,
+        DENSE_BLOCKS,
     ),
     # The class averages over the tokens of all layers together, and does not divide by top_k (layers/router.py).
     training_keys={"router_aux_loss_coef": "balance_loss"},

@@ -1,0 +1,1 @@
+"""GPT-NeoX and Pythia (EleutherAI 2022 and 2023)."""

@@ -1,0 +1,1 @@
+"""Nemotron-4 and Minitron (NVIDIA 2024)."""

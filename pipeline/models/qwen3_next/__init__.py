@@ -1,0 +1,1 @@
+"""Qwen3-Next (Qwen Team 2025)."""

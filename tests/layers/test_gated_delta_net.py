@@ -1,0 +1,123 @@
+"""Linear attention: the chunked delta rule equals the recurrence, documents are independent, and a state continues a sequence."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.layers.attention import Attention, AttentionContext
+from pipeline.layers.delta_rule import chunked_delta_rule
+from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.mask import Mask
+
+
+def inputs(length, *, dtype=torch.float32, strength=1.0):
+    """Queries, keys, values, logarithms of decays and betas of 3 heads."""
+    generator = torch.Generator().manual_seed(length)
+    q, k, v = (torch.randn(2, 3, length, width, generator=generator, dtype=torch.float64) for width in (6, 6, 5))
+    decay, beta = (torch.rand(2, 3, length, generator=generator, dtype=torch.float64) for _ in range(2))
+    given = (F.normalize(q, dim=3), F.normalize(k, dim=3), v, -strength * decay, beta)
+    return [x.to(dtype).requires_grad_() for x in given]
+
+
+def recurrence(q, k, v, log_decay, beta, *, segments=None, state=None):
+    """The delta rule as it is written in the paper, one token after the other (equation 10)."""
+    memory = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]) if state is None else state
+    outputs = []
+    for t in range(q.shape[2]):
+        if segments is not None and t:
+            memory = memory * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
+        memory = memory * log_decay[:, :, t, None, None].exp()
+        key, value = k[:, :, t, :, None], v[:, :, t, None, :]
+        memory = memory + beta[:, :, t, None, None] * key @ (value - key.transpose(2, 3) @ memory)
+        outputs.append(q[:, :, t, None, :] @ memory)
+    return torch.cat(outputs, dim=2), memory
+
+
+@pytest.mark.parametrize("length, chunk", [(1, 64), (7, 64), (64, 64), (150, 64), (33, 8), (20, 1)])
+@pytest.mark.parametrize("strength", [0.1, 30.0], ids=["weak decay", "strong decay"])
+@pytest.mark.parametrize("kind", ["alone", "segments", "state"])
+def test_chunks_equal_the_recurrence(length, chunk, strength, kind):
+    """Outputs, the last state, and all gradients, in fp64."""
+    given = inputs(length, dtype=torch.float64, strength=strength)
+    options = {}
+    if kind == "segments":
+        starts = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.1
+        options["segments"] = starts.cumsum(dim=1)
+    if kind == "state":
+        options["state"] = torch.randn(2, 3, 6, 5, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    expected, actual = recurrence(*given, **options), chunked_delta_rule(*given, chunk=chunk, **options)
+    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64) for x in expected]
+    wanted, found = (
+        torch.autograd.grad(sum((w * x).sum() for w, x in zip(weights, pair, strict=True)), given) for pair in (expected, actual)
+    )
+    torch.testing.assert_close((*actual, *found), (*expected, *wanted), rtol=1e-9, atol=1e-10)
+
+
+def test_chunks_equal_the_recurrence_in_fp32():
+    given = inputs(300)
+    torch.testing.assert_close(chunked_delta_rule(*given), recurrence(*given), rtol=1e-5, atol=1e-5)
+
+
+def layer(*, key_heads=2, value_heads=4):
+    made = GatedDeltaNet(12, key_heads, value_heads, key_dim=5, value_dim=3, kernel=4)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.7)
+    return made
+
+
+def hidden(length, rows=2):
+    return torch.randn(rows, length, 12, generator=torch.Generator().manual_seed(5))
+
+
+def test_documents_are_independent_of_each_other():
+    """Each document of a packed row has the outputs and gradients that it has alone, over chunk boundaries and in the convolution."""
+    made, x = layer().double(), hidden(150, rows=1).double().requires_grad_()
+    lengths = [1, 2, 60, 70, 17]
+    documents = torch.arange(5).repeat_interleave(torch.tensor(lengths))[None]
+    packed = made(x, None, AttentionContext(Mask(documents=documents)))
+    alone = torch.cat([made(part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-10)
+    grads = [torch.autograd.grad(y.square().sum(), [x, *made.parameters()]) for y in (packed, alone)]
+    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
+    assert not torch.allclose(packed, made(x), atol=1e-2)
+
+
+def test_one_document_is_the_sequence():
+    made, x = layer().double(), hidden(70).double()
+    context = AttentionContext(Mask(documents=torch.zeros(2, 70, dtype=torch.int32)))
+    torch.testing.assert_close(made(x, None, context), made(x), rtol=1e-9, atol=1e-10)
+
+
+def test_heads_of_a_slice_are_those_of_the_layer():
+    """The rows of whole key heads with their value heads are a layer; outputs of the slices add up, as under tensor parallelism."""
+    whole, x = layer(key_heads=2, value_heads=6).double(), hidden(20).double()
+    total = torch.zeros_like(x)
+    for part in range(2):
+        half = layer(key_heads=1, value_heads=3).double()
+        with torch.no_grad():
+            for (name, target), source in zip(half.named_parameters(), whole.parameters(), strict=True):
+                dim = None if name == "output_norm.weight" else 1 if name == "output.weight" else 0
+                target.copy_(source if dim is None else source.chunk(2, dim=dim)[part])
+        total = total + half(x)
+    torch.testing.assert_close(total, whole(x), rtol=1e-9, atol=1e-10)
+
+
+def test_the_gate_of_attention_scales_each_output():
+    """With a gate of weights zero, the output is half that without a gate; it is not applied to queries or keys."""
+    torch.manual_seed(0)
+    gated, plain = (Attention(12, 4, 2, 6, bias=False, rope="none", gated=gated) for gated in (True, False))
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.normal_()
+            gated.get_parameter(name).copy_(parameter)
+        gated.gate.weight.zero_()
+    x = hidden(9)
+    torch.testing.assert_close(gated(x), plain(x) / 2)
+    with torch.no_grad():
+        gated.gate.weight[:6] = 1e4 * torch.ones(12)  # the first head is on or off, the others are half on
+        gated.output.weight[:, 6:] = 0
+        plain.output.weight[:, 6:] = 0
+    expected = plain(x) * (x.sum(dim=2, keepdim=True) > 0)
+    torch.testing.assert_close(gated(x), expected, rtol=1e-3, atol=1e-3)
