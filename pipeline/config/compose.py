@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import planned, run_tokenizer
+from pipeline.config import ladder, planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
 from pipeline.config.composition_errors import COMPOSITION_ERRORS, keys_of, unknown_key, violation_of
 from pipeline.config.paths import CONF_DIR
@@ -44,6 +44,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("finetune_lr", _finetune_lr, replace=True)
     OmegaConf.register_new_resolver("if_finetune", _if_finetune, replace=True)
     OmegaConf.register_new_resolver("add", lambda *terms: sum(map(int, terms)), replace=True)  # of text, too: ${add:300,-${x}}
+    OmegaConf.register_new_resolver("ladder", ladder.resolve, replace=True)
     OmegaConf.register_new_resolver("python_stdlib", lambda: sysconfig.get_paths()["stdlib"], replace=True)
 
 

@@ -1,0 +1,76 @@
+"""Sizes, batch, learning rate and tokens of the models of a ladder (conf/experiment/ladder.yaml): arithmetic on the configuration.
+
+Batch and rate are the fits of Porian et al. 2024 (https://arxiv.org/abs/2406.19146), as in the ladder of OLMo (Bhagia et al. 2024,
+https://arxiv.org/abs/2412.04403), for sequences of 2,048 tokens; tokens follow Hoffmann et al. 2022 (https://arxiv.org/abs/2203.15556).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+#: Weights, learning rate and tokens of a batch of the model from which both are scaled.
+BASE_WEIGHTS, BASE_LR, BASE_BATCH = 108e6, 0.0047, 160 * 2048
+#: Width of a head, and the multiple to which the width of the feed-forward is rounded up; sequences to which a batch is rounded.
+HEAD_WIDTH, FFN_MULTIPLE, BATCH_MULTIPLE = 64, 64, 8
+#: Ends of decays (WSD-S), as shares of the steps; the last one is the end of the run.
+HORIZONS = (0.25, 0.5, 1.0)
+
+
+def weights(model: Any) -> int:
+    """Return the number of weights of the matrices of all blocks, without embeddings and norms.
+
+    Args:
+        model: sizes of a llama model, as a mapping.
+    """
+    width = model["head_width"] or model["hidden"] // model["heads"]
+    attention = 2 * model["hidden"] * width * (model["heads"] + model["kv_heads"])
+    return int(model["layers"] * (attention + 3 * model["hidden"] * model["ffn_hidden"]))
+
+
+def lr(count: float) -> float:
+    """Return the peak learning rate for a number of weights, with three digits."""
+    return float(f"{BASE_LR * (count / BASE_WEIGHTS) ** (-1 / 3):.3g}")
+
+
+def batch_tokens(count: float) -> float:
+    """Return the tokens of a global batch for a number of weights."""
+    return float(BASE_BATCH * (count / BASE_WEIGHTS) ** (2 / 3))
+
+
+def sequences(count: float, sequence_length: int) -> int:
+    """Return the sequences of a global batch: a multiple of BATCH_MULTIPLE, at least that."""
+    return BATCH_MULTIPLE * max(1, round(batch_tokens(count) / sequence_length / BATCH_MULTIPLE))
+
+
+def steps(tokens: int, batch: int, sequence_length: int) -> int:
+    """Return the smallest number of steps that process the tokens and of which every horizon is a whole number."""
+    multiple = round(1 / min(HORIZONS))
+    return multiple * math.ceil(tokens / (batch * sequence_length * multiple))
+
+
+def resolve(name: str, argument: float = 1, *, _root_: Any) -> int | float:
+    """The resolver ${ladder:NAME,ARGUMENT}: a value of the ladder that follows from the rest of the configuration.
+
+    Args:
+        name: hidden, ffn_hidden, tokens (ARGUMENT for each weight), batch, lr, or steps (ARGUMENT as a share of all).
+        argument: see name.
+
+    Raises:
+        ValueError: there is no such value.
+    """
+    model, training = _root_.model, _root_.training
+    match name:
+        case "hidden":
+            return int(HEAD_WIDTH * model.layers)
+        case "ffn_hidden":
+            return FFN_MULTIPLE * math.ceil(8 * model.hidden / (3 * FFN_MULTIPLE))
+        case "tokens":
+            return math.ceil(argument * weights(model))
+        case "batch":
+            return sequences(weights(model), training.sequence_length)
+        case "lr":
+            return lr(weights(model))
+        case "steps":
+            return round(argument * steps(training.token_budget, training.global_batch_size, training.sequence_length))
+    raise ValueError(f"ladder:{name}: must be one of hidden, ffn_hidden, tokens, batch, lr, steps")

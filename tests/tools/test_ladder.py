@@ -1,0 +1,125 @@
+"""tools/ladder on run directories with planted losses: the left-out error, the settings of a large run, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.config import ladder
+from tests.helpers import ROOT
+from tools.audit.scaling_law import Law
+
+LAW = Law(1.8, 500.0, 0.35, 2000.0, 0.36)
+
+
+@pytest.fixture(scope="module")
+def main() -> Callable[[], int]:
+    loader = SourceFileLoader("ladder", str(ROOT / "tools/ladder"))
+    spec = spec_from_loader("ladder", loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules["ladder"] = module  # dataclasses look their module up
+    loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def tool(main, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """The exit code and what it printed."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["ladder", *map(str, arguments)])
+        try:
+            code = main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def write(folder: Path, layers: int, *, factor: float = 1.0, done: float = 1.0, validated: bool = True, vocabulary: int = 512) -> None:
+    """A run of the ladder whose losses are those of LAW times a factor, killed after a share of its steps."""
+    sizes = {"layers": layers, "hidden": 64 * layers, "heads": layers, "kv_heads": layers, "ffn_hidden": 176 * layers, "head_width": None}
+    count = ladder.weights(sizes)
+    batch = ladder.sequences(count, 2048)
+    steps = ladder.steps(20 * count, batch, 2048)
+    run = folder / str(layers)
+    run.mkdir(parents=True)
+    config = {
+        "model": {"family": "llama", "vocab_size": vocabulary, **sizes},
+        "training": {"steps": steps, "sequence_length": 2048, "global_batch_size": batch},
+        "optimizer": {"decay_ends": [steps // 4, steps // 2]},
+        "data": {"tokens": "work/tokens", "blend": {}},
+        "tokenizer": {"path": "work/tokenizer"},
+    }
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    lines = []
+    for step in (steps // 4, steps // 2, steps):
+        if step <= done * steps:
+            tokens = step * batch * 2048
+            lines.append({"step": step, "tokens": tokens, "loss": 9.0})
+            lines += [{"step": step, "validation_loss": factor * LAW.loss(count, tokens)}] * validated
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_ladder_predicts_its_largest_size_and_a_large_run(tool, tmp_path):
+    for layers in (4, 6, 8, 12):
+        write(tmp_path, layers)
+    code, said = tool(tmp_path, "--flops", "1e20")
+    assert code == 0, said
+    assert "size that was left out: 0.00 %" in said
+    assert said.count("left out\n") == 3, "the three horizons of the largest size"
+    weights, tokens = LAW.optimum(1e20)
+    assert f"N = {weights:.4g} weights and D = {tokens:.4g} tokens" in said
+    layers = int(said.partition("model.layers=")[2].split()[0])
+    own = layers * (4 * (64 * layers) ** 2 + 3 * 64 * layers * 176 * layers)
+    assert own == pytest.approx(weights, rel=0.15), "the closest whole number of layers"
+    budget = int(said.partition("token_budget=")[2].split()[0])
+    assert 6 * own * budget == pytest.approx(1e20, rel=1e-3), "the FLOPs are those asked for"
+    assert f"optimizer.lr={ladder.lr(own):g}" in said
+    assert "law without the largest size" in (tmp_path / "ladder.html").read_text()
+
+
+def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
+    for layers in (4, 6, 8, 12):
+        write(tmp_path, layers, factor=1.05 if layers == 12 else 1.0)
+    code, said = tool(tmp_path)
+    assert code == 1
+    assert "left out: 4.76 % (aim: 2 %)" in said
+    assert "does not predict the largest size within 2 %: do not extrapolate it" in said
+    assert tool(tmp_path, "--aim", "5")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, "3 runs of 3 sizes: a fit without the largest size requires 4 sizes"),
+        ({8: {"done": 0.5}}, r"/8: is at step [\d,]+ of [\d,]+; submit the same command again"),
+        ({8: {"validated": False}}, r"/8: no validation loss at step [\d,]+, the end of a decay; train it with a training.validate_every"),
+        ({8: {"vocabulary": 1024}}, "model.vocab_size: the runs have 1024, 512; their losses are not of the same task"),
+    ],
+    ids=["two sizes", "not finished", "not validated", "other vocabulary"],
+)
+def test_runs_that_allow_no_fit_are_refused(tool, tmp_path, changes, message):
+    for layers in (4, 6, 12, *changes):
+        write(tmp_path, layers, **changes.get(layers, {}))
+    code, said = tool(tmp_path)
+    assert code == 2
+    (line,) = [line for line in said.splitlines() if "error:" in line]
+    assert re.search(message, line), line
+
+
+def test_a_folder_without_runs_is_refused(tool, tmp_path):
+    code, said = tool(tmp_path)
+    assert code == 2
+    assert "no run directories; name those of experiment=ladder" in said
