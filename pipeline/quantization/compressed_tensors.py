@@ -93,13 +93,14 @@ _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
 
 
 def _ignored(config: ModelConfig) -> Iterable[str]:
-    """The stock modules with matrices that are not quantized: embeddings and head."""
+    """The stock modules with matrices that are not quantized: embeddings and head, by their names in files and in transformers."""
     with torch.device("meta"):
         matrices = {name for name, parameter in registry.build(config).named_parameters() if parameter.dim() == 2}
     rows, duplicates = registry.stock_tensors(config)
     quantized = {row.hf_name for row in quantized_rows(config)}
     names = {row.hf_name for row in rows if matrices.issuperset(row.names) and row.hf_name not in quantized} | duplicates.keys()
-    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+    return modules | {"lm_head"} if "embed_out" in modules else modules  # GPT-NeoX, in whose code transformers 5 renamed it
 
 
 def quantize_inputs(layers: Iterable[nn.Linear]) -> None:
