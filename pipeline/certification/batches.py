@@ -35,6 +35,11 @@ def random_batches(config: SampleConfig, steps: int | None = None) -> list[Rando
 def with_loss_scale(batch: Batch) -> Batch:
     """Add loss_scale, the factor from a mean over all positions to a mean over the counted targets of the global batch."""
     targets = batch["targets"]
+    if "loss_weights" in batch:
+        weights = batch["loss_weights"]
+        batch = batch.copy()
+        del batch["loss_weights"]
+        return {**batch, "loss_scale": weights * targets.numel() / int((weights > 0).sum())}
     return {**batch, "loss_scale": torch.full((len(targets),), targets.numel() / int((targets != IGNORE).sum()))}
 
 
@@ -79,6 +84,11 @@ def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> Rando
             "targets": _some_targets(tokens(rows, length), 0.3, generator),
             "documents": _documents(rows, length, generator, packed=config.training.document_mask),
         }
+        if config.objective == "masked_diffusion":  # another rate in each sequence
+            rates = torch.rand((rows, 1), generator=generator).clamp(min=config.training.diffusion_eps)
+            batch["targets"] = _some_targets(tokens(rows, length), rates, generator)
+            batch["loss_weights"] = torch.where(batch["documents"] >= 0, 1 / rates, 0.0)
+            batch["targets"] = batch["targets"].masked_fill(batch["documents"] < 0, IGNORE)
         if getattr(model, "next_sentence", False):
             batch["segments"] = (torch.arange(length) >= length // 2).long().expand(rows, length).contiguous()
             batch["next_sentence"] = torch.randint(2, (rows,), generator=generator)

@@ -172,6 +172,8 @@ def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[st
                 yield f"{name}: ids from {int(ids.min())} to {int(ids.max())}, model.vocab_size={size}"
     if config.objective == "masked":
         yield from _equal_masks(rows["targets"] != IGNORE)
+    if config.objective == "masked_diffusion" and 1 == len(rows["loss_weights"].amax(dim=1).unique()) < len(rows["tokens"]):
+        yield f"all {len(rows['tokens'])} sequences have the same masking rate"
     if config.objective != "causal":
         return
     tokens, targets = rows["tokens"], rows["targets"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import OutputHead
-from pipeline.layers.loss import IGNORE
+from pipeline.layers.loss import IGNORE, position_weights
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.multi_token import MultiTokenHead
 
@@ -40,7 +40,7 @@ def reference_loss(model: nn.Module, tokens: Tensor, batch: Batch) -> Tensor:
     if output is None:
         return returned
     targets = batch["targets"]
-    total = _sum(output(by_head[output][0]), targets, output) * batch["loss_scale"][0] / targets.numel()
+    total = _sum(output(by_head[output][0]), targets, output, batch["loss_scale"]) / targets.numel()
     if multi_token is not None and multi_token.embed is not None and torch.is_grad_enabled():
         hidden, context, *_ = by_head[multi_token]
         total = total + multi_token.factor * _mean_of_further_tokens(multi_token, hidden, context, targets)
@@ -64,15 +64,22 @@ def _mean_of_further_tokens(head: MultiTokenHead, hidden: Tensor, context: Atten
     return total / len(head.depths)
 
 
-def _sum(logits: Tensor, targets: Tensor, head: OutputHead | None = None) -> Tensor:
-    """Return the summed cross-entropy of logits (..., classes) and targets (...), fp32 or fp64, with the z-loss in the gradient only."""
+def _sum(logits: Tensor, targets: Tensor, head: OutputHead | None = None, scale: Tensor | None = None) -> Tensor:
+    """Return the summed cross-entropy of logits (..., classes) and targets (...), fp32 or fp64, with the z-loss in the gradient only.
+
+    Args:
+        head: has the label smoothing and the weight of the z-loss; None for neither.
+        scale: Batch.loss_scale, of all positions or of each; None for 1.
+    """
     precise = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
     smoothing, z_loss = (0.0, 0.0) if head is None else (head.label_smoothing, head.z_loss)
-    total = F.cross_entropy(precise, targets.flatten(), ignore_index=IGNORE, reduction="sum", label_smoothing=smoothing)
-    if not z_loss:
-        return total
-    squares = z_loss * precise.logsumexp(dim=1).square()[targets.flatten() != IGNORE].sum()
-    return total + squares - squares.detach()
+    losses = F.cross_entropy(precise, targets.flatten(), ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
+    if z_loss:
+        squares = (z_loss * precise.logsumexp(dim=1).square()).masked_fill(targets.flatten() == IGNORE, 0.0)
+        losses = losses + squares - squares.detach()
+    if scale is None:
+        return losses.sum()
+    return (losses * scale.flatten()).sum() if position_weights(scale) is not None else losses.sum() * scale[0]
 
 
 def _shifted(targets: Tensor, by: int) -> Tensor:

@@ -33,8 +33,9 @@ class TrainingConfig:
     objective: str = knob(
         "auto",
         "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions; dpo: "
-        "which of two answers is preferred; classification: the label of a text (BERT, RoBERTa)",
-        choices=("auto", "supervised", "dpo", "classification"),
+        "which of two answers is preferred; classification: the label of a text (BERT, RoBERTa); masked_diffusion: tokens of a text of "
+        "which a random share is masked (BERT, RoBERTa)",
+        choices=("auto", "supervised", "dpo", "classification", "masked_diffusion"),
     )
     preference_loss: str = knob(
         "sigmoid",
@@ -56,6 +57,12 @@ class TrainingConfig:
         at_least=0,
     )
     goldfish_context: int = knob(13, "goldfish loss: tokens that are hashed", unit="tokens", at_least=1)
+    diffusion_eps: float = knob(
+        1e-3,
+        "masked_diffusion: smallest share of the tokens of a sequence that are masked; the share is drawn from here to 1",
+        above=0,
+        at_most=1,
+    )
     frozen: list[str] = knob([], "patterns of names of weights that are not trained, such as embed.* or blocks.[0-3].*")
     fake_quantize: str = knob(
         "none",

@@ -44,6 +44,8 @@ def complete(config: RunConfig, stage: Evaluate, world_size: int) -> RunConfig:
     if training.objective == "auto" and lines and model.objective == "causal":
         before = trained["training"].get("objective", "auto")
         training = replace(training, objective="supervised" if before == "auto" else before)
+    if training.objective == "auto" and trained["training"].get("objective") == "masked_diffusion" and not stage.pseudo_perplexity:
+        training = replace(training, objective="masked_diffusion", diffusion_eps=trained["training"]["diffusion_eps"])
     if training.objective == "dpo" and trained["training"].get("objective") == "dpo":
         names = ("dpo_beta", "preference_loss", "simpo_margin")
         training = replace(training, **{name: trained["training"][name] for name in names if name in trained["training"]})

@@ -13,7 +13,9 @@ class Batch(TypedDict, total=False):
     Attributes:
         targets: int64 (batch, sequence), the label of each position, IGNORE (layers/loss.py) for none. Without it, a model returns logits.
         loss_scale: fp32 (batch,), the same number in every row: number of positions / number of targets other than IGNORE, of the global
-            batch over whose targets the loss is averaged.
+            batch over whose targets the loss is averaged. Or fp32 (batch, sequence): this number times a weight of each position.
+        loss_weights: fp32 (batch, sequence), weight of the loss of each position; the loss is divided by the number of positions with one
+            above 0, instead of that of targets. The trainer makes it a loss_scale, and no model gets it.
         documents: int (batch, sequence), the document of each token, -1 for padding; without it, tokens attend across documents.
         positions: int64 (batch, sequence), the position of each token in its sequence; 0, 1, ... without it.
         segments: int64 (batch, sequence), 0 or 1: the segment of each token (BERT).
@@ -27,6 +29,7 @@ class Batch(TypedDict, total=False):
 
     targets: Tensor
     loss_scale: Tensor
+    loss_weights: Tensor
     documents: Tensor
     positions: Tensor
     segments: Tensor

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers import linear
-from pipeline.layers.loss import linear_cross_entropy, mean_factor
+from pipeline.layers.loss import linear_cross_entropy, mean_factor, position_weights
 from pipeline.layers.mask import capped
 from pipeline.layers.positions import SinusoidalPositions, add_position_embeddings
 
@@ -130,6 +130,7 @@ class OutputHead(nn.Module):
             self.weight,
             targets,
             bias=self.bias,
+            weights=position_weights(loss_scale),
             label_smoothing=self.label_smoothing,
             softcap=self.softcap,
             z_loss=self.z_loss,

@@ -53,6 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        weights: Tensor | None,
         first_token: int,
         smoothing: tuple[float, int],
         softcap: float | None,
@@ -96,7 +97,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sums = torch.stack([exponentials.sum(dim=1), target_term])
             if reduce_sum is not None:
                 sums = reduce_sum(sums)
-            total += torch.where(is_target, sums[0].log() - sums[1], 0.0).sum()
+            losses = torch.where(is_target, sums[0].log() - sums[1], 0.0)
+            factor = None if weights is None else torch.where(is_target, weights[chunk_slice], 0.0).to(compute_dtype)
+            total += losses.sum() if factor is None else torch.dot(losses, factor)
 
             if needs_grad_hidden or needs_grad_weight:
                 # d sum / d logits = softmax - smoothed one-hot; divided by the number of rows in the backward pass, where fp16 can hold it
@@ -105,9 +108,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if z_loss:  # its gradient is the softmax times 2 z log Z
                     divisor = divisor / (1 + 2 * z_loss * (sums[0].log() + largest.squeeze(1)))
                 one_hot = torch.where(is_local, 1.0 - label_smoothing, 0.0)
+                if factor is not None:
+                    divisor, one_hot = divisor / factor, one_hot * factor
                 at_target = exponentials.gather(1, local).squeeze(1) / divisor - one_hot
                 if label_smoothing:
                     spread = torch.where(is_target, label_smoothing / full_vocabulary, 0.0)
+                    spread = spread if factor is None else spread * factor
                     at_target -= spread
                     _apply(torch.sub, exponentials.div_(divisor.unsqueeze(1)), spread.unsqueeze(1), out=local_logits)
                 else:
@@ -136,7 +142,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = [None if grad is None else (grad_loss / ctx.rows).to(grad.dtype) for grad in ctx.saved_tensors]
         pairs = zip(ctx.saved_tensors, factors, strict=True)
         scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
-        return (*scaled, *[None] * 7)
+        return (*scaled, *[None] * 8)
 
 
 def linear_cross_entropy(
@@ -145,6 +151,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    weights: Tensor | None = None,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     z_loss: float = 0.0,
@@ -160,6 +167,7 @@ def linear_cross_entropy(
         weight: (vocabulary, hidden), or this rank's rows of it.
         targets: int64 (batch, sequence), token ids of the full vocabulary, IGNORE for none.
         bias: (vocabulary,), added to the logits; the same rows as the weight.
+        weights: fp32 (batch, sequence), factor of the loss of each position; None for 1.
         label_smoothing: probability mass of the target that is spread evenly over the vocabulary (Szegedy et al. 2016).
         softcap: bound of the logits, as in Mask (layers/mask.py); None for none.
         z_loss: weight of the square of log Z, where Z is the sum of the exponentials of the logits (Chowdhery et al. 2022, section 5,
@@ -175,17 +183,23 @@ def linear_cross_entropy(
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
     smoothing = (label_smoothing, vocabulary or weight.shape[0])
+    flat = None if weights is None else weights.reshape(-1)
     loss: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, targets.reshape(-1), first_token, smoothing, softcap, z_loss, reduce_max, reduce_sum
+        rows, weight, bias, targets.reshape(-1), flat, first_token, smoothing, softcap, z_loss, reduce_max, reduce_sum
     )
     return loss
+
+
+def position_weights(loss_scale: Tensor | None) -> Tensor | None:
+    """Return the factor of the loss of each position, (batch, sequence); None if `loss_scale` (see Batch) has none."""
+    return loss_scale if loss_scale is not None and loss_scale.dim() == 2 else None
 
 
 def mean_factor(targets: Tensor, loss_scale: Tensor | None) -> Tensor:
     """Return the factor that turns a mean over all positions into a mean over the targets other than IGNORE.
 
-    It is `loss_scale` (see Batch) if that is passed, else it is is_target in this batch.
+    It is `loss_scale` (see Batch) if that is passed, else the mean of this batch; 1 if `loss_scale` has position weights, which include it.
     """
     if loss_scale is not None:
-        return loss_scale[0]
+        return loss_scale[0] if loss_scale.dim() == 1 else loss_scale.new_ones(())
     return targets.numel() / (targets != IGNORE).sum().clamp(min=1)

@@ -13,6 +13,7 @@ from pipeline.layers.attention_kernel import prepare
 from pipeline.layers.batch import Batch
 from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.loss import position_weights
 from pipeline.layers.mask import Mask
 from pipeline.layers.moe import MoE, SharedExpertMoE
 from pipeline.layers.position_bias import AlibiSlopes
@@ -211,7 +212,9 @@ class Stack(nn.Module):
         losses = []
         for row in range(len(targets)):
             alone = cast(Batch, {name: cast(Tensor, value)[row : row + 1] for name, value in batch.items()})
-            losses.append(self.forward_head(x[row : row + 1], context, {**alone, "loss_scale": factor}))
+            weights = position_weights(alone.get("loss_scale"))
+            scale = factor if weights is None else factor * weights
+            losses.append(self.forward_head(x[row : row + 1], context, {**alone, "loss_scale": scale}))
         return torch.stack(losses).unsqueeze(1)
 
     def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - for families whose head contains blocks

@@ -25,7 +25,7 @@ from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
-from pipeline.layers.loss import linear_cross_entropy, mean_factor
+from pipeline.layers.loss import linear_cross_entropy, mean_factor, position_weights
 from pipeline.layers.mask import capped
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -242,6 +242,7 @@ class VocabParallelHead(nn.Module):
             self.weight,
             targets,
             bias=self.bias,
+            weights=position_weights(loss_scale),
             label_smoothing=self.label_smoothing,
             softcap=self.softcap,
             z_loss=self.z_loss,

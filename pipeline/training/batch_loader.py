@@ -97,10 +97,12 @@ class BatchLoader:
         if rows[-1] >= len(samples):
             arrays["targets"] = arrays["targets"].astype(np.int64)
             arrays["targets"][rows >= len(samples)] = IGNORE
+            if "loss_weights" in arrays:
+                arrays["loss_weights"][rows >= len(samples)] = 0
         if length < arrays["tokens"].shape[1]:
             arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
         # Transferred as two bytes per token, then widened to eight on the device.
-        dtypes = {"documents": torch.int32, "reference": torch.float32}
+        dtypes = {"documents": torch.int32, "reference": torch.float32, "loss_weights": torch.float32}
         batch = {name: self._to_device(array).to(dtypes.get(name, torch.int64)) for name, array in arrays.items()}
         return batch.pop("tokens"), cast(Batch, batch)
 

@@ -107,6 +107,8 @@ class Trainer:
             self.model.eval()
         with full_attention(self.model):
             batch = self._with_reference(tokens, batch)
+            if "loss_weights" in batch:
+                batch["loss_scale"] = batch.pop("loss_weights")
             batch["per_sequence"] = torch.ones(len(tokens), device=tokens.device)
             losses = self._pipeline(tokens, batch).evaluate(tokens, batch).flatten()
         if self._config.lora.dropout:
@@ -186,7 +188,9 @@ class Trainer:
 
     @staticmethod
     def _is_counted(batch: Batch) -> Tensor:
-        """Which targets are not IGNORE, bool (sequences, positions); which pairs in a batch of preferences, bool (sequences,)."""
+        """The positions over which the loss is averaged, bool (sequences, positions); of preferences which pairs, bool (sequences,)."""
+        if "loss_weights" in batch:
+            return batch["loss_weights"] > 0
         counted = batch["targets"] != IGNORE
         return counted.any(dim=1) if "choices" in batch else counted
 
@@ -244,4 +248,8 @@ class Trainer:
 def _with_scale(batch: Batch, counts: Tensor) -> Batch:
     """Add Batch.loss_scale from the numbers of positions and of targets."""
     scale = counts[0].float() / counts[1].clamp(min=1)
+    if "loss_weights" in batch:
+        batch = batch.copy()
+        batch["loss_scale"] = batch.pop("loss_weights") * scale
+        return batch
     return {**batch, "loss_scale": scale.expand(len(batch["targets"])).contiguous()}

@@ -20,3 +20,13 @@ def library(once) -> Path:
 def cleaned(once, library) -> Path:
     """The shards of the library with the default steps, written by one process."""
     return once("cleaned", lambda folder: pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}"))
+
+
+@pytest.fixture(scope="session")
+def text(shards, tmp_path_factory) -> Path:
+    """Token shards whose tokenizer has the tokens of RoBERTa, and that tokenizer."""
+    folder = tmp_path_factory.mktemp("masked")
+    common = ("tokenizer=roberta", f"data.shards={shards}", f"tokenizer.path={folder}/tokenizer")
+    pipeline("stage=train_tokenizer", *common, "tokenizer.vocab_size=300", "tokenizer.report=false")
+    pipeline("stage=tokenize", *common, f"data.tokens={folder}/tokens")
+    return folder

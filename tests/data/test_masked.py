@@ -22,16 +22,6 @@ LENGTH = 32
 VOCABULARY = Vocabulary(first=0, between=1, mask=2, ordinary=np.arange(5, 200))
 
 
-@pytest.fixture(scope="module")
-def text(shards, tmp_path_factory):
-    """Token shards whose tokenizer has the tokens of RoBERTa, and that tokenizer."""
-    folder = tmp_path_factory.mktemp("masked")
-    common = ("tokenizer=roberta", f"data.shards={shards}", f"tokenizer.path={folder}/tokenizer")
-    pipeline("stage=train_tokenizer", *common, "tokenizer.vocab_size=300", "tokenizer.report=false")
-    pipeline("stage=tokenize", *common, f"data.tokens={folder}/tokens")
-    return folder
-
-
 def config_of(text, *more, model="roberta-tiny"):
     paths = (f"data.tokens={text}/tokens", f"tokenizer.path={text}/tokenizer")
     return configured("stage=pretrain", f"model={model}", f"training.sequence_length={LENGTH}", *paths, *more)

@@ -63,6 +63,22 @@ def test_gradcheck_with_bias_smoothing_a_soft_cap_and_ignored_targets(smoothing,
     torch.testing.assert_close(linear_cross_entropy(x, weight, targets, bias=bias, **options), plain)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_weights_of_positions(smoothing):
+    """Weights multiply the loss of each position, 0 included; targets without a loss have none, whatever their weight."""
+    x, weight, targets = example(6, 3, 7)
+    weights = torch.tensor([[2.0, 0.0, 5.0, 1.5, 7.0, 1.0]], dtype=torch.float64)
+    targets[0, 4] = loss.IGNORE
+    losses = F.cross_entropy((x @ weight.t()).flatten(0, 1), targets.flatten(), label_smoothing=smoothing, reduction="none")
+    plain = (losses * weights.flatten()).sum() / 6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loss, "chunk_rows", lambda *_: 4)
+        ours = linear_cross_entropy(x, weight, targets, weights=weights, label_smoothing=smoothing)
+    torch.testing.assert_close(ours, plain)
+    expected = torch.autograd.grad(plain, (x, weight))
+    torch.testing.assert_close(torch.autograd.grad(ours, (x, weight)), expected)
+
+
 @pytest.mark.parametrize("cuts", [[0, 7], [0, 3, 7], [0, 3, 6, 7], [0, 4, 7, 7]])
 @pytest.mark.parametrize("z_loss", [0, 0.1])
 def test_vocabulary_parallel_pieces_give_the_full_loss(cuts, z_loss):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 from pipeline.common.errors import Violation
+from pipeline.config.data import MaskingConfig
 from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig, TrainingConfig
 from pipeline.models.config import MaskedModelConfig
@@ -21,6 +22,9 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if training.head_z_loss and config.objective in ("classification", "dpo"):
         rule = f"has no effect with the objective {config.objective}, whose loss is not that of next tokens"
         yield Violation("training.head_z_loss", training.head_z_loss, rule, "remove it")
+    if training.diffusion_eps != defaults.diffusion_eps and config.objective != "masked_diffusion":
+        rule = f"has no effect with the objective {config.objective}"
+        yield Violation("training.diffusion_eps", training.diffusion_eps, rule, "set training.objective=masked_diffusion, or remove it")
     if config.stage.name != "evaluate":  # whose settings are those of the run, with another objective
         yield from _goldfish_without_effect(config)
     if training.simpo_margin and training.preference_loss != "simpo":
@@ -76,6 +80,29 @@ def _masked(config: RunConfig) -> Iterator[Violation]:
     if paired and training.document_mask:
         rule = "would hide the second segment, which may come from another document"
         yield Violation("training.document_mask", True, rule, "set it to false, or set model.next_sentence=false")
+
+
+def _masked_diffusion(config: RunConfig) -> Iterator[Violation]:
+    """A bidirectional encoder, whose masks have a rate for each sequence and no random tokens."""
+    key, name = "training.objective", config.training.objective
+    if config.model.objective != "masked":
+        rule = f"requires attention to both sides; model.family={config.model.family} has the objective {config.model.objective}"
+        yield Violation(key, name, rule, "choose a BERT or RoBERTa")
+        return
+    if config.stage.name == "finetune":
+        rule, fix = "is not supported by stage=finetune", "use stage=pretrain with checkpoint.initialize_from"
+        yield Violation(key, name, rule, fix)
+    if cast(MaskedModelConfig, config.model).next_sentence:
+        rule = "reads two segments, and training.objective=masked_diffusion one text"
+        yield Violation("model.next_sentence", True, rule, "set it to false")
+    for share in ("rate", "random", "keep"):
+        if (value := getattr(config.data.masking, share)) != getattr(MaskingConfig(), share):
+            rule = "has no effect with training.objective=masked_diffusion, which draws the share of masked tokens"
+            yield Violation(f"data.masking.{share}", value, rule, "remove it")
+    yield from _whole_sequences(config)
+    if (length := config.training.sequence_length) < 3:
+        rule = "leaves no room for text between the special tokens, which takes 3"
+        yield Violation("training.sequence_length", length, rule, "choose 3 or more")
 
 
 def _span_corruption(config: RunConfig) -> Iterator[Violation]:
@@ -198,6 +225,7 @@ RULES: dict[str, Callable[[RunConfig], Iterator[Violation]]] = {
     "classification": _classification,
     "dpo": _preferences,
     "masked": _masked,
+    "masked_diffusion": _masked_diffusion,
     "pairs": _pairs,
     "span_corruption": _span_corruption,
     "supervised": _supervised,

@@ -42,7 +42,7 @@ class Masked(TokenShardObjective):
     random token, and some are kept. The selection of a sample differs between epochs. Special tokens are neither selected nor drawn.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "data.masking", "model.next_sentence")
+    settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "data.masking", "model.next_sentence", "training.objective")
 
     def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
         """Use samples of text_length + 1 tokens; the last one is not used."""

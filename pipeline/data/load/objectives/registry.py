@@ -9,6 +9,7 @@ from pipeline.data import few_documents
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import Masked
+from pipeline.data.load.objectives.masked_diffusion import MaskedDiffusion
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
 from pipeline.data.load.objectives.preferences import Preferences
@@ -23,6 +24,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "classification": Classification,
     "dpo": Preferences,
     "masked": Masked,
+    "masked_diffusion": MaskedDiffusion,
     "pairs": Pairs,
     "span_corruption": SpanCorruption,
     "supervised": Supervised,
