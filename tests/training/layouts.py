@@ -42,6 +42,13 @@ def some_targets(config: Any, step: int) -> Batch:
     return tokens, batch
 
 
+def diffusion(config: Any, step: int) -> Batch:
+    """Padding, and another masking rate in each sequence, whose inverse is the weight of its positions."""
+    tokens, batch = some_targets(config, step)
+    rates = torch.linspace(0.1, 0.9, len(tokens))[:, None]
+    return tokens, {**batch, "loss_weights": torch.where(batch["documents"] >= 0, 1 / rates, 0.0)}
+
+
 def pairs(config: Any, step: int) -> Batch:
     """Pairs of up to 12 and 8 tokens, padded."""
     generator = torch.Generator().manual_seed(step)
@@ -122,6 +129,9 @@ MODELS = {
     "nemotron": Model(("model=nemotron-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
+    "bert-diffusion": Model(
+        ("model=bert-tiny", "model.next_sentence=false", "training.objective=masked_diffusion", *FOUR), diffusion, compared=("moments",)
+    ),
     # Best-fit packing pads; padding is not a target of a causal model either.
     "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", Z_LOSS, *FOUR), some_targets, compared=("moments",)),
     "t5": Model(("model=t5-tiny", "model.head_width=16", *PAIRS), pairs, compared=()),
@@ -239,6 +249,7 @@ LAYOUTS = {
         "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",
     ],
     "roberta": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=3"],
+    "bert-diffusion": ["zero_stage=1 tensor=2 pipeline=2"],
     "llama-padded": [
         "zero_stage=1 tensor=2 pipeline=2",
         "zero_stage=2 tensor=2 context=2",
@@ -310,7 +321,7 @@ LAYOUTS = {
 
 #: Models other than decoders with dense layers -> what their training does differently.
 KINDS = {
-    **dict.fromkeys(("bert", "roberta"), "masked"),
+    **dict.fromkeys(("bert", "roberta", "bert-diffusion"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
     **dict.fromkeys(("olmoe", "qwen3-moe", "qwen3-next", "glm4-moe", "deepseek", "deepseek-grouped"), "experts"),
