@@ -68,10 +68,3 @@ def _muon(config: RunConfig) -> Iterator[Violation]:
     if config.optimizer.muon_per_head and hasattr(config.model, "kv_lora_rank"):
         rule = f"is not supported for model.family={config.model.family}: its projections mix the parts of a head"
         yield Violation("optimizer.muon_per_head", True, rule, "remove it")
-
-
-def stage_violations(optimizer: OptimizerConfig, stage: str) -> Iterator[Violation]:
-    """Yield a violation if the stage compares with AdamW only."""
-    if optimizer.name != "adamw" and stage == "certify":
-        rule = f"is not supported by stage={stage}, whose bounds are those of AdamW"
-        yield Violation("optimizer.name", optimizer.name, rule, "set it to adamw: layout and model are the same")
