@@ -49,6 +49,22 @@ def split(tokens: Tensor, batch: Batch, parts: int) -> list[RandomBatch]:
     return [(part, cast(Batch, {name: values[index] for name, values in chunks.items()})) for index, part in enumerate(tokens.chunk(parts))]
 
 
+def permuted(tokens: Tensor, batch: Batch, parts: int, generator: torch.Generator, *, within: bool) -> RandomBatch:
+    """Return a batch whose parts, as `split` returns them, come in another order: the sums over them, and their rounding, are others.
+
+    Args:
+        tokens, batch: of a global batch.
+        parts: number of micro-batches.
+        generator: of the order.
+        within: permute also the sequences of each part.
+    """
+    rows = torch.arange(len(tokens)).view(parts, -1)[torch.randperm(parts, generator=generator)]
+    if within:
+        rows = rows[:, torch.randperm(rows.shape[1], generator=generator)]
+    order = rows.flatten()
+    return tokens[order], cast(Batch, {name: cast(Tensor, values)[order] for name, values in batch.items()})
+
+
 def to_device(tokens: Tensor, batch: Batch, device: torch.device) -> RandomBatch:
     """Return a batch on a device."""
     return tokens.to(device), cast(Batch, {name: cast(Tensor, values).to(device) for name, values in batch.items()})

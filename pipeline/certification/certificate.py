@@ -13,7 +13,7 @@ import torch
 from pipeline.certification import data_order, exported, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
-from pipeline.certification.conditioning import in_precision, well_conditioned, with_active_clipping, with_small_updates
+from pipeline.certification.conditioning import in_precision, reordered_runs, well_conditioned, with_active_clipping, with_small_updates
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
@@ -62,8 +62,9 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     own = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
     low = [own] if own != "fp32" and "precision" not in skip else []
     saved = None if "state" in skip else (low or ["fp32"])[-1]
-    # The plain loop for the clipping threshold, in fp32 and fp64, the ranks; in the job's precision ranks, plain loop and perturbed ones.
-    passes = 4 + (3 + PERTURBED) * len(low)
+    # The plain loop for the clipping threshold, in fp32 and fp64, with reordered sums, and the ranks; in the job's precision ranks, plain
+    # loop and perturbed ones.
+    passes = 4 + reordered_runs(planned) + (planned.optimizer.name == "lion") + (3 + PERTURBED) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
     try:
@@ -76,7 +77,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
                 runs = _train_ranks(small.world_size, work, seconds, progress, running)
                 plain_low = running.runs.result() if running.runs else None
             drift = largest_drift(small.config)
-            found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift)]
+            found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift, plain.signs)]
             if plain_low:
                 found.append(compare_low(own, runs[own].outcome, plain_low.reference, plain_low.perturbed))
                 reports.append(PartReport("precision", [f"layout and plain loop in {own}; bounds from {PERTURBED + 1} perturbed runs"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,8 +21,18 @@ from pipeline.config.schema import RunConfig
 SEEDS = 4
 #: Runs with changed weights that must route every token as the reference does.
 PERTURBED_ROUTINGS = 3
+#: Runs with other orders of the sums, of optimizers that amplify rounding errors.
+REORDERED = 2
 #: Largest learning rate in low precisions, and in fp32 where rounding errors would be too large.
 LARGEST_RATE = 1e-3
+
+
+def reordered_runs(config: RunConfig) -> int:
+    """Return the number of plain loops with another order of sums; none for AdamW, whose updates amplify no rounding errors.
+
+    Newton-Schulz moves small singular values to 1, and with them the rounding errors of a gradient; Lion takes signs.
+    """
+    return 0 if config.optimizer.name == "adamw" else REORDERED
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
@@ -57,9 +67,10 @@ class PlainRun:
     Attributes:
         small: the small job with the seed of its weights.
         reference: the outcome in fp32.
-        rounding: the differences between fp32 and fp64.
+        rounding: the differences between fp32 and fp64, or between two orders of the sums where those are larger.
         zero: weights whose gradient is zero in exact arithmetic.
         tied: whether rounding errors send a token to another expert: those of a layout would, too.
+        signs: with Lion, the differences that one other sign of every weight makes.
     """
 
     small: Shrunk
@@ -67,16 +78,20 @@ class PlainRun:
     rounding: dict[str, Difference]
     zero: frozenset[str]
     tied: bool = False
+    signs: dict[str, Difference] = field(default_factory=dict)
 
 
 def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRun:
     """Choose the seed of the initial weights, and if none is enough a smaller learning rate, so that rounding errors hide nothing."""
     best = _best_seed(planned, small, progress)
     if FP32_FACTOR * _error(best) > FP32_CEILING and small.config.optimizer.lr > LARGEST_RATE:
-        progress.extend(2 * small.config.training.steps)
+        progress.extend((2 + reordered_runs(small.config)) * small.config.training.steps)
         gentle = dataclasses.replace(small, config=with_small_updates(small.config))
         best = min(best, _best_seed(planned, gentle, progress), key=_order)
-    return best
+    if best.small.config.optimizer.name != "lion":
+        return best
+    other = train_plain(in_precision(best.small.config, "fp32"), tied=True, after_step=progress.advance)
+    return dataclasses.replace(best, signs=differences(best.reference, other, zero=best.zero, drift=largest_drift(best.small.config)))
 
 
 def _best_seed(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRun:
@@ -84,13 +99,17 @@ def _best_seed(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRu
     tried: list[PlainRun] = []
     for seed in range(planned.training.seed, planned.training.seed + SEEDS):
         if tried:
-            progress.extend(2 * small.config.training.steps)
+            progress.extend((2 + reordered_runs(small.config)) * small.config.training.steps)
         config = dataclasses.replace(small.config, training=dataclasses.replace(small.config.training, seed=seed))
         fp32 = in_precision(config, "fp32")
         reference = train_plain(fp32, after_step=progress.advance)
         precise = train_plain(fp32, torch.float64, after_step=progress.advance)
         zero = zero_gradients(precise)
-        rounding = differences(reference, precise, zero=zero, drift=largest_drift(config))
+        others = [precise]
+        for order in range(reordered_runs(config)):
+            others.append(train_plain(fp32, reordered=order, after_step=progress.advance))
+        found = [differences(reference, other, zero=zero, drift=largest_drift(config)) for other in others]
+        rounding = {name: max((each[name] for each in found), key=lambda difference: difference.value) for name in found[0]}
         chosen = Shrunk(config, small.world_size, shrinking.changes(planned, config))
         tried.append(PlainRun(chosen, reference, rounding, zero, _is_tied(fp32, reference)))
         if _error(tried[-1]) <= FP32_FLOOR and not tried[-1].tied:

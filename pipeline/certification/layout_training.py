@@ -19,6 +19,7 @@ from pipeline.parallel import device as rank_device
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import parallelize
 from pipeline.training.engine import StepResult
+from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -55,11 +56,24 @@ def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[Af
     def keep_first_moments(step: int, _: StepResult) -> None:
         if step == 0:
             moments = gather(trainer.engine.fragments(), {"exp_avg": "moment"}, fixed)["moment"]
-            gradients.update({name: moment / (1 - config.optimizer.beta1) for name, moment in moments.items()})
+            gradients.update({name: moment / first_share(config, name, tuple(moment.shape)) for name, moment in moments.items()})
 
     losses, norms = train_steps(trainer, enumerate(random_batches(config)), (keep_first_moments, *after_step))
     kinds = KINDS if config.training.ema is None else {**KINDS, EMA: "average"}
     return Outcome(losses, norms, {"gradient": gradients, **gather(trainer.engine.fragments(), kinds, fixed)})
+
+
+def first_share(config: RunConfig, name: str, shape: tuple[int, ...]) -> float:
+    """Return the share of the first gradient in the first moment of a weight after its first update.
+
+    Args:
+        config: of the run.
+        name, shape: of the full weight.
+    """
+    optimizer = config.optimizer
+    if MatrixRule.of(optimizer, config.model).matrices(name, shape) is not None:
+        return 1 - optimizer.muon_momentum
+    return 1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1)  # Lion keeps another average than it moves by
 
 
 def train_steps(
@@ -83,7 +97,7 @@ def gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]
 
     Args:
         fragments: of this rank. Of several copies, the primary one is returned.
-        kinds: entries of Fragment.tensors -> key of the result.
+        kinds: entries of Fragment.tensors -> key of the result; the same on all ranks. A weight without one is left out of it.
         fixed: weights that have no optimizer state.
 
     Returns:
@@ -93,7 +107,11 @@ def gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]
         (
             f.piece,
             f.start,
-            {kind: f.tensors[kind].detach().to(CPU, copy=True) for kind in kinds if kind == "weight" or f.piece.name not in fixed},
+            {
+                kind: f.tensors[kind].detach().to(CPU, copy=True)
+                for kind in kinds
+                if kind == "weight" or (f.piece.name not in fixed and kind in f.tensors)
+            },
         )
         for f in fragments
         if f.replica == 0

@@ -41,12 +41,13 @@ class PlainOptimizer(Protocol):
         ...
 
 
-def build(config: RunConfig, masters: dict[str, nn.Parameter]) -> PlainOptimizer:
+def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = False) -> PlainOptimizer:
     """Return the optimizer of a run; only matrices and embeddings decay.
 
     Args:
         config: of the run.
         masters: name of a weight -> its master weight.
+        tied: Lion takes one other sign of every weight in the first update, as rounding errors may: of the number that is closest to 0.
     """
     optimizer = config.optimizer
     if optimizer.name == "adamw":
@@ -54,7 +55,11 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter]) -> PlainOptimizer
     if optimizer.name == "muon":
         low = masters and config.precision.dtype != "fp32" and next(iter(masters.values())).dtype == torch.float32
         return _Muon(optimizer, config.model, masters, torch.bfloat16 if low else None)
-    rule = _lion if optimizer.name == "lion" else _ademamix(optimizer, optimizer.slow_warmup_steps or max(config.training.steps, 1))
+    rule = (
+        partial(_lion, tied)
+        if optimizer.name == "lion"
+        else _ademamix(optimizer, optimizer.slow_warmup_steps or max(config.training.steps, 1))
+    )
     return _Elementwise(optimizer, list(masters.values()), rule)
 
 
@@ -95,9 +100,13 @@ class _Elementwise:
             weight.grad = None
 
 
-def _lion(optimizer: OptimizerConfig, _update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+def _lion(tied: bool, optimizer: OptimizerConfig, update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
     """Chen et al. 2023, algorithm 2."""
-    direction = (optimizer.beta1 * state["exp_avg"] + (1 - optimizer.beta1) * gradient).sign()
+    average = optimizer.beta1 * state["exp_avg"] + (1 - optimizer.beta1) * gradient
+    direction = average.sign()
+    if tied and update == 1:
+        closest = torch.where(average == 0, math.inf, average.abs()).argmin()
+        direction.view(-1)[closest] *= -1
     state["exp_avg"] = optimizer.beta2 * state["exp_avg"] + (1 - optimizer.beta2) * gradient
     return direction
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.certification import plain_optimizers
-from pipeline.certification.batches import RandomBatch, random_batches, split, with_loss_scale
+from pipeline.certification.batches import RandomBatch, permuted, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
 from pipeline.certification.plain_rate import plain_rate
@@ -45,6 +45,8 @@ def train_plain(
     steps: int | None = None,
     *,
     perturbed: int | None = None,
+    reordered: int | None = None,
+    tied: bool = False,
     after_step: Callable[[], object] = lambda: None,
 ) -> Outcome:
     """Train the model of a run on random batches in a plain loop.
@@ -55,16 +57,23 @@ def train_plain(
             are those of fp32, rounded to a lower precision as a job's are.
         steps: number of steps; training.steps when None.
         perturbed: seed of random changes of every weight by at most a rounding error of the dtype, in every step; None for no changes.
+        reordered: seed of another order of the micro-batches of each step, and of the sequences within them; None for the order of the
+            layout. Where experts have a capacity, which tokens they drop depends on the order of the sequences, which then stays.
+        tied: see plain_optimizers.build.
         after_step: called after every step.
     """
+    order = None if reordered is None else torch.Generator().manual_seed(reordered)
+    within = getattr(config.model, "capacity_factor", None) is None
 
     def batches() -> Iterator[RandomBatch]:
         for tokens, batch in random_batches(config, steps):
+            if order is not None:
+                tokens, batch = permuted(tokens, batch, micro_batches_of(config, tokens), order, within=within)
             yield tokens, with_loss_scale(batch)
             after_step()
 
     noise = None if perturbed is None else torch.Generator().manual_seed(perturbed)
-    return plain_loop(config, build_plain(config, dtype), batches(), dtype=dtype, noise=noise)
+    return plain_loop(config, build_plain(config, dtype), batches(), dtype=dtype, noise=noise, tied=tied)
 
 
 def plain_loop(
@@ -76,6 +85,7 @@ def plain_loop(
     dtype: torch.dtype = torch.float32,
     micro_batches: int | None = None,
     noise: torch.Generator | None = None,
+    tied: bool = False,
 ) -> Outcome:
     """Train an initialized model in place.
 
@@ -88,13 +98,14 @@ def plain_loop(
         dtype: of weights and activations.
         micro_batches: number of micro-batches of a step; that of training.micro_batch_size when None.
         noise: of random changes of the weights in every step by at most a rounding error; None for no changes.
+        tied: see plain_optimizers.build.
     """
     learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     masters = {name: nn.Parameter(parameter.detach().to(precise, copy=True)) for name, parameter in learned.items()}
     _cast(learned.values(), dtype)
     _copy(masters, learned, noise)
-    optimizer, ema = plain_optimizers.build(config, masters), config.training.ema or 0.0
+    optimizer, ema = plain_optimizers.build(config, masters, tied=tied), config.training.ema or 0.0
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
     set_z_loss(model, config.training.head_z_loss)

@@ -113,7 +113,8 @@ class Saving:
 def unsharded(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
     """Return everything that a checkpoint stores, unsharded: kind -> name -> tensor. Collective."""
     fixed = trainer.model.fixed_names()
-    kinds = dict.fromkeys(kind for fragment in trainer.engine.fragments() for kind in fragment.tensors)
+    own = list(dict.fromkeys(kind for fragment in trainer.engine.fragments() for kind in fragment.tensors))
+    kinds = dict.fromkeys(gathered(own))  # a rank may hold only weights whose optimizer has less state, as the matrices of Muon
     return gather(trainer.engine.fragments(), {kind: kind for kind in kinds}, fixed)
 
 

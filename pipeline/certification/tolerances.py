@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from pipeline.certification.comparison import DRIFT, Difference, Outcome, differences
 from pipeline.config.schema import RunConfig
@@ -16,6 +17,9 @@ FP32_FLOOR = 1e-5
 FP32_FACTOR = 10
 #: Largest tolerance: above it, a wrong gradient would pass.
 FP32_CEILING = 1e-3
+#: With Lion, whose signs of numbers close to 0 are those of rounding errors: the tolerance is at least so many times the difference of a
+#: plain loop that takes one other sign of every weight. The norm of a difference grows with the root of their number.
+SIGNS = 2
 #: As FP32_FACTOR, for lower precisions: the tolerance is this multiple of the largest difference of a perturbed run.
 LOW_FACTOR = 4
 #: The same for the loss and the norm: a few numbers, which estimate the size of rounding errors less well than all weights do.
@@ -52,25 +56,46 @@ class Comparison:
 
 
 def largest_drift(config: RunConfig) -> float:
-    """Return the most by which two runs can move an element of a weight apart, each in updates of Adam.
+    """Return the most by which two runs can move an element of a weight apart, each in its updates.
 
-    An update is at most the learning rate times max(1, (1 - beta1) / sqrt(1 - beta2)) (Kingma & Ba 2015, https://arxiv.org/abs/1412.6980,
-    section 2.1).
+    An update of Adam is at most the learning rate times max(1, (1 - beta1) / sqrt(1 - beta2)) (Kingma & Ba 2015,
+    https://arxiv.org/abs/1412.6980, section 2.1). AdEMAMix adds alpha times the same with beta3. Lion moves by the learning rate. With Muon
+    the weights are vectors, such as a key's bias, which Adam updates.
     """
     optimizer, training = config.optimizer, config.training
     rates = sum(learning_rate(step, optimizer, training) for step in range(training.steps))
-    return 2 * rates * max(1.0, (1 - optimizer.beta1) / math.sqrt(1 - optimizer.beta2))
+    root = math.sqrt(1 - optimizer.beta2)
+    largest = 1.0 if optimizer.name == "lion" else max(1.0, (1 - optimizer.beta1) / root)
+    if optimizer.name == "ademamix":
+        largest += optimizer.alpha * max(1.0, (1 - optimizer.beta3) / root)
+    return 2 * rates * largest
 
 
 def compare_fp32(
-    run: Outcome, reference: Outcome, rounding: dict[str, Difference], zero: frozenset[str] = frozenset(), drift: float = math.inf
+    run: Outcome,
+    reference: Outcome,
+    rounding: dict[str, Difference],
+    zero: frozenset[str] = frozenset(),
+    drift: float = math.inf,
+    signs: Mapping[str, Difference] = MappingProxyType({}),
 ) -> Comparison:
-    """Compare in fp32: the same arithmetic in another order, so that differences are rounding errors; zero and drift as in differences."""
+    """Compare in fp32: the same arithmetic in another order, so that differences are rounding errors.
+
+    Args:
+        run: in the layout.
+        reference: the plain loop.
+        rounding: the differences that rounding errors make to the plain loop.
+        zero, drift: as in differences.
+        signs: with Lion, the differences that one other sign of every weight makes.
+    """
     tolerances = {name: min(max(FP32_FLOOR, FP32_FACTOR * found.value), FP32_CEILING) for name, found in rounding.items()}
     method = (
         f"layout and plain loop in fp32; tolerance {FP32_FLOOR:g}, or {FP32_FACTOR} x the difference of the plain loop in fp32 and fp64, "
         f"at most {FP32_CEILING:g}"
     )
+    if signs:
+        tolerances |= {name: min(max(tolerances[name], SIGNS * found.value), FP32_CEILING) for name, found in signs.items()}
+        method += f"; and {SIGNS} x the difference of a plain loop that takes one other sign of every weight"
     if zero:
         tolerances[DRIFT] = 1.0
         method += f"; the gradient of {', '.join(sorted(zero))} is zero in exact arithmetic, and is compared with that of all weights"

@@ -63,7 +63,7 @@ class Member:
 
 @dataclass(frozen=True)
 class LastUpdate:
-    """The last update of AdamW before a save, by which a weight that should have changed is recognized.
+    """The last update before a save, by which a weight that should have changed is recognized.
 
     Attributes:
         lr: learning rate.
@@ -71,6 +71,8 @@ class LastUpdate:
         beta2: decay rate of the second moment.
         eps: term added to the denominator.
         updates: number of updates so far.
+        optimizer: its name.
+        slow: factor of the slow average of AdEMAMix in this update.
     """
 
     lr: float
@@ -78,6 +80,8 @@ class LastUpdate:
     beta2: float
     eps: float
     updates: int
+    optimizer: str = "adamw"
+    slow: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ is not made again (https://github.com/pytorch/pytorch/issues/144657). Two rules 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -58,10 +58,18 @@ def finite_bits(data: memoryview, dtype: str) -> bool:
     return True
 
 
-def should_have_changed(
-    weight: npt.NDArray[np.float32], exp_avg: npt.NDArray[np.float32], exp_avg_sq: npt.NDArray[np.float32], update: LastUpdate
-) -> bool:
-    """Whether the last update changed a weight for certain: the state of AdamW after it tells what it was.
+#: Optimizer -> the state of a weight that tells what its last update was. A matrix of Muon has only the first of the two: its update needs
+#: the whole matrix, and is not known here.
+STATE_OF_UPDATE = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "ademamix": ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
+    "lion": ("exp_avg",),
+    "muon": ("exp_avg", "exp_avg_sq"),
+}
+
+
+def should_have_changed(weight: npt.NDArray[np.float32], state: Sequence[npt.NDArray[np.float32]], update: LastUpdate) -> bool:
+    """Whether the last update changed a weight for certain: the state of the optimizer after it tells what it was.
 
     An element whose update is below the resolution of its weight (a small learning rate, an expert without tokens) does not count. One
     that is moved by 2^k units in the last place returns to its old bits by chance once in 2^k; all elements together must be so improbable
@@ -69,24 +77,32 @@ def should_have_changed(
 
     Args:
         weight: after the update.
-        exp_avg: first moment, likewise.
-        exp_avg_sq: second moment, likewise.
+        state: STATE_OF_UPDATE of the optimizer, likewise.
         update: the update.
     """
     if update.lr == 0 or update.updates == 0:
         return False
-    step = update.lr / (1 - update.beta1**update.updates)
-    correction = 1 - update.beta2**update.updates
     bits = 0.0
     for start in range(0, len(weight), _CHUNK):
-        w, m, v = (values[start : start + _CHUNK].astype(np.float64) for values in (weight, exp_avg, exp_avg_sq))
-        change = np.abs(step * m / (np.sqrt(v / correction) + update.eps))
+        w, *moments = (values[start : start + _CHUNK].astype(np.float64) for values in (weight, *state))
+        change = np.abs(_change(moments, update))
         resolution = np.maximum(np.abs(w), change) * 2.0**-_MANTISSA
         moved = (change > resolution * 2**_MARGIN) & (change > 1e-30)
         bits += float(np.log2(change[moved] / resolution[moved]).sum())
         if bits >= _BITS:
             return True
     return False
+
+
+def _change(moments: Sequence[npt.NDArray[np.float64]], update: LastUpdate) -> npt.NDArray[np.float64]:
+    """Return what the last update subtracted from the elements of a weight, without weight decay, up to its sign."""
+    if update.optimizer == "lion":
+        return update.lr * (moments[0] != 0)  # the sign of another average, which is zero where all gradients were
+    first, *slow, second = moments
+    direction = first / (1 - update.beta1**update.updates)
+    if slow:
+        direction = direction + update.slow * slow[0]
+    return update.lr * direction / (np.sqrt(second / (1 - update.beta2**update.updates)) + update.eps)
 
 
 def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:

@@ -220,14 +220,14 @@ class Saves:
         )
         return Commit(dataclasses.replace(index, parent=self._parent), config.checkpoint.keep, config.checkpoint.keep_every, needed)
 
-    def _last_update(self, counters: HostCopy) -> LastUpdate | None:
-        """The last update of AdamW, None for other optimizers; in the thread of the snapshot."""
-        if self._config.optimizer.name != "adamw":
-            return None
+    def _last_update(self, counters: HostCopy) -> LastUpdate:
+        """The last update; in the thread of the snapshot."""
         updates = int(counters.values()[0])
         optimizer, training = self._config.optimizer, self._config.training
         rate = learning_rate(max(min(updates, training.steps) - 1, 0), optimizer, training)
-        return LastUpdate(rate, optimizer.beta1, optimizer.beta2, optimizer.eps, updates)
+        passed = updates / (optimizer.slow_warmup_steps or max(training.steps, 1))
+        slow = min(passed, 1.0) * optimizer.alpha if optimizer.name == "ademamix" else 0.0
+        return LastUpdate(rate, optimizer.beta1, optimizer.beta2, optimizer.eps, updates, optimizer.name, slow)
 
     @staticmethod
     def _with_counters(state: TrainState, counters: HostCopy) -> TrainState:

@@ -91,6 +91,28 @@ def test_a_job_that_trains_some_weights_only(certify) -> None:
     assert [comparison["precision"] for comparison in written["comparisons"]] == ["fp32", "bf16"]
 
 
+#: Two ranks, and no part that does not depend on the optimizer.
+TWO_RANKS = ("parallel.tensor=2", "stage.world_size=2", "precision=fp32", "stage.skip=[validation,data,shapes]")
+
+
+@pytest.mark.parametrize("name", ["muon", "lion", "ademamix"])
+def test_another_optimizer_is_compared_with_its_plain_loop(certify, name: str) -> None:
+    code, printed, written = certify(*JOB, *TWO_RANKS, f"optimizer={name}")
+    assert code == 0, printed
+    (comparison,) = written["comparisons"]
+    assert list(comparison["differences"]) == list(QUANTITIES)
+    assert "all bits" in " ".join(written["parts"]["state"]["covered"])
+    exact = {"loss", "norm", "gradient"} if name == "lion" else QUANTITIES  # one other sign changes the weights, and the moments after it
+    assert all(comparison["tolerances"][quantity] <= 1e-4 for quantity in exact), comparison["tolerances"]
+
+
+@pytest.mark.parametrize("name", ["muon", "lion"])
+def test_a_wrong_gradient_of_another_optimizer_is_not_certified(certify, name: str) -> None:
+    code, printed, _ = certify(*JOB, *TWO_RANKS, f"optimizer={name}", fault=faults.wrong_gradient_of_one_piece)
+    assert code == 1, printed
+    assert "begins at step 1, backward, blocks.1.attention.query.weight, tensor rank 0" in printed
+
+
 @pytest.mark.parametrize(
     "fault, expected",
     [

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pipeline.checkpoint.handover import LastUpdate
-from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, word_sum
-from pipeline.training.elementwise_optimizers import EagerAdamW
+from pipeline.checkpoint.staged_checks import STATE_OF_UPDATE, finite_bits, should_have_changed, word_sum
+from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Lion
+from pipeline.training.optimizers import OPTIMIZERS
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -27,20 +28,34 @@ def test_checks_of_bytes(dtype):
     assert finite_bits(memoryview(largest.view(torch.uint8).numpy()), name), "the sum overflows"
 
 
+def test_the_state_of_every_optimizer_is_known():
+    assert {name: kind.state for name, kind in OPTIMIZERS.items()} == STATE_OF_UPDATE
+
+
+#: Name -> function of a weight and the learning rate that builds the optimizer.
+BUILD = {
+    "adamw": lambda weight, lr: EagerAdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
+    "ademamix": lambda weight, lr: AdEMAMix([{"params": [weight], "weight_decay": 0.1}], lr, (0.9, 0.95, 0.99), 8.0, 1e-8, 4),
+    "lion": lambda weight, lr: Lion([{"params": [weight], "weight_decay": 0.1}], lr, (0.9, 0.95)),
+}
+
+
+@pytest.mark.parametrize("name", BUILD)
 @pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-6, 1e-8])
-def test_an_update_of_adamw_that_changed_a_weight_is_recognized_and_no_other(lr):
+def test_an_update_that_changed_a_weight_is_recognized_and_no_other(lr, name):
     weight = torch.nn.Parameter(torch.randn(2000))
-    optimizer = EagerAdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = BUILD[name](weight, lr)
     for updates in range(1, 8):
         before = weight.detach().clone()
-        weight.grad = torch.randn(2000)
+        weight.grad = torch.randn(2000) * (torch.arange(2000) >= 100)  # weights without a gradient only decay
         optimizer.step()
-        state = [optimizer.state[weight][name].numpy() for name in ("exp_avg", "exp_avg_sq")]
-        update = LastUpdate(lr, 0.9, 0.95, 1e-8, updates)
-        recognized = should_have_changed(weight.detach().numpy(), *state, update)
+        state = [optimizer.state[weight][kind].numpy() for kind in STATE_OF_UPDATE[name]]
+        update = LastUpdate(lr, 0.9, 0.95, 1e-8, updates, name, min(updates / 4, 1.0) * 8.0)
+        recognized = should_have_changed(weight.detach().numpy(), state, update)
+        assert not should_have_changed(weight.detach().numpy()[:100], [values[:100] for values in state], update)
         assert recognized or lr < 1e-6, "at such rates most updates are lost in rounding"
         assert not (recognized and torch.equal(before, weight))
-        for name in range(0, 2000, 50):
-            one = [values[name : name + 1] for values in (weight.detach().numpy(), *state)]
-            if should_have_changed(*one, update):
-                assert before[name] != weight[name]
+        for index in range(0, 2000, 50):
+            one, *moments = (values[index : index + 1] for values in (weight.detach().numpy(), *state))
+            if should_have_changed(one, moments, update):
+                assert before[index] != weight[index]

@@ -112,6 +112,8 @@ CONTEXT = (
 )
 #: Layouts of Muon.
 MUON_ROWS = (*(Row(1, 1, zero) for zero in (0, 1, 2)), *SOME, Row(2, 1, 0), Row(4, 1, 2), Row(2, 2, 0), CONTEXT[0])
+#: Layouts of optimizers whose update of an element reads only its own state.
+OPTIMIZER_ROWS = (Row(1, 1, 0), Row(1, 1, 3), Row(2, 1, 2), Row(2, 2, 1), CONTEXT[0])
 #: Layouts of MoE models with expert parallelism.
 EXPERT = (
     Row(1, 1, 0, expert=4),
@@ -153,6 +155,9 @@ SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of a
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
 MUON = "optimizer.name=muon"
+# Lion moves by signs: where one is that of a rounding error, an element differs by twice the learning rate, here below the tolerance.
+LION = ("optimizer.name=lion", "optimizer.beta2=0.99", "optimizer.lr=1e-6", "optimizer.eps=1e-8")
+ADEMAMIX = ("optimizer.name=ademamix", "optimizer.beta2=0.999", "optimizer.beta3=0.99", "optimizer.slow_warmup_steps=5")
 
 FAMILIES: dict[str, Model] = {
     "gpt": _model("gpt-tiny", layers=8, rows=ALL + CONTEXT),
@@ -201,6 +206,8 @@ FAMILIES: dict[str, Model] = {
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
+    "lion": _model("llama-tiny", "model.kv_heads=4", *LION, rows=OPTIMIZER_ROWS),
+    "ademamix": _model("llama-tiny", "model.kv_heads=4", *ADEMAMIX, rows=OPTIMIZER_ROWS),
     "muon": _model("llama-tiny", "model.kv_heads=4", MUON, rows=MUON_ROWS),
     "muon-heads": _model("llama-tiny", "model.kv_heads=4", MUON, "optimizer.muon_per_head=true", rows=SOME[:2]),
     "muon-mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, MUON, rows=(SOME[1], *EXPERT[:4])),

@@ -63,8 +63,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
     name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan | Rehearse) else config
     found += cluster.layout_violations(config)
-    found += [*lora.stage_violations(config.lora, name), *optimizer.stage_violations(config.optimizer, name)]
-    found += [*training.stage_violations(config, job.stage.name)]
+    found += [*lora.stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
     if name == "shard":
         found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
     if name == "train_tokenizer":

@@ -85,10 +85,3 @@ def _muon(config: RunConfig) -> Iterator[Violation]:
     if config.optimizer.muon_per_head and getattr(config.model, "linear_layers", False):
         rule = f"is not supported for model.family={config.model.family}: the heads of its linear attention are others than model.heads"
         yield Violation("optimizer.muon_per_head", True, rule, "remove it")
-
-
-def stage_violations(optimizer: OptimizerConfig, stage: str) -> Iterator[Violation]:
-    """Yield a violation if the stage compares with AdamW only."""
-    if optimizer.name != "adamw" and stage == "certify":
-        rule = f"is not supported by stage={stage}, whose bounds are those of AdamW"
-        yield Violation("optimizer.name", optimizer.name, rule, "set it to adamw: layout and model are the same")
