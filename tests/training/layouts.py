@@ -169,7 +169,7 @@ MODELS = {
         ),
         compared=("weights",),
     ),
-    # Linear and full attention, a shared expert with a gate, and packed documents.
+    # Linear and full attention, and a shared expert with a gate.
     "qwen3-next": Model(
         (
             *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),

@@ -71,7 +71,7 @@ MUTANTS = (
         what="Gemma's norms add one to their weight in bf16, which loses the low bits of the weight",
         ranks=2,
         words=(*GEMMA, "parallel.zero_stage=1", "precision=bf16"),
-        edits=(Edit(NORM, "1.0 + self.weight.to(wide)", "(1.0 + self.weight).to(wide)"),),
+        edits=(Edit(NORM, "1.0 + self.weight.to(wide), self.eps", "(1.0 + self.weight).to(wide), self.eps"),),
         exact=False,
     ),
     Mutant(
