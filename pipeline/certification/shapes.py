@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -159,12 +159,14 @@ def _partitions(bucket: Bucket) -> Iterator[str]:
 
 def _heads(config: RunConfig, layout: Layout, pieces: dict[str, dict[tuple[int, int], Piece]]) -> Iterator[str]:
     """Yield query heads that a tensor rank holds without their keys and values, in attention with one weight for each of them."""
-    model = config.model
-    shared, width = model.heads // model.kv_heads, model.head_dim
+    model: Any = config.model
     for name, parts in pieces.items():
         keys = pieces.get(name.replace(".query.", ".key."))
         if ".query.weight" not in name or keys is None:
             continue
+        shared, width = model.heads // model.kv_heads, model.head_dim
+        if getattr(model, "linear_layers", 0) and not model.is_full(int(name.split(".")[1])):
+            shared, width = 1, model.linear_key_dim  # linear attention has as many heads of queries as of keys
         for tensor in range(layout.tensor):
             query, key = parts[tensor, 0].box[0], keys[tensor, 0].box[0]
             if query != (key[0] * shared, key[1] * shared) or query[0] % width or query[1] % width:

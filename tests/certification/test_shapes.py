@@ -19,6 +19,7 @@ LARGE = ("model=llama3.1-405b", "parallel.tensor=8", "parallel.pipeline=16")
         (("model=deepseek-v3", "parallel.expert=16", "parallel.pipeline=8", "parallel.schedule=zbv"), 2048),
         (("model=gpt2-xl", "parallel.tensor=5"), 10),  # an uneven vocabulary
         (("model=t5-11b", "parallel.tensor=4", "parallel.pipeline=4"), 32),
+        (("model=qwen3-next-80b-a3b", "parallel.tensor=2", "parallel.expert=8"), 64),  # other heads in linear attention
     ],
 )
 def test_a_job_without_fault(words: tuple[str, ...], ranks: int) -> None:
