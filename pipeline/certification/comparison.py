@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -17,6 +18,11 @@ QUANTITIES = ("loss", "norm", "gradient", "moment", "weight")
 ZERO, DRIFT = "zero", "drift"
 #: A gradient is zero if it is at most this fraction of that of all weights in fp64.
 EXACT = 1e-11
+#: Weight -> mask of its elements whose gradient is zero in exact arithmetic, None for all of them.
+Zeros = Mapping[str, Tensor | None]
+NO_ZEROS: Zeros = MappingProxyType({})
+#: What follows the name of a weight of which only some elements are such.
+PART = " (elements without a gradient)"
 
 
 @dataclass
@@ -52,7 +58,7 @@ class Difference:
 
 
 def differences(
-    run: Outcome, reference: Outcome, *, together: bool = False, zero: frozenset[str] = frozenset(), drift: float = math.inf
+    run: Outcome, reference: Outcome, *, together: bool = False, zero: Zeros = NO_ZEROS, drift: float = math.inf
 ) -> dict[str, Difference]:
     """Return the largest difference of every quantity.
 
@@ -60,22 +66,44 @@ def differences(
         run: a training.
         reference: the other one.
         together: compare all weights as one vector, not each by itself.
-        zero: weights whose gradient is zero in exact arithmetic, as that of a key's bias, since softmax is invariant to a shift of all
-            scores. Their relative differences are those of rounding errors. Compared are instead, as ZERO, their gradients and moments
-            relative to those of all weights, and, as DRIFT, the difference of the weights relative to `drift`.
+        zero: weights, or elements of them, whose gradient is zero in exact arithmetic, as that of a key's bias, since softmax is
+            invariant to a shift of all scores; with rotary positions in a part of the dims, that of the other dims. Their relative
+            differences are those of rounding errors. Compared are instead, as ZERO, their gradients and moments relative to those of all
+            weights, and, as DRIFT, the difference of the weights relative to `drift`.
         drift: the largest difference that updates from rounding errors can cause.
     """
+    run, reference = (_separated(each, zero) for each in (run, reference))
+    names = frozenset(name if mask is None else f"{name}{PART}" for name, mask in zero.items())
     found = {"loss": _of_scalars(run.losses, reference.losses), "norm": _of_scalars(run.norms, reference.norms)}
-    found |= {kind: _of_tensors(run.tensors[kind], values, together, zero) for kind, values in reference.tensors.items()}
+    found |= {kind: _of_tensors(run.tensors[kind], values, together, names) for kind, values in reference.tensors.items()}
     quantities = {quantity: found[quantity] for quantity in dict.fromkeys((*QUANTITIES, *found))}
-    return quantities | (_of_zeros(run, reference, sorted(zero), drift) if zero else {})
+    return quantities | (_of_zeros(run, reference, sorted(names), drift) if names else {})
 
 
-def zero_gradients(precise: Outcome) -> frozenset[str]:
-    """Return the weights whose gradient is zero in exact arithmetic, from a training in fp64."""
+def zero_gradients(precise: Outcome) -> Zeros:
+    """Return the weights and elements whose gradient is zero in exact arithmetic, from a training in fp64.
+
+    Elements count in key biases only. Elsewhere a gradient of exactly zero, as that of a token that does not occur, has no rounding errors.
+    """
     gradients = precise.tensors["gradient"]
-    largest = math.hypot(*(float(gradient.norm()) for gradient in gradients.values()))
-    return frozenset(name for name, gradient in gradients.items() if float(gradient.norm()) <= EXACT * largest)
+    largest = EXACT * math.hypot(*(float(gradient.norm()) for gradient in gradients.values()))
+    found: dict[str, Tensor | None] = {name: None for name, gradient in gradients.items() if float(gradient.norm()) <= largest}
+    for name, gradient in gradients.items():
+        if name not in found and name.endswith("attention.key.bias") and bool((mask := gradient.abs() <= largest).any()):
+            found[name] = mask
+    return found
+
+
+def _separated(outcome: Outcome, zero: Zeros) -> Outcome:
+    """Return an outcome in which the elements of `zero` that are a part of a weight are a tensor of their own."""
+    masks = {name: mask for name, mask in zero.items() if mask is not None}
+    tensors = {
+        kind: values
+        | {name: values[name][~mask] for name, mask in masks.items() if name in values}
+        | {f"{name}{PART}": values[name][mask] for name, mask in masks.items() if name in values}
+        for kind, values in outcome.tensors.items()
+    }
+    return replace(outcome, tensors=tensors)
 
 
 def _of_zeros(run: Outcome, reference: Outcome, names: list[str], drift: float) -> dict[str, Difference]:

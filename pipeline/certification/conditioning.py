@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipeline.certification import shrink as shrinking
-from pipeline.certification.comparison import DRIFT, Difference, Outcome, differences, zero_gradients
+from pipeline.certification.comparison import DRIFT, Difference, Outcome, Zeros, differences, zero_gradients
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk
 from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, largest_drift
@@ -76,7 +76,7 @@ class PlainRun:
     small: Shrunk
     reference: Outcome
     rounding: dict[str, Difference]
-    zero: frozenset[str]
+    zero: Zeros
     tied: bool = False
     signs: dict[str, Difference] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pipeline.certification.comparison import DRIFT, Difference, Outcome, differences
+from pipeline.certification.comparison import DRIFT, NO_ZEROS, Difference, Outcome, Zeros, differences
 from pipeline.config.schema import RunConfig
 from pipeline.training.lr_schedule import learning_rate
 
@@ -75,7 +75,7 @@ def compare_fp32(
     run: Outcome,
     reference: Outcome,
     rounding: dict[str, Difference],
-    zero: frozenset[str] = frozenset(),
+    zero: Zeros = NO_ZEROS,
     drift: float = math.inf,
     signs: Mapping[str, Difference] = MappingProxyType({}),
 ) -> Comparison:
