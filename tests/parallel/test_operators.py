@@ -41,7 +41,7 @@ def test_operators_of_the_planner() -> None:
     assert found + failures(torch.ops.planner.rms_norm_backward.default, (x, x.clone(), weight, scale)) == []
 
 
-def _ring(dtype: torch.dtype, masks: tuple[Tensor | None, ...], causal: bool, window: int | None) -> list[str]:
+def _ring(dtype: torch.dtype, masks: tuple[Tensor | None, ...], causal: bool, window: int | None, softcap: float | None) -> list[str]:
     """The checks that fail on this rank, forward and backward, over all ranks."""
     import torch.distributed as dist
 
@@ -49,7 +49,7 @@ def _ring(dtype: torch.dtype, masks: tuple[Tensor | None, ...], causal: bool, wi
 
     group = dist.group.WORLD
     assert group is not None
-    options = {"group": group.group_name, "causal": causal, "window": window, "scale": None}
+    options = {"group": group.group_name, "causal": causal, "window": window, "scale": None, "softcap": softcap}
     chance = torch.Generator().manual_seed(dist.get_rank())
     q, k, v = (torch.randn(BATCH, heads, TOKENS, WIDTH, generator=chance).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     out, logsumexp = torch.ops.pipeline.ring_attention.default(q, k, v, *masks, **options)
@@ -67,12 +67,12 @@ def _rings() -> list[str]:
 
     ends = torch.arange(TOKENS, dtype=torch.int32).expand(dist.get_world_size(), BATCH, TOKENS) // 3
     prefix = torch.tensor([3, 5])
-    cases: list[tuple[torch.dtype, tuple[Tensor | None, ...], bool, int | None]] = [
-        (torch.float32, (None, None, None, None), True, None),
-        (torch.bfloat16, (None, None, None, None), False, None),
-        (torch.bfloat16, (ends, None, AlibiSlopes(HEADS)(), None), True, 5),
-        (torch.float32, (None, None, None, prefix), True, None),
-        (torch.bfloat16, (ends, segment_limits(ends, dist.get_rank(), causal=True), None, None), True, None),
+    cases: list[tuple[torch.dtype, tuple[Tensor | None, ...], bool, int | None, float | None]] = [
+        (torch.float32, (None, None, None, None), True, None, None),
+        (torch.bfloat16, (None, None, None, None), False, None, 5.0),
+        (torch.bfloat16, (ends, None, AlibiSlopes(HEADS)(), None), True, 5, None),
+        (torch.float32, (None, None, None, prefix), True, None, None),
+        (torch.bfloat16, (ends, segment_limits(ends, dist.get_rank(), causal=True), None, None), True, None, None),
     ]
     return [line for case in cases for line in _ring(*case)]
 
