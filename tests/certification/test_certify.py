@@ -257,7 +257,7 @@ def test_differences() -> None:
         tensors = {"norm.weight": torch.tensor([gradient, 2.0]), "blocks.0.attention.key.bias": torch.tensor([key])}
         return Outcome([1.0, 2.0], [1.0, 4.0], {kind: dict(tensors) for kind in ("gradient", "moment", "weight")})
 
-    zero = frozenset({"blocks.0.attention.key.bias"})
+    zero = {"blocks.0.attention.key.bias": None}
     found = differences(outcome(1.5, 1.0), outcome(1.0, 9.0), zero=zero, drift=4.0)
     assert (found["drift"].value, found["drift"].where) == (2.0, "blocks.0.attention.key.bias")
     assert found["zero"].value == pytest.approx(1 / (5 + 81) ** 0.5)
