@@ -11,7 +11,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests import warm
@@ -21,6 +24,16 @@ ROOT = Path(__file__).resolve().parents[1]
 
 #: What runs Python in a process forked from one with all imports done; a launcher starts it in place of Python.
 PYTHON = (sys.executable, "-S", str(ROOT / "tests" / "warm.py"))
+
+
+def load_tool(name: str) -> ModuleType:
+    """Import a script of tools/ that has no suffix."""
+    loader = SourceFileLoader(f"tool_{name}", str(ROOT / "tools" / name))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = sys.modules[loader.name] = module_from_spec(spec)  # dataclasses look their module up
+    loader.exec_module(module)
+    return module
 
 
 def program(name: str) -> str:

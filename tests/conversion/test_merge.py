@@ -1,7 +1,5 @@
 """tools/checkpoint merge: the mean of checkpoints is a run directory that evaluates, exports and trains on."""
 
-import importlib.machinery
-import importlib.util
 import json
 import logging
 import shutil
@@ -13,7 +11,7 @@ import torch
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.conversion import merge
-from tests.helpers import ROOT
+from tests.helpers import load_tool
 from tests.training.one_rank import lines, newest, run
 
 
@@ -27,10 +25,7 @@ def trained(tokens, tmp_path_factory) -> Path:
 
 def tool(*arguments: object) -> int:
     """Run tools/checkpoint in this process, and return its exit code."""
-    loader = importlib.machinery.SourceFileLoader("checkpoint_tool", str(ROOT / "tools" / "checkpoint"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module.main(["merge", *map(str, arguments)])
+    return load_tool("checkpoint").main(["merge", *map(str, arguments)])
 
 
 def at(run_dir: Path, step: int) -> Checkpoint:

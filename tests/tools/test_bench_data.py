@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from tests.helpers import ROOT, python, words
+from tests.helpers import ROOT, load_tool, python, words
 from tools.bench import data_report, data_text
 from tools.bench.data_sections import Result, Row, Section
 
@@ -70,12 +70,7 @@ def test_ours_is_measured_and_missing_peers_are_reported(tmp_path):
 
 def test_a_benchmark_of_unequal_work_exits_with_1(monkeypatch, tmp_path, capsys):
     """Ours as a peer of itself, whose ids differ."""
-    from importlib.machinery import SourceFileLoader
-    from importlib.util import module_from_spec, spec_from_loader
-
-    loader = SourceFileLoader("bench_data", str(ROOT / "tools/bench_data"))
-    tool = module_from_spec(spec_from_loader("bench_data", loader))
-    loader.exec_module(tool)
+    tool = load_tool("bench_data")
     section = Section("tokenize", "MB/s", [Row("ours", lambda _: Result(2)), Row("peer", lambda _: Result(1, None, "", "other ids"))])
     monkeypatch.setattr(tool, "sections", lambda *_: [("tokenize 1", section)])
     monkeypatch.setattr("sys.argv", ["bench_data", "--no-peers", "--only=tokenize", "--rounds=1", f"--work={tmp_path}"])

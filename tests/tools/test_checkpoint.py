@@ -7,8 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import numpy as np
@@ -16,17 +14,12 @@ import pytest
 
 from pipeline.checkpoint import catalog, commit, keeping, native, stored_runs
 from tests.checkpoint import small_checkpoints
-from tests.helpers import ROOT
+from tests.helpers import ROOT, load_tool
 
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[list[str]], int]:
-    loader = SourceFileLoader("checkpoint", str(ROOT / "tools/checkpoint"))
-    spec = spec_from_loader("checkpoint", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module.main
+    return load_tool("checkpoint").main
 
 
 @pytest.fixture

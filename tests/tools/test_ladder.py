@@ -6,15 +6,13 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 import yaml
 
 from pipeline.config import ladder
-from tests.helpers import ROOT
+from tests.helpers import load_tool
 from tools.audit.scaling_law import Law
 
 LAW = Law(1.8, 500.0, 0.35, 2000.0, 0.36)
@@ -22,13 +20,7 @@ LAW = Law(1.8, 500.0, 0.35, 2000.0, 0.36)
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[], int]:
-    loader = SourceFileLoader("ladder", str(ROOT / "tools/ladder"))
-    spec = spec_from_loader("ladder", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    sys.modules["ladder"] = module  # dataclasses look their module up
-    loader.exec_module(module)
-    return module.main
+    return load_tool("ladder").main
 
 
 @pytest.fixture

@@ -7,24 +7,17 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import load_tool
 from tests.report import builder
 
 
 @pytest.fixture(scope="module")
 def main() -> Callable[[], int]:
-    loader = SourceFileLoader("plot", str(ROOT / "tools/plot"))
-    spec = spec_from_loader("plot", loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module.main
+    return load_tool("plot").main
 
 
 @pytest.fixture
