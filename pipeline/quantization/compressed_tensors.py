@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -92,6 +93,10 @@ def quantization_config(config: ModelConfig, scheme: Scheme, *, dynamic: bool) -
 _TOKENS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
 
 
+#: The head in the code of transformers 5; files of GPT-NeoX have another name.
+HEAD = "lm_head.weight"
+
+
 def _ignored(config: ModelConfig) -> Iterable[str]:
     """The stock modules with matrices that are not quantized: embeddings and head, by their names in files and in transformers."""
     with torch.device("meta"):
@@ -99,8 +104,11 @@ def _ignored(config: ModelConfig) -> Iterable[str]:
     rows, duplicates = registry.stock_tensors(config)
     quantized = {row.hf_name for row in quantized_rows(config)}
     names = {row.hf_name for row in rows if matrices.issuperset(row.names) and row.hf_name not in quantized} | duplicates.keys()
-    modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
-    return modules | {"lm_head"} if "embed_out" in modules else modules  # GPT-NeoX, in whose code transformers 5 renamed it
+    in_files = HEAD
+    for pattern, replacement in registry.mapping_of(config).renamed:
+        in_files = re.sub(pattern, replacement, in_files)
+    names |= {HEAD} if in_files in names else set()
+    return {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
 
 
 def quantize_inputs(layers: Iterable[nn.Linear]) -> None:
