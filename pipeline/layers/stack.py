@@ -110,7 +110,8 @@ def prepare_layer(attention: Any, mask: Mask, shape: tuple[int, int, int] | None
         attention: the self-attention or cross-attention of a block; nothing is done for layers without a core.
     """
     if (core := getattr(attention, "core", None)) is not None:
-        prepare(core, mask, getattr(attention, "window", None), shape, device)
+        sinks = getattr(attention, "sinks", None) is not None
+        prepare(core, mask, getattr(attention, "window", None), shape, device, sinks=sinks)
 
 
 def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:
