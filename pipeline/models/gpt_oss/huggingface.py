@@ -38,8 +38,8 @@ def _read_window(content: dict[str, Any]) -> dict[str, Any]:
 def _read_quantization(content: dict[str, Any]) -> dict[str, Any]:
     """Verify that experts alone are quantized, to MXFP4: the tensors tell which ones."""
     settings = as_object("quantization_config", content.get("quantization_config"))
-    if (method := settings.get("quant_method", "mxfp4")) != "mxfp4":
-        raise refusal("quantization_config.quant_method", method, "is not supported; only mxfp4 is", "import a copy in bf16")
+    if settings.get("quant_method", "mxfp4") != "mxfp4":
+        raise refusal("quantization_config", settings, "is not supported; only quant_method=mxfp4 is", "import a copy in bf16")
     return {}
 
 
