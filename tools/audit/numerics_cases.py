@@ -196,7 +196,7 @@ FAMILIES: dict[str, Model] = {
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, rows=SOME + CONTEXT[:3] + EXPERT),
     "olmoe": _model("olmoe-tiny", "model.kv_heads=4", ONE, WIDE_STD, rows=SOME + CONTEXT[:1] + EXPERT),
     "qwen3_moe": _model("qwen3-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + CONTEXT[:1] + EXPERT),
-    "qwen3_next": _model("qwen3-next-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT),
+    "qwen3_next": _model("qwen3-next-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + CONTEXT + EXPERT),
     # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
     "deepseek_v3": _model("deepseek-tiny", "training.seed=1", ONE, rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", ONE, rows=CONTEXT[:3]),
