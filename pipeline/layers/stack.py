@@ -111,7 +111,8 @@ def prepare_layer(attention: Any, mask: Mask, shape: tuple[int, int, int] | None
             method `prepare`, too; nothing is done for other layers.
     """
     if (core := getattr(attention, "core", getattr(attention, "mix", None))) is not None:
-        prepare(core, mask, getattr(attention, "window", None), shape, device)
+        sinks = getattr(attention, "sinks", None) is not None
+        prepare(core, mask, getattr(attention, "window", None), shape, device, sinks=sinks)
 
 
 def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:

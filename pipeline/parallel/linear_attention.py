@@ -10,6 +10,7 @@ The backward pass of a gathering is a reduce-scatter: a map, or an input, has gr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ class ContextMixing:
         )
         return outputs.transpose(1, 2).to(qkv.dtype).unflatten(0, (-1, self.parts)).flatten(1, 2)
 
-    def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:  # noqa: ARG002 - the interface of cores
+    def prepare(self, mask: Mask, *_others: Any, **_more: Any) -> None:
         """Gather the documents of the tokens before the parts; see prepare (layers/attention_kernel.py)."""
         self._segments(mask)
 

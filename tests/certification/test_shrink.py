@@ -68,6 +68,7 @@ MODELS = (
         "qwen3-next-80b-a3b",
         "olmoe-1b-7b",
         "glm4.5",
+        "gpt-oss-20b",
         "smollm3-3b",
         "apertus-70b",
         "bert-large-cased",

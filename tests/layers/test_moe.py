@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.expert_products import PRODUCTS, grouped_mm, loop_mm
+from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, moe_layers
+from pipeline.layers.moe import MoE, _AddAuxLoss, moe_layers
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.row_counts import VALUES, counts_on_host
 from pipeline.layers.token_permutation import drop_over_capacity, tokens_per_expert

@@ -37,6 +37,7 @@ ROPE = (
     {"type": "linear", "factor": 4},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13, "truncate": False},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16},
     {"rope_type": "linear", "factor": "2"},
     {"rope_type": "linear", "factor": [2]},

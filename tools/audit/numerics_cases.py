@@ -201,6 +201,9 @@ FAMILIES: dict[str, Model] = {
     "deepseek_v3": _model("deepseek-tiny", "training.seed=1", ONE, rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", ONE, rows=CONTEXT[:3]),
     "glm4_moe": _model("glm4-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT),
+    "gpt_oss": _model(
+        *("gpt-oss-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=6", ONE, WIDE_STD), rows=SOME + CONTEXT[:2] + EXPERT
+    ),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
     "t5": _model("t5-tiny", "model.gated=true"),
