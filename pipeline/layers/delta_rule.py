@@ -141,8 +141,9 @@ def _solve(
         before = before * (parts == first.unsqueeze(3))
         to_end = to_end * (parts == parts[..., -1:])
         across = across * (parts[..., -1] == first)
-    # The exponents of other pairs may be positive and large.
-    between = (total.unsqueeze(4) - total.unsqueeze(3)).masked_fill(later, -torch.inf).exp()
+    # The exponents of other pairs may be positive and large. A token and itself have a constant exponent: two gradients that cancel would
+    # round by more than those of strong decays are.
+    between = (total.unsqueeze(4) - total.unsqueeze(3)).tril(-1).masked_fill(later, -torch.inf).exp()
     k_beta = k * beta.unsqueeze(4)
     system = k_beta @ k.transpose(3, 4) * between
     right = torch.cat([v * beta.unsqueeze(4), k_beta * before.unsqueeze(4)], dim=4)

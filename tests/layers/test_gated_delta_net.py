@@ -63,6 +63,18 @@ def test_chunks_equal_the_recurrence_in_fp32():
     torch.testing.assert_close(chunked_delta_rule(*given), recurrence(*given), rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_strong_decays_are_precise_in_fp32():
+    """They are small beside those of the products of a token with itself, which no decay changes."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        q, k, v, _, beta = inputs(16, dtype=dtype)
+        log_decay = torch.full_like(beta, -8.0, requires_grad=True)
+        outputs, _ = chunked_delta_rule(q, k, v, log_decay, beta)
+        (found[dtype],) = torch.autograd.grad(outputs.square().sum(), log_decay)
+    precise = found[torch.float64]
+    assert (found[torch.float32] - precise).norm() < 1e-6 * precise.norm()
+
+
 def parts_of(given, cuts, segments, chunk):
     """The outputs of the parts of a sequence, each computed from its own tokens and the maps of the parts before it."""
     maps, outputs = [], []
