@@ -47,6 +47,8 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         (("model=gemma2-tiny", "training.attention=sdpa"), "training.attention=sdpa: has no kernel with a soft cap of the scores"),
         (("model=gemma2-tiny", "training.attention=sdpa", "model.attn_logit_softcapping=null"), None),
         (("model=gemma2-tiny", "training.attention=plain"), None),
+        (("model=gpt-oss-tiny", "training.attention=sdpa"), "training.attention=sdpa: has no kernel with attention sinks"),
+        (("model=gpt-oss-tiny", "training.attention=flex"), None),
         (("training.head_z_loss=1e-4",), None),
         (
             ("training.objective=dpo", "training.head_z_loss=1e-4"),

@@ -219,6 +219,25 @@ def test_the_planned_state_has_one_moment_of_a_matrix():
     assert not all(bucket.muon for bucket in buckets if bucket.decays), "the routers of blocks, embedding and head"
 
 
+def test_biases_of_experts_are_vectors():
+    """They have two dims: a vector for each expert. They do not decay, AdamW updates them, and they are no matrix products."""
+    config = configured("model=gpt-oss-tiny", "parallel.expert=2", "parallel.tensor=2", MUON)
+    local, model = init_fake(config, 4)
+    rule = MatrixRule.of(config.optimizer, config.model)
+    homes = {
+        piece.name: bucket for bucket in build_buckets(model, local, sequence_parallel=True, rule=rule) for piece in bucket.pieces.values()
+    }
+    vectors = {name for name, bucket in homes.items() if not bucket.decays}
+    assert vectors == {name for name in homes if name.endswith(("bias", "norm.weight", "sinks"))}
+    matrices = {name for name, bucket in homes.items() if bucket.muon}
+    assert not any(name.endswith(("_bias", "sinks", "router.weight")) for name in matrices)
+    assert {f"blocks.0.mlp.experts.{name}" for name in ("gate", "up", "down")} < matrices
+    # 4 blocks: 4 projections, a router and 2 of 8 experts of 3 matrices; the head; and the scores, of which every second layer has 128.
+    products = 4 * (2 * 192 * 256 + 2 * 192 * 128 + 8 * 192 + 2 * 3 * 192 * 96) + 8192 * 192
+    scores = 2 * (1024 + 128) * 8 * 2 * 32
+    assert registry.family_of(config.model).costs_per_token(config.model, 1024).total == 6 * (products + scores)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

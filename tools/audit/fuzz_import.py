@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipeline.common.errors import UserError
-from pipeline.conversion.huggingface_import import ImportedWeights, StockWeights, read_config
+from pipeline.conversion.huggingface_import import ImportedWeights, read_config
+from pipeline.conversion.stock_weights import StockWeights
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from tools.audit.parity_cases import VARIANTS

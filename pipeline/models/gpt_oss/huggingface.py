@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.models.config_json_keys import ROPE
+from pipeline.models.config_json_keys import ROPE, as_object
 from pipeline.models.gpt_oss.config import GptOssConfig
-from pipeline.models.huggingface_mapping import KeyGroup, StockTensor, Table, positive, tensors
+from pipeline.models.huggingface_mapping import KeyGroup, StockTensor, Table, positive, refusal, tensors
 from pipeline.models.layer_kinds import layer_types
 from pipeline.models.llama import huggingface as llama
 
@@ -33,6 +33,14 @@ def _read_window(content: dict[str, Any]) -> dict[str, Any]:
     """Return window, at most the longest sequence: the default of the class may be longer."""
     window = positive("sliding_window", content.get("sliding_window", 128))
     return {"window": min(window, content.get("max_position_embeddings") or _POSITIONS)}
+
+
+def _read_quantization(content: dict[str, Any]) -> dict[str, Any]:
+    """Verify that experts alone are quantized, to MXFP4: the tensors tell which ones."""
+    settings = as_object("quantization_config", content.get("quantization_config"))
+    if settings.get("quant_method", "mxfp4") != "mxfp4":
+        raise refusal("quantization_config", settings, "is not supported; only quant_method=mxfp4 is", "import a copy in bf16")
+    return {}
 
 
 def _table(config: GptOssConfig) -> Table:
@@ -90,11 +98,13 @@ MAPPING = replace(
         replace(ROPE, read=_read_rope),
         replace(llama.HEAD_DIM, read=_read_head_dim),
         layer_types(default=2),
+        KeyGroup(("quantization_config",), lambda _: {}, _read_quantization),
         KeyGroup(("sliding_window",), lambda config: {"sliding_window": config.window}, _read_window),
     ),
     # The class averages over the tokens of all layers together, and does not divide by top_k (layers/router.py).
     training_keys={"router_aux_loss_coef": "balance_loss"},
     ignored_keys=("output_router_logits",),  # a training setting
     implied={},
+    mxfp4=True,
     table=_table,
 )
