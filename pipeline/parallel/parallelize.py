@@ -132,7 +132,7 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
         for layer in attention_layers(stage):
             layer.core = core or attention_core(config.training, config.model.heads, mesh)
         if mesh.layout.context > 1:
-            context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
+            context_parallel.apply(stage, mesh.context, config.parallel.context_kind)
         compiled = compile_enabled(config.training, config.parallel, mesh.device)
         if compiled and mesh.layout.tensor > 1 and config.parallel.sequence_parallel:
             tensor_parallel.start_gathers_early()

@@ -9,7 +9,10 @@ the result goes to all of them, so that copies stay equal in every bit.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,16 +22,42 @@ from torch.distributed import ProcessGroup
 from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices
 from pipeline.training.matrix_rule import MatrixRule
 
+#: Most elements of this rank's master weights that are updated at once, up to one bucket more: bounds the memory. With other ranks there
+#: are more, since few rounds divide the work well.
+ELEMENTS_AT_ONCE, ELEMENTS_OF_ONE_RANK = 1 << 27, 1 << 24
+
+Orthogonalize = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is subtracted from successive elements of a master weight, times the learning rate.
+
+    Attributes:
+        master: the weight.
+        start: its first element.
+        values: flat, in the dtype of Newton-Schulz.
+        factor: of the values.
+    """
+
+    master: Tensor
+    start: int
+    values: Tensor
+    factor: float
+
 
 class MatrixHomes:
-    """Computes the orthogonalized updates of this rank's matrices, with those of the other ranks.
+    """Computes the orthogonalized updates of this rank's matrices, with those of the other ranks, in rounds.
 
     Args:
         spaces: with all matrices of this rank.
         rule: of the run.
         tensor: the tensor ranks.
-        orthogonalize: (matrices, rows, columns) -> the same shape.
+        orthogonalize: matrices of one shape -> those of the results.
         adjust: (rows, columns) of a matrix -> factor of its update.
+
+    Attributes:
+        rounds: every rank calls `updates` of each, in their order.
     """
 
     def __init__(
@@ -36,29 +65,37 @@ class MatrixHomes:
         spaces: Sequence[Space],
         rule: MatrixRule,
         tensor: ProcessGroup,
-        orthogonalize: Callable[[Tensor], Tensor],
+        orthogonalize: Orthogonalize,
         adjust: Callable[[int, int], float],
     ) -> None:
-        self._orthogonalize = orthogonalize
         groups: dict[ProcessGroup, list[Space]] = {}
         for space in spaces:
             groups.setdefault(space.group, []).append(space)
-        self._groups = [_Group(own, rule, group, tensor, adjust) for group, own in groups.items()]
-
-    def updates(self, inputs: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Return the updates of the master weights, flat and fp32, with the factors of their matrices. Collective.
-
-        Args:
-            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized.
-        """
-        found: dict[Tensor, Tensor] = {}
-        for group in self._groups:
-            found |= group.updates(inputs, self._orthogonalize)
-        return found
+        self.rounds = [
+            Round(part, rule, group, tensor, orthogonalize, adjust)
+            for group, own in groups.items()
+            for part in divide_in_rounds(own, ELEMENTS_OF_ONE_RANK if group.size() * tensor.size() == 1 else ELEMENTS_AT_ONCE)
+        ]
 
 
-class _Group:
-    """The matrices whose pieces are divided over one group of ZeRO."""
+def divide_in_rounds(spaces: Sequence[Space], most: int) -> list[list[Space]]:
+    """Return successive spaces in rounds of about equal size, of at most `most` elements up to one space more. Equal on all ranks."""
+    sizes = [space.master.numel() for space in spaces]
+    size = sum(sizes) / math.ceil(sum(sizes) / most)
+    rounds: dict[int, list[Space]] = {}
+    for space, first in zip(spaces, itertools.accumulate(sizes, initial=0), strict=False):
+        rounds.setdefault(int(first / size), []).append(space)
+    return list(rounds.values())
+
+
+class Round:
+    """Matrices whose pieces are divided over one group of ZeRO, and which are updated at once.
+
+    Args: see MatrixHomes; group: that of all spaces.
+
+    Attributes:
+        masters: the master weights of the spaces.
+    """
 
     def __init__(
         self,
@@ -66,8 +103,11 @@ class _Group:
         rule: MatrixRule,
         group: ProcessGroup,
         tensor: ProcessGroup,
+        orthogonalize: Orthogonalize,
         adjust: Callable[[int, int], float],
     ) -> None:
+        self.masters = [space.master for space in spaces]
+        self._orthogonalize = orthogonalize
         self._spaces, self._group, self._tensor = list(spaces), group, tensor
         self._matrices = [
             matrix
@@ -85,12 +125,16 @@ class _Group:
             if home == rank:
                 self._by_column[self._column if column == -1 else column].append(matrix)
 
-    def updates(self, inputs: Mapping[Tensor, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
-        """See MatrixHomes."""
+    def updates(self, inputs: Mapping[Tensor, Tensor]) -> list[Update]:
+        """Return the updates of all matrices that this rank's master weights have elements of. Collective.
+
+        Args:
+            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized.
+        """
         flat = [inputs[space.master].reshape(-1) for space in self._spaces]
         self._empty = flat[0].new_empty(0)
         slices = self._to_homes(flat)
-        results = _by_shape(self._whole(slices), orthogonalize)
+        results = _by_shape(self._whole(slices), self._orthogonalize)
         return self._from_homes(self._slices_of(results))
 
     def _to_homes(self, flat: list[Tensor]) -> dict[LocalMatrix, Tensor]:
@@ -104,19 +148,19 @@ class _Group:
         whole |= {m: torch.cat([of_rank[index] for of_rank in parts]) for index, m in enumerate(divided)}
         return {m: values.view(m.rows, m.columns) for m, values in whole.items()}
 
-    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[Tensor, Tensor]:
+    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> list[Update]:
         """Return the updates of the master weights from the slices whose home is this rank of the group."""
         mine, rank = self._by_rank[self._group.rank()], self._group.rank()
         # What is not divided goes to every rank as a whole.
         sent = [[self._of(slices[m], m, other) for m in mine] for other in range(self._group.size())]
         sizes = [[self._size(m, rank) for m in there] for there in self._by_rank]
         parts = _exchange(sent, sizes, self._group, self._empty)
-        found = [torch.zeros(space.master.numel(), dtype=torch.float32, device=space.master.device) for space in self._spaces]
-        for there, values in zip(self._by_rank, parts, strict=True):
-            for m, part in zip(there, values, strict=True):
-                start, stop = self._spaces[m.space].held(rank, m)
-                torch.mul(part.float(), m.factor, out=found[m.space][start:stop])
-        return {space.master: update for space, update in zip(self._spaces, found, strict=True)}
+        return [
+            Update(self._spaces[m.space].master, self._spaces[m.space].held(rank, m)[0], part, m.factor)
+            for there, values in zip(self._by_rank, parts, strict=True)
+            for m, part in zip(there, values, strict=True)
+            if part.numel()
+        ]
 
     def _whole(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[LocalMatrix, Tensor]:
         """Return the matrices that this rank computes."""
@@ -188,12 +232,12 @@ def _exchange(sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], 
     return [list(part.split(list(each))) for part, each in zip(result.split(received), sizes, strict=True)]
 
 
-def _by_shape(matrices: Mapping[LocalMatrix, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[LocalMatrix, Tensor]:
+def _by_shape(matrices: Mapping[LocalMatrix, Tensor], orthogonalize: Orthogonalize) -> dict[LocalMatrix, Tensor]:
     """Orthogonalize matrices, those of one shape at once."""
     shapes: dict[tuple[int, int], list[LocalMatrix]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.full, []).append(matrix)
     found: dict[LocalMatrix, Tensor] = {}
     for group in shapes.values():
-        found |= dict(zip(group, orthogonalize(torch.stack([matrices[m] for m in group])), strict=True))
+        found |= dict(zip(group, orthogonalize([matrices[m] for m in group]), strict=True))
     return found

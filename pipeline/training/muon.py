@@ -7,7 +7,7 @@ updated by AdamW. training/matrix_rule.py says which are which.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from pipeline.training.matrix_rule import MatrixRule
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 #: Smallest norm by which a matrix is divided, as in torch.optim.Muon.
 EPS = 1e-7
-#: Most elements of the matrices that are orthogonalized at once, unless a single one has more: bounds the memory.
+#: Most elements of the matrices that a GPU orthogonalizes at once, unless a single one has more: bounds the memory.
 _AT_ONCE = 1 << 26
 #: Keys of the state of a matrix.
 MATRIX_STATE = ("exp_avg",)
@@ -35,23 +35,27 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Return matrices with the same singular vectors and singular values between about 0.7 and 1.2.
 
     Args:
-        matrices: (matrices, rows, columns), of rank rows or columns.
+        matrices: (rows, columns) or (matrices, rows, columns), of rank rows or columns.
         steps: number of iterations.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[1] > matrices.shape[2]
+    multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def in_parts(matrices: Tensor, steps: int) -> Tensor:
-    """As newton_schulz, of few matrices at once."""
+def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """As newton_schulz, of matrices of one shape: many at once on a GPU, with fewer launches, one after another in the cache of a CPU."""
+    if matrices[0].device.type == "cpu":
+        return [newton_schulz(matrix, steps) for matrix in matrices]
     most = max(_AT_ONCE // matrices[0].numel(), 1)
-    return torch.cat([newton_schulz(part, steps) for part in matrices.split(most)])
+    parts = (torch.stack(list(matrices[first : first + most])) for first in range(0, len(matrices), most))
+    return [matrix for part in parts for matrix in newton_schulz(part, steps)]
 
 
 def adjustment(kind: str, rows: int, columns: int) -> float:
@@ -88,7 +92,7 @@ class Muon(EagerAdamW):
             tensor: the tensor ranks.
             dtype: in which Newton-Schulz computes.
         """
-        orthogonalize = partial(in_parts, steps=self._config.muon_steps)
+        orthogonalize = partial(orthogonalized, steps=self._config.muon_steps)
         adjust = partial(adjustment, self._config.muon_adjust_lr)
         self._homes, self._dtype = MatrixHomes(spaces, rule, tensor, orthogonalize, adjust), dtype
 
@@ -107,20 +111,28 @@ class Muon(EagerAdamW):
         if not groups:
             return
         assert self._homes is not None
-        momentum, inputs = self._config.muon_momentum, {}
-        scales_of = [Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device) for group in groups]
-        for group, scales in zip(groups, scales_of, strict=True):
+        scales_of: dict[Tensor, tuple[Scales, Tensor]] = {}
+        for group in groups:
             create_state(self, MATRIX_STATE, group["params"])
-            for weight in group["params"]:
-                state, gradient = self.state[weight], scales.gradient(weight)
-                state["step"].add_(scales.applied)
-                average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
-                inputs[weight] = (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
-        updates: Mapping[Tensor, Tensor] = self._homes.updates(inputs)
-        for group, scales in zip(groups, scales_of, strict=True):
-            for weight in group["params"]:
-                update = updates[weight].view_as(weight)
-                weight.mul_(1 - scales.lr * group["weight_decay"]).sub_(update.mul_(scales.lr))
+            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
+            scales_of |= dict.fromkeys(group["params"], (scales, 1 - scales.lr * group["weight_decay"]))
+        for homes in self._homes.rounds:
+            updates = homes.updates({weight: self._direction(weight, scales_of[weight][0]) for weight in homes.masters})
+            for weight in homes.masters:
+                weight.mul_(scales_of[weight][1])
+            rates = {
+                (weight, factor): scales_of[weight][0].lr * factor for weight, factor in {(each.master, each.factor) for each in updates}
+            }
+            for each in updates:
+                elements = each.master.view(-1)[each.start : each.start + each.values.numel()]
+                elements.addcmul_(each.values, rates[each.master, each.factor], value=-1)
+
+    def _direction(self, weight: Tensor, scales: Scales) -> Tensor:
+        """Update the momentum of a weight, and return what is orthogonalized."""
+        momentum, state, gradient = self._config.muon_momentum, self.state[weight], scales.gradient(weight)
+        state["step"].add_(scales.applied)
+        average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
+        return (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
 
 
 def begin(optimizer: torch.optim.Optimizer, spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: str) -> None:

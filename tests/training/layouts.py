@@ -99,6 +99,12 @@ MIXTRAL = (
     *("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1"),
     *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", *EXPERTS),
 )
+# Linear and full attention, and a shared expert with a gate.
+QWEN3_NEXT = (
+    *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
+    *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+    *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
+)
 
 MODELS = {
     "gpt": Model(("model=gpt-tiny", "model.ffn_hidden=48", *DECODER), packed),
@@ -169,6 +175,8 @@ MODELS = {
         ),
         compared=("weights",),
     ),
+    "qwen3-next": Model(QWEN3_NEXT, compared=("weights",)),
+    "qwen3-next-documents": Model((*QWEN3_NEXT, "model.kv_heads=4", "training.document_mask=true"), packed, compared=("weights",)),
     # Sinks and windows, and experts with biases, whose inputs are bounded.
     "gpt-oss": Model(
         (
@@ -182,15 +190,6 @@ MODELS = {
         (
             *("model=gpt-oss-tiny", "model.layers=2", "model.kv_heads=4", "model.head_width=8", "model.window=5", "model.init_std=0.2"),
             *("training.frozen=['*.weight','*.bias','*.mlp.*']", *EXPERTS),
-        ),
-        compared=("weights",),
-    ),
-    # Linear and full attention, and a shared expert with a gate.
-    "qwen3-next": Model(
-        (
-            *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
-            *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
-            *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -330,6 +329,14 @@ LAYOUTS = {
         "expert=2 tensor=2 zero_stage=1",
         "pipeline=2 tensor=2 zero_stage=2 training.activation_checkpointing=selective",
         "zero_stage=3",
+        "context=4 context_kind=ring zero_stage=1",
+        "context=2 context_kind=ulysses pipeline=2 zero_stage=0",
+        "context=2 context_kind=ring expert=2 zero_stage=3 training.activation_checkpointing=selective",
+    ],
+    # States, convolutions and documents continue on other ranks.
+    "qwen3-next-documents": [
+        "context=2 context_kind=ring tensor=2 zero_stage=1",
+        "context=4 context_kind=ulysses zero_stage=3 training.activation_checkpointing=full",
     ],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
@@ -353,7 +360,11 @@ KINDS = {
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
     **dict.fromkeys(
-        ("olmoe", "qwen3-moe", "qwen3-next", "glm4-moe", "gpt-oss", "gpt-oss-sinks", "deepseek", "deepseek-grouped"), "experts"
+        (
+            *("olmoe", "qwen3-moe", "qwen3-next", "qwen3-next-documents", "glm4-moe", "gpt-oss", "gpt-oss-sinks"),
+            *("deepseek", "deepseek-grouped"),
+        ),
+        "experts",
     ),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
