@@ -219,12 +219,14 @@ class OptimizerConfig:
 
     name: str = knob(
         "adamw",
-        "optimizer: AdamW (Loshchilov & Hutter 2019), AdEMAMix (Pagliardini et al. 2024), Lion (Chen et al. 2023), or Muon (Jordan et al. "
-        "2024) for the matrices of the blocks and AdamW for the other weights",
-        choices=("adamw", "ademamix", "lion", "muon"),
+        "optimizer: AdamW (Loshchilov & Hutter 2019), AdEMAMix (Pagliardini et al. 2024), Lion (Chen et al. 2023), Muon (Jordan et al. "
+        "2024) for the matrices of the blocks and AdamW for the other weights, or schedule-free AdamW (Defazio et al. 2024)",
+        choices=("adamw", "ademamix", "lion", "muon", "schedule_free"),
     )
     lr: float = knob(3e-4, "peak learning rate; finetune: 2e-5, with lora.rank 2e-4, for dpo 1e-5", above=0, at_most=10)
-    beta1: float = knob(0.9, "decay rate of the first moment", at_least=0, at_most=0.9999)
+    beta1: float = knob(
+        0.9, "decay rate of the first moment; schedule_free: share of the average in the weights of training", at_least=0, at_most=0.9999
+    )
     beta2: float = knob(0.95, "decay rate of the second moment; lion: of the moment, after the update", at_least=0, at_most=0.99999)
     beta3: float = knob(0.9999, "ademamix: decay rate of the slow first moment", at_least=0, at_most=0.9999999)
     alpha: float = knob(8.0, "ademamix: weight of the slow first moment in the update", at_least=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +42,8 @@ class WeightUpdate:
     def __init__(
         self, groups: Groups, optimizer: OptimizerConfig, training: TrainingConfig, loss_scale: LossScale, device: torch.device
     ) -> None:
-        self._clipping, self._loss_scale, self._training = optimizer.gradient_clipping, loss_scale, training
+        self._config, self._clipping = optimizer, optimizer.gradient_clipping
+        self._loss_scale, self._training = loss_scale, training
         # Without a number of steps, which training.epochs decides once the data is packed, the rate is that of the first update.
         rates = [learning_rate(update, optimizer, training) for update in range(max(training.steps, 1))]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
@@ -101,6 +102,10 @@ class WeightUpdate:
         state = self.optimizer.state[master]
         kept = {name: state[name].view(-1) for name in self.kind.state if name in state}
         return {"weight": master.detach().view(-1), **kept, **self.average.tensors(index)}
+
+    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See Engine."""
+        return tensors["weight"] if self.kind.gradient_point is None else self.kind.gradient_point(tensors, self._config)
 
     def create_state(self) -> None:
         """Create what the optimizer keeps before its first step, so that a checkpoint can be loaded into it."""
