@@ -1,6 +1,7 @@
 """AdEMAMix, Lion and schedule-free AdamW: against plain loops, in every ZeRO stage, resumed, and with settings that they do not read."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -9,11 +10,16 @@ from torch import nn
 
 from pipeline.certification import plain_optimizers, validation
 from pipeline.certification.plain_rate import plain_rate
+from pipeline.checkpoint import native
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.rules import check
+from pipeline.planner.rank_report import init_fake
+from pipeline.planner.state_memory import rank_state
 from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.weight_copies import disagreements, on_host, parts_of
 from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
+from tests.training.one_rank import run
 from tests.training.test_engine import _poison, _save_and_continue
 from tests.training.test_offload import OFFLOAD, _trained
 from tests.world import configured, share, tiny, trainer, unsharded
@@ -180,6 +186,51 @@ def test_settings_of_another_optimizer_are_refused(settings, message):
     config = configured("stage=pretrain", "model=llama-tiny", *settings)
     found = [str(violation) for violation in check.violations(config, 1)]
     assert any(message in text for text in found) if message else not found, found
+
+
+def _bytes(*overrides):
+    """Bytes of weights, master weights and optimizer state of a rank after a step."""
+    config, mine = trainer(*tiny(*SMALL), *SCHEDULE_FREE, *overrides)
+    tokens, batch = text(config, 0)
+    tokens, targets = share(mine, tokens, batch["targets"])
+    mine.train(tokens, {"targets": targets})
+    kept = [*mine.model.parameters(), *mine.engine.partitions(), *(t for f in mine.engine.fragments() for t in f.tensors.values())]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_planned_memory_has_the_weights_of_the_forward_pass_beside_the_master_weights(worlds, stage, precision):
+    words = (f"parallel.zero_stage={stage}", f"precision={precision}")
+    config = configured(*tiny(*SMALL), *SCHEDULE_FREE, *words)
+    local, model = init_fake(config, 2)
+    planned = rank_state(config, model, local)
+    assert worlds(2).run(_bytes, *words)[0] == pytest.approx(planned.weights + planned.optimizer, rel=0.01)  # padding of buckets
+
+
+def _stored(run_dir):
+    """All tensors of the last checkpoint of a run."""
+    checkpoint = Checkpoint(native.folder_of(run_dir, 4))
+    kinds = ("weight", *OPTIMIZERS["schedule_free"].state)
+    return {(kind, name): checkpoint.tensor(name, kind) for kind in kinds for name in checkpoint.names()}
+
+
+def test_a_schedule_free_run_is_interrupted_forked_and_evaluated(tokens, tmp_path):
+    settings = (f"data.tokens={tokens}", "optimizer.name=schedule_free", "optimizer.schedule=constant", "training.validate_every=1")
+    run("pretrain", tmp_path / "straight", *settings, "training.steps=4")
+    for steps in (2, 4):
+        run("pretrain", tmp_path / "continued", *settings, f"training.steps={steps}")
+    run("pretrain", tmp_path / "forked", *settings, "training.steps=4", f"checkpoint.fork={tmp_path}/straight/step-3")
+    straight = _stored(tmp_path / "straight")
+    for other in (_stored(tmp_path / name) for name in ("continued", "forked")):
+        assert all(torch.equal(values, other[key]) for key, values in straight.items())
+    assert any(straight["offset", name].any() for kind, name in straight if kind == "offset")
+    run("evaluate", tmp_path / "straight", *settings, "training.steps=4", "stage.batches=1")
+    scored = json.loads((tmp_path / "straight" / "evaluation.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    validated = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert len(set(validated)) == 4
+    assert scored["validation_loss"] == pytest.approx(validated[-1], rel=1e-6)
 
 
 def test_the_defaults_of_a_group_are_those_of_the_paper():
