@@ -21,6 +21,7 @@ from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
 from tests.training.one_rank import run
 from tests.training.test_engine import _poison, _save_and_continue
+from tests.training.test_lora import initialized
 from tests.training.test_offload import OFFLOAD, _trained
 from tests.world import configured, share, tiny, trainer, unsharded
 
@@ -104,6 +105,18 @@ def test_a_layout_equals_a_plain_loop(worlds, stage, optimizer):
     torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected.numbers), rtol=1e-5, atol=0)
     for name in weights.keys() - {name for name in weights if name.endswith("key.bias")}:  # its gradient is rounding
         assert (weights[name] - expected.weights[name]).norm() < 1e-5 * expected.weights[name].norm(), name
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_adapters_are_averaged(worlds, stage):
+    settings = (*SCHEDULE_FREE, "stage=finetune", "lora.rank=3", "optimizer.lr=0.01", "optimizer.warmup_ratio=0")
+    config = configured(*tiny(*SMALL), *settings)
+    expected = train_plain(config, [text(config, step) for step in range(STEPS)], model=initialized(config))
+    numbers, weights, _ = worlds(2).run(_train, f"parallel.zero_stage={stage}", *settings)[0]
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected.numbers), rtol=1e-5, atol=1e-7)
+    adapters = [name for name in weights if name.endswith(".b") and "attention.key" not in name]
+    assert len(adapters) > 4
+    assert all((weights[name] - expected.weights[name]).norm() < 1e-4 * expected.weights[name].norm() for name in adapters)
 
 
 def _validate(*overrides):
