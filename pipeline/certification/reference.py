@@ -17,6 +17,7 @@ from pipeline.certification import plain_optimizers
 from pipeline.certification.batches import RandomBatch, permuted, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
+from pipeline.certification.plain_qk_clip import PlainQKClip
 from pipeline.certification.plain_rate import plain_rate
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
@@ -109,6 +110,7 @@ def plain_loop(
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
     set_z_loss(model, config.training.head_z_loss)
+    clip = PlainQKClip(model, config.optimizer.qk_clip)
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
@@ -123,6 +125,7 @@ def plain_loop(
         for group in optimizer.param_groups:
             group["lr"] = plain_rate(step, config.optimizer, config.training) * group.get("rate", 1.0)
         optimizer.step()
+        clip.after_update(masters)
         optimizer.zero_grad()
         _copy(masters, learned, noise)
         with torch.no_grad():

@@ -247,6 +247,12 @@ class OptimizerConfig:
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
     weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)
+    qk_clip: float | None = knob(
+        None,
+        "largest attention logit of a head: after a step with a larger one, its weights of queries and keys are scaled (QK-clip: Kimi Team "
+        "2025)",
+        above=0,
+    )
     schedule: str = knob("cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "linear", "constant"))
     warmup_steps: int = knob(100, "steps of linear warm-up; finetune: 0, for optimizer.warmup_ratio", unit="steps", at_least=0)
     warmup_ratio: float = knob(

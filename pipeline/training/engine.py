@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
@@ -79,6 +79,10 @@ class Engine(ABC):
     @abstractmethod
     def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
         """This rank's pieces of the trained weights as the forward pass reads them. Collective: weights that are freed are gathered."""
+
+    @abstractmethod
+    def after_update(self, call: Callable[[Tensor], None]) -> None:
+        """Have a function called after every update with StepResult.skipped, before the new master weights are averaged and rounded."""
 
     @abstractmethod
     def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -117,6 +117,10 @@ class ReplicatedEngine(Engine):
         """See Engine."""
         for parameter, piece in self.model.pieces.items():
             yield piece, parameter.detach()
+
+    def after_update(self, call: Callable[[Tensor], None]) -> None:
+        """See Engine."""
+        self._update.after_update = call
 
     def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """See Engine."""

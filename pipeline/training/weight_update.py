@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class WeightUpdate:
         kind: the optimizer.
         optimizer: torch's. Whoever shards the weights may replace the weights of its groups until `begin`.
         average: of the master weights; after `begin`.
+        after_update: called after an update with whether it was skipped, before the new weights are averaged or read.
     """
 
     average: WeightAverage
@@ -50,6 +51,7 @@ class WeightUpdate:
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
         self._group_rates = GroupRates(groups, self._lr)
+        self.after_update: Callable[[Tensor], None] = lambda _: None
         self.kind = OPTIMIZERS[optimizer.name]
         self.optimizer = self.kind.build(groups, optimizer, self._lr, training.steps)
 
@@ -83,6 +85,7 @@ class WeightUpdate:
         for master in self._masters:
             master.grad = None
         self._updates += (1 - skipped).long()
+        self.after_update(skipped)
         self.average.update(skipped)
         self._loss_scale.update(skipped)
         return StepResult(norm, skipped, self._lr.clone())

@@ -141,6 +141,10 @@ class ZeroEngine(Engine):
         self._zero.round_weights((self.gradient_point(state) for state in states) if self.separate and not trained else None)
         self._gatherer.refresh()
 
+    def after_update(self, call: Callable[[Tensor], None]) -> None:
+        """See Engine."""
+        self._update.after_update = call
+
     def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """See Engine."""
         return self._update.gradient_point(tensors)

@@ -42,6 +42,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield from _muon(config)
     if optimizer.name == "schedule_free":
         yield from _schedule_free(config)
+    if optimizer.qk_clip is not None:
+        yield from _qk_clip(config, optimizer.qk_clip)
     if optimizer.schedule == "wsd" and optimizer.decay_ends:
         yield from _decay_ends(config)
 
@@ -83,6 +85,23 @@ def _schedule_free(config: RunConfig) -> Iterator[Violation]:
     if average is not None:
         rule = "averages weights that optimizer.name=schedule_free has averaged: checkpoints, validation and exports have its average"
         yield Violation("training.ema", average, rule, "remove it")
+
+
+def _qk_clip(config: RunConfig, threshold: float) -> Iterator[Violation]:
+    """The logits are measured on the rank that has all keys, and the weights are scaled before the forward pass reads them."""
+    key, parallel = "optimizer.qk_clip", config.parallel
+    if parallel.context > 1:
+        rule = f"requires all keys of a sequence on one rank, and parallel.context={parallel.context} divides them"
+        yield Violation(key, threshold, rule, "set parallel.context=1, or remove it")
+    if parallel.offload == "optimizer":
+        rule = "scales master weights on the device, and parallel.offload=optimizer has them in host memory"
+        yield Violation(key, threshold, rule, "set parallel.offload=none, or remove it")
+    if config.optimizer.name == "schedule_free":
+        rule = "scales weights after an update, and those of optimizer.name=schedule_free are averages of all updates"
+        yield Violation(key, threshold, rule, "choose another optimizer, or remove it")
+    if config.lora.rank or config.training.frozen:
+        rule = "scales the weights of queries and keys, which adapters (lora.rank) and training.frozen leave as they are"
+        yield Violation(key, threshold, rule, "remove it")
 
 
 def _muon(config: RunConfig) -> Iterator[Violation]:
