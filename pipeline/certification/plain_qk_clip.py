@@ -31,7 +31,9 @@ class PlainQKClip:
             layer.core = self._recording(name, layer.core)
 
     def _recording(self, name: str, core: Any) -> Any:
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None, **more: Any
+        ) -> Tensor:
             if torch.is_grad_enabled():
                 with torch.no_grad():
                     keys, _ = repeat_kv(q, k, k)
@@ -42,7 +44,7 @@ class PlainQKClip:
                         allowed = allowed.tril() if mask.causal else allowed
                     largest = logits.masked_fill(~allowed, -math.inf).amax(dim=(0, 2, 3))
                     self._largest[name] = torch.maximum(self._largest.get(name, largest), largest)
-            output: Tensor = core(q, k, v, mask, window=window, scale=scale)
+            output: Tensor = core(q, k, v, mask, window=window, scale=scale, **more)
             return output
 
         return attend

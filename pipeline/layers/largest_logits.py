@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.layers import attention_kernel
 from pipeline.layers.attention import Core, repeat_kv
 from pipeline.layers.mask import Mask
 
@@ -62,13 +63,29 @@ class MeasuringCore:
     def __init__(self, core: Core, heads: int, device: torch.device) -> None:
         self.core, self.largest = core, torch.zeros(heads, dtype=torch.float32, device=device)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See Core."""
-        output = self.core(q, k, v, mask, window=window, scale=scale)
+        output = self.core(q, k, v, mask, window=window, scale=scale, sinks=sinks)
         if not torch.is_grad_enabled():
             return output
         noted: Tensor = _Note.apply(output, largest_logits(q, k, mask, window=window, scale=scale), self.largest)
         return noted
+
+    def prepare(
+        self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device, *, sinks: bool = False
+    ) -> None:
+        """See prepare (layers/attention_kernel.py)."""
+        attention_kernel.prepare(self.core, mask, window, shape, device, sinks=sinks)
 
     def take(self) -> Tensor:
         """Return `largest` and reset it."""

@@ -20,6 +20,16 @@ GPT = ("model=gpt-tiny", "model.layers=2", "model.ffn_hidden=64", *SMALL)
 #: Query heads share keys.
 LLAMA = ("model=llama-tiny", "model.layers=2", "model.ffn_hidden=64", *SMALL)
 DEEPSEEK = ("model=deepseek-tiny", "training.seed=1", "model.layers=2", "training.micro_batch_size=8", *SMALL[1:])
+#: With sinks, and layers with a window.
+GPT_OSS = (
+    "model=gpt-oss-tiny",
+    "model.layers=2",
+    "model.window=5",
+    "model.kv_heads=2",
+    "model.ffn_hidden=24",
+    "training.balance_loss=0",
+    *SMALL,
+)
 
 
 def _train(*overrides):
@@ -51,8 +61,9 @@ def _largest(worlds, words):
         (LLAMA, ("zero_stage=2",)),
         (DEEPSEEK, ("zero_stage=3", "zero_stage=0 tensor=2 training.activation_checkpointing=full")),
         ((*GPT, "optimizer=muon"), ("zero_stage=1",)),
+        (GPT_OSS, ("zero_stage=1 tensor=2",)),
     ],
-    ids=["gpt", "llama", "deepseek", "muon"],
+    ids=["gpt", "llama", "deepseek", "muon", "gpt-oss"],
 )
 def test_a_layout_equals_a_plain_loop(worlds, model, layouts):
     without = _largest(worlds, model)
