@@ -155,7 +155,7 @@ SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of a
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
 MUON = "optimizer.name=muon"
-QK_CLIP = "optimizer.qk_clip=0.05"  # initial logits are small: most heads of most steps are above it
+QK_CLIP = "optimizer.qk_clip=0.05"  # about half of the heads are above it
 # Lion moves by signs: where one is that of a rounding error, an element differs by twice the learning rate, here below the tolerance.
 LION = ("optimizer.name=lion", "optimizer.beta2=0.99", "optimizer.lr=1e-6", "optimizer.eps=1e-8")
 ADEMAMIX = ("optimizer.name=ademamix", "optimizer.beta2=0.999", "optimizer.beta3=0.99", "optimizer.slow_warmup_steps=5")
