@@ -176,8 +176,11 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     wanted = planned.model.layers
     sizes: dict[str, Any] = {}
     kinds = 1
-    for name in ("sliding_window_pattern", "no_rope_layer_interval", "expert_interval", "full_attention_interval"):
-        if 1 < getattr(model, name, 0) <= wanted:
+    for name in (
+        *("sliding_window_pattern", "no_rope_layer_interval", "expert_interval", "full_attention_interval"),
+        "global_attn_every_n_layers",
+    ):
+        if 1 < (getattr(model, name, 0) or 0) <= wanted:
             sizes[f"model.{name}"] = kinds = 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
     per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))

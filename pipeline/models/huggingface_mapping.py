@@ -88,6 +88,7 @@ class HuggingFaceMapping:
         ignored_weights: patterns (fnmatch) of tensors that files may contain and the class does not use.
         renamed: (regular expression, replacement) for weights whose names in files differ from those of the class.
         wrappers: classes whose model contains that of this one.
+        export_only: whether another family imports this class.
         wrapper: the one of them that the files are of, None if they are of this class; set by `within`.
     """
 
@@ -111,6 +112,7 @@ class HuggingFaceMapping:
     ignored_weights: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     wrappers: tuple[Wrapper, ...] = ()
+    export_only: bool = False
     wrapper: Wrapper | None = None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def find_mapping(content: Mapping[str, Any]) -> tuple[Family, HuggingFaceMapping
     Raises:
         UserError: no family supports its class.
     """
-    candidates = [(family, mapping) for family in FAMILIES.values() for mapping in family.huggingface]
+    candidates = [(family, mapping) for family in FAMILIES.values() for mapping in family.huggingface if not mapping.export_only]
     names = content.get("architectures")
     if names is not None and not (isinstance(names, list) and names and isinstance(names[0], str)):
         raise refusal("architectures", names, "must be a list with the name of a class", 'set it, such as ["LlamaForCausalLM"]')

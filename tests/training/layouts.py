@@ -103,6 +103,14 @@ MIXTRAL = (
 MODELS = {
     "gpt": Model(("model=gpt-tiny", "model.ffn_hidden=48", *DECODER), packed),
     "llama": Model(("model=llama-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    # Norms and biases that SmolLM3 has not: no stock class computes this.
+    "llama-nope": Model(
+        (
+            *("model=qwen3-tiny", "model.kv_heads=4", "model.head_width=8", "model.no_rope_layer_interval=2", "model.ffn_hidden=48"),
+            *DECODER,
+        ),
+        packed,
+    ),
     "bloom": Model(("model=bloom-tiny", *DECODER), packed),
     "mistral": Model(("model=mistral-tiny", "model.kv_heads=2", "model.window=11", "model.ffn_hidden=48", *DECODER), packed),
     # The derivative of xIELU jumps at -1e-6: with seed 0, rounding decides on which side an input is.
@@ -225,6 +233,7 @@ LAYOUTS = {
         "zero_stage=3 zero_group=2",
         "context=2 context_kind=ring zero_stage=3 zero_group=2",
     ],
+    "llama-nope": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
     "bloom": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
     "mistral": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
     # Weights that are used on each rank's own heads or hidden units.
