@@ -162,7 +162,7 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
         "training.goldfish_context": min(training.goldfish_context, length - 1),
         "model.max_positions": length if model.max_positions == planned else min(model.max_positions, 2 * length),
     }
-    for name in ("window", "banded_window"):
+    for name in ("window", "banded_window", "local_attention"):
         if window := getattr(model, name, None):
             values[f"model.{name}"] = max(1, min(window, 3 * length // 8)) if window < planned else length
     if hasattr(model, "buckets") and model.buckets > 8:

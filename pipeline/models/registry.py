@@ -24,6 +24,7 @@ from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor,
 from pipeline.models.llama.model import LLAMA
 from pipeline.models.mistral.model import MISTRAL
 from pipeline.models.mixtral.model import MIXTRAL
+from pipeline.models.modernbert.model import MODERNBERT
 from pipeline.models.nemotron.model import NEMOTRON
 from pipeline.models.olmo2.model import OLMO2
 from pipeline.models.olmo3.model import OLMO3
@@ -54,6 +55,7 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "modernbert": MODERNBERT,
     "nemotron": NEMOTRON,
     "olmo2": OLMO2,
     "olmo3": OLMO3,

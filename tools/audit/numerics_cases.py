@@ -203,6 +203,7 @@ FAMILIES: dict[str, Model] = {
     "glm4_moe": _model("glm4-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
+    "modernbert": _model("modernbert-tiny", "model.local_attention=6"),
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
