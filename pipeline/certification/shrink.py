@@ -162,7 +162,7 @@ def _shrink_sequence(small: RunConfig) -> RunConfig:
         "training.goldfish_context": min(training.goldfish_context, length - 1),
         "model.max_positions": length if model.max_positions == planned else min(model.max_positions, 2 * length),
     }
-    for name in ("window", "banded_window"):
+    for name in ("window", "banded_window", "local_attention"):
         if window := getattr(model, name, None):
             values[f"model.{name}"] = max(1, min(window, 3 * length // 8)) if window < planned else length
     if hasattr(model, "buckets") and model.buckets > 8:
@@ -176,8 +176,11 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     wanted = planned.model.layers
     sizes: dict[str, Any] = {}
     kinds = 1
-    for name in ("sliding_window_pattern", "no_rope_layer_interval", "expert_interval", "full_attention_interval"):
-        if 1 < getattr(model, name, 0) <= wanted:
+    for name in (
+        *("sliding_window_pattern", "no_rope_layer_interval", "expert_interval", "full_attention_interval"),
+        "global_attn_every_n_layers",
+    ):
+        if 1 < (getattr(model, name, 0) or 0) <= wanted:
             sizes[f"model.{name}"] = kinds = 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
     per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))

@@ -34,7 +34,7 @@ class TrainingConfig:
         "auto",
         "what the model learns to predict: auto is the objective of its family; supervised: the answers in data.instructions; dpo: "
         "which of two answers is preferred; classification: the label of a text (BERT, RoBERTa); masked_diffusion: tokens of a text of "
-        "which a random share is masked (BERT, RoBERTa)",
+        "which a random share is masked (BERT, RoBERTa, ModernBERT)",
         choices=("auto", "supervised", "dpo", "classification", "masked_diffusion"),
     )
     preference_loss: str = knob(

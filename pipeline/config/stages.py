@@ -43,7 +43,8 @@ class Evaluate(CheckpointReader):
         at_least=1,
     )
     pseudo_perplexity: bool = knob(
-        False, "BERT and RoBERTa: also mask each token alone, which costs training.sequence_length forward passes for each sequence"
+        False,
+        "BERT, RoBERTa and ModernBERT: also mask each token alone, which costs training.sequence_length forward passes for each sequence",
     )
     tasks: list[str] = knob([], "tasks of lm-eval to evaluate, instead of the validation split")
     task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")

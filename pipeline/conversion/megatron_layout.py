@@ -28,7 +28,7 @@ def check(config: ModelConfig) -> None:
     if config.family not in FAMILIES:
         rule = f"is supported for model.family={', '.join(FAMILIES)}; this is {config.family}"
         raise UserError.of("stage.format", "megatron", rule, "set stage.format=huggingface or consolidated")
-    wanted: dict[str, Any] = {"attention_bias": False, "window": None, "capacity_factor": None}
+    wanted: dict[str, Any] = {"attention_bias": False, "window": None, "capacity_factor": None, "no_rope_layer_interval": None}
     if getattr(config, "rope_scaling", "none") != "none":
         wanted |= {"rope_scaling": "llama3", **LLAMA3}
     found = {name: getattr(config, name, value) for name, value in wanted.items()}

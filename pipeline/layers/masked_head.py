@@ -94,12 +94,13 @@ class MaskedHead(nn.Module):
         hidden: width of the hidden states.
         norm_eps: added to the variance in LayerNorm.
         sentence: whether to add a NextSentenceHead.
+        bias: whether dense and norm have a bias; output has one in any case.
     """
 
-    def __init__(self, vocab_size: int, hidden: int, norm_eps: float, *, sentence: bool) -> None:
+    def __init__(self, vocab_size: int, hidden: int, norm_eps: float, *, sentence: bool, bias: bool = True) -> None:
         super().__init__()
-        self.dense = Linear(hidden, hidden)
-        self.norm = nn.LayerNorm(hidden, eps=norm_eps)
+        self.dense = Linear(hidden, hidden, bias=bias)
+        self.norm = nn.LayerNorm(hidden, eps=norm_eps, bias=bias)
         self.output = OutputHead(vocab_size, hidden, bias=True)
         self.sentence = NextSentenceHead(hidden) if sentence else None
 

@@ -21,6 +21,7 @@ from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.modernbert.config import ModernBertConfig
 from pipeline.models.nemotron.config import NemotronConfig
 from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.olmo3.config import Olmo3Config
@@ -51,6 +52,7 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "llama": LlamaConfig,
     "mistral": MistralConfig,
     "mixtral": MixtralConfig,
+    "modernbert": ModernBertConfig,
     "nemotron": NemotronConfig,
     "olmo2": Olmo2Config,
     "olmo3": Olmo3Config,

@@ -48,7 +48,7 @@ def stack_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder
         if parameter.dim() == 2 and is_matrix(name, parameter.shape) and not name.startswith(LOOKED_UP):
             sums[_part(name)] += parameter.numel() / (max(1, sequence_length) if name.startswith(ONCE) else 1)
     for name, module in model.named_modules():
-        sums[_part(name)] += _score_width(module, config, sequence_length)
+        sums[_part(name)] += _score_width(module, config, sequence_length, causal=model.causal)
         if isinstance(module, MoE):
             sums[_part(name)] += sum(int(p.numel() * module.router.top_k / len(p)) for p in module.experts.parameters() if p.dim() == 3)
     output = model.get_parameter("embed.tokens.weight").numel()
@@ -82,7 +82,7 @@ def _part(name: str) -> str:
     return ".".join(words[:2]) if words[0] == "blocks" and len(words) > 1 else "embed" if words[0] == "embed" else "head"
 
 
-def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int) -> int:
+def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int, *, causal: bool) -> int:
     """Return keys x heads x (width of queries and keys + width of values) of an attention layer, 0 for another module.
 
     Linear attention: the multiplications of the convolutions, and of three products of each head's state with a vector or of two vectors.
@@ -93,5 +93,7 @@ def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int) ->
     if isinstance(layer, LatentAttention):
         return sequence_length * config.heads * (config.head_dim + layer.v_head_dim)
     if isinstance(layer, Attention):
-        return min(sequence_length, layer.window or sequence_length) * config.heads * 2 * config.head_dim
+        window = layer.window or sequence_length
+        # Not causal, a window has as many tokens on the other side of the query.
+        return min(sequence_length, window if causal else 2 * window - 1) * config.heads * 2 * config.head_dim
     return 0

@@ -51,10 +51,10 @@ class Family:
 
         6 FLOPs per weight of a matrix product (including the output head, excluding the embedding lookup; of an MoE layer, only the
         experts that a token is routed to), and 12 * layers * hidden * sequence for the attention products, not halved for causality. In a
-        layer with sliding-window attention, the window replaces the sequence length; where values are narrower than queries and keys, both
-        widths count. An MTP module counts as a layer with an output head, and linear attention as its recurrence: three products of a state
-        and a vector for each token and value head. Recomputation is not counted. For an encoder-decoder, the result is per encoder token;
-        each comes with `decoder_length / sequence_length` decoder tokens (one when None).
+        layer with sliding-window attention, the window, in an encoder that on both sides, replaces the sequence length; where values are
+        narrower than queries and keys, both widths count. An MTP module counts as a layer with an output head, and linear attention as its
+        recurrence: three products of a state and a vector for each token and value head. Recomputation is not counted. For an
+        encoder-decoder, the result is per encoder token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
         """
         with torch.device("meta"):
             model = self.build(config)

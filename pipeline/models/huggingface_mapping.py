@@ -89,6 +89,7 @@ class HuggingFaceMapping:
         mxfp4: whether files may hold stacks of matrices in MXFP4 (conversion/mxfp4.py).
         renamed: (regular expression, replacement) for weights whose names in files differ from those of the class.
         wrappers: classes whose model contains that of this one.
+        export_only: whether another family imports this class.
         wrapper: the one of them that the files are of, None if they are of this class; set by `within`.
     """
 
@@ -113,6 +114,7 @@ class HuggingFaceMapping:
     mxfp4: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     wrappers: tuple[Wrapper, ...] = ()
+    export_only: bool = False
     wrapper: Wrapper | None = None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:

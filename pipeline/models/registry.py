@@ -25,6 +25,7 @@ from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor,
 from pipeline.models.llama.model import LLAMA
 from pipeline.models.mistral.model import MISTRAL
 from pipeline.models.mixtral.model import MIXTRAL
+from pipeline.models.modernbert.model import MODERNBERT
 from pipeline.models.nemotron.model import NEMOTRON
 from pipeline.models.olmo2.model import OLMO2
 from pipeline.models.olmo3.model import OLMO3
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "modernbert": MODERNBERT,
     "nemotron": NEMOTRON,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
@@ -125,7 +127,7 @@ def find_mapping(content: Mapping[str, Any]) -> tuple[Family, HuggingFaceMapping
     Raises:
         UserError: no family supports its class.
     """
-    candidates = [(family, mapping) for family in FAMILIES.values() for mapping in family.huggingface]
+    candidates = [(family, mapping) for family in FAMILIES.values() for mapping in family.huggingface if not mapping.export_only]
     names = content.get("architectures")
     if names is not None and not (isinstance(names, list) and names and isinstance(names[0], str)):
         raise refusal("architectures", names, "must be a list with the name of a class", 'set it, such as ["LlamaForCausalLM"]')

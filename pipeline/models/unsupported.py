@@ -34,7 +34,6 @@ NEAREST: dict[str, tuple[str, str]] = {
     "MT5ForConditionalGeneration": ("T5ForConditionalGeneration", "is T5 1.1 under another name, which is not verified here"),
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", f"{_IMAGES} is of MistralForCausalLM"),
     "MllamaForConditionalGeneration": ("LlamaForCausalLM", "has layers with attention to images"),
-    "ModernBertForMaskedLM": ("BertForMaskedLM", "has rotary positions, pre-norm, gated feed-forwards and sliding windows"),
     "OlmoForCausalLM": ("Olmo2ForCausalLM", "has LayerNorm without weights, of the inputs of the layers"),
     "Phi4MultimodalForCausalLM": ("Phi3ForCausalLM", "has adapters for images and speech"),
     "PhiForCausalLM": ("GPTNeoXForCausalLM", "has one norm for attention and feed-forward, and a bias of the head"),

@@ -73,6 +73,7 @@ MODELS = (
         "apertus-70b",
         "bert-large-cased",
         "roberta-base",
+        "modernbert-large",
     ),
     *("t5-11b", "t5-v1.1-small", "t5-tiny", "transformer-big"),
 )
@@ -93,6 +94,7 @@ SIZES = {
     *("expert_interval", "dense_blocks", "full_attention_interval", "shared_ffn_hidden", "partial_rotary_factor"),
     *("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim"),
     *("window", "sliding_window_pattern", "no_rope_layer_interval", "encoder_layers", "embed_width", "buckets", "max_distance"),
+    *("local_attention", "global_attn_every_n_layers"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_layers"),
     *("experts", "shared_experts", "top_k", "groups", "topk_group"),
 }

@@ -108,7 +108,7 @@ def test_an_epoch_has_all_text_and_the_next_one_other_masks(text):
     assert not np.array_equal(first["targets"], second["targets"])
 
 
-@pytest.mark.parametrize("model", ["roberta-tiny", "bert-tiny"])
+@pytest.mark.parametrize("model", ["roberta-tiny", "bert-tiny", "modernbert-tiny"])
 def test_a_sample_depends_on_its_number_and_the_seed_alone(text, model):
     config = config_of(text, model=model)
     objective, again = registry.open_training(config), registry.open_training(config)

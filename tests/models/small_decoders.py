@@ -171,6 +171,9 @@ CONFIGS = {
     "llama-biased": LlamaConfig(
         layers=2, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, attention_bias=True
     ),
+    "llama-nope": LlamaConfig(
+        layers=3, hidden=48, heads=4, kv_heads=2, ffn_hidden=96, vocab_size=300, max_positions=40, no_rope_layer_interval=2
+    ),
     "llama-interpolated": LlamaConfig(
         layers=2,
         hidden=48,

@@ -14,7 +14,7 @@ from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from pipeline.models.unsupported import NEAREST
 
-MAPPINGS = [(name, mapping) for name, family in registry.FAMILIES.items() for mapping in family.huggingface]
+MAPPINGS = [(name, mapping) for name, family in registry.FAMILIES.items() for mapping in family.huggingface if not mapping.export_only]
 NAMES = [mapping.architecture for _, mapping in MAPPINGS]
 
 

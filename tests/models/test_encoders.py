@@ -1,4 +1,4 @@
-"""BERT and RoBERTa compared with the Hugging Face classes: logits, padding, losses of both heads, gradients."""
+"""BERT, RoBERTa and ModernBERT compared with the Hugging Face classes: logits, padding, losses of both heads, gradients."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from pipeline.certification.initial_weights import initialize
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
 from pipeline.models.bert.config import BertConfig
+from pipeline.models.modernbert.config import ModernBertConfig
 from pipeline.models.roberta.config import PADDING, RobertaConfig
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
@@ -16,6 +17,8 @@ CONFIGS = {
     "bert-alone": BertConfig(**SIZES, next_sentence=False),
     "bert-untied": BertConfig(**SIZES, tie_embeddings=False),
     "roberta": RobertaConfig(**SIZES),
+    "modernbert": ModernBertConfig(**{**SIZES, "layers": 4}, local_attention=8, rope_local_theta=100.0),
+    "modernbert-untied": ModernBertConfig(**SIZES, local_attention=7, global_attn_every_n_layers=2, tie_embeddings=False),
 }
 
 
@@ -53,10 +56,11 @@ def test_logits_are_those_of_the_stock_class(name):
     config = CONFIGS[name]
     ours, theirs = pair(config)
     tokens = drawn(config)
-    segments = (torch.arange(40) >= 17).long().expand(3, 40) if config.segments > 1 else torch.zeros(3, 40, dtype=torch.long)
+    two = (torch.arange(40) >= 17).long().expand(3, 40)
+    segments = {"segments": two} if getattr(config, "segments", 1) > 1 else {}
     with torch.no_grad():
-        expected = theirs(tokens, token_type_ids=segments)
-        found = ours(tokens, segments=segments)
+        expected = theirs(tokens, **({"token_type_ids": two} if segments else {}))
+        found = ours(tokens, **segments)
     assert found.std() > 0.1, "differences would not show"
     torch.testing.assert_close(found, logits_of(expected), rtol=1e-5, atol=1e-5)
 

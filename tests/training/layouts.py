@@ -42,6 +42,14 @@ def some_targets(config: Any, step: int) -> Batch:
     return tokens, batch
 
 
+def packed_masked(config: Any, step: int) -> Batch:
+    """Packed documents, with targets at few positions."""
+    tokens, batch = some_targets(config, step)
+    generator = torch.Generator().manual_seed(100 + step)
+    documents = (torch.rand(tokens.shape, generator=generator) < 0.15).int().cumsum(1, dtype=torch.int32)
+    return tokens, {**batch, "documents": torch.where(batch["documents"] < 0, -1, documents)}
+
+
 def diffusion(config: Any, step: int) -> Batch:
     """Padding, and another masking rate in each sequence, whose inverse is the weight of its positions."""
     tokens, batch = some_targets(config, step)
@@ -109,6 +117,14 @@ QWEN3_NEXT = (
 MODELS = {
     "gpt": Model(("model=gpt-tiny", "model.ffn_hidden=48", *DECODER), packed),
     "llama": Model(("model=llama-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
+    # Norms and biases that SmolLM3 has not: no stock class computes this.
+    "llama-nope": Model(
+        (
+            *("model=qwen3-tiny", "model.kv_heads=4", "model.head_width=8", "model.no_rope_layer_interval=2", "model.ffn_hidden=48"),
+            *DECODER,
+        ),
+        packed,
+    ),
     "bloom": Model(("model=bloom-tiny", *DECODER), packed),
     "mistral": Model(("model=mistral-tiny", "model.kv_heads=2", "model.window=11", "model.ffn_hidden=48", *DECODER), packed),
     # The derivative of xIELU jumps at -1e-6: with seed 0, rounding decides on which side an input is.
@@ -137,6 +153,18 @@ MODELS = {
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     "bert-diffusion": Model(
         ("model=bert-tiny", "model.next_sentence=false", "training.objective=masked_diffusion", *FOUR), diffusion, compared=("moments",)
+    ),
+    # Windows on both sides, within packed documents, and two rotary bases.
+    "modernbert": Model(
+        (
+            *("model=modernbert-tiny", "model.local_attention=6", "model.rope_local_theta=100", "training.document_mask=true"),
+            *("model.global_attn_every_n_layers=2", *FOUR),
+        ),
+        packed_masked,
+        compared=("moments",),
+    ),
+    "modernbert-diffusion": Model(
+        ("model=modernbert-tiny", "model.local_attention=6", "training.objective=masked_diffusion", *FOUR), diffusion, compared=("moments",)
     ),
     # Best-fit packing pads; padding is not a target of a causal model either.
     "llama-padded": Model(("model=llama-tiny", "data.packing=best_fit", Z_LOSS, *FOUR), some_targets, compared=("moments",)),
@@ -240,6 +268,7 @@ LAYOUTS = {
         "zero_stage=3 zero_group=2",
         "context=2 context_kind=ring zero_stage=3 zero_group=2",
     ],
+    "llama-nope": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
     "bloom": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
     "mistral": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
     # Weights that are used on each rank's own heads or hidden units.
@@ -265,6 +294,13 @@ LAYOUTS = {
     ],
     "roberta": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=3"],
     "bert-diffusion": ["zero_stage=1 tensor=2 pipeline=2"],
+    "modernbert": [
+        "zero_stage=1 tensor=2 pipeline=2",
+        "zero_stage=3",
+        "zero_stage=2 tensor=2 sequence_parallel=false",
+        "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",
+    ],
+    "modernbert-diffusion": ["zero_stage=2 tensor=2 pipeline=2"],
     "llama-padded": [
         "zero_stage=1 tensor=2 pipeline=2",
         "zero_stage=2 tensor=2 context=2",
@@ -356,7 +392,7 @@ LAYOUTS = {
 
 #: Models other than decoders with dense layers -> what their training does differently.
 KINDS = {
-    **dict.fromkeys(("bert", "roberta", "bert-diffusion"), "masked"),
+    **dict.fromkeys(("bert", "roberta", "bert-diffusion", "modernbert", "modernbert-diffusion"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
     **dict.fromkeys(

@@ -21,7 +21,13 @@ def lines(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("model, kind", [("bert-tiny", "bert"), pytest.param("roberta-tiny", "roberta", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "model, kind",
+    [
+        ("bert-tiny", "bert"),
+        *(pytest.param(f"{name}-tiny", "roberta", marks=pytest.mark.long) for name in ("roberta", "modernbert")),
+    ],
+)
 @pytest.mark.slow
 def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     paths = (f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"data.shards={shards}")
@@ -68,7 +74,7 @@ def pseudo_perplexity(export, config, count):
     stock = getattr(transformers, architecture).from_pretrained(export).eval()
     total, number = 0.0, 0
     for row, sequence in enumerate(tokens):
-        inputs = {} if config.model.family == "roberta" else {"token_type_ids": torch.tensor(arrays["segments"][row : row + 1]).long()}
+        inputs = {} if config.model.family != "bert" else {"token_type_ids": torch.tensor(arrays["segments"][row : row + 1]).long()}
         if "documents" in arrays:
             inputs["attention_mask"] = torch.tensor(arrays["documents"][row : row + 1] >= 0).long()
         for position, token in enumerate(sequence.tolist()):

@@ -211,6 +211,7 @@ FAMILIES: dict[str, Model] = {
     ),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
+    "modernbert": _model("modernbert-tiny", "model.local_attention=6"),
     "t5": _model("t5-tiny", "model.gated=true"),
     "transformer": _model("transformer-tiny", SMOOTH, LOWER_STD, "data.pairs.train=[none.tsv]"),
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),

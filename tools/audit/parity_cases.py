@@ -307,6 +307,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "last": {**NEXT, "layers": 3, "full_attention_interval": 3, "linear_value_heads": 6, "experts": 4, "top_k": 2},
     },
+    "modernbert": {
+        "windows": {"layers": 4, "local_attention": 8, "rope_local_theta": 100.0},
+        "every second": {"layers": 3, "local_attention": 7, "global_attn_every_n_layers": 2, "tie_embeddings": False},
+        "global": {"global_attn_every_n_layers": 1, "rope_theta": 1000.0, "norm_eps": 1e-3},
+    },
     "roberta": {
         "tied": {},
         "untied": {"tie_embeddings": False},

@@ -87,7 +87,7 @@ def _masked_diffusion(config: RunConfig) -> Iterator[Violation]:
     key, name = "training.objective", config.training.objective
     if config.model.objective != "masked":
         rule = f"requires attention to both sides; model.family={config.model.family} has the objective {config.model.objective}"
-        yield Violation(key, name, rule, "choose a BERT or RoBERTa")
+        yield Violation(key, name, rule, "choose a BERT, RoBERTa or ModernBERT")
         return
     if config.stage.name == "finetune":
         rule, fix = "is not supported by stage=finetune", "use stage=pretrain with checkpoint.initialize_from"
@@ -171,6 +171,9 @@ def _classification(config: RunConfig) -> Iterator[Violation]:
     labels: list[str] = getattr(config.model, "labels", [])
     if config.model.objective not in ("masked", "classification"):
         rule = f"classifies with a bidirectional encoder; model.family={config.model.family} is none"
+        yield Violation("training.objective", "classification", rule, "choose a BERT or RoBERTa")
+    elif not hasattr(config.model, "labels"):
+        rule = f"is not supported with model.family={config.model.family}"
         yield Violation("training.objective", "classification", rule, "choose a BERT or RoBERTa")
     elif config.stage.name not in ("finetune", "evaluate"):
         rule = f"is not supported by stage={config.stage.name}"

@@ -136,7 +136,9 @@ def _pseudo_perplexity(config: RunConfig, stage: Evaluate) -> Iterator[Violation
     """Only masked language models have one."""
     if stage.pseudo_perplexity and config.objective != "masked":
         rule = f"is not defined for family {config.model.family} with the objective {config.objective}"
-        yield Violation("stage.pseudo_perplexity", True, rule, "set it to false, or choose a masked language model: BERT or RoBERTa")
+        yield Violation(
+            "stage.pseudo_perplexity", True, rule, "set it to false, or choose a masked language model: BERT, RoBERTa or ModernBERT"
+        )
 
 
 def _replicas(config: RunConfig, world_size: int) -> Iterator[Violation]:

@@ -19,6 +19,10 @@ class LlamaConfig(MupConfig, RotaryDecoderConfig):
     attention_bias: bool = knob(False, "biases in all attention projections")
     qkv_bias: bool = knob(False, "biases in the projections of queries, keys and values only (Qwen 2 and 2.5)")
 
+    no_rope_layer_interval: int | None = knob(
+        None, "the last of each of so many layers has no rotary position embeddings (NoPE); null for none", at_least=1
+    )
+
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
         violations = [*super().violations(), *mup_violations(self)]

@@ -99,7 +99,7 @@ MAPPING = HuggingFaceMapping(
         "tie_word_embeddings": False,
     },
     nested=(ROPE, HEAD_DIM),
-    implied={"query_key_norm": False, "qkv_bias": False},
+    implied={"query_key_norm": False, "qkv_bias": False, "no_rope_layer_interval": None},
     table=_table,
 )
 QWEN3 = replace(
@@ -117,7 +117,7 @@ QWEN3 = replace(
     # head_dim is 128 if the key is missing
     nested=(ROPE, replace(HEAD_DIM, read=lambda content: _read_head_dim({"head_dim": 128, **content})), FULL_ATTENTION),
     ignored_keys=("sliding_window", "max_window_layers"),  # off, since use_sliding_window is false
-    implied={"query_key_norm": True, "qkv_bias": False},
+    implied={"query_key_norm": True, "qkv_bias": False, "no_rope_layer_interval": None},
 )
 #: Qwen 2 and 2.5; without a key head_dim, it is hidden / heads
 QWEN2 = replace(
@@ -127,6 +127,6 @@ QWEN2 = replace(
     fields={key: field for key, field in MAPPING.fields.items() if key != "attention_bias"},
     defaults={key: default for key, default in QWEN3.defaults.items() if key != "attention_bias"},
     nested=(ROPE, HEAD_DIM, FULL_ATTENTION),
-    implied={"query_key_norm": False, "qkv_bias": True, "attention_bias": False},
+    implied={"query_key_norm": False, "qkv_bias": True, "attention_bias": False, "no_rope_layer_interval": None},
 )
 MAPPINGS = (MAPPING, QWEN2, QWEN3)

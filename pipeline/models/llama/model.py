@@ -18,13 +18,16 @@ from pipeline.models.family import Family
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.llama.huggingface import MAPPINGS
 from pipeline.models.llama.tensor_parallel import TENSOR_PARALLEL
+from pipeline.models.shared_sizes import is_marked
+from pipeline.models.smollm3.huggingface import EXPORT as SMOLLM3
 
 
 def build(config: LlamaConfig) -> Stack:
     """Build the full model with uninitialized weights on torch's default device."""
     head_norm = partial(nn.RMSNorm, config.head_dim, eps=config.norm_eps) if config.query_key_norm else None
 
-    def block() -> Block:
+    def block(layer: int) -> Block:
+        interval = config.no_rope_layer_interval
         return Block(
             attention_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
             attention=Attention(
@@ -34,6 +37,7 @@ def build(config: LlamaConfig) -> Stack:
                 config.head_dim,
                 bias=config.attention_bias or config.qkv_bias,
                 output_bias=config.attention_bias,
+                rope="none" if interval is not None and is_marked(layer, interval) else "global",
                 head_norm=head_norm,
             ),
             mlp_norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
@@ -42,7 +46,7 @@ def build(config: LlamaConfig) -> Stack:
 
     return Stack(
         embed=Embedding(config.vocab_size, config.hidden),
-        blocks=[block() for _ in range(config.layers)],
+        blocks=[block(layer) for layer in range(config.layers)],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=OutputHead(config.vocab_size, config.hidden),
         rotary=Rotary(config.head_dim, config.max_positions, config.rope_theta, RopeScaling(**rope.scaling(config))),
@@ -57,5 +61,5 @@ LLAMA = Family(
     initial_std=mup.initial(scaled_residual),
     rate=mup.rate,
     tensor_parallel=TENSOR_PARALLEL,
-    huggingface=MAPPINGS,
+    huggingface=(*MAPPINGS, SMOLLM3),
 )

@@ -56,3 +56,5 @@ MAPPING = replace(
     implied={},
     table=llama.TABLE,
 )
+#: Export of a llama with layers without positions and without biases and norms of queries and keys.
+EXPORT = replace(MAPPING, implied={"query_key_norm": False, "qkv_bias": False, "attention_bias": False}, export_only=True)
