@@ -224,11 +224,10 @@ def test_the_planned_state_has_one_moment_of_a_matrix():
     ("settings", "message"),
     [
         (("parallel.offload=optimizer",), "parallel.offload=optimizer: requires an optimizer that the CPU steps"),
-        (("parallel.zero_group=2",), "parallel.zero_group=2: is not supported with optimizer.name=muon"),
         (("lora.rank=4",), "lora.rank=4: is not supported with optimizer.name=muon"),
         (("model=deepseek-tiny", PER_HEAD), "optimizer.muon_per_head=True: is not supported for model.family=deepseek_v3"),
         (("optimizer=adamw", "optimizer.muon_steps=3"), "optimizer.muon_steps=3: has no effect with optimizer.name=adamw"),
-        (("optimizer.muon_steps=3", PER_HEAD), None),
+        (("optimizer.muon_steps=3", PER_HEAD, "parallel.zero_group=2"), None),
     ],
 )
 def test_what_is_refused(settings, message):
