@@ -9,7 +9,7 @@ the result goes to all of them, so that copies stay equal in every bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from torch.distributed import ProcessGroup
 
 from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices
 from pipeline.training.matrix_rule import MatrixRule
+
+#: Most elements of the matrices that are orthogonalized at once, unless a single one has more: bounds the memory.
+AT_ONCE = 1 << 26
 
 
 class MatrixHomes:
@@ -45,16 +48,15 @@ class MatrixHomes:
             groups.setdefault(space.group, []).append(space)
         self._groups = [_Group(own, rule, group, tensor, adjust) for group, own in groups.items()]
 
-    def updates(self, inputs: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Return the updates of the master weights, flat and fp32, with the factors of their matrices. Collective.
+    def updates(self, inputs: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield every master weight with its update, flat and fp32, with the factors of its matrices. Collective.
 
         Args:
-            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized.
+            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized. Emptied, so
+                that the memory of what has been sent is free.
         """
-        found: dict[Tensor, Tensor] = {}
         for group in self._groups:
-            found |= group.updates(inputs, self._orthogonalize)
-        return found
+            yield from group.updates(inputs, self._orthogonalize)
 
 
 class _Group:
@@ -85,13 +87,23 @@ class _Group:
             if home == rank:
                 self._by_column[self._column if column == -1 else column].append(matrix)
 
-    def updates(self, inputs: Mapping[Tensor, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[Tensor, Tensor]:
+    def updates(self, inputs: dict[Tensor, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """See MatrixHomes."""
-        flat = [inputs[space.master].reshape(-1) for space in self._spaces]
-        self._empty = flat[0].new_empty(0)
-        slices = self._to_homes(flat)
-        results = _by_shape(self._whole(slices), orthogonalize)
-        return self._from_homes(self._slices_of(results))
+        self._empty = inputs[self._spaces[0].master].new_empty(0)
+        # No name holds what is passed on: each step frees the tensors of the one before.
+        slices = self._whole(self._to_homes([inputs.pop(space.master).reshape(-1) for space in self._spaces]))
+        parts = self._from_homes(self._slices_of(by_shape(slices, orthogonalize)))
+        rank = self._group.rank()
+        held: list[list[tuple[LocalMatrix, Tensor]]] = [[] for _ in self._spaces]
+        for there, values in zip(self._by_rank, parts, strict=True):
+            for m, part in zip(there, values, strict=True):
+                held[m.space].append((m, part))
+        for space, own in zip(self._spaces, held, strict=True):
+            update = torch.zeros(space.master.numel(), dtype=torch.float32, device=space.master.device)
+            for m, part in own:
+                start, stop = space.held(rank, m)
+                torch.mul(part.float(), m.factor, out=update[start:stop])
+            yield space.master, update
 
     def _to_homes(self, flat: list[Tensor]) -> dict[LocalMatrix, Tensor]:
         """Return the slices of the matrices whose home is this rank of the group."""
@@ -104,19 +116,13 @@ class _Group:
         whole |= {m: torch.cat([of_rank[index] for of_rank in parts]) for index, m in enumerate(divided)}
         return {m: values.view(m.rows, m.columns) for m, values in whole.items()}
 
-    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[Tensor, Tensor]:
-        """Return the updates of the master weights from the slices whose home is this rank of the group."""
+    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> list[list[Tensor]]:
+        """Return what this rank holds of the updates of the matrices of each rank, from the slices whose home is this rank of the group."""
         mine, rank = self._by_rank[self._group.rank()], self._group.rank()
         # What is not divided goes to every rank as a whole.
         sent = [[self._of(slices[m], m, other) for m in mine] for other in range(self._group.size())]
         sizes = [[self._size(m, rank) for m in there] for there in self._by_rank]
-        parts = _exchange(sent, sizes, self._group, self._empty)
-        found = [torch.zeros(space.master.numel(), dtype=torch.float32, device=space.master.device) for space in self._spaces]
-        for there, values in zip(self._by_rank, parts, strict=True):
-            for m, part in zip(there, values, strict=True):
-                start, stop = self._spaces[m.space].held(rank, m)
-                torch.mul(part.float(), m.factor, out=found[m.space][start:stop])
-        return {space.master: update for space, update in zip(self._spaces, found, strict=True)}
+        return _exchange(sent, sizes, self._group, self._empty)
 
     def _whole(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[LocalMatrix, Tensor]:
         """Return the matrices that this rank computes."""
@@ -188,12 +194,20 @@ def _exchange(sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], 
     return [list(part.split(list(each))) for part, each in zip(result.split(received), sizes, strict=True)]
 
 
-def _by_shape(matrices: Mapping[LocalMatrix, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[LocalMatrix, Tensor]:
-    """Orthogonalize matrices, those of one shape at once."""
+def by_shape(matrices: dict[LocalMatrix, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[LocalMatrix, Tensor]:
+    """Orthogonalize matrices, some of one shape at once. `matrices` is emptied, so that the memory of those that are done is free."""
     shapes: dict[tuple[int, int], list[LocalMatrix]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.full, []).append(matrix)
     found: dict[LocalMatrix, Tensor] = {}
-    for group in shapes.values():
-        found |= dict(zip(group, orthogonalize(torch.stack([matrices[m] for m in group])), strict=True))
+    for (rows, columns), group in shapes.items():
+        most = at_once(rows, columns)
+        for first in range(0, len(group), most):
+            part = group[first : first + most]
+            found |= dict(zip(part, orthogonalize(torch.stack([matrices.pop(m) for m in part])), strict=True))
     return found
+
+
+def at_once(rows: int, columns: int) -> int:
+    """Return how many matrices of a shape are orthogonalized at once at most."""
+    return max(AT_ONCE // (rows * columns), 1)

@@ -7,7 +7,7 @@ updated by AdamW. training/matrix_rule.py says which are which.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,6 @@ from pipeline.training.matrix_rule import MatrixRule
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 #: Smallest norm by which a matrix is divided, as in torch.optim.Muon.
 EPS = 1e-7
-#: Most elements of the matrices that are orthogonalized at once, unless a single one has more: bounds the memory.
-_AT_ONCE = 1 << 26
 #: Keys of the state of a matrix.
 MATRIX_STATE = ("exp_avg",)
 
@@ -46,12 +44,6 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
-
-
-def in_parts(matrices: Tensor, steps: int) -> Tensor:
-    """As newton_schulz, of few matrices at once."""
-    most = max(_AT_ONCE // matrices[0].numel(), 1)
-    return torch.cat([newton_schulz(part, steps) for part in matrices.split(most)])
 
 
 def adjustment(kind: str, rows: int, columns: int) -> float:
@@ -88,7 +80,7 @@ class Muon(EagerAdamW):
             tensor: the tensor ranks.
             dtype: in which Newton-Schulz computes.
         """
-        orthogonalize = partial(in_parts, steps=self._config.muon_steps)
+        orthogonalize = partial(newton_schulz, steps=self._config.muon_steps)
         adjust = partial(adjustment, self._config.muon_adjust_lr)
         self._homes, self._dtype = MatrixHomes(spaces, rule, tensor, orthogonalize, adjust), dtype
 
@@ -107,20 +99,19 @@ class Muon(EagerAdamW):
         if not groups:
             return
         assert self._homes is not None
-        momentum, inputs = self._config.muon_momentum, {}
-        scales_of = [Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device) for group in groups]
-        for group, scales in zip(groups, scales_of, strict=True):
+        momentum, inputs, rules = self._config.muon_momentum, {}, {}
+        for group in groups:
+            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             create_state(self, MATRIX_STATE, group["params"])
             for weight in group["params"]:
                 state, gradient = self.state[weight], scales.gradient(weight)
                 state["step"].add_(scales.applied)
                 average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
                 inputs[weight] = (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
-        updates: Mapping[Tensor, Tensor] = self._homes.updates(inputs)
-        for group, scales in zip(groups, scales_of, strict=True):
-            for weight in group["params"]:
-                update = updates[weight].view_as(weight)
-                weight.mul_(1 - scales.lr * group["weight_decay"]).sub_(update.mul_(scales.lr))
+                rules[weight] = scales.lr, group["weight_decay"]
+        for weight, update in self._homes.updates(inputs):
+            lr, decay = rules[weight]
+            weight.mul_(1 - lr * decay).sub_(update.view_as(weight).mul_(lr))
 
 
 def begin(optimizer: torch.optim.Optimizer, spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import rank_state
 from pipeline.planner.trace import trace
-from pipeline.training import muon
+from pipeline.training import matrix_homes, muon
 from pipeline.training.buckets import build_buckets
+from pipeline.training.matrix_layout import LocalMatrix, Spread
 from pipeline.training.matrix_rule import MatrixRule, lines
 from pipeline.training.muon import newton_schulz
 from tests.training.layouts import MODELS, text
@@ -132,8 +134,10 @@ def test_newton_schulz_is_that_of_pytorch():
 def test_each_matrix_of_a_batch_is_orthogonalized_by_itself(monkeypatch):
     matrices = torch.randn(5, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     alone = torch.stack([newton_schulz(matrix[None], 5)[0] for matrix in matrices])
-    monkeypatch.setattr(muon, "_AT_ONCE", 2 * 6 * 9)
-    torch.testing.assert_close(muon.in_parts(matrices, 5), alone)
+    monkeypatch.setattr(matrix_homes, "AT_ONCE", 2 * 6 * 9)
+    held = {LocalMatrix(0, n, 6, 9, (6, 9), Spread.COPIES, 1.0): matrix for n, matrix in enumerate(matrices)}
+    found = matrix_homes.by_shape(dict(held), partial(newton_schulz, steps=5))
+    torch.testing.assert_close(torch.stack([found[matrix] for matrix in held]), alone)
     torch.testing.assert_close(newton_schulz(matrices, 5), alone)
 
 
