@@ -79,6 +79,11 @@ def local_matrices(piece: Piece, rule: MatrixRule, space: int, first: int, adjus
     return [LocalMatrix(space, first + n * size, rows, columns, full, spread, adjust(*full)) for n in range(count)]
 
 
+def planned_matrices(piece: Piece, rule: MatrixRule) -> tuple[LocalMatrix, ...]:
+    """Return the matrices of a piece for a plan, in which no tensor has elements; none of a weight that Muon does not update."""
+    return tuple(local_matrices(piece, rule, 0, 0, lambda _rows, _columns: 1.0)) if rule.is_hidden(piece) else ()
+
+
 def work(matrix: LocalMatrix) -> int:
     """Return the FLOPs of an iteration of Newton-Schulz on the full matrix, up to a factor."""
     short, long = sorted(matrix.full)

@@ -43,7 +43,7 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT.contiguous() if tall else x  # a view would be copied for each rank that holds a part
 
 
 def adjustment(kind: str, rows: int, columns: int) -> float:
@@ -99,19 +99,23 @@ class Muon(EagerAdamW):
         if not groups:
             return
         assert self._homes is not None
-        momentum, inputs, rules = self._config.muon_momentum, {}, {}
+        inputs, rules = {}, {}
         for group in groups:
             scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             create_state(self, MATRIX_STATE, group["params"])
             for weight in group["params"]:
-                state, gradient = self.state[weight], scales.gradient(weight)
-                state["step"].add_(scales.applied)
-                average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
-                inputs[weight] = (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
+                inputs[weight] = self._direction(weight, scales)
                 rules[weight] = scales.lr, group["weight_decay"]
         for weight, update in self._homes.updates(inputs):
             lr, decay = rules[weight]
             weight.mul_(1 - lr * decay).sub_(update.view_as(weight).mul_(lr))
+
+    def _direction(self, weight: Tensor, scales: Scales) -> Tensor:
+        """Add the gradient of a weight to its momentum, and return what is orthogonalized."""
+        state, gradient, momentum = self.state[weight], scales.gradient(weight), self._config.muon_momentum
+        state["step"].add_(scales.applied)
+        average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
+        return (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
 
 
 def begin(optimizer: torch.optim.Optimizer, spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: str) -> None:
