@@ -74,7 +74,7 @@ def _decay_ends(config: RunConfig) -> Iterator[Violation]:
 def _muon(config: RunConfig) -> Iterator[Violation]:
     """What is not done for matrices, whose update needs all of their elements."""
     if config.lora.rank:
-        rule = "is not supported with optimizer.name=muon, which orthogonalizes updates of weights, and those of adapters are products"
+        rule = "is not supported with optimizer.name=muon: orthogonal updates of both factors of an adapter are none of the weight"
         yield Violation("lora.rank", config.lora.rank, rule, "choose optimizer.name=adamw for adapters")
     if config.optimizer.muon_per_head and hasattr(config.model, "kv_lora_rank"):
         rule = f"is not supported for model.family={config.model.family}: its projections mix the parts of a head"
