@@ -32,6 +32,7 @@ DOCUMENTS = [
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
     MAP,
+    ROOT / "tools/audit/README.md",
     ROOT / "tools/bench/README.md",
     ROOT / "tools/study/README.md",
     *sorted((ROOT / "pipeline").glob("*/README.md")),

@@ -10,8 +10,8 @@ from torch import nn
 from pipeline.certification.parts import PartReport
 from pipeline.certification.reference import build_plain
 from pipeline.config.schema import RunConfig
+from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
-from pipeline.layers.moe import Experts
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.training.trainer import Trainer
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.config.schema import OptimizerConfig, RunConfig
 from pipeline.models import mup, registry
 from pipeline.models.config import ModelConfig
+from pipeline.models.vectors import is_matrix
 
 
 class PlainOptimizer(Protocol):
@@ -60,14 +61,14 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = F
         if optimizer.name == "lion"
         else _ademamix(optimizer, optimizer.slow_warmup_steps or max(config.training.steps, 1))
     )
-    return _Elementwise(optimizer, list(masters.values()), rule)
+    return _Elementwise(optimizer, masters, rule)
 
 
 def _adamw(optimizer: OptimizerConfig, weights: dict[str, nn.Parameter], rate_of: Callable[[str], float]) -> torch.optim.AdamW:
     """AdamW, by which a weight decays by the same share whatever its learning rate."""
     members: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, weight in weights.items():
-        members.setdefault((optimizer.weight_decay if weight.dim() >= 2 else 0.0, rate_of(name)), []).append(weight)
+        members.setdefault((optimizer.weight_decay if is_matrix(name, weight.shape) else 0.0, rate_of(name)), []).append(weight)
     groups = [{"params": some, "weight_decay": decay / rate, "rate": rate} for (decay, rate), some in members.items()]
     return torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
 
@@ -79,24 +80,24 @@ Rule = Callable[[OptimizerConfig, int, dict[str, Tensor], Tensor], Tensor]
 class _Elementwise:
     """An optimizer whose rule reads the gradient and the state of a weight."""
 
-    def __init__(self, optimizer: OptimizerConfig, weights: list[nn.Parameter], rule: Rule) -> None:
-        self._optimizer, self._weights, self._rule, self._updates = optimizer, weights, rule, 0
+    def __init__(self, optimizer: OptimizerConfig, masters: dict[str, nn.Parameter], rule: Rule) -> None:
+        self._optimizer, self._masters, self._rule, self._updates = optimizer, masters, rule, 0
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
-        self.state = {w: {name: torch.zeros_like(w) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")} for w in weights}
+        self.state = {w: {name: torch.zeros_like(w) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")} for w in masters.values()}
 
     @torch.no_grad()
     def step(self) -> None:
         """See PlainOptimizer."""
         self._updates += 1
-        for weight in self._weights:
+        for name, weight in self._masters.items():
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            decay = self._optimizer.weight_decay if weight.dim() >= 2 else 0.0
+            decay = self._optimizer.weight_decay if is_matrix(name, weight.shape) else 0.0
             direction = self._rule(self._optimizer, self._updates, self.state[weight], gradient)
             weight.sub_(self.param_groups[0]["lr"] * (direction + decay * weight))
 
     def zero_grad(self) -> None:
         """See PlainOptimizer."""
-        for weight in self._weights:
+        for weight in self._masters.values():
             weight.grad = None
 
 
@@ -154,7 +155,7 @@ class _Muon:
         self._stacks: dict[nn.Parameter, int] = {}
         for name, weight in masters.items():
             hidden = name.startswith("blocks.") or (name.startswith("head.depths.") and "norm" not in name)
-            if hidden and weight.dim() >= 2 and not name.endswith(_NO_MATRICES):
+            if hidden and is_matrix(name, weight.shape) and not name.endswith(_NO_MATRICES):
                 self._stacks[weight] = weight.shape[0] if weight.dim() == 3 else heads.get(name.split(".")[-2], 1)
         self._others = _adamw(optimizer, {name: weight for name, weight in masters.items() if weight not in self._stacks}, rate_of)
         self._moments = {weight: {"exp_avg": torch.zeros_like(weight)} for weight in self._stacks}

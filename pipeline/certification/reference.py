@@ -24,9 +24,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import set_z_loss
+from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.init import initial_tensor
-from pipeline.layers.moe import Experts, moe_layers
+from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
 

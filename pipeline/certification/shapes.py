@@ -14,6 +14,7 @@ from pipeline.certification.full_size import wrong_rates, wrong_rotations
 from pipeline.certification.parts import PartReport
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
+from pipeline.models.vectors import is_matrix
 from pipeline.parallel import pieces as pieces_of_ranks
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, partition_model
@@ -83,7 +84,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
             found.failures += [
                 f"{piece.name} is {'' if bucket.decays else 'not '}decayed, with the shape {piece.full_shape}"
                 for piece in bucket.pieces.values()
-                if bucket.decays != (len(whole[piece.name].full_shape) >= 2 if piece.name in whole else bucket.decays)
+                if bucket.decays != (is_matrix(piece.name, whole[piece.name].full_shape) if piece.name in whole else bucket.decays)
             ]
             largest = max(largest, bucket.elements)
     found.failures += [f"{name} is not a weight of the model in one process" for name in sorted(held - whole.keys())]

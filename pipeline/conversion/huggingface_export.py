@@ -19,8 +19,9 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config import loss_weights
 from pipeline.conversion import safetensors_file
 from pipeline.conversion.export_files import OutputFile, Writer, Written, digest_of
-from pipeline.conversion.huggingface_import import GENERATION_CONFIG, SEPARATE
+from pipeline.conversion.huggingface_import import GENERATION_CONFIG
 from pipeline.conversion.original import Original
+from pipeline.conversion.stock_weights import SEPARATE
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate

@@ -30,11 +30,12 @@ from pipeline.conversion import (
 from pipeline.conversion.dcp_import import DcpFolder
 from pipeline.conversion.deepspeed_import import DeepSpeedFolder
 from pipeline.conversion.foreign_weights import ForeignWeights, NamedTensors, Source
-from pipeline.conversion.huggingface_import import MATCH, ImportedWeights, StockWeights
+from pipeline.conversion.huggingface_import import MATCH, ImportedWeights
 from pipeline.conversion.imported import tokenizer_folder
 from pipeline.conversion.megatron_import import MegatronDistributed, MegatronFolder
 from pipeline.conversion.named_source import open_weights
 from pipeline.conversion.neox_import import NeoxFolder
+from pipeline.conversion.stock_weights import StockWeights, weight_files
 from pipeline.conversion.universal_import import UniversalFolder
 from pipeline.models import config_json, registry
 from pipeline.models.config import ModelConfig
@@ -156,7 +157,7 @@ def _huggingface(folder: Path) -> Path | None:
 def _open_huggingface(folder: Path) -> Opened:
     described, files, *_ = collect_errors(
         lambda: _described(folder),
-        lambda: huggingface_import.weight_files(folder),
+        lambda: weight_files(folder),
         lambda: huggingface_import.read_generation_config(folder),
         lambda: huggingface_import.check_tokenizer(folder),
     )
@@ -198,6 +199,8 @@ def _from_pretrained(folder: Path, mapping: HuggingFaceMapping, stock_class: Any
         config = stock_class.config_class.from_pretrained(folder)
         if config.model_type in mapping.other_model_types:
             config.model_type = mapping.model_type  # by which transformers renames the tensors of the files
+        if isinstance(quantization := getattr(config, "quantization_config", None), dict):
+            quantization["dequantize"] = True  # its products in few bits need kernels and a GPU
         model, report = stock_class.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True)
     except Exception as error:  # whatever the class raises for a value that it does not check
         rule = f"cannot be loaded by {stock_class.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -38,7 +38,7 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
     Raises:
         UserError: the model is not a dense decoder with a Hugging Face class, has adapters, or lacks moments.
     """
-    if config.objective != "causal" or any(entry.expert is not None for entry in registry.stock_tensors(config)[0]):
+    if config.objective != "causal" or any(entry.expert is not None or entry.stacked for entry in registry.stock_tensors(config)[0]):
         rule = f"is supported for dense decoders; model.family={config.family} is another model"
         raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
     if adapter_of(weights.checkpoint) is not None:

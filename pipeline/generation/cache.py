@@ -176,7 +176,17 @@ class CachedAttention:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See Core; k and v are those of the new tokens, (1, kv_heads, tokens, width)."""
         step = self.cache.step
         assert step is not None
@@ -194,14 +204,14 @@ class CachedAttention:
             new_q, new_k, new_v = group.split(q), group.split(k), group.split(v)
             if group.fresh:
                 core = self.core if group.count > 1 else sdpa  # cuDNN has no kernel for a single key
-                output = core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), window=window, scale=scale)
+                output = core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), window=window, scale=scale, sinks=sinks)
             else:
                 if index in joined:
                     keys, values = (torch.cat(pair, dim=2) for pair in zip(joined[index], (new_k, new_v), strict=True))
                 else:
                     keys, values = self._stored(index, group.longest)
                 over = group.mask(self.limit, mask, self.cache.bias, joined=index in joined)
-                output = attend(new_q, keys, values[..., : v.shape[3]], over, window=window, scale=scale)
+                output = attend(new_q, keys, values[..., : v.shape[3]], over, window=window, scale=scale, sinks=sinks)
             outputs.append(group.join(output))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -252,14 +262,23 @@ def _resized(stored: Tensor, pages: int) -> Tensor:
     return larger
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Attention of new tokens to stored ones, as Core.
 
     With one query, the query heads that share a key head are computed as its queries: keys and values are then not repeated.
     """
-    shared = q.shape[1] // k.shape[1]
-    if shared == 1 or q.shape[2] > 1 or mask.slopes is not None or mask.bias is not None or mask.softcap is not None:
-        return sdpa(q, k, v, mask, window=window, scale=scale)
+    shared, changed = q.shape[1] // k.shape[1], mask.slopes is not None or mask.bias is not None or mask.softcap is not None
+    if shared == 1 or q.shape[2] > 1 or changed or sinks is not None:
+        return sdpa(q, k, v, mask, window=window, scale=scale, sinks=sinks)
     allowed = mask.visible(1, k.shape[2], q.device, window)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     output = F.scaled_dot_product_attention(q.unflatten(1, (-1, shared)).squeeze(3), k, v, attn_mask=allowed, scale=scale)

@@ -152,6 +152,16 @@ class TokenByToken:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See Core; q is (1, heads, tokens, width), k and v are (tokens, heads, keys, width)."""
-        return self.core(q.transpose(0, 2), k, v, mask, window=window, scale=scale).transpose(0, 2)
+        return self.core(q.transpose(0, 2), k, v, mask, window=window, scale=scale, sinks=sinks).transpose(0, 2)

@@ -29,29 +29,58 @@ class Core(Protocol):
         mask: the attention mask and score biases.
         window: as in Mask.visible.
         scale: factor of the scores, 1 / sqrt(head_dim) when None.
+        sinks: (heads,), the score of a further key of each query head, which every query attends to and whose value is zero; None for none.
 
     Returns:
         (batch, heads, queries, value_dim). Zeros for a query whose keys are all masked.
     """
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See above."""
         ...
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """PyTorch's kernels (flash, memory-efficient, cuDNN); any mask other than causal needs a (queries, keys) tensor.
 
-    None of them has a soft cap of the scores: with one, this is `plain`.
+    None of them has a soft cap of the scores, or attention sinks: with one of these, this is `plain`.
     """
-    if mask.softcap is not None:
-        return plain(q, k, v, mask, window=window, scale=scale)
+    if mask.softcap is not None or sinks is not None:
+        return plain(q, k, v, mask, window=window, scale=scale, sinks=sinks)
     dense = mask.attn_mask(q.shape[2], k.shape[2], q.device, q.dtype, window)
     causal = mask.causal and dense is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=dense, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Unfused reference implementation, which tests compare the other cores with."""
     k, v = repeat_kv(q, k, v)
     scores = mask.changed(q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[3]) if scale is None else scale))
@@ -59,10 +88,31 @@ def plain(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = N
     if allowed is None and mask.causal:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if allowed is None:
-        return scores.softmax(dim=3).to(v.dtype) @ v
+        return _softmax(scores, sinks).to(v.dtype) @ v
     # Not -inf: with all keys masked, the softmax and its gradient stay finite, and the second masked_fill zeroes them.
-    weights = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).softmax(dim=3).masked_fill(~allowed, 0.0)
+    weights = _softmax(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min), sinks).masked_fill(~allowed, 0.0)
     return weights.to(v.dtype) @ v
+
+
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax over the keys and the sink of each head, without the column of the sinks."""
+    if sinks is None:
+        return scores.softmax(dim=3)
+    column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(len(scores), -1, scores.shape[2], -1)
+    return torch.cat((scores, column), dim=3).softmax(dim=3)[..., :-1]
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return attention with sinks from attention without them.
+
+    With L' = log(exp(L) + exp(sink)), the output is exp(L - L') O = sigmoid(L - sink) O.
+
+    Args:
+        out: the output without sinks, (batch, heads, queries, value_dim).
+        lse: L, log sum exp of the scores, (batch, heads, queries); -inf for a query whose keys are all masked.
+        sinks: (heads,).
+    """
+    return (out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(3)).to(out.dtype)
 
 
 def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,9 +155,13 @@ class Attention(nn.Module):
         rope: the rotary tables of this layer.
         head_norm: factory of the norms over the head_dim of queries and keys (Qwen 3), None for none.
         width_norm: factory of the norms over all heads of the queries and of the keys together (OLMo 2), given that width; None for none.
+        sinks: each query head has an attention sink, a learned score of a further key whose value is zero (Xiao et al. 2023,
+            https://arxiv.org/abs/2309.17453; gpt-oss).
         gated: multiply the output of each head by the sigmoid of a further projection of the input, elementwise (Qiu et al. 2025,
             https://arxiv.org/abs/2505.06708; Qwen3-Next).
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -124,6 +178,7 @@ class Attention(nn.Module):
         head_norm: Callable[[], nn.Module] | None = None,
         width_norm: Callable[[int], nn.Module] | None = None,
         gated: bool = False,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         assert head_norm is None or width_norm is None, "queries and keys have one norm"
@@ -135,6 +190,7 @@ class Attention(nn.Module):
         self.value = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.gate = Linear(hidden, heads * head_dim, bias=bias) if gated else None
         self.output = Linear(heads * head_dim, hidden, bias=bias if output_bias is None else output_bias)
+        self.register_parameter("sinks", nn.Parameter(torch.empty(heads)) if sinks else None)
         self.norm_before_split = width_norm is not None
         self.query_norm = width_norm(heads * head_dim) if width_norm else head_norm() if head_norm else None
         self.key_norm = width_norm(kv_heads * head_dim) if width_norm else head_norm() if head_norm else None
@@ -167,7 +223,8 @@ class Attention(nn.Module):
         if tables is not None and memory is None:
             q, k = rotate(q, tables), rotate(k, tables)
         mask = context.mask if memory is None else context.cross
-        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale).transpose(1, 2).flatten(2)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks}
+        attn_output = self.core(q, k, v, mask, window=self.window, scale=self.scale, **sinks).transpose(1, 2).flatten(2)
         return self.output(attn_output if gate is None else attn_output * gate.sigmoid())
 
     def _norm(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,6 +66,8 @@ class Case:
         flash_3: whether FlashAttention 3 is installed, on Hopper.
         deterministic: whether PyTorch is told to use deterministic algorithms (training.deterministic).
         capped: whether the scores have a soft cap (Gemma 2), which no kernel but FlexAttention computes.
+        sinks: whether heads have attention sinks (gpt-oss), for which the logarithm of the sum of the exponentials is differentiated, too:
+            of the kernels of full attention, FlexAttention alone does that.
     """
 
     device: str
@@ -80,13 +82,14 @@ class Case:
     flash_3: bool = False
     deterministic: bool = False
     capped: bool = False
+    sinks: bool = False
 
 
 def choose(case: Case) -> Kernel:
     """Return the kernel of full attention."""
     if case.device != "cuda":
-        return "math" if case.capped else "torch"
-    if case.capped or (case.masked and not case.bias):
+        return "math" if case.capped or case.sinks else "torch"
+    if case.capped or case.sinks or (case.masked and not case.bias):
         return "flex" if case.dtype in (*_HALF, torch.float32) else "math"
     if not case.bias:
         if _flash_applies(case):
@@ -140,16 +143,25 @@ def _efficient_applies(case: Case) -> bool:
     return case.head_dim % alignment == 0 and case.value_dim % alignment == 0
 
 
-def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+def automatic(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The core (layers/attention.py) of the chosen kernel."""
-    kernel = _choose_and_log(*facts_of(q, k, v, mask, window))
+    kernel = _choose_and_log(*facts_of(q, k, v, mask, window, sinks))
     if kernel == "torch":
         return sdpa(q, k, v, mask, window=window, scale=scale)
     if kernel == "flex":
-        return flex(q, k, v, mask, window=window, scale=scale)
+        return flex(q, k, v, mask, window=window, scale=scale, sinks=sinks)
     if kernel == "math":
         with sdpa_kernel(SDPBackend.MATH):
-            return sdpa(q, k, v, mask, window=window, scale=scale)
+            return sdpa(q, k, v, mask, window=window, scale=scale, sinks=sinks)
     if kernel == "efficient":  # not in all versions with fewer key heads
         k, v = repeat_kv(q, k, v)
     padded_v = pad_values(q, v) if kernel in ("flash_2", "flash_3") else v
@@ -158,7 +170,9 @@ def automatic(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None
         return sdpa(q, k, padded_v, mask, window=window, scale=scale)[..., : v.shape[3]]
 
 
-def prepare(core: Any, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:
+def prepare(
+    core: Any, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device, *, sinks: bool = False
+) -> None:
     """Compute what a core derives from a mask, once and outside of the blocks, which would all compute it if compiled.
 
     Args:
@@ -168,14 +182,15 @@ def prepare(core: Any, mask: Mask, window: int | None, shape: tuple[int, int, in
         window: of the layer.
         shape: (batch, queries, keys) on this rank; None where the caller does not know it, and each block computes its mask.
         device: of queries and keys.
+        sinks: whether the layer has attention sinks.
     """
     if (own := getattr(core, "prepare", None)) is not None:
-        own(mask, window, shape, device)
+        own(mask, window, shape, device, sinks=sinks)
     if shape is None or core not in (automatic, flex, sdpa, plain):
         return
     _, queries, keys = shape
     if core is flex or (core is automatic and device.type == "cuda" and mask.bias is None):
-        if core is flex or mask.slopes is not None or mask.softcap is not None or mask.has_rules(keys, window):
+        if core is flex or sinks or mask.slopes is not None or mask.softcap is not None or mask.has_rules(keys, window):
             block_mask(mask, shape, device, window)
     else:
         mask.visible(queries, keys, device, window)
@@ -186,13 +201,7 @@ def pad_values(q: Tensor, v: Tensor) -> Tensor:
     return F.pad(v, (0, q.shape[3] - v.shape[3])) if v.shape[3] < q.shape[3] else v
 
 
-def meta_core(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:  # noqa: ARG001 - a core
-    """An attention core for the meta device: one operation, as every fused kernel, without the restrictions of a GPU."""
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, pad_values(q, v), 0.0, mask.causal, False, scale=scale)[0]
-    return out[..., : v.shape[3]]
-
-
-def facts_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) -> tuple[Any, ...]:
+def facts_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None, sinks: Tensor | None = None) -> tuple[Any, ...]:
     """Return the arguments of `case` for the arguments of a core: only constants, also while torch.compile traces."""
     masked, aligned = mask.slopes is not None, True
     # Branches, since torch.compile turns a branch on a symbolic length into a constant, but not the comparison itself.
@@ -200,7 +209,7 @@ def facts_of(q: Tensor, k: Tensor, v: Tensor, mask: Mask, window: int | None) ->
         masked = True
     if mask.causal and q.shape[2] != k.shape[2]:
         aligned = False
-    flags = masked, mask.bias is not None, aligned, torch.is_grad_enabled(), mask.softcap is not None
+    flags = masked, mask.bias is not None, aligned, torch.is_grad_enabled(), mask.softcap is not None, sinks is not None
     return q.device.type, q.device.index or 0, q.dtype, q.shape[3], v.shape[3], *flags
 
 
@@ -215,13 +224,14 @@ def case(
     aligned: bool,
     grad: bool,
     capped: bool = False,
+    sinks: bool = False,
 ) -> Case:
     """Add what is known of the device."""
     cuda = device == "cuda"
     capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
     flash_3 = capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic, capped)
+    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic, capped, sinks)
 
 
 @cache
@@ -253,7 +263,7 @@ def _choose_and_log(*facts: Any) -> Kernel:
     kernel = choose(given)
     if given not in _LOGGED:
         _LOGGED.add(given)
-        rules = [name for name in ("masked", "bias", "capped") if getattr(given, name)]
+        rules = [name for name in ("masked", "bias", "capped", "sinks") if getattr(given, name)]
         widths = f"{given.head_dim}" if given.head_dim == given.value_dim else f"{given.head_dim}/{given.value_dim}"
         described = ", ".join([str(given.dtype).removeprefix("torch."), f"head width {widths}", *rules])
         cost = "; no fused kernel applies, so the (queries, keys) scores are allocated" if kernel == "math" else ""

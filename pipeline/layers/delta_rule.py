@@ -6,9 +6,15 @@ Each head has a state S, a matrix (key_dim, value_dim) that maps keys to values.
 
 Within a chunk, all corrections are the solution of one triangular system, and only the states between the chunks are computed one after
 the other. `u` and `w` below are the paper's: the corrections are u - w S with the state S before the chunk.
+
+Any part of a sequence thus maps the state S before it to T S + Z, with a transition T (key_dim, key_dim) and the state Z that follows from
+a state of zeros. The state before a part is that of the composed maps of the parts before it, which may be computed at the same time.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -47,8 +53,80 @@ def chunked_delta_rule(
     Returns:
         The outputs (batch, heads, sequence, value_dim), and the state after the last token.
     """
-    length = q.shape[2]
-    chunk = min(chunk, length)
+    solved = _solve(q, k, v, log_decay, beta, segments, None, chunk)
+    state = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]) if state is None else state
+    outputs = []
+    for u, w, scores, q_before, k_to_end, across in _each(*solved):
+        corrections = u - w @ state
+        outputs.append(q_before @ state + scores @ corrections)
+        state = state * across + k_to_end @ corrections
+    return torch.cat(outputs, dim=2)[:, :, : q.shape[2]], state
+
+
+@uncompiled  # as above
+def delta_rule_of_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state_before: Callable[[Tensor, Tensor], Tensor],
+    *,
+    segments: Tensor | None = None,
+    segment_before: Tensor | None = None,
+    chunk: int = CHUNK,
+) -> Tensor:
+    """Apply the gated delta rule to a part of a sequence, whose state follows from the maps of the parts before it.
+
+    Args:
+        q, k, v, log_decay, beta, segments, chunk: as in chunked_delta_rule.
+        state_before: returns the state before the part, (batch, heads, key_dim, value_dim), from the part's own map: the transition
+            (batch, heads, key_dim, key_dim), and the state (batch, heads, key_dim, value_dim) after a part that begins with zeros.
+        segment_before: int (batch,), the segment of the token before the part; that of the first token when None.
+
+    Returns:
+        The outputs, (batch, heads, sequence, value_dim).
+    """
+    solved = _solve(q, k, v, log_decay, beta, segments, segment_before, chunk)
+    batch, heads, _, _, value_dim = solved.u.shape
+    key_dim = k.shape[3]
+    one = torch.eye(key_dim, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
+    # The transition and the state from zeros, side by side: a transition is the state of a part without values that begins with one.
+    both, before = torch.cat([one, v.new_zeros(batch, heads, key_dim, value_dim)], dim=3), []
+    for u, w, k_to_end, across in _each(F.pad(solved.u, (key_dim, 0)), solved.w, solved.k_to_end, solved.across):
+        before.append(both)
+        both = both * across + k_to_end @ (u - w @ both)
+    transitions, states = torch.stack(before, dim=2).split([key_dim, value_dim], dim=4)
+    state = states + transitions @ state_before(*both.split([key_dim, value_dim], dim=3)).unsqueeze(2)
+    outputs = solved.q_before @ state + solved.scores @ (solved.u - solved.w @ state)
+    return outputs.flatten(2, 3)[:, :, : q.shape[2]]
+
+
+class _Solved(NamedTuple):
+    """What the chunks compute without a state, (batch, heads, chunks, ...).
+
+    Attributes:
+        u: (..., chunk, value_dim), the corrections without a state.
+        w: (..., chunk, key_dim), what a state takes off them.
+        scores: (..., chunk, chunk), between queries and keys.
+        q_before: (..., chunk, key_dim), the queries that read the state.
+        k_to_end: (..., key_dim, chunk), the keys that change it.
+        across: (..., 1, 1), the decay of the state.
+    """
+
+    u: Tensor
+    w: Tensor
+    scores: Tensor
+    q_before: Tensor
+    k_to_end: Tensor
+    across: Tensor
+
+
+def _solve(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, segments: Tensor | None, segment_before: Tensor | None, chunk: int
+) -> _Solved:
+    """Solve the systems of all chunks; arguments as in delta_rule_of_part."""
+    chunk = min(chunk, q.shape[2])
     q, k, v = (_chunks(x, chunk) for x in (q, k, v))
     log_decay, beta = (_chunks(x, chunk) for x in (log_decay, beta))
     total = log_decay.cumsum(dim=3)  # log of the decay from the start of the chunk
@@ -57,26 +135,26 @@ def chunked_delta_rule(
     across = before[..., -1]
     if segments is not None:
         parts = _segment_chunks(segments, chunk)
-        first = torch.cat([parts[:, :, :1, 0], parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
+        earliest = parts[:, :, :1, 0] if segment_before is None else segment_before[:, None, None]
+        first = torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
         later = later | (parts.unsqueeze(4) != parts.unsqueeze(3))
         before = before * (parts == first.unsqueeze(3))
         to_end = to_end * (parts == parts[..., -1:])
         across = across * (parts[..., -1] == first)
-    # The exponents of other pairs may be positive and large.
-    between = (total.unsqueeze(4) - total.unsqueeze(3)).masked_fill(later, -torch.inf).exp()
+    # The exponents of other pairs may be positive and large. A token and itself have a constant exponent: two gradients that cancel would
+    # round by more than those of strong decays are.
+    between = (total.unsqueeze(4) - total.unsqueeze(3)).tril(-1).masked_fill(later, -torch.inf).exp()
     k_beta = k * beta.unsqueeze(4)
     system = k_beta @ k.transpose(3, 4) * between
     right = torch.cat([v * beta.unsqueeze(4), k_beta * before.unsqueeze(4)], dim=4)
     u, w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([v.shape[4], k.shape[4]], dim=4)
     scores = q @ k.transpose(3, 4) * between
-    q_before, k_to_end = q * before.unsqueeze(4), (k * to_end.unsqueeze(4)).transpose(3, 4)
-    state = v.new_zeros(*v.shape[:2], k.shape[4], v.shape[4]) if state is None else state
-    outputs = []
-    for index in range(q.shape[2]):
-        corrections = u[:, :, index] - w[:, :, index] @ state
-        outputs.append(q_before[:, :, index] @ state + scores[:, :, index] @ corrections)
-        state = state * across[:, :, index, None, None] + k_to_end[:, :, index] @ corrections
-    return torch.cat(outputs, dim=2)[:, :, :length], state
+    return _Solved(u, w, scores, q * before.unsqueeze(4), (k * to_end.unsqueeze(4)).transpose(3, 4), across[..., None, None])
+
+
+def _each(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Iterate over the chunks. The gradients of views that are taken at once are stacked; each select would have one of the full size."""
+    return zip(*(tensor.unbind(2) for tensor in tensors), strict=True)
 
 
 def _chunks(x: Tensor, chunk: int) -> Tensor:

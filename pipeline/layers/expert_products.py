@@ -50,6 +50,22 @@ def batched_mm(x: Tensor, weights: Tensor) -> Tensor:
     return F.grouped_mm(x, weights.transpose(1, 2)) if has_grouped_kernel(x) else torch.bmm(x, weights.transpose(1, 2))
 
 
+def rows_of(biases: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """Return the bias of the expert of each row.
+
+    Args:
+        biases: (experts, output).
+        counts: int64 (experts,), number of rows of each; the rows are sorted by expert.
+        rows: their number, with rows of no expert at the end: zeros, whose gradients, which may be NaN, are left out.
+
+    Returns:
+        (rows, output).
+    """
+    expert = torch.bucketize(torch.arange(rows, device=counts.device), counts.cumsum(0), right=True)
+    # The gradient of a lookup is summed in fp32 on GPUs, and in the same order every time.
+    return F.embedding(expert, F.pad(biases, (0, 0, 0, 1)))
+
+
 def sorted_mm(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
     """`grouped_mm` where there is a kernel, else `loop_mm`."""
     return (grouped_mm if has_grouped_kernel(x) else loop_mm)(x, weights, counts)

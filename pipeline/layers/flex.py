@@ -12,16 +12,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.layers.attention import with_sinks
 from pipeline.layers.mask import Mask, capped
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+def flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See Core (layers/attention.py)."""
     positions = mask.token_positions(q.shape[2], k.shape[2], q.device)
     blocks = block_mask(mask, (q.shape[0], q.shape[2], k.shape[2]), q.device, window)
     options: dict[str, Any] = {"scale": scale, "enable_gqa": q.shape[1] != k.shape[1]}
     attention, _ = _functions(q.is_cuda)
-    return attention(q, k, v, score_mod=_score_mod(mask, positions), block_mask=blocks, **options)
+    if sinks is None:
+        return attention(q, k, v, score_mod=_score_mod(mask, positions), block_mask=blocks, **options)
+    out, lse = attention(q, k, v, score_mod=_score_mod(mask, positions), block_mask=blocks, return_lse=True, **options)
+    return with_sinks(out, lse, sinks)
 
 
 @cache

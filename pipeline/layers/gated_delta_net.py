@@ -66,7 +66,7 @@ class GatedDeltaNet(nn.Module):
         eps: added to the mean square in the norm of the output.
 
     Attributes:
-        mix: mixes the tokens; generation replaces it by one that keeps the state.
+        mix: mixes the tokens; generation replaces it by one that keeps the state, context parallelism by one that exchanges it.
     """
 
     def __init__(
@@ -119,6 +119,24 @@ class GatedDeltaNet(nn.Module):
         """
         past = qkv.new_zeros(len(qkv), self.kernel - 1, qkv.shape[2]) if state is None else state.inputs
         inputs = torch.cat([past, qkv], dim=1)
+        # Tokens before the sequence are of no segment.
+        convolved = None if segments is None else F.pad(segments + 1, (self.kernel - 1, 0))
+        outputs, memory = chunked_delta_rule(
+            *self.heads(inputs, log_decay, beta, convolved), segments=segments, state=None if state is None else state.memory
+        )
+        # A copy: a view would keep the inputs of all tokens.
+        return outputs.transpose(1, 2).to(qkv.dtype), RecurrentState(inputs[:, inputs.shape[1] - self.kernel + 1 :].clone(), memory)
+
+    def heads(
+        self, inputs: Tensor, log_decay: Tensor, beta: Tensor, segments: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Convolve, and return the first arguments of chunked_delta_rule.
+
+        Args:
+            inputs: (batch, kernel - 1 + sequence, channels), qkv as in Mixing after the tokens before it.
+            log_decay, beta: as in Mixing.
+            segments: of the inputs, as in causal_convolution.
+        """
         mixed = F.silu(causal_convolution(inputs, torch.cat([self.query_conv, self.key_conv, self.value_conv]), segments))
         q, k, v = mixed.to(log_decay.dtype).split([len(self.query_conv), len(self.key_conv), len(self.value_conv)], dim=2)
         heads = beta.shape[2] // (q.shape[2] // self.key_dim)
@@ -127,17 +145,8 @@ class GatedDeltaNet(nn.Module):
             return x.unflatten(2, (-1, width)).transpose(1, 2)
 
         q, k = (_unit(split(x, self.key_dim)).repeat_interleave(heads, dim=1) for x in (q, k))
-        outputs, memory = chunked_delta_rule(
-            q * self.key_dim**-0.5,
-            k,
-            split(v, self.value_dim),
-            log_decay.transpose(1, 2),
-            beta.to(log_decay.dtype).transpose(1, 2),
-            segments=segments,
-            state=None if state is None else state.memory,
-        )
-        # A copy: a view would keep the inputs of all tokens.
-        return outputs.transpose(1, 2).to(qkv.dtype), RecurrentState(inputs[:, inputs.shape[1] - self.kernel + 1 :].clone(), memory)
+        values, betas = split(v, self.value_dim), beta.to(log_decay.dtype).transpose(1, 2)
+        return q * self.key_dim**-0.5, k, values, log_decay.transpose(1, 2), betas
 
 
 def mix(layer: GatedDeltaNet, qkv: Tensor, log_decay: Tensor, beta: Tensor, mask: Mask) -> Tensor:
@@ -153,8 +162,13 @@ def segments_of(mask: Mask) -> Tensor | None:
     documents = mask.documents
     if documents is None:
         return None
-    segments: Tensor = mask.cached("segments", lambda: F.pad((documents.diff(dim=1) != 0).cumsum(dim=1), (1, 0)))
+    segments: Tensor = mask.cached("segments", lambda: number_segments(documents))
     return segments
+
+
+def number_segments(documents: Tensor) -> Tensor:
+    """Number the documents of a row in their order, int64 (batch, tokens): a document ends where the next token has another number."""
+    return F.pad((documents.diff(dim=1) != 0).cumsum(dim=1), (1, 0))
 
 
 def causal_convolution(inputs: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
@@ -163,7 +177,7 @@ def causal_convolution(inputs: Tensor, weight: Tensor, segments: Tensor | None) 
     Args:
         inputs: (batch, kernel - 1 + sequence, channels), with the tokens before the sequence.
         weight: (channels, 1, kernel).
-        segments: int (batch, sequence): a token reads those of its own segment only. None for all.
+        segments: int (batch, kernel - 1 + sequence): a token reads those of its own segment only. None for all.
 
     Returns:
         (batch, sequence, channels).
@@ -171,11 +185,10 @@ def causal_convolution(inputs: Tensor, weight: Tensor, segments: Tensor | None) 
     kernel = weight.shape[2]
     if segments is None:
         return F.conv1d(inputs.transpose(1, 2), weight, groups=len(weight)).transpose(1, 2)
-    length, wide = segments.shape[1], torch.promote_types(inputs.dtype, torch.float32)
-    padded = F.pad(segments + 1, (kernel - 1, 0))  # those before the sequence are of no segment
+    length, wide = segments.shape[1] - kernel + 1, torch.promote_types(inputs.dtype, torch.float32)
     total = None
     for place in range(kernel):
-        same = padded[:, place : place + length] == segments + 1
+        same = segments[:, place : place + length] == segments[:, kernel - 1 :]
         term = inputs[:, place : place + length].to(wide) * weight[:, 0, place].to(wide) * same.unsqueeze(2)
         total = term if total is None else total + term
     assert total is not None

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.experts import Experts
 from pipeline.layers.linear import Linear
-from pipeline.layers.moe import Experts
 
 #: x, weight -> x @ weight.T
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -86,8 +86,9 @@ class LoRAExperts(Experts):
     def __init__(self, base: Experts, specs: Mapping[str, LoraSpec]) -> None:
         experts, ffn_hidden, hidden = base.gate.shape
         super().__init__(experts, hidden, ffn_hidden)
-        self.activation, self.products = base.activation, base.products
+        self.activation, self.products, self.down_ranks = base.activation, base.products, base.down_ranks
         self.gate, self.up, self.down = base.gate, base.up, base.down
+        self.gate_bias, self.up_bias, self.down_bias = base.gate_bias, base.up_bias, base.down_bias
         shapes = {name: weight.shape for name, weight in base.named_parameters()}
         self.lora = nn.ModuleDict({name: LowRank(shapes[name][2], shapes[name][1], spec, experts) for name, spec in specs.items()})
 
@@ -118,7 +119,7 @@ def add_adapters(model: nn.Module, spec_of: Callable[[str], LoraSpec | None]) ->
         if (spec := spec_of(name)) is not None:
             _replace(model, name, LoRALinear(layer, spec))
     for name, experts in [(name, module) for name, module in model.named_modules() if type(module) is Experts]:
-        found = {matrix: spec_of(f"{name}.{matrix}") for matrix, _ in experts.named_parameters()}
+        found = {matrix: spec_of(f"{name}.{matrix}") for matrix, weight in experts.named_parameters() if weight.dim() == 3}
         if specs := {matrix: spec for matrix, spec in found.items() if spec is not None}:
             _replace(model, name, LoRAExperts(experts, specs))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -29,6 +30,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": _squared_relu,
     "silu": F.silu,
 }
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gate sigmoid(alpha gate) (up + 1) with gate at most `limit`, and up within [-limit, limit] (gpt-oss)."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Apply to the outputs of both projections, of the same shape."""
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """activation(gate) * up."""
+
+    activation: Callable[[Tensor], Tensor]
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Apply to the outputs of both projections, of the same shape."""
+        return self.activation(gate) * up
 
 
 class XIELU(nn.Module):

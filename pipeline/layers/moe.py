@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,91 +11,13 @@ from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.computed_buffers import ComputedBuffers
-from pipeline.layers.expert_products import PRODUCTS
-from pipeline.layers.mlp import ACTIVATIONS, OutputGate
+from pipeline.layers.experts import RoutedExperts
+from pipeline.layers.mlp import OutputGate
 from pipeline.layers.router import AuxLoss, Router, Routing
 from pipeline.layers.token_permutation import drop_over_capacity, inverse_permutation, padded_slots, permute, tokens_per_expert
 
 #: What is called while the tokens travel to their experts.
 Meanwhile = Callable[[], None] | None
-
-
-class RoutedExperts(nn.Module):
-    """The experts of a MoE layer, on this rank or on several ranks."""
-
-    def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
-        """Send the rows to their experts, arguments as in `Experts.forward`; the result returns their outputs."""
-        raise NotImplementedError
-
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Send the same number of rows to each expert, without waiting for the device; the result returns their outputs.
-
-        Args:
-            parts: each (experts, rows, hidden).
-        """
-        raise NotImplementedError
-
-
-class Experts(RoutedExperts):
-    """Gated feed-forward experts with weights stacked along dim 0. Their number is dim 0 of the weights, so slices work too.
-
-    Args:
-        experts: number of experts.
-        hidden: width of the residual stream.
-        ffn_hidden: intermediate width of each expert.
-        activation: as in GatedMLP.
-
-    Attributes:
-        products: how the experts multiply; parallel/float8.py replaces it.
-    """
-
-    def __init__(self, experts: int, hidden: int, ffn_hidden: int, *, activation: str = "silu") -> None:
-        super().__init__()
-        self.activation, self.products = ACTIVATIONS[activation], PRODUCTS
-        self.gate = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
-        self.up = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
-        self.down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
-
-    def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
-        """See RoutedExperts."""
-        return partial(self.forward, x, counts)
-
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """See RoutedExperts."""
-        return lambda: [self.forward_padded(part) for part in parts]
-
-    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its rows.
-
-        Args:
-            x: (rows, hidden), sorted by expert.
-            counts: int64 (experts,), number of rows of each.
-
-        Returns:
-            (rows, hidden). Rows at the end that belong to no expert are undefined.
-        """
-        inner = self.activation(self.grouped("gate", x, counts)) * self.grouped("up", x, counts)
-        return self.grouped("down", inner, counts)
-
-    def grouped(self, matrix: str, x: Tensor, counts: Tensor) -> Tensor:
-        """Multiply the rows of each expert, (rows, input) as in forward, by its matrix `gate`, `up` or `down`: (rows, output)."""
-        return self.products.grouped(x, getattr(self, matrix), counts)
-
-    def batched(self, matrix: str, x: Tensor) -> Tensor:
-        """As `grouped`, of as many rows for each expert: (experts, rows, input) -> (experts, rows, output)."""
-        return self.products.batched(x, getattr(self, matrix))
-
-    def forward_padded(self, x: Tensor) -> Tensor:
-        """Apply each expert to as many rows: (experts, rows, hidden) -> (experts, rows, hidden). Rows of zeros remain zeros."""
-        return self.outer_padded(self.inner_padded(x))
-
-    def inner_padded(self, x: Tensor) -> Tensor:
-        """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
-        return self.activation(self.batched("gate", x)) * self.batched("up", x)
-
-    def outer_padded(self, inner: Tensor) -> Tensor:
-        """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""
-        return self.batched("down", inner)
 
 
 class MoE(ComputedBuffers):

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pipeline.layers.attention import with_sinks
 from pipeline.layers.attention_kernel import PartialKernel, facts_of, pad_values, partial_kernel
 from pipeline.layers.mask import Mask
 
@@ -135,6 +136,31 @@ def merge_(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     share = torch.sigmoid(other_lse - lse).nan_to_num(0.0)
     out.lerp_(other.to(out.dtype), share.unsqueeze(3))
     lse.copy_(torch.logaddexp(lse, other_lse))
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and L over all keys and the sink of each head, which is one more key with the score `sinks` and the value zero.
+
+    `backward` of any keys is exact with these: the probabilities are exp(S - L), and D is that of the output.
+
+    Args:
+        out: the output over all keys, (batch, heads, queries, value_dim).
+        lse: L over all keys, (batch, heads, queries).
+        sinks: (heads,).
+    """
+    return with_sinks(out, lse, sinks), torch.logaddexp(lse, sinks.to(lse.dtype)[:, None].expand_as(lse))
+
+
+def sinks_gradient(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the gradient of the sinks, (heads,): the sum over the queries of -P D, since the value of a sink is zero (see backward).
+
+    Args:
+        grad: gradient of the output, (batch, heads, queries, value_dim).
+        out, lse: as returned by add_sinks.
+        sinks: (heads,).
+    """
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(dim=3)
+    return -((sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum(dim=(0, 2)).to(sinks.dtype)
 
 
 def flash_forward(kernel: PartialKernel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

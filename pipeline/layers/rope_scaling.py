@@ -19,7 +19,8 @@ class RopeScaling:
         original_positions: context length of the original training, in tokens.
         low_frequency, high_frequency: llama3: a frequency with fewer rotations than the first over the original context is divided by
             `factor`, one with more than the second is unchanged.
-        beta_slow, beta_fast: yarn: the same bounds, rounded outward to whole dimensions.
+        beta_slow, beta_fast: yarn: the same bounds.
+        truncate: yarn: the dimensions of these bounds are rounded outward to whole ones.
         mscale, mscale_all: yarn: growth of the attention temperature with the factor, in the tables and (DeepSeek) in the softmax scale.
         attention_factor: yarn: factor of the tables; None derives it from the other parameters.
     """
@@ -34,6 +35,7 @@ class RopeScaling:
     mscale: float = 0.0
     mscale_all: float = 0.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     @property
     def attention_scaling(self) -> float:
@@ -82,15 +84,18 @@ def _llama3(inv_freq: Tensor, theta: float, scaling: RopeScaling) -> Tensor:  # 
 def _yarn(inv_freq: Tensor, theta: float, scaling: RopeScaling) -> Tensor:
     """Interpolate along a linear ramp over the dimensions (Peng et al. 2023, https://arxiv.org/abs/2309.00071, section 3.2).
 
-    As in the authors' code, the ends of the ramp are the dimensions with beta rotations, rounded outward to whole dimensions.
+    As in the authors' code, the ends of the ramp are the dimensions with beta rotations, rounded outward to whole dimensions. Those of
+    gpt-oss are not rounded.
     """
     head_dim = 2 * len(inv_freq)
 
     def dimension(rotations: float) -> float:
         return head_dim * math.log(scaling.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(dimension(scaling.beta_fast)), 0)
-    last = min(math.ceil(dimension(scaling.beta_slow)), head_dim - 1)
+    first, last = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     ramp = (torch.arange(len(inv_freq), dtype=torch.float32, device="cpu") - first) / (last - first if last != first else 0.001)
     ramp = ramp.clamp(0, 1)
     return inv_freq / scaling.factor * ramp + inv_freq * (1 - ramp)

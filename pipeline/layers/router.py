@@ -45,10 +45,13 @@ class Router(nn.Module):
         correction_bias: add a bias to the scores for expert selection only; it has no gradient; training/router_statistics.py updates it.
         groups: number of expert groups of equal size.
         topk_group: number of groups that experts are selected from: those with the largest sum of the two highest scores.
+        logit_bias: the gate has a bias, which is trained as its weight is (gpt-oss); not the correction bias.
 
     Attributes:
         bias_update_speed: change of the correction bias per optimizer step; the model's set_loss_weights sets it.
     """
+
+    logit_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -62,11 +65,13 @@ class Router(nn.Module):
         correction_bias: bool = False,
         groups: int = 1,
         topk_group: int = 1,
+        logit_bias: bool = False,
     ) -> None:
         super().__init__()
         assert scoring in ("softmax", "sigmoid")
         self.weight = nn.Parameter(torch.empty(experts, hidden))
         self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if correction_bias else None
+        self.register_parameter("logit_bias", nn.Parameter(torch.empty(experts)) if logit_bias else None)
         self.top_k, self.scoring, self.normalize, self.scaling_factor = top_k, scoring, normalize, scaling_factor
         self.groups, self.topk_group = groups, topk_group
         self.bias_update_speed = 0.0
@@ -74,7 +79,7 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Route each token; x is (tokens, hidden)."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        logits = F.linear(x.to(dtype), self.weight.to(dtype), None if self.logit_bias is None else self.logit_bias.to(dtype))
         scores = logits.softmax(dim=1) if self.scoring == "softmax" else logits.sigmoid()
         experts = self._select_experts(scores.detach())
         weights = scores.gather(1, experts)

@@ -31,11 +31,21 @@ class ShiftedSparseAttention:
         self.core, self.group, self.plain_heads = core, group, plain_heads
         self.enabled = True
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See Core; queries and keys are the same tokens."""
         heads, tokens, group = q.shape[1], q.shape[2], self.group
         if not self.enabled or tokens <= group:
-            return self.core(q, k, v, mask, window=window, scale=scale)
+            return self.core(q, k, v, mask, window=window, scale=scale, sinks=sinks)
         assert tokens % group == 0, "checked by the configuration"
         assert mask.bias is None, "decoders have none"
         shared = heads // k.shape[1]
@@ -48,8 +58,9 @@ class ShiftedSparseAttention:
             if first == last:
                 continue
             keys = slice(first // shared, last // shared)
+            own = None if sinks is None else sinks[first:last]
             parts = [
-                self._attend(q[:, first:last], k[:, keys], v[:, keys], mask, (first, last), span, window=window, scale=scale)
+                self._attend(q[:, first:last], k[:, keys], v[:, keys], mask, (first, last), span, window=window, scale=scale, sinks=own)
                 for span in ranges
             ]
             outputs.append(torch.cat(parts, dim=2))

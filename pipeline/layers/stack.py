@@ -107,10 +107,12 @@ def prepare_layer(attention: Any, mask: Mask, shape: tuple[int, int, int] | None
     """Compute what the blocks derive from a mask outside of them; mask, shape and device as in attention_kernel.prepare.
 
     Args:
-        attention: the self-attention or cross-attention of a block; nothing is done for layers without a core.
+        attention: the self-attention or cross-attention of a block, with a core, or with linear attention a `mix` that may have a
+            method `prepare`, too; nothing is done for other layers.
     """
-    if (core := getattr(attention, "core", None)) is not None:
-        prepare(core, mask, getattr(attention, "window", None), shape, device)
+    if (core := getattr(attention, "core", getattr(attention, "mix", None))) is not None:
+        sinks = getattr(attention, "sinks", None) is not None
+        prepare(core, mask, getattr(attention, "window", None), shape, device, sinks=sinks)
 
 
 def _apply(norm: nn.Module | None, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
+from pipeline.models.gpt_oss.config import GptOssConfig
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
@@ -45,6 +46,7 @@ CONFIG_CLASSES: dict[str, type[Any]] = {
     "gpt": GPTConfig,
     "gpt1": GPT1Config,
     "gpt_neox": GPTNeoXConfig,
+    "gpt_oss": GptOssConfig,
     "granite": GraniteConfig,
     "llama": LlamaConfig,
     "mistral": MistralConfig,

@@ -21,7 +21,9 @@ def _write(config: Any) -> dict[str, Any]:
     """Return the current and the earlier keys: transformers 4 and other readers support only the earlier ones."""
     kind = getattr(config, "rope_scaling", "none")
     values = {key: getattr(config, name) for key, name in KEYS[kind].items()}
-    values = {key: value for key, value in values.items() if value is not None and not (key.startswith("mscale") and value == 0)}
+    # `truncate` is unknown to earlier releases, and true by default.
+    unset = {"mscale": 0, "mscale_all_dim": 0, "truncate": True}
+    values = {key: value for key, value in values.items() if value is not None and not (key in unset and value == unset[key])}
     scaling = {"rope_type": _TO_HF.get(kind, kind), **values}
     content = {"rope_theta": config.rope_theta, "rope_parameters": {**scaling, "rope_theta": config.rope_theta}}
     return content if kind == "none" else {**content, "rope_scaling": scaling}
@@ -38,7 +40,8 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
         UserError: an unsupported kind of scaling, or an unsupported key of it.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
-    parameters = {name: value for name, value in as_object(key, content.get(key)).items() if value is not None}
+    stated = as_object(key, content.get(key))
+    parameters = {name: value for name, value in stated.items() if value is not None}
     legacy = parameters.pop("type", "default")
     rope_type = parameters.pop("rope_type", legacy)
     theta = parameters.pop("rope_theta", 10000.0 if content.get("rope_theta") is None else content["rope_theta"])
@@ -48,8 +51,13 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
         raise refusal(f"{key}.rope_type", rope_type, f"is not supported by this family; supported are {known}")
     if KEYS[kind] and "factor" not in parameters:
         raise refusal(f"{key}.factor", None, f"is missing, and rope_type={rope_type} needs it", f"set {key}.factor in config.json")
-    if parameters.pop("truncate", True) is not True or parameters.pop("partial_rotary_factor", 1) != 1:
-        raise refusal(key, content[key], "has truncate=false or a partial_rotary_factor other than 1, which this family does not support")
+    if parameters.pop("partial_rotary_factor", 1) != 1:
+        raise refusal(key, content[key], "has a partial_rotary_factor other than 1, which this family does not support")
+    parameters.pop("truncate", None)
+    if not isinstance(truncate := stated.get("truncate", True), bool):  # null is no absence here
+        raise refusal(f"{key}.truncate", truncate, "must be true or false", "fix config.json")
+    if not truncate and "truncate" not in KEYS[kind]:
+        raise refusal(f"{key}.truncate", False, f"is not a key of rope_type={rope_type}")
     if "original_max_position_embeddings" in KEYS[kind]:
         parameters.setdefault("original_max_position_embeddings", content.get("max_position_embeddings"))
     for name in parameters.keys() - KEYS[kind].keys():
@@ -59,6 +67,8 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
         values["rope_original_positions"] = positive(
             f"{key}.original_max_position_embeddings", parameters["original_max_position_embeddings"]
         )
+    if not truncate:
+        values["rope_truncate"] = False
     return {"rope_theta": number("rope_theta", theta), "rope_scaling": kind, **values}
 
 

@@ -13,6 +13,7 @@ from pipeline.layers.mla import LatentAttention
 from pipeline.layers.moe import MoE
 from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
+from pipeline.models.vectors import is_matrix
 
 #: Embedding tables: lookups, not matrix products.
 LOOKED_UP = ("embed.tokens.", "embed.positions.", "embed.segments.")
@@ -44,12 +45,12 @@ def stack_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder
     """Count the FLOPs of a stack of blocks; see Family.costs_per_token."""
     sums = dict.fromkeys(["embed", *(f"blocks.{index}" for index in range(len(model.blocks))), "head"], 0.0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 2 and not name.startswith(LOOKED_UP):
+        if parameter.dim() == 2 and is_matrix(name, parameter.shape) and not name.startswith(LOOKED_UP):
             sums[_part(name)] += parameter.numel() / (max(1, sequence_length) if name.startswith(ONCE) else 1)
     for name, module in model.named_modules():
         sums[_part(name)] += _score_width(module, config, sequence_length)
         if isinstance(module, MoE):
-            sums[_part(name)] += sum(int(p.numel() * module.router.top_k / len(p)) for p in module.experts.parameters())
+            sums[_part(name)] += sum(int(p.numel() * module.router.top_k / len(p)) for p in module.experts.parameters() if p.dim() == 3)
     output = model.get_parameter("embed.tokens.weight").numel()
     sums["head"] += output * (getattr(config, "mtp_depth", 0) + bool(config.tie_embeddings))
     first, *blocks, last = (6.0 * value for value in sums.values())

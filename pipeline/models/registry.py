@@ -19,6 +19,7 @@ from pipeline.models.glm4_moe.model import GLM4_MOE
 from pipeline.models.gpt.model import GPT
 from pipeline.models.gpt1.model import GPT1
 from pipeline.models.gpt_neox.model import GPT_NEOX
+from pipeline.models.gpt_oss.model import GPT_OSS
 from pipeline.models.granite.model import GRANITE
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor, refusal
 from pipeline.models.llama.model import LLAMA
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
     "gpt": GPT,
     "gpt1": GPT1,
     "gpt_neox": GPT_NEOX,
+    "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "llama": LLAMA,
     "mistral": MISTRAL,

@@ -28,6 +28,7 @@ KEYS: dict[str, dict[str, str]] = {
         "mscale": "rope_mscale",
         "mscale_all_dim": "rope_mscale_all",
         "attention_factor": "rope_attention_factor",
+        "truncate": "rope_truncate",
     },
 }
 
@@ -49,6 +50,7 @@ class RopeConfig:
     rope_mscale: float = knob(0.0, "yarn: growth of the cos and sin tables with the factor, if rope_mscale_all is set too", at_least=0)
     rope_mscale_all: float = knob(0.0, "yarn: growth of the softmax scale with the factor (DeepSeek)", at_least=0)
     rope_attention_factor: float | None = knob(None, "yarn: factor of the cos and sin tables; null derives it from rope_factor", above=0)
+    rope_truncate: bool = knob(True, "yarn: round the ends of the ramp of frequencies outward to whole dimensions (config.json: truncate)")
 
 
 def violations(config: RopeConfig) -> Iterator[Violation]:

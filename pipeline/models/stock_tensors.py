@@ -33,6 +33,7 @@ class StockTensor:
             each weight, then the second of each, and so on; empty if the weights are concatenated.
         groups: that number, set by `for_config`.
         expert: the Hugging Face tensor is this index of dim 0 of our weight, a stack of experts.
+        stacked: our weights and the Hugging Face tensor are stacks of experts along dim 0: all else is said of each expert.
         added_dim: the Hugging Face tensor has a further dim 0 of size 1.
         constant: the Hugging Face tensor is this number, in every model of the class; we have no such weight, and `names` is empty.
     """
@@ -43,6 +44,7 @@ class StockTensor:
     interleaved: str = ""
     groups: int = 1
     expert: int | None = None
+    stacked: bool = False
     added_dim: bool = False
     constant: float | None = None
 
@@ -70,11 +72,13 @@ class StockTensor:
         if self.constant is not None:
             return torch.tensor(self.constant)
         matrices = [weight if self.expert is None else weight[self.expert] for weight in weights]
+        dim = int(self.stacked)
         if self.groups > 1:
-            matrices = [torch.cat([matrix.unflatten(0, (self.groups, -1)) for matrix in matrices], dim=1).flatten(0, 1)]
-        fused = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
+            grouped = [matrix.unflatten(dim, (self.groups, -1)) for matrix in matrices]
+            matrices = [torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)]
+        fused = matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=dim)
         fused = fused[None] if self.added_dim else fused
-        return fused.t().contiguous() if self.transposed else fused.contiguous()
+        return fused.transpose(-2, -1).contiguous() if self.transposed else fused.contiguous()
 
     def from_hf(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
         """Return our weights, the inverse of `to_hf`: views of the tensor in the order of `names`.
@@ -83,19 +87,22 @@ class StockTensor:
             tensor: the Hugging Face tensor, of the shape that `shape` returns.
             shapes: shapes of our weights; for the tensor of an expert, the returned tensors are one index of them along dim 0.
         """
-        fused = tensor.t() if self.transposed else tensor[0] if self.added_dim else tensor
+        fused = tensor.transpose(-2, -1) if self.transposed else tensor[0] if self.added_dim else tensor
+        dim = int(self.stacked)
+        sizes = [shape[dim] for shape in self._matrices(shapes)]
         if self.groups > 1:
-            grouped = fused.unflatten(0, (self.groups, -1))
-            return [group.flatten(0, 1) for group in grouped.split([shape[0] // self.groups for shape in self._matrices(shapes)], dim=1)]
-        return list(fused.split([shape[0] for shape in self._matrices(shapes)]))
+            grouped = fused.unflatten(dim, (self.groups, -1))
+            return [group.flatten(dim, dim + 1) for group in grouped.split([size // self.groups for size in sizes], dim=dim + 1)]
+        return list(fused.split(sizes, dim=dim))
 
     def shape(self, shapes: Sequence[Shape]) -> Shape:
         """Return the shape of the Hugging Face tensor, from the shapes of our weights."""
         if self.constant is not None:
             return ()
         matrices = self._matrices(shapes)
-        fused = (sum(matrix[0] for matrix in matrices), *matrices[0][1:])
-        return fused[::-1] if self.transposed else (1, *fused) if self.added_dim else fused
+        dim = int(self.stacked)
+        fused = (*matrices[0][:dim], sum(matrix[dim] for matrix in matrices), *matrices[0][dim + 1 :])
+        return (*fused[:-2], *fused[:-3:-1]) if self.transposed else (1, *fused) if self.added_dim else fused
 
     def _matrices(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Return the shapes of what the Hugging Face tensor contains: our weights, or one expert of each."""

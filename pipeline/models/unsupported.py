@@ -24,7 +24,6 @@ NEAREST: dict[str, tuple[str, str]] = {
     "GemmaForCausalLM": ("Gemma2ForCausalLM", "has no norms of the outputs of the layers, no soft caps, and no sliding window"),
     "Glm4ForCausalLM": ("LlamaForCausalLM", "rotates a part of the dims of a head, and has norms of the outputs of the layers"),
     "GlmForCausalLM": ("LlamaForCausalLM", "rotates a part of the dims of a head"),
-    "GptOssForCausalLM": ("MixtralForCausalLM", "has attention sinks, and biases and another activation in the experts"),
     "GraniteMoeForCausalLM": ("GraniteForCausalLM", "has experts"),
     "GraniteMoeHybridForCausalLM": ("GraniteForCausalLM", "has experts and state space layers"),
     "GraniteMoeSharedForCausalLM": ("GraniteForCausalLM", "has experts"),

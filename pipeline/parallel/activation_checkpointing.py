@@ -19,9 +19,9 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeline.common.errors import UserError
 from pipeline.config.run_parts import LayoutConfig
-from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.lora import dropout_of
+from pipeline.layers.meta_attention import meta_core
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.row_counts import ReadCounts
 from pipeline.layers.stack import Stack

@@ -1,7 +1,8 @@
 """Context parallelism: each rank of a group holds a shard of every sequence; only attention communicates.
 
 All layers except attention process tokens independently. The batch is sharded along the sequence, each attention core is replaced by
-one that communicates with the other ranks, and the replicated weights average their gradients as over data ranks.
+one that communicates with the other ranks, as is what mixes the tokens in linear attention, and the replicated weights average their
+gradients as over data ranks.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline.layers.batch import Batch
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.loss import IGNORE
+from pipeline.parallel.linear_attention import ContextMixing
 from pipeline.parallel.ring_attention import RingCore
 from pipeline.parallel.ring_layout import token_positions
 from pipeline.parallel.ulysses import UlyssesCore
@@ -23,16 +26,20 @@ from pipeline.parallel.ulysses import UlyssesCore
 PER_TOKEN = ("targets", "documents", "segments")
 
 
-def apply(layers: Iterable[Any], group: ProcessGroup, kind: str) -> None:
-    """Replace the core of every attention layer by a context-parallel one.
+def apply(model: nn.Module, group: ProcessGroup, kind: str) -> None:
+    """Replace the core of every attention layer, and the mixing of every linear attention, by a context-parallel one.
 
     Args:
-        layers: modules with a `core`; their heads are already sharded by tensor parallelism.
+        model: its layers have their local cores already, and heads that are sharded by tensor parallelism.
         group: the context-parallel group.
         kind: ring or ulysses.
     """
-    for layer in layers:
-        layer.core = RingCore(group) if kind == "ring" else UlyssesCore(layer.core, group)
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
+        if isinstance(module, GatedDeltaNet):
+            module.mix = ContextMixing(group, 2 if kind == "ring" else 1, module.kernel)
+        elif (core := getattr(module, "core", None)) is not None:
+            module.core = RingCore(group) if kind == "ring" else UlyssesCore(core, group)
 
 
 def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str, micro_batches: int) -> tuple[Tensor, Batch]:

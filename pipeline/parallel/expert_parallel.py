@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline.config.schema import ParallelConfig
-from pipeline.layers.moe import Experts, RoutedExperts, moe_layers
+from pipeline.layers.experts import Experts, RoutedExperts
+from pipeline.layers.moe import moe_layers
 from pipeline.layers.row_counts import counts_on_host
 from pipeline.layers.token_permutation import inverse_permutation, permute
 from pipeline.layers.uncompiled import uncompiled
@@ -118,7 +119,7 @@ class ExpertParallelExperts(RoutedExperts):
         self.tensor = tensor if tensor is not None and tensor.size() > 1 else None
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """As Experts in layers/moe.py, with the counts of all experts."""
+        """As Experts in layers/experts.py, with the counts of all experts."""
         return self.dispatch(x, counts)()
 
     @uncompiled  # the numbers of rows change with every micro-batch

@@ -16,9 +16,10 @@ from torch import nn
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.rules import precision as rules
 from pipeline.config.schema import PrecisionConfig
+from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
-from pipeline.layers.moe import Experts
 from pipeline.layers.stack import Stack
+from pipeline.models.vectors import is_matrix
 
 log = logging.getLogger("pipeline")
 
@@ -87,7 +88,9 @@ def multiplies_8_bits(block: int, precision: PrecisionConfig, layers: int) -> bo
 
 def _products_in_bf16(stage: Stack, in_8_bits: Collection[str]) -> str:
     """Name the weights of a stage whose products stay bf16, with their share: whole blocks by number, others by name."""
-    sizes = {name: weight.numel() for name, weight in stage.named_parameters() if weight.dim() > 1 and not name.startswith("embed.")}
+    sizes = {
+        name: weight.numel() for name, weight in stage.named_parameters() if is_matrix(name, weight.shape) and not name.startswith("embed.")
+    }
     left = [name for name in sizes if name not in in_8_bits]
     if not left:
         return "none"

@@ -27,6 +27,7 @@ from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
+from pipeline.models.vectors import is_matrix
 from pipeline.parallel import (
     activation_checkpointing,
     context_parallel,
@@ -131,7 +132,7 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
         for layer in attention_layers(stage):
             layer.core = core or attention_core(config.training, config.model.heads, mesh)
         if mesh.layout.context > 1:
-            context_parallel.apply(attention_layers(stage), mesh.context, config.parallel.context_kind)
+            context_parallel.apply(stage, mesh.context, config.parallel.context_kind)
         compiled = compile_enabled(config.training, config.parallel, mesh.device)
         if compiled and mesh.layout.tensor > 1 and config.parallel.sequence_parallel:
             tensor_parallel.start_gathers_early()
@@ -249,7 +250,7 @@ def init_weights(
 
 def is_sharded_frozen(parameter: nn.Parameter, piece: Piece, model: LocalModel) -> bool:
     """Whether ZeRO 3 shards a weight that has no gradient, if it is not in 4 bits: it is a frozen matrix."""
-    return parameter in model.frozen and len(piece.full_shape) >= 2
+    return parameter in model.frozen and is_matrix(piece.name, piece.full_shape)
 
 
 def layers_in_4_bits(lora: LoraConfig, model: LocalModel) -> list[Linear]:

@@ -32,7 +32,17 @@ class RingCore:
 
     group: ProcessGroup
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        *,
+        window: int | None = None,
+        scale: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """See Core (layers/attention.py); the mask has the documents of the local tokens and the slopes of the local heads."""
         assert mask.bias is None, "ring attention does not shard a bias per query and key"
         assert mask.key_documents is None, "ring attention supports self-attention only"
@@ -48,6 +58,7 @@ class RingCore:
             limits,
             mask.slopes,
             mask.prefix,
+            sinks,
             group=self.group.group_name,
             causal=mask.causal,
             window=window,
@@ -56,7 +67,15 @@ class RingCore:
         )
         return out
 
-    def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:  # noqa: ARG002 - the interface of cores
+    def prepare(
+        self,
+        mask: Mask,
+        window: int | None,
+        shape: tuple[int, int, int] | None,
+        device: torch.device,  # noqa: ARG002 - the interface of cores
+        *,
+        sinks: bool = False,  # noqa: ARG002 - as above
+    ) -> None:
         """Gather the documents of all tokens and find their segments; see prepare (layers/attention_kernel.py)."""
         if shape is not None and window is not None and window >= shape[1] * self.group.size():
             window = None
@@ -190,6 +209,7 @@ def ring_attention(
     limits: Tensor | None,
     slopes: Tensor | None,
     prefix: Tensor | None,
+    sinks: Tensor | None,
     *,
     group: str,
     causal: bool,
@@ -205,10 +225,11 @@ def ring_attention(
         slopes, prefix, causal, softcap: as in Mask.
         group: name of the context-parallel group.
         window: as in Mask.visible.
-        scale: as in Core.
+        scale, sinks: as in Core.
 
     Returns:
-        The output (batch, heads, queries, value_dim), and log sum exp of the scores (batch, heads, queries), at least fp32.
+        The output (batch, heads, queries, value_dim), and log sum exp of the scores (batch, heads, queries), at least fp32; both with the
+        sinks.
     """
     plan = _plan(q, documents, limits, slopes, prefix, group, causal, window, softcap)
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -225,6 +246,8 @@ def ring_attention(
             partial_attention.merge_(out[:, :, rows], logsumexp[:, :, rows], *found)
         if next_kv is not None:
             kv = next_kv.wait()
+    if sinks is not None:
+        out, logsumexp = partial_attention.add_sinks(out, logsumexp, sinks)
     return out.to(v.dtype), logsumexp
 
 
@@ -302,7 +325,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return (*ring_attention_backward(grad, *ctx.saved_tensors, **ctx.options), None, None, None, None)
+    *saved, sinks = ctx.saved_tensors
+    grad_sinks = None if sinks is None else partial_attention.sinks_gradient(grad, saved[3], saved[4], sinks)
+    return (*ring_attention_backward(grad, *saved, **ctx.options), None, None, None, None, grad_sinks)
 
 
 ring_attention.register_autograd(_backward, setup_context=_setup_context)

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
 from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.linear import Linear, Projection, project
@@ -314,6 +315,8 @@ def apply(
         if isinstance(module, MoE) and not folded:  # one region, including the router: the expert weights are sharded
             module.register_forward_pre_hook(lambda _, args: tuple(enter(a) if isinstance(a, Tensor) else a for a in args))
             module.register_forward_hook(lambda _, args, output: leave_experts(output))  # noqa: ARG005 - hook's signature
+            if isinstance(module.experts, Experts):
+                module.experts.down_ranks = group.size()
             adapters = module.experts.lora.items() if isinstance(module.experts, LoRAExperts) else ()
             for matrix, adapter in adapters:
                 if role(table, f"{prefix}.experts.{matrix}") == "expert_row":

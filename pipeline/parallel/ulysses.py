@@ -29,17 +29,23 @@ class UlyssesCore:
         *,
         window: int | None = None,
         scale: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See Core (layers/attention.py); the mask has the documents of the local tokens and the slopes of all heads."""
+        """See Core (layers/attention.py); the mask has the documents of the local tokens, and slopes and sinks are those of all heads."""
         full_mask = self._full_mask(mask)
         q, k, v = (collectives.scatter_heads_gather_sequence(x, self.group) for x in (q, k, v))
-        return collectives.scatter_sequence_gather_heads(self.inner(q, k, v, full_mask, window=window, scale=scale), self.group)
+        # Of the other heads the gradient is zero here: the ranks add theirs, as for every weight.
+        own = None if sinks is None else sinks.chunk(self.group.size())[self.group.rank()]
+        output = self.inner(q, k, v, full_mask, window=window, scale=scale, sinks=own)
+        return collectives.scatter_sequence_gather_heads(output, self.group)
 
-    def prepare(self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device) -> None:
+    def prepare(
+        self, mask: Mask, window: int | None, shape: tuple[int, int, int] | None, device: torch.device, *, sinks: bool = False
+    ) -> None:
         """Gather the documents of all tokens and compute their mask; see prepare (layers/attention_kernel.py)."""
         ranks = self.group.size()
         full = None if shape is None else (shape[0], ranks * shape[1], ranks * shape[2])
-        attention_kernel.prepare(self.inner, self._full_mask(mask), window, full, device)
+        attention_kernel.prepare(self.inner, self._full_mask(mask), window, full, device, sinks=sinks)
 
     def _full_mask(self, mask: Mask) -> Mask:
         """The mask of full sequences, computed once."""

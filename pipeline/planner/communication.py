@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
-from pipeline.planner.matrix_update import exchanges, matrix_groups
+from pipeline.planner.matrix_update import exchanges, matrix_rounds
 from pipeline.planner.operations import Collective, Kind, Phase
 from pipeline.planner.planned_buckets import PlannedBucket, planned_buckets
 from pipeline.planner.state_memory import FP32, StateFormat
@@ -41,7 +41,7 @@ def step_exchanges(
     buckets = planned_buckets(trace, layout, layout.stages(rank), zero_stage)
     gathered = gathers(buckets, layout, zero_stage, state_format.weight_bytes, reference=trace.has_reference)
     reduced = reductions(buckets, layout, zero_stage, FP32, state_format.reduce_bytes)
-    update = exchanges(matrix_groups(buckets, layout, zero_stage), state_format.weight_bytes)
+    update = exchanges(matrix_rounds(buckets, layout, zero_stage), state_format.weight_bytes)
     moved = [RepeatedCollective(collective, 1) for collective in update]
     return reduced + gathered + moved + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
 

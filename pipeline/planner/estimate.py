@@ -10,7 +10,7 @@ from pipeline.planner import kernel_time
 from pipeline.planner.collective_time import Group, collective_time
 from pipeline.planner.communication import RepeatedCollective, gathers
 from pipeline.planner.engine_model import EngineModel, PartTime
-from pipeline.planner.matrix_update import exchanges, matrix_groups, products, products_time, update_bytes
+from pipeline.planner.matrix_update import exchanges, matrix_rounds, products, products_time, update_bytes
 from pipeline.planner.operations import AttentionCall, Product, TracedPart
 from pipeline.planner.peak_memory import PeakMemory, peak_memory
 from pipeline.planner.pipeline_simulation import StageTime, simulate
@@ -21,8 +21,8 @@ from pipeline.planner.trace import Trace
 #: Bytes of the optimizer step for each weight: weight, gradient and two moments read, master weight and moments written, weight written.
 OPTIMIZER_BYTES = 30
 #: Likewise of Muon, whose kernels are not fused. Momentum: the gradient divided 8, where the step is applied 8, momentum 12, Nesterov 12,
-#: rounded 6; copies to the home and back in 16 bits 16; the update: factor 10, learning rate 8, weight decay 8, subtracted 12, rounded 6.
-MUON_BYTES = 106
+#: rounded 6; copies to the home and back in 16 bits 16; weight decay 8, the update subtracted 10, the weight rounded 6.
+MUON_BYTES = 86
 #: Share of the memory of a GPU that a process can use; the driver keeps the rest (79.1 to 79.3 of the 80 GiB of an A100).
 USABLE = 0.99
 
@@ -99,7 +99,7 @@ def estimate(
         peak_memory(
             *(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]),
             compiled=trace.compiled,
-            update=update_bytes(matrix_groups(buckets[rank], layout, zero_stage), state_format.weight_bytes),
+            update=update_bytes(matrix_rounds(buckets[rank], layout, zero_stage), state_format.weight_bytes),
         )
         for rank in ranks
     ]
@@ -204,7 +204,7 @@ def _update(
     held = [(b, b.elements / (b.ranks if state_format.zero_stage else 1)) for b in buckets if b.trained]
     moved = sum(elements * (MUON_BYTES if bucket.muon else OPTIMIZER_BYTES) for bucket, elements in held)
     seconds = {"optimizer": kernel_time.elementwise_time(moved, hardware)}
-    if matrices := matrix_groups(buckets, layout, state_format.zero_stage):
+    if matrices := matrix_rounds(buckets, layout, state_format.zero_stage):
         sent = exchanges(matrices, state_format.weight_bytes)
         seconds["matrix exchange"] = sum(collective_time(c.kind, c.bytes, groups[c.axis], hardware) for c in sent)
         seconds["newton-schulz"] = products_time(products(matrices, state_format, hardware), hardware)

@@ -6,7 +6,7 @@ The homes are those of the engine (choose_homes). Of the ranks of a group, the l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
@@ -19,9 +19,10 @@ from pipeline.planner import kernel_time
 from pipeline.planner.operations import Collective, Product
 from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import FP32, StateFormat, rank_buckets, state_format_of
-from pipeline.training.matrix_homes import at_once
-from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, planned_matrices
+from pipeline.training.matrix_homes import elements_at_once
+from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, planned_matrices, round_numbers
 from pipeline.training.matrix_rule import MatrixRule
+from pipeline.training.muon import at_once
 
 #: What the products are called in the table of operations.
 NAME = "newton-schulz"
@@ -53,8 +54,8 @@ class Homes:
 
 
 @dataclass(frozen=True)
-class MatrixGroup:
-    """The matrices of a rank whose pieces one group of ZeRO holds.
+class MatrixRound:
+    """Matrices of a rank that are updated at once; one group of ZeRO holds their pieces.
 
     Attributes:
         axis: the ranks of the group.
@@ -64,7 +65,6 @@ class MatrixGroup:
         held: elements that a rank holds, with padding.
         whole: elements of all ranks of the group, without padding.
         largest: most elements of a bucket's partition, or of a weight that is not divided.
-        matrix: most elements that a rank holds of a matrix.
         homes: the largest share of a rank.
     """
 
@@ -75,15 +75,14 @@ class MatrixGroup:
     held: int
     whole: int
     largest: int
-    matrix: int
     homes: Homes
 
 
-def matrix_groups(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: int) -> list[MatrixGroup]:
-    """Return the groups of ZeRO whose matrices Muon updates, in the order in which they are updated; none for other optimizers.
+def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: int) -> list[MatrixRound]:
+    """Return the rounds in which a rank updates its matrices of Muon, in their order; none for other optimizers.
 
     Args:
-        buckets: of a rank.
+        buckets: of the rank.
         layout: of the job.
         zero_stage: 0 divides nothing.
     """
@@ -91,18 +90,22 @@ def matrix_groups(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
     for bucket in buckets:
         if bucket.trained and bucket.matrices:
             of_axis.setdefault(bucket.shards_axis, []).append(bucket)
-    divided = zero_stage > 0
-    groups = []
+    found = []
     for axis, own in of_axis.items():
-        ranks, weights = own[0].ranks, [matrices for bucket in own for matrices in bucket.matrices]
-        sizes = [sum(matrix.elements for matrix in matrices) for matrices in weights]
-        spaces = [bucket.elements // ranks for bucket in own] if divided else sizes
-        all_of = tuple(matrix for matrices in weights for matrix in matrices)
-        matrix, homes = max(matrix.elements for matrix in all_of), _homes(all_of, ranks, layout.tensor)
-        groups.append(
-            MatrixGroup(axis, ranks, layout.tensor, divided, sum(spaces), sum(sizes), max(spaces), min(matrix, max(spaces)), homes)
-        )
-    return groups
+        ranks, divided = own[0].ranks, zero_stage > 0
+        if divided:
+            spaces = [(b.elements // ranks, tuple(matrix for matrices in b.matrices for matrix in matrices)) for b in own]
+        else:
+            spaces = [(sum(matrix.elements for matrix in matrices), matrices) for b in own for matrices in b.matrices]
+        rounds: dict[int, list[tuple[int, tuple[LocalMatrix, ...]]]] = {}
+        numbers = round_numbers([size for size, _ in spaces], elements_at_once(ranks * layout.tensor))
+        for space, number in zip(spaces, numbers, strict=True):
+            rounds.setdefault(number, []).append(space)
+        for part in rounds.values():
+            sizes, matrices = [size for size, _ in part], tuple(matrix for _, held in part for matrix in held)
+            whole, homes = sum(matrix.elements for matrix in matrices), _homes(matrices, ranks, layout.tensor)
+            found.append(MatrixRound(axis, ranks, layout.tensor, divided, sum(sizes), whole, max(sizes), homes))
+    return found
 
 
 def rank_update_bytes(config: RunConfig, model: LocalModel, mesh: Mesh) -> float:
@@ -118,7 +121,7 @@ def rank_update_bytes(config: RunConfig, model: LocalModel, mesh: Mesh) -> float
         for bucket in rank_buckets(config, model, mesh)
         if bucket.muon
     ]
-    return update_bytes(matrix_groups(buckets, mesh.layout, state_format.zero_stage), state_format.weight_bytes)
+    return update_bytes(matrix_rounds(buckets, mesh.layout, state_format.zero_stage), state_format.weight_bytes)
 
 
 @lru_cache(maxsize=256)
@@ -148,37 +151,37 @@ def _homes(matrices: tuple[LocalMatrix, ...], ranks: int, tensor: int) -> Homes:
     return Homes(**most, shapes=tuple({tuple(sorted(counts.items())) for counts in shapes.values()}))
 
 
-def exchanges(groups: Sequence[MatrixGroup], element_bytes: int) -> Iterator[Collective]:
+def exchanges(rounds: Sequence[MatrixRound], element_bytes: int) -> Iterator[Collective]:
     """Yield the exchanges of an update, each with the bytes that the busiest rank sends or receives.
 
     Args:
-        groups: of the rank.
+        rounds: of the rank.
         element_bytes: of an element in Newton-Schulz.
     """
-    for group in groups:
-        homes = group.homes
-        to_homes = [(group.axis, max(group.held, homes.home))] if group.divided else []
-        back = (group.axis, max(group.held, homes.home) if group.divided else max(group.whole, group.ranks * homes.home))
+    for part in rounds:
+        homes = part.homes
+        to_homes = [(part.axis, max(part.held, homes.home))] if part.divided else []
+        back = (part.axis, max(part.held, homes.home) if part.divided else max(part.whole, part.ranks * homes.home))
         joined, spread = ("tensor", max(homes.sliced, homes.joined)), ("tensor", max(homes.spread, homes.returned))
         for axis, elements in (*to_homes, joined, spread, back):
-            if elements and (group.tensor if axis == "tensor" else group.ranks) > 1:
+            if elements and (part.tensor if axis == "tensor" else part.ranks) > 1:
                 yield Collective("all_to_all", axis, "update", float(elements * element_bytes))
 
 
-def products(groups: Sequence[MatrixGroup], state_format: StateFormat, hardware: Hardware) -> list[tuple[Product, int]]:
-    """Return the products of Newton-Schulz of the rank that takes longest for them, each with their number.
+def products(rounds: Sequence[MatrixRound], state_format: StateFormat, hardware: Hardware) -> Counter[Product]:
+    """Return the products of Newton-Schulz of the rank of each round that takes longest for them, each with their number.
 
     Five iterations of 4 a^2 b + 2 a^3 FLOPs each for an (a, b) matrix, a <= b.
     """
-    found = []
-    for group in groups:
-        shares = [_products(share, state_format) for share in group.homes.shapes]
-        found += max(shares, key=partial(products_time, hardware=hardware))
+    found: Counter[Product] = Counter()
+    for part in rounds:
+        shares = [_products(share, state_format) for share in part.homes.shapes]
+        found.update(max(shares, key=partial(products_time, hardware=hardware)))
     return found
 
 
-def _products(shapes: Sequence[tuple[tuple[int, int], int]], state_format: StateFormat) -> list[tuple[Product, int]]:
-    """The products of the matrices of a rank."""
+def _products(shapes: Sequence[tuple[tuple[int, int], int]], state_format: StateFormat) -> Counter[Product]:
+    """The products of the matrices of a rank, and how often each is computed."""
     found: Counter[Product] = Counter()
     for (rows, columns), count in shapes:
         short, long = sorted((rows, columns))
@@ -188,55 +191,51 @@ def _products(shapes: Sequence[tuple[tuple[int, int], int]], state_format: State
                 for n, k in ((short, long), (short, short), (long, short)):
                     product = Product(NAME, "update", short, n, k, batch, state_format.weight_bytes)
                     found[product] += calls * state_format.newton_schulz_steps
-    return list(found.items())
+    return found
 
 
-def products_time(found: Sequence[tuple[Product, int]], hardware: Hardware) -> float:
-    """Return the seconds of products."""
-    return sum(count * kernel_time.product_time(product, hardware)[0] for product, count in found)
+def products_time(found: Mapping[Product, int], hardware: Hardware) -> float:
+    """Return the seconds of products, of which each is computed some times."""
+    return sum(count * kernel_time.product_time(product, hardware)[0] for product, count in found.items())
 
 
-def update_bytes(groups: Sequence[MatrixGroup], element_bytes: int) -> float:
-    """Return the most bytes that the update allocates besides the state, gradients included.
+def update_bytes(rounds: Sequence[MatrixRound], element_bytes: int, *, batched: bool = True) -> float:
+    """Return the most bytes that the update allocates besides weights, gradients and optimizer state.
 
     Args:
-        groups: of the rank.
+        rounds: of the rank.
         element_bytes: of an element in Newton-Schulz.
+        batched: as on a GPU, some matrices are orthogonalized at once; otherwise one after another.
     """
-    if not groups:
-        return 0.0
-    left, largest = sum(group.held for group in groups), max(group.largest for group in groups)
-    # Beside the inputs, the gradient and what it is divided to; in fp32, inputs are such gradients.
-    most = float(element_bytes * (left - largest) + 2 * FP32 * largest)
-    before = 0
-    for group in groups:
-        left -= group.held
-        # The received updates, the fp32 update of a bucket and that of the one before it, and the fp32 update of a matrix.
-        applied = element_bytes * group.held + FP32 * (2 * group.largest + group.matrix)
-        most = max(most, element_bytes * left + applied, element_bytes * (left + _exchanged(group)) + before)
-        before = FP32 * group.largest
+    most = 0.0
+    for part in rounds:
+        # Beside the inputs, the gradient and what it is divided to; in fp32, inputs are such gradients.
+        momentum = element_bytes * (part.held - part.largest) + 2 * FP32 * part.largest
+        most = max(most, momentum, element_bytes * _exchanged(part, batched=batched))
     return most
 
 
-def _exchanged(group: MatrixGroup) -> int:
-    """Most elements in the dtype of Newton-Schulz, from the inputs of a group to its results on their way back."""
-    homes, divided, alone = group.homes, group.divided, group.ranks == 1
-    if divided:
-        to_homes = group.held + (homes.home if alone else max(group.held + homes.home, 2 * homes.home))
-        back = homes.home if alone else 2 * homes.home + group.held
+def _exchanged(part: MatrixRound, *, batched: bool) -> int:
+    """Most elements in the dtype of Newton-Schulz, from the inputs of a round to its results on their way back."""
+    homes, alone = part.homes, part.ranks == 1
+    if part.divided:
+        to_homes = part.held + (homes.home if alone else max(part.held + homes.home, 2 * homes.home))
+        back = homes.home if alone else 2 * homes.home + part.held
     else:
-        to_homes, back = group.held, homes.home if alone else homes.home + group.ranks * homes.home + group.whole
-    moments = [to_homes, homes.computed + _orthogonalizing(homes), back]
-    if group.tensor > 1:
+        to_homes, back = part.held, homes.home if alone else homes.home + part.ranks * homes.home + part.whole
+    moments = [to_homes, homes.computed + _orthogonalizing(homes, batched=batched), back]
+    if part.tensor > 1:
         moments += [homes.home + homes.joined + max(homes.sliced, homes.joined)]
         moments += [homes.computed + homes.spread + max(homes.columns, homes.returned)]
     return max(moments)
 
 
-def _orthogonalizing(homes: Homes) -> int:
-    """Elements that are allocated while some matrices are orthogonalized: them, two iterates, and two products of their short sides."""
+def _orthogonalizing(homes: Homes, *, batched: bool) -> int:
+    """Elements that are allocated beside all matrices of a rank: results of a shape, iterates, and two products of their short sides."""
     most = 0
     for (rows, columns), count in (shape for share in homes.shapes for shape in share):
-        batch, short = min(count, at_once(rows, columns)), min(rows, columns)
-        most = max(most, 2 * batch * (rows * columns + short * short))
+        short, size = min(rows, columns), rows * columns
+        batch = min(count, at_once(rows, columns)) if batched else 1
+        # Of those of the last batch, the result is an iterate, and on a GPU they are copied to one tensor.
+        most = max(most, count * size + batch * ((2 if batched else 1) * size + 2 * short * short))
     return most

@@ -17,7 +17,7 @@ from pipeline.planner.communication import step_exchanges
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.kernel_time import product_time
-from pipeline.planner.matrix_update import matrix_groups, products
+from pipeline.planner.matrix_update import matrix_rounds, products
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Product
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.state_memory import state_format_of
@@ -173,7 +173,7 @@ def _update_rows(plan: JobPlan) -> Iterator[OperationRow]:
     layout, state_format = plan.layout, state_format_of(plan.config)
     for rank in range(layout.pipeline):
         buckets = planned_buckets(plan.trace, layout, layout.stages(rank), state_format.zero_stage)
-        for product, count in products(matrix_groups(buckets, layout, state_format.zero_stage), state_format, plan.hardware):
+        for product, count in products(matrix_rounds(buckets, layout, state_format.zero_stage), state_format, plan.hardware).items():
             time, bound = product_time(product, plan.hardware)
             yield OperationRow(product.name, product.phase, _shape(product), count, product.flops, product.bytes, time, bound)
 

@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         if operator in operator_kinds.PRODUCTS:
             return self._named(operator_kinds.product(operator, args, self.phase), operator, args)
         if operator in (_FLASH, _RING):
-            call = self._attention(inputs[:3], args[3:7] if operator is _RING else None, kwargs)
+            call = self._attention(inputs[:3], args[3:8] if operator is _RING else None, kwargs)
             self._calls[self._id(outputs[1])] = call
             return call
         if operator in (_FLASH_BACKWARD, _RING_BACKWARD):
@@ -229,10 +229,10 @@ class Recorder(TorchDispatchMode):
         return replace(product, name=name)
 
     def _attention(self, inputs: list[Tensor], ring: Any, kwargs: Any) -> AttentionCall:
-        """A call of an attention kernel; `ring` are the documents, limits, slopes and prefix of ring attention, None for others."""
+        """A call of an attention kernel; `ring` are the documents, limits, slopes, prefix and sinks of ring attention, None for others."""
         if ring is None:
             return operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs)
-        ranks, (documents, _, slopes, _), window = self._sizes["context"], ring, kwargs["window"]
+        ranks, (documents, _, slopes, _, _), window = self._sizes["context"], ring, kwargs["window"]
         queries, keys = (tensor.shape[2] * ranks for tensor in inputs[:2])
         self.pairs = operator_kinds.visible_share(queries, keys, causal=kwargs["causal"], window=window)
         call = operator_kinds.attention(inputs[0], inputs[1], inputs[2], self.phase, self.pairs, ranks)

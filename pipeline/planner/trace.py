@@ -22,15 +22,16 @@ from pipeline.config import trained
 from pipeline.config.layout import Coordinates, Layout, may_compile
 from pipeline.config.preferences import has_reference, stores_reference
 from pipeline.config.schema import RunConfig
-from pipeline.layers.attention_kernel import meta_core
 from pipeline.layers.batch import Batch
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.mask import Mask
+from pipeline.layers.meta_attention import meta_core
 from pipeline.layers.nf4 import NF4Weight, stored_bytes
 from pipeline.layers.stack import Stack
 from pipeline.layers.uncompiled import noted
 from pipeline.models import registry
+from pipeline.models.vectors import is_matrix
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.activation_checkpointing import stays_eager
 from pipeline.parallel.float8 import multiplies_8_bits
@@ -223,12 +224,21 @@ def _signature(block: nn.Module) -> Hashable:
     return tuple(signature)
 
 
-def _recorded_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, window: int | None = None, scale: float | None = None) -> Tensor:
+def _recorded_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """The attention core of the trace: the flash kernel of PyTorch, which on the meta device has no restrictions."""
     recorder = _RECORDER.get()
     assert recorder is not None
     recorder.pairs = visible_share(q.shape[2], k.shape[2], causal=mask.causal, window=window)
-    return meta_core(q, k, v, mask, window=window, scale=scale)
+    return meta_core(q, k, v, mask, window=window, scale=scale, sinks=sinks)
 
 
 def empty_inputs(config: RunConfig, device: torch.device | str = "meta") -> tuple[Tensor, Batch]:
@@ -339,7 +349,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             piece.name,
             parameter.numel(),
             axis="data" if piece.is_sliced_along("expert") else "dense",
-            matrix=len(piece.full_shape) >= 2,
+            matrix=is_matrix(piece.name, piece.full_shape),
             summed=config.parallel.tensor > 1 and sums_over_tensor(piece, sequence=config.parallel.sequence_parallel),
             shared=shared,
             fixed=not parameter.requires_grad,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline.checkpoint.fragments import Fragment
+from pipeline.models.vectors import is_matrix
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
@@ -115,7 +116,7 @@ def build_buckets(
     members: dict[tuple[str, str, float], dict[nn.Parameter, Piece]] = {}
     for parameter, piece in (model.pieces if pieces is None else pieces).items():
         replicas = "expert" if piece.is_sliced_along("expert") else "dense"
-        matrix, muon = len(piece.full_shape) >= 2, rule.is_hidden(piece)
+        matrix, muon = is_matrix(piece.name, piece.full_shape), rule.is_hidden(piece)
         bucket = bucket_name(piece.name, units[parameter], matrix=matrix, shared=bool(piece.shared), muon=muon)
         members.setdefault((bucket, replicas, rule.rate_of(piece)), {})[parameter] = piece
     ordered = sorted(members, key=lambda key: key[0] == VECTORS)
@@ -127,7 +128,7 @@ def build_buckets(
             group=groups[replicas][0],
             replicas=groups[replicas][1],
             tensor_sums=[p for p, piece in held.items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
-            decays=all(len(piece.full_shape) >= 2 for piece in held.values()),
+            decays=all(is_matrix(piece.name, piece.full_shape) for piece in held.values()),
             muon=all(rule.is_hidden(piece) for piece in held.values()),
             rate=rate,
         )

@@ -49,10 +49,10 @@ class Scales:
         return cls(applied, applied * lr, divisor)
 
     def gradient(self, weight: Tensor) -> Tensor:
-        """The gradient of a weight as a new tensor, divided; zeros if the step changes nothing."""
+        """Divide the gradient of a weight in place, and return it; zeros if the step changes nothing. Nothing reads it after the step."""
         assert weight.grad is not None
-        gradient = weight.grad if self.divisor is None else weight.grad / self.divisor
-        return torch.where(self.applied.bool(), gradient, 0.0)
+        gradient = weight.grad if self.divisor is None else weight.grad.div_(self.divisor)
+        return gradient.masked_fill_(self.applied == 0, 0.0)
 
 
 class ElementwiseOptimizer(torch.optim.Optimizer):

@@ -9,29 +9,53 @@ the result goes to all of them, so that copies stay equal in every bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices
+from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices, round_numbers
 from pipeline.training.matrix_rule import MatrixRule
 
-#: Most elements of the matrices that are orthogonalized at once, unless a single one has more: bounds the memory.
-AT_ONCE = 1 << 26
+#: Most elements of this rank's master weights that are updated at once, up to one bucket more: bounds the memory. With other ranks there
+#: are more, since few rounds divide the work well.
+ELEMENTS_AT_ONCE, ELEMENTS_OF_ONE_RANK = 1 << 27, 1 << 24
+
+Orthogonalize = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Update:
+    """What is subtracted from successive elements of a master weight, times the learning rate.
+
+    Attributes:
+        master: the weight.
+        start: its first element.
+        values: flat, in the dtype of Newton-Schulz.
+        factor: of the values.
+    """
+
+    master: Tensor
+    start: int
+    values: Tensor
+    factor: float
 
 
 class MatrixHomes:
-    """Computes the orthogonalized updates of this rank's matrices, with those of the other ranks.
+    """Computes the orthogonalized updates of this rank's matrices, with those of the other ranks, in rounds.
 
     Args:
         spaces: with all matrices of this rank.
         rule: of the run.
         tensor: the tensor ranks.
-        orthogonalize: (matrices, rows, columns) -> the same shape.
+        orthogonalize: matrices of one shape -> those of the results.
         adjust: (rows, columns) of a matrix -> factor of its update.
+
+    Attributes:
+        rounds: every rank calls `updates` of each, in their order.
     """
 
     def __init__(
@@ -39,28 +63,40 @@ class MatrixHomes:
         spaces: Sequence[Space],
         rule: MatrixRule,
         tensor: ProcessGroup,
-        orthogonalize: Callable[[Tensor], Tensor],
+        orthogonalize: Orthogonalize,
         adjust: Callable[[int, int], float],
     ) -> None:
-        self._orthogonalize = orthogonalize
         groups: dict[ProcessGroup, list[Space]] = {}
         for space in spaces:
             groups.setdefault(space.group, []).append(space)
-        self._groups = [_Group(own, rule, group, tensor, adjust) for group, own in groups.items()]
-
-    def updates(self, inputs: dict[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield every master weight with its update, flat and fp32, with the factors of its matrices. Collective.
-
-        Args:
-            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized. Emptied, so
-                that the memory of what has been sent is free.
-        """
-        for group in self._groups:
-            yield from group.updates(inputs, self._orthogonalize)
+        self.rounds = [
+            Round(part, rule, group, tensor, orthogonalize, adjust)
+            for group, own in groups.items()
+            for part in divide_in_rounds(own, elements_at_once(group.size() * tensor.size()))
+        ]
 
 
-class _Group:
-    """The matrices whose pieces are divided over one group of ZeRO."""
+def elements_at_once(ranks: int) -> int:
+    """Return the most elements of a rank in a round, of the weights that so many ranks hold."""
+    return ELEMENTS_OF_ONE_RANK if ranks == 1 else ELEMENTS_AT_ONCE
+
+
+def divide_in_rounds(spaces: Sequence[Space], most: int) -> list[list[Space]]:
+    """Return successive spaces in rounds of about equal size, of at most `most` elements up to one space more. Equal on all ranks."""
+    rounds: dict[int, list[Space]] = {}
+    for space, number in zip(spaces, round_numbers([space.master.numel() for space in spaces], most), strict=True):
+        rounds.setdefault(number, []).append(space)
+    return list(rounds.values())
+
+
+class Round:
+    """Matrices whose pieces are divided over one group of ZeRO, and which are updated at once.
+
+    Args: see MatrixHomes; group: that of all spaces.
+
+    Attributes:
+        masters: the master weights of the spaces.
+    """
 
     def __init__(
         self,
@@ -68,8 +104,11 @@ class _Group:
         rule: MatrixRule,
         group: ProcessGroup,
         tensor: ProcessGroup,
+        orthogonalize: Orthogonalize,
         adjust: Callable[[int, int], float],
     ) -> None:
+        self.masters = [space.master for space in spaces]
+        self._orthogonalize = orthogonalize
         self._spaces, self._group, self._tensor = list(spaces), group, tensor
         self._matrices = [
             matrix
@@ -87,23 +126,17 @@ class _Group:
             if home == rank:
                 self._by_column[self._column if column == -1 else column].append(matrix)
 
-    def updates(self, inputs: dict[Tensor, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """See MatrixHomes."""
-        self._empty = inputs[self._spaces[0].master].new_empty(0)
+    def updates(self, inputs: dict[Tensor, Tensor]) -> list[Update]:
+        """Return the updates of all matrices that this rank's master weights have elements of. Collective.
+
+        Args:
+            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized. Emptied, so
+                that the memory of what has been sent is free.
+        """
+        self._empty = inputs[self.masters[0]].new_empty(0)
         # No name holds what is passed on: each step frees the tensors of the one before.
-        slices = self._whole(self._to_homes([inputs.pop(space.master).reshape(-1) for space in self._spaces]))
-        parts = self._from_homes(self._slices_of(by_shape(slices, orthogonalize)))
-        rank = self._group.rank()
-        held: list[list[tuple[LocalMatrix, Tensor]]] = [[] for _ in self._spaces]
-        for there, values in zip(self._by_rank, parts, strict=True):
-            for m, part in zip(there, values, strict=True):
-                held[m.space].append((m, part))
-        for space, own in zip(self._spaces, held, strict=True):
-            update = torch.zeros(space.master.numel(), dtype=torch.float32, device=space.master.device)
-            for m, part in own:
-                start, stop = space.held(rank, m)
-                torch.mul(part.float(), m.factor, out=update[start:stop])
-            yield space.master, update
+        matrices = self._whole(self._to_homes([inputs.pop(master).reshape(-1) for master in self.masters]))
+        return self._from_homes(self._slices_of(_by_shape(matrices, self._orthogonalize)))
 
     def _to_homes(self, flat: list[Tensor]) -> dict[LocalMatrix, Tensor]:
         """Return the slices of the matrices whose home is this rank of the group."""
@@ -116,13 +149,19 @@ class _Group:
         whole |= {m: torch.cat([of_rank[index] for of_rank in parts]) for index, m in enumerate(divided)}
         return {m: values.view(m.rows, m.columns) for m, values in whole.items()}
 
-    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> list[list[Tensor]]:
-        """Return what this rank holds of the updates of the matrices of each rank, from the slices whose home is this rank of the group."""
+    def _from_homes(self, slices: Mapping[LocalMatrix, Tensor]) -> list[Update]:
+        """Return the updates of the master weights from the slices whose home is this rank of the group."""
         mine, rank = self._by_rank[self._group.rank()], self._group.rank()
         # What is not divided goes to every rank as a whole.
         sent = [[self._of(slices[m], m, other) for m in mine] for other in range(self._group.size())]
         sizes = [[self._size(m, rank) for m in there] for there in self._by_rank]
-        return _exchange(sent, sizes, self._group, self._empty)
+        parts = _exchange(sent, sizes, self._group, self._empty)
+        return [
+            Update(self._spaces[m.space].master, self._spaces[m.space].held(rank, m)[0], part, m.factor)
+            for there, values in zip(self._by_rank, parts, strict=True)
+            for m, part in zip(there, values, strict=True)
+            if part.numel()
+        ]
 
     def _whole(self, slices: Mapping[LocalMatrix, Tensor]) -> dict[LocalMatrix, Tensor]:
         """Return the matrices that this rank computes."""
@@ -194,20 +233,12 @@ def _exchange(sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], 
     return [list(part.split(list(each))) for part, each in zip(result.split(received), sizes, strict=True)]
 
 
-def by_shape(matrices: dict[LocalMatrix, Tensor], orthogonalize: Callable[[Tensor], Tensor]) -> dict[LocalMatrix, Tensor]:
-    """Orthogonalize matrices, some of one shape at once. `matrices` is emptied, so that the memory of those that are done is free."""
+def _by_shape(matrices: dict[LocalMatrix, Tensor], orthogonalize: Orthogonalize) -> dict[LocalMatrix, Tensor]:
+    """Orthogonalize matrices, those of one shape at once. `matrices` is emptied, so that the memory of those that are done is free."""
     shapes: dict[tuple[int, int], list[LocalMatrix]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.full, []).append(matrix)
     found: dict[LocalMatrix, Tensor] = {}
-    for (rows, columns), group in shapes.items():
-        most = at_once(rows, columns)
-        for first in range(0, len(group), most):
-            part = group[first : first + most]
-            found |= dict(zip(part, orthogonalize(torch.stack([matrices.pop(m) for m in part])), strict=True))
+    for group in shapes.values():
+        found |= dict(zip(group, orthogonalize([matrices.pop(m) for m in group]), strict=True))
     return found
-
-
-def at_once(rows: int, columns: int) -> int:
-    """Return how many matrices of a shape are orthogonalized at once at most."""
-    return max(AT_ONCE // (rows * columns), 1)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.models import mup
+from pipeline.models.vectors import is_matrix
 from pipeline.parallel.pieces import Piece
 
 #: Names of the hidden matrices within a block, of all families. Queries, keys and values are separate weights, and so are gates and up
@@ -80,7 +81,7 @@ class MatrixRule:
         Raises:
             KeyError: the weight is a matrix that the tables do not have.
         """
-        if not self.muon or len(shape) < 2:
+        if not self.muon or not is_matrix(name, shape):
             return None
         if any(fnmatchcase(name, pattern) for pattern in HIDDEN):
             *stack, rows, columns = shape

@@ -7,7 +7,7 @@ updated by AdamW. training/matrix_rule.py says which are which.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
-from pipeline.training.matrix_homes import MatrixHomes
+from pipeline.training.matrix_homes import MatrixHomes, Round
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 
@@ -25,6 +25,8 @@ from pipeline.training.matrix_rule import MatrixRule
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 #: Smallest norm by which a matrix is divided, as in torch.optim.Muon.
 EPS = 1e-7
+#: Most elements of the matrices that a GPU orthogonalizes at once, unless a single one has more: bounds the memory.
+_AT_ONCE = 1 << 26
 #: Keys of the state of a matrix.
 MATRIX_STATE = ("exp_avg",)
 
@@ -33,17 +35,32 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Return matrices with the same singular vectors and singular values between about 0.7 and 1.2.
 
     Args:
-        matrices: (matrices, rows, columns), of rank rows or columns.
+        matrices: (rows, columns) or (matrices, rows, columns), of rank rows or columns.
         steps: number of iterations.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[1] > matrices.shape[2]
+    multiply_add = torch.addmm if matrices.dim() == 2 else torch.baddbmm
+    tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=EPS)
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=EPS)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT.contiguous() if tall else x  # a view would be copied for each rank that holds a part
+
+
+def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
+    """As newton_schulz, of matrices of one shape: many at once on a GPU, with fewer launches, one after another in the cache of a CPU."""
+    if matrices[0].device.type == "cpu":
+        return [newton_schulz(matrix, steps) for matrix in matrices]
+    most = at_once(*matrices[0].shape)
+    parts = (torch.stack(list(matrices[first : first + most])) for first in range(0, len(matrices), most))
+    return [matrix for part in parts for matrix in newton_schulz(part, steps)]
+
+
+def at_once(rows: int, columns: int) -> int:
+    """Return how many matrices of a shape a GPU orthogonalizes at once."""
+    return max(_AT_ONCE // (rows * columns), 1)
 
 
 def adjustment(kind: str, rows: int, columns: int) -> float:
@@ -80,7 +97,7 @@ class Muon(EagerAdamW):
             tensor: the tensor ranks.
             dtype: in which Newton-Schulz computes.
         """
-        orthogonalize = partial(newton_schulz, steps=self._config.muon_steps)
+        orthogonalize = partial(orthogonalized, steps=self._config.muon_steps)
         adjust = partial(adjustment, self._config.muon_adjust_lr)
         self._homes, self._dtype = MatrixHomes(spaces, rule, tensor, orthogonalize, adjust), dtype
 
@@ -99,20 +116,33 @@ class Muon(EagerAdamW):
         if not groups:
             return
         assert self._homes is not None
-        inputs, rules = {}, {}
+        scales_of: dict[Tensor, tuple[Scales, Tensor]] = {}
         for group in groups:
-            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             create_state(self, MATRIX_STATE, group["params"])
-            for weight in group["params"]:
-                inputs[weight] = self._direction(weight, scales)
-                rules[weight] = scales.lr, group["weight_decay"]
-        for weight, update in self._homes.updates(inputs):
-            lr, decay = rules[weight]
-            weight.mul_(1 - lr * decay).sub_(update.view_as(weight).mul_(lr))
+            scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
+            scales_of |= dict.fromkeys(group["params"], (scales, 1 - scales.lr * group["weight_decay"]))
+        for homes in self._homes.rounds:
+            self._step_round(homes, scales_of)
+
+    def _step_round(self, homes: Round, scales_of: Mapping[Tensor, tuple[Scales, Tensor]]) -> None:
+        """Update the matrices of a round, whose tensors are free before the next one.
+
+        Args:
+            homes: the round.
+            scales_of: master weight -> its scales, and the factor of its decay.
+        """
+        updates = homes.updates({weight: self._direction(weight, scales_of[weight][0]) for weight in homes.masters})
+        for weight in homes.masters:
+            weight.mul_(scales_of[weight][1])
+        kinds = {(each.master, each.factor) for each in updates}
+        rates = {(weight, factor): scales_of[weight][0].lr * factor for weight, factor in kinds}
+        for each in updates:
+            elements = each.master.view(-1)[each.start : each.start + each.values.numel()]
+            elements.addcmul_(each.values, rates[each.master, each.factor], value=-1)
 
     def _direction(self, weight: Tensor, scales: Scales) -> Tensor:
-        """Add the gradient of a weight to its momentum, and return what is orthogonalized."""
-        state, gradient, momentum = self.state[weight], scales.gradient(weight), self._config.muon_momentum
+        """Update the momentum of a weight, and return what is orthogonalized."""
+        momentum, state, gradient = self._config.muon_momentum, self.state[weight], scales.gradient(weight)
         state["step"].add_(scales.applied)
         average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
         return (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)

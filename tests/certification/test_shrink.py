@@ -68,6 +68,7 @@ MODELS = (
         "qwen3-next-80b-a3b",
         "olmoe-1b-7b",
         "glm4.5",
+        "gpt-oss-20b",
         "smollm3-3b",
         "apertus-70b",
         "bert-large-cased",
@@ -151,8 +152,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     parallel.tensor = draw(st.sampled_from([size for size in range(1, 17) if common % size == 0]))
     experts = getattr(model, "experts", 1)
     parallel.expert = draw(st.sampled_from([size for size in range(1, 33) if experts % size == 0]))
-    whole = getattr(model, "mtp_depth", 0) or getattr(model, "linear_layers", 0)
-    parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not whole else 1
+    parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not getattr(model, "mtp_depth", 0) else 1
     parallel.context_kind, parallel.sequence_parallel = pick("ring", "ulysses"), draw(st.booleans())
     whole = parallel.sequence_parallel and hasattr(model, "experts") and experts % (parallel.tensor * parallel.expert) == 0
     parallel.expert_tensor = pick(None, parallel.tensor, 1 if whole else None)

@@ -16,7 +16,8 @@ from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint.weights import InMemory as Weights
 from pipeline.common.errors import UserError
 from pipeline.conversion import huggingface_export
-from pipeline.conversion.huggingface_import import ImportedWeights, StockWeights, read_config
+from pipeline.conversion.huggingface_import import ImportedWeights, read_config
+from pipeline.conversion.stock_weights import StockWeights
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_json, registry
 from pipeline.models.gpt.config import GPTConfig

@@ -37,14 +37,13 @@ from pipeline.conversion import huggingface_export
 from pipeline.conversion import imported as kept
 from pipeline.conversion.huggingface_import import (
     ImportedWeights,
-    StockWeights,
     check_tokenizer,
     read_config,
     read_generation_config,
-    weight_files,
 )
 from pipeline.conversion.import_model import import_model
 from pipeline.conversion.imported import copy_originals, original_of
+from pipeline.conversion.stock_weights import StockWeights, weight_files
 from pipeline.models import config_json, registry
 from pipeline.stages import convert
 from tests.helpers import pipeline

@@ -22,7 +22,7 @@ from tests.models.small_decoders import CONFIGS
 DECODERS = (
     *("apertus", "bloom-six-heads", "deepseek-yarn", "gemma3", "gpt", "gpt1", "llama-grouped", "mistral", "mixtral", "olmo2", "opt"),
     *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe", "gpt-neox"),
-    *("gemma2", "nemotron", "glm4-moe", "qwen3-next"),
+    *("gemma2", "nemotron", "glm4-moe", "qwen3-next", "gpt-oss"),
 )
 
 

@@ -1,11 +1,16 @@
-"""Linear attention: the chunked delta rule equals the recurrence, documents are independent, and a state continues a sequence."""
+"""Linear attention: the chunked delta rule equals the recurrence, a state or the maps of parts continue it, documents are independent."""
+
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given as examples
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from pipeline.layers.attention import Attention, AttentionContext
-from pipeline.layers.delta_rule import chunked_delta_rule
+from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part
 from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.mask import Mask
 
@@ -56,6 +61,61 @@ def test_chunks_equal_the_recurrence(length, chunk, strength, kind):
 def test_chunks_equal_the_recurrence_in_fp32():
     given = inputs(300)
     torch.testing.assert_close(chunked_delta_rule(*given), recurrence(*given), rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_of_strong_decays_are_precise_in_fp32():
+    """They are small beside those of the products of a token with itself, which no decay changes."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        q, k, v, _, beta = inputs(16, dtype=dtype)
+        log_decay = torch.full_like(beta, -8.0, requires_grad=True)
+        outputs, _ = chunked_delta_rule(q, k, v, log_decay, beta)
+        (found[dtype],) = torch.autograd.grad(outputs.square().sum(), log_decay)
+    precise = found[torch.float64]
+    assert (found[torch.float32] - precise).norm() < 1e-6 * precise.norm()
+
+
+def parts_of(given, cuts, segments, chunk):
+    """The outputs of the parts of a sequence, each computed from its own tokens and the maps of the parts before it."""
+    maps, outputs = [], []
+
+    def state_before(transition, state):
+        before = torch.zeros_like(state)
+        for t, z in maps:
+            before = z + t @ before
+        maps.append((transition, state))
+        return before
+
+    for first, end in pairwise([0, *cuts, given[0].shape[2]]):
+        options = {} if segments is None else {"segments": segments[:, first:end], "segment_before": segments[:, max(first - 1, 0)]}
+        outputs.append(delta_rule_of_part(*(x[:, :, first:end] for x in given), state_before, **options, chunk=chunk))
+    return torch.cat(outputs, dim=2)
+
+
+@settings(deadline=None, max_examples=50)
+@examples(
+    length=st.integers(1, 70),
+    cuts=st.sets(st.integers(1, 69), max_size=7),
+    chunk=st.sampled_from([1, 4, 16, 64]),
+    strength=st.sampled_from([0.01, 1.0, 30.0]),
+    resets=st.sampled_from([None, 0.02, 0.3]),
+)
+def test_parts_equal_the_sequence(length, cuts, chunk, strength, resets):
+    """However a sequence is divided: outputs and gradients, which reach the parts before through their maps."""
+    given, segments = inputs(length, dtype=torch.float64, strength=strength), None
+    if resets is not None:
+        segments = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < resets).cumsum(dim=1)
+    expected = chunked_delta_rule(*given, segments=segments)[0]
+    actual = parts_of(given, sorted(cut for cut in cuts if cut < length), segments, chunk)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    wanted, found = (torch.autograd.grad((weight * x).sum(), given) for x in (expected, actual))
+    torch.testing.assert_close((actual, *found), (expected, *wanted), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("strength", [0.01, 1.0])
+def test_parts_equal_the_recurrence_in_fp32(strength):
+    given = inputs(512, strength=strength)
+    torch.testing.assert_close(parts_of(given, range(64, 512, 64), None, 64), recurrence(*given)[0], rtol=1e-5, atol=1e-5)
 
 
 def layer(*, key_heads=2, value_heads=4):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from pipeline.layers.experts import Experts
 from pipeline.layers.lora import LoRAExperts, LoraSpec, merged, without_adapters
-from pipeline.layers.moe import Experts
 
 EXPERTS, HIDDEN, FFN = 3, 8, 12
 SPECS = {"gate": LoraSpec(2, 4.0), "down": LoraSpec(3, 1.5)}

@@ -7,10 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.layers.attention import AttentionContext
-from pipeline.layers.expert_products import PRODUCTS, grouped_mm, loop_mm
+from pipeline.layers.expert_products import PRODUCTS, grouped_mm, loop_mm, rows_of
+from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import Experts, MoE, _AddAuxLoss, moe_layers
+from pipeline.layers.mlp import ClampedSwiGLU
+from pipeline.layers.moe import MoE, _AddAuxLoss, moe_layers
 from pipeline.layers.router import AuxLoss, Router
 from pipeline.layers.row_counts import VALUES, counts_on_host
 from pipeline.layers.token_permutation import drop_over_capacity, tokens_per_expert
@@ -65,6 +67,58 @@ def test_a_moe_layer_is_the_dense_sum(seed, batch, sequence, sizes, scoring, nor
     x = tokens(batch, sequence, seed=seed)
     for ours, theirs in zip(value_and_gradients(MoE.__call__, layer, x), value_and_gradients(naive, layer, x), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def biased(*, capacity_factor=None, ranks=1, limit=0.4):
+    """A layer of gpt-oss, with random weights."""
+    layer = MoE(
+        Router(HIDDEN, EXPERTS, TOP_K, logit_bias=True),
+        Experts(EXPERTS, HIDDEN, FFN, activation=ClampedSwiGLU(limit, 1.702), bias=True),
+        capacity_factor=capacity_factor,
+    ).double()
+    layer.experts.down_ranks = ranks
+    with torch.no_grad():
+        for index, parameter in enumerate(layer.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index), dtype=torch.float64) * 0.5)
+    return layer
+
+
+def naive_biased(layer, x):
+    """The formulas of transformers' GptOssMLP: a softmax over the selected logits, and every token through every expert."""
+    experts, tokens = layer.experts, x.flatten(0, 1)
+    logits = tokens @ layer.router.weight.T + layer.router.logit_bias
+    chosen = logits.topk(TOP_K, dim=1)
+    dense = torch.zeros_like(logits).scatter_add(1, chosen.indices, chosen.values.softmax(dim=1))
+    gate = (torch.einsum("th,efh->tef", tokens, experts.gate) + experts.gate_bias).clamp(max=0.4)
+    up = (torch.einsum("th,efh->tef", tokens, experts.up) + experts.up_bias).clamp(-0.4, 0.4)
+    inner = (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+    outputs = torch.einsum("tef,ehf->teh", inner, experts.down) + experts.down_bias / experts.down_ranks
+    return (outputs * dense[..., None]).sum(dim=1).view(x.shape)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 2])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_experts_with_biases_are_the_dense_sum(parts, ranks):
+    """Also padded, where rows without a token have outputs that no token gets; a tensor rank adds its share of the last bias."""
+    layer, x = biased(capacity_factor=EXPERTS / TOP_K if parts else None, ranks=ranks), tokens()
+    layer.parts = parts
+    for ours, theirs in zip(value_and_gradients(MoE.__call__, layer, x), value_and_gradients(naive_biased, layer, x), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 4, 5], [0, 0, 0, 0], [2, 3, 0, 1]])
+def test_rows_of_no_expert_do_not_reach_the_biases(counts):
+    """Their gradients may be NaN."""
+    biases = torch.randn(4, 6, requires_grad=True)
+    rows = rows_of(biases, torch.tensor(counts), 12)
+    used = sum(counts)
+    expected = biases.repeat_interleave(torch.tensor(counts), dim=0)
+    assert torch.equal(rows[:used], expected)
+    assert (rows[used:] == 0).all()
+    grad = torch.randn(12, 6)
+    grad[used:] = torch.nan
+    (wanted,) = torch.autograd.grad(expected, biases, grad[:used])
+    torch.testing.assert_close(torch.autograd.grad(rows, biases, grad)[0], wanted)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ SCALED = {
             "rope_mscale": st.sampled_from([0.0, 0.7, 1.0]),
             "rope_mscale_all": st.sampled_from([0.0, 0.5, 1.0]),
             "rope_attention_factor": st.sampled_from([None, None, 0.8]),
+            "rope_truncate": st.booleans(),
         }
     ),
 }
@@ -80,7 +81,8 @@ def test_attention_scaling_is_in_the_tables():
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 3}}, "rope_scaling.beta_fast"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "rope_parameters"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "truncate": False}}, "rope_parameters.truncate"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": None}}, "rope_parameters.truncate"),  # false in the class
     ],
 )
 def test_unsupported_keys_are_reported_by_name(content, key):

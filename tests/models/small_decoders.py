@@ -11,6 +11,7 @@ from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
+from pipeline.models.gpt_oss.config import GptOssConfig
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.mistral.config import MistralConfig
@@ -92,6 +93,20 @@ CONFIGS = {
         top_k=3,
         routed_scaling_factor=1.5,
         mtp_depth=0,
+    ),
+    "gpt-oss": GptOssConfig(  # local and global layers, yarn without rounding, bounds of SwiGLU that apply
+        **{**SMALL, "layers": 4},
+        head_width=16,
+        window=8,
+        experts=6,
+        top_k=3,
+        swiglu_limit=0.1,
+        rope_theta=1e3,
+        rope_scaling="yarn",
+        rope_factor=4.0,
+        rope_original_positions=13,
+        rope_beta_fast=5.0,
+        rope_truncate=False,
     ),
     "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5),
     "nemotron": NemotronConfig(**SMALL, head_width=16),

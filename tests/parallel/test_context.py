@@ -1,6 +1,7 @@
-"""Context-parallel attention: ring and ulysses on several ranks equal the reference formula on one."""
+"""Context-parallel attention: ring, ulysses and linear attention on several ranks equal the reference formula on one."""
 
 from functools import cache
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.layers import document_segments
-from pipeline.layers.attention import plain, sdpa
+from pipeline.layers.attention import AttentionContext, plain, sdpa
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.parallel import mesh as meshes
@@ -98,3 +101,99 @@ CASES = st.fixed_dictionaries(
 def test_attention_over_sharded_sequences_equals_the_reference(world, kind, ranks, case):
     for gaps in world.run(_gaps, kind, ranks, case):
         assert max(gaps) < 1e-12
+
+
+def _linear(kernel: int, dtype: torch.dtype = torch.float64) -> GatedDeltaNet:
+    """A layer with linear attention."""
+    layer = GatedDeltaNet(12, 2, 4, key_dim=5, value_dim=3, kernel=kernel).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.7)
+    return layer
+
+
+def _linear_gaps(kind: str, ranks: int, case: dict) -> list[float]:
+    """Largest differences of the output, of the gradient of the input, and of the gradients of the weights summed over the ranks."""
+    from pipeline.parallel import context_parallel
+
+    group, chance = _context(ranks), torch.Generator().manual_seed(case["seed"])
+    tokens, layer = 2 * ranks * case["half"], _linear(case["kernel"])
+    x, grad = (torch.randn(2, tokens, 12, generator=chance, dtype=torch.float64) for _ in range(2))
+    documents = (torch.rand(2, tokens, generator=chance) < case["ends"]).int().cumsum(1) if case["ends"] else None
+    if documents is not None:
+        documents[1, tokens - case["padding"] :] = -1
+    whole = x.clone().requires_grad_()
+    expected = layer(whole, None, AttentionContext(Mask(documents=documents)))
+    wanted = torch.autograd.grad(expected, [whole, *layer.parameters()], grad)
+
+    rows = _own(kind, group, tokens)
+    context_parallel.apply(layer, group, kind)
+    mine = x[:, rows].requires_grad_()
+    mask = Mask(documents=None if documents is None else documents[:, rows])
+    out = layer(mine, None, AttentionContext(mask))
+    found = torch.autograd.grad(out, [mine, *layer.parameters()], grad[:, rows])
+    for weight in found[1:]:
+        dist.all_reduce(weight, group=group)
+    pairs = [(out, expected[:, rows]), (found[0], wanted[0][:, rows]), *zip(found[1:], wanted[1:], strict=True)]
+    return [float((a - b).detach().abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@settings(deadline=None, max_examples=8)
+@given(
+    case=st.fixed_dictionaries(
+        {
+            "half": st.sampled_from([1, 2, 3, 9, 70]),  # parts that are shorter than the convolution, and longer than a chunk
+            "kernel": st.sampled_from([1, 2, 4]),
+            "ends": st.sampled_from([0.0, 0.02, 0.2, 0.6]),
+            "padding": st.sampled_from([0, 2, 5]),
+            "seed": st.integers(0, 1000),
+        }
+    )
+)
+def test_linear_attention_over_sharded_sequences_equals_one_process(world, kind, ranks, case):
+    """The convolution, the state and the documents go on over the ends of the parts, as do the gradients."""
+    for gaps in world.run(_linear_gaps, kind, ranks, case):
+        assert max(gaps) < 1e-9
+
+
+class _Sent(TorchDispatchMode):
+    """The bytes of the arguments of all collectives, by operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, list[int]] = {}
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = operator.name().partition("::")
+        if name[0] == "_c10d_functional" and not name[2].startswith("wait"):
+            self.bytes.setdefault(name[2], []).append(args[0].nbytes)
+        return operator(*args, **(kwargs or {}))
+
+
+def _sent(kind: str, tokens: int) -> dict[str, list[int]]:
+    """What a rank of four passes to the collectives of a forward and a backward pass of two sequences with documents."""
+    from pipeline.parallel import context_parallel
+
+    group, layer = _context(4), _linear(4, torch.bfloat16)
+    context_parallel.apply(layer, group, kind)
+    x = torch.ones(2, tokens // 4, 12, dtype=torch.bfloat16, requires_grad=True)
+    with _Sent() as sent:
+        layer(x, None, AttentionContext(Mask(documents=torch.zeros(2, tokens // 4, dtype=torch.int32)))).sum().backward()
+    return sent.bytes
+
+
+@pytest.mark.parametrize("kind, parts", [("ring", 2), ("ulysses", 1)])
+def test_what_linear_attention_sends_does_not_depend_on_the_length(world, kind, parts):
+    """The last inputs and documents of the parts, and for each of 4 heads a map in fp32; the gradients are those of all ranks."""
+    inputs = 2 * parts * 3 * (2 * 10 + 12) * 2
+    documents, maps = 2 * parts * 4 * 4, 2 * parts * 4 * 5 * (5 + 3) * 4
+    expected = {
+        "all_gather_into_tensor": sorted([inputs, documents, maps]),
+        "reduce_scatter_tensor": sorted([4 * inputs, 4 * maps]),
+    }
+    for tokens in (64, 512):
+        for found in world.run(_sent, kind, tokens):
+            assert {name: sorted(sizes) for name, sizes in found.items()} == expected

@@ -63,7 +63,7 @@ def test_a_checkpoint_keeps_the_biases(world, tmp_path):
 
 def _experts(expert, tensor, counts_of_rank, dropped):
     """Values and gradients of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows."""
-    from pipeline.layers.moe import Experts
+    from pipeline.layers.experts import Experts
     from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_part
 
     group, tensor_group = _groups(expert, tensor)

@@ -40,7 +40,7 @@ class Events(TorchDispatchMode):
 
 def _experts(expert, tensor, parts):
     """Results of ExpertParallelExperts on each rank's rows, and of unsharded experts on the same rows; the events of both passes."""
-    from pipeline.layers.moe import Experts
+    from pipeline.layers.experts import Experts
     from pipeline.parallel.expert_parallel import ExpertParallelExperts, _own_part
 
     group, tensor_group = _groups(expert, tensor)

@@ -123,7 +123,7 @@ def expert_products(mode: str) -> int:
 
 def padded_products(mode: str) -> int:
     """As expert_products, of experts with equal numbers of rows."""
-    from pipeline.layers.moe import Experts
+    from pipeline.layers.experts import Experts
 
     class Padded(Experts):
         """The whole layer as a block; on the meta device, products are those of GPUs."""

@@ -12,12 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.config import hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import plan_report
-from pipeline.planner.matrix_update import NAME, exchanges, matrix_groups, products, rank_update_bytes, update_bytes
+from pipeline.planner.matrix_update import NAME, exchanges, matrix_rounds, products, rank_update_bytes, update_bytes
 from pipeline.planner.plan import plan, table
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import trace
+from pipeline.training import matrix_homes
 from tests.training.layouts import text
 from tests.world import configured, share, tiny, trainer
 from tools.bench.tensor_memory import TensorMemory
@@ -27,6 +28,8 @@ WIDE = (MUON, "training.compile=off", "model.hidden=64", "model.layers=3", "mode
 DENSE = ("model=llama-tiny", *WIDE, "model.ffn_hidden=160")
 MIXTRAL = ("model=mixtral-tiny", *WIDE, "model.ffn_hidden=96", "model.experts=4", "model.top_k=2")
 HALF = "precision=bf16"
+#: Steps of which the one with the least bytes counts: the threads of gloo free the tensors of an exchange at some time after it.
+STEPS = 5
 #: Bytes of numbers that an update allocates: learning rates and factors.
 NUMBERS = 64
 
@@ -45,7 +48,7 @@ class _Update(TorchDispatchMode):
         if name == "c10d::alltoall_base_":
             ranks = next(dist.ProcessGroup.unbox(a).size() for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a))
             self.sent.append((ranks, max(args[0].nbytes, args[1].nbytes)))
-        elif name in ("aten::bmm", "aten::baddbmm"):
+        elif name in ("aten::mm", "aten::addmm"):
             first, second = args[-2:]
             self.flops += 2 * first.numel() * second.shape[-1]
         return result
@@ -60,9 +63,11 @@ class _Found(NamedTuple):
     flops: int
 
 
-def _update(settings: tuple[str, ...]) -> _Found:
-    """Of the second step: the first one allocates the state."""
-    config, mine = trainer(*tiny(*settings))
+def _update(settings: tuple[str, ...], most: int) -> _Found:
+    """Of steps after the first one, which allocates the state, with so many elements of a rank in a round: that with the least bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matrix_homes, "ELEMENTS_AT_ONCE", most)
+        config, mine = trainer(*tiny(*settings))
     tokens, batch = text(config, 0)
     tokens, targets = share(mine, tokens, batch["targets"])
     mine.train(tokens, {"targets": targets}, step=0)
@@ -76,8 +81,9 @@ def _update(settings: tuple[str, ...]) -> _Found:
         found.append(_Found(memory.peak - memory.state, memory.peak - between_steps, update.sent, update.flops))
 
     optimizer.step = measured
-    mine.train(tokens, {"targets": targets}, step=1)
-    return found[0]
+    for number in range(1, 1 + STEPS):
+        mine.train(tokens, {"targets": targets}, step=number)
+    return min(found)
 
 
 LAYOUTS = [
@@ -96,25 +102,29 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, model, layout", LAYOUTS, ids=str)
-def test_the_planned_update_is_that_of_a_real_step(worlds, ranks, model, layout):
+#: With the elements of a round: the default, and some rounds.
+CASES = [*((*each, 1 << 27) for each in LAYOUTS), *((*each, 40_000) for each in LAYOUTS[3:6])]
+
+
+@pytest.mark.parametrize("ranks, model, layout, most", CASES, ids=str)
+def test_the_planned_update_is_that_of_a_real_step(worlds, monkeypatch, ranks, model, layout, most):
     """Bytes of the fullest rank, of the busiest rank of every exchange, and FLOPs of a rank with the most work."""
+    monkeypatch.setattr(matrix_homes, "ELEMENTS_AT_ONCE", most)
     config = configured(*tiny(*model, *layout))
     sizes, state_format = Layout.of(config, ranks), state_format_of(config)
-    groups = matrix_groups(planned_buckets(trace(config), sizes, [0], state_format.zero_stage), sizes, state_format.zero_stage)
-    found = worlds(ranks).run(_update, (*model, *layout))
-    planned = update_bytes(groups, state_format.weight_bytes)
-    assert 0 <= max(each.update for each in found) - planned <= NUMBERS
-    predicted = plan(config, ranks, hardware.load("h100")).estimate
-    assert 0 <= max(each.with_gradients for each in found) - predicted.memory.update <= NUMBERS
+    rounds = matrix_rounds(planned_buckets(trace(config), sizes, [0], state_format.zero_stage), sizes, state_format.zero_stage)
+    found = worlds(ranks).run(_update, (*model, *layout), most)
+    planned, on_gpu = (update_bytes(rounds, state_format.weight_bytes, batched=batched) for batched in (False, True))
+    assert 0 <= max(each.update for each in found) - planned <= NUMBERS * len(rounds)
+    predicted = plan(config, ranks, hardware.load("h100")).estimate.memory.update - on_gpu + planned
+    assert 0 <= max(each.with_gradients for each in found) - predicted <= NUMBERS * len(rounds)
     local, meta = init_fake(config, ranks)
-    assert rank_update_bytes(config, meta, local) == planned
-    axes = {group.axis: group.ranks for group in groups} | {"tensor": config.parallel.tensor}
-    sent = [(axes[each.axis], each.bytes) for each in exchanges(groups, state_format.weight_bytes)]
+    assert rank_update_bytes(config, meta, local) == on_gpu
+    axes = {part.axis: part.ranks for part in rounds} | {"tensor": config.parallel.tensor}
+    sent = [(axes[each.axis], each.bytes) for each in exchanges(rounds, state_format.weight_bytes)]
     assert sent == [max(of_ranks) for of_ranks in zip(*(each.sent for each in found), strict=True)]
     # The home that takes longest need not be that with the most FLOPs: the sizes of these matrices take no time.
-    flops = sum(count * product.flops for product, count in products(groups, state_format, hardware.load("h100")))
-    assert flops in {each.flops for each in found}
+    flops = sum(count * product.flops for product, count in products(rounds, state_format, hardware.load("h100")).items())
     assert flops == pytest.approx(max(each.flops for each in found), rel=0.05)
 
 
@@ -128,6 +138,7 @@ def test_a_plan_has_the_update_of_muon():
     for name in ("adamw", "muon"):
         for stage in (0, 1):
             words = (f"optimizer={name}", f"parallel.zero_stage={stage}", "parallel.tensor=8", "training.activation_checkpointing=full")
+            words = (*words, "training.sequence_length=512")
             plans[name, stage] = plan(configured(*JOB, *words), 16, gpu)
     for stage in (0, 1):
         adamw, muon = plans["adamw", stage].estimate, plans["muon", stage].estimate

@@ -89,6 +89,13 @@ LAYOUTS = {
             *(4, "model=llama-tiny", "model.layers=2", "parallel.context=2", "parallel.tensor=2", "parallel.context_kind=ulysses"),
             *("parallel.zero_stage=0", "training.global_batch_size=1"),
         ),
+        *(
+            (
+                *(2, "model=qwen3-next-tiny", "model.layers=2", "model.full_attention_interval=2", "parallel.context=2"),
+                *(f"parallel.context_kind={kind}", "parallel.zero_stage=1", "training.global_batch_size=2"),
+            )
+            for kind in ("ring", "ulysses")
+        ),
     ],
     "experts": [
         (2, "model=mixtral-tiny", "model.layers=2", "parallel.expert=2", "parallel.zero_stage=1", "training.global_batch_size=4"),

@@ -88,7 +88,8 @@ def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
     code, said = tool(tmp_path)
     assert code == 1
     assert "left out: 4.76 % (aim: 2 %)" in said
-    assert "does not predict the largest size within 2 %: do not extrapolate it" in said
+    assert "does not predict the largest size within 2 %: no settings of a large run are printed" in said
+    assert "FLOPs: lowest predicted loss" not in said
     assert tool(tmp_path, "--aim", "5")[0] == 0
 
 

@@ -99,6 +99,12 @@ MIXTRAL = (
     *("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1"),
     *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", *EXPERTS),
 )
+# Linear and full attention, and a shared expert with a gate.
+QWEN3_NEXT = (
+    *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
+    *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+    *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
+)
 
 MODELS = {
     "gpt": Model(("model=gpt-tiny", "model.ffn_hidden=48", *DECODER), packed),
@@ -169,12 +175,13 @@ MODELS = {
         ),
         compared=("weights",),
     ),
-    # Linear and full attention, and a shared expert with a gate.
-    "qwen3-next": Model(
+    "qwen3-next": Model(QWEN3_NEXT, compared=("weights",)),
+    "qwen3-next-documents": Model((*QWEN3_NEXT, "model.kv_heads=4", "training.document_mask=true"), packed, compared=("weights",)),
+    # Sinks and windows, and experts with biases, whose inputs are bounded.
+    "gpt-oss": Model(
         (
-            *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
-            *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
-            *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
+            *("model=gpt-oss-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.ffn_hidden=24", "model.window=5"),
+            *("model.swiglu_limit=0.05", "training.balance_loss=0.1", *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -298,10 +305,25 @@ LAYOUTS = {
     "olmoe": ["expert=2 tensor=2 zero_stage=1"],
     "qwen3-moe": ["expert=2 tensor=2 zero_stage=1", "expert=2 pipeline=2 zero_stage=3"],
     "glm4-moe": ["expert=2 tensor=2 zero_stage=1", "tensor=2 pipeline=2 zero_stage=0"],
+    "gpt-oss": [
+        "expert=2 tensor=2 zero_stage=1",
+        "tensor=2 pipeline=2 zero_stage=0 training.activation_checkpointing=selective",
+        "expert=2 tensor=2 expert_tensor=1 zero_stage=3",
+        "context=2 context_kind=ring tensor=2 zero_stage=2",
+        "context=2 context_kind=ulysses expert=2 zero_stage=1",
+    ],
     "qwen3-next": [
         "expert=2 tensor=2 zero_stage=1",
         "pipeline=2 tensor=2 zero_stage=2 training.activation_checkpointing=selective",
         "zero_stage=3",
+        "context=4 context_kind=ring zero_stage=1",
+        "context=2 context_kind=ulysses pipeline=2 zero_stage=0",
+        "context=2 context_kind=ring expert=2 zero_stage=3 training.activation_checkpointing=selective",
+    ],
+    # States, convolutions and documents continue on other ranks.
+    "qwen3-next-documents": [
+        "context=2 context_kind=ring tensor=2 zero_stage=1",
+        "context=4 context_kind=ulysses zero_stage=3 training.activation_checkpointing=full",
     ],
     "deepseek": [
         "expert=2 tensor=2 zero_stage=1",
@@ -324,7 +346,9 @@ KINDS = {
     **dict.fromkeys(("bert", "roberta", "bert-diffusion"), "masked"),
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
-    **dict.fromkeys(("olmoe", "qwen3-moe", "qwen3-next", "glm4-moe", "deepseek", "deepseek-grouped"), "experts"),
+    **dict.fromkeys(
+        ("olmoe", "qwen3-moe", "qwen3-next", "qwen3-next-documents", "glm4-moe", "gpt-oss", "deepseek", "deepseek-grouped"), "experts"
+    ),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import rank_state
 from pipeline.planner.trace import trace
-from pipeline.training import matrix_homes, muon
+from pipeline.training import muon
 from pipeline.training.buckets import build_buckets
-from pipeline.training.matrix_layout import LocalMatrix, Spread
 from pipeline.training.matrix_rule import MatrixRule, lines
 from pipeline.training.muon import newton_schulz
 from tests.training.layouts import MODELS, text
@@ -131,14 +129,11 @@ def test_newton_schulz_is_that_of_pytorch():
             assert 0.3 < singular.min() < singular.max() < 1.3
 
 
-def test_each_matrix_of_a_batch_is_orthogonalized_by_itself(monkeypatch):
+def test_each_matrix_of_a_batch_is_orthogonalized_by_itself():
     matrices = torch.randn(5, 6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     alone = torch.stack([newton_schulz(matrix[None], 5)[0] for matrix in matrices])
-    monkeypatch.setattr(matrix_homes, "AT_ONCE", 2 * 6 * 9)
-    held = {LocalMatrix(0, n, 6, 9, (6, 9), Spread.COPIES, 1.0): matrix for n, matrix in enumerate(matrices)}
-    found = matrix_homes.by_shape(dict(held), partial(newton_schulz, steps=5))
-    torch.testing.assert_close(torch.stack([found[matrix] for matrix in held]), alone)
     torch.testing.assert_close(newton_schulz(matrices, 5), alone)
+    torch.testing.assert_close(torch.stack(muon.orthogonalized(list(matrices), 5)), alone)
 
 
 def _against_torch(adjust: str) -> float:
@@ -222,6 +217,25 @@ def test_the_planned_state_has_one_moment_of_a_matrix():
     assert state.optimizer == sum(bucket.elements / bucket.ranks * (8 if bucket.muon else 12) for bucket in buckets)
     assert any(bucket.muon for bucket in buckets)
     assert not all(bucket.muon for bucket in buckets if bucket.decays), "the routers of blocks, embedding and head"
+
+
+def test_biases_of_experts_are_vectors():
+    """They have two dims: a vector for each expert. They do not decay, AdamW updates them, and they are no matrix products."""
+    config = configured("model=gpt-oss-tiny", "parallel.expert=2", "parallel.tensor=2", MUON)
+    local, model = init_fake(config, 4)
+    rule = MatrixRule.of(config.optimizer, config.model)
+    homes = {
+        piece.name: bucket for bucket in build_buckets(model, local, sequence_parallel=True, rule=rule) for piece in bucket.pieces.values()
+    }
+    vectors = {name for name, bucket in homes.items() if not bucket.decays}
+    assert vectors == {name for name in homes if name.endswith(("bias", "norm.weight", "sinks"))}
+    matrices = {name for name, bucket in homes.items() if bucket.muon}
+    assert not any(name.endswith(("_bias", "sinks", "router.weight")) for name in matrices)
+    assert {f"blocks.0.mlp.experts.{name}" for name in ("gate", "up", "down")} < matrices
+    # 4 blocks: 4 projections, a router and 2 of 8 experts of 3 matrices; the head; and the scores, of which every second layer has 128.
+    products = 4 * (2 * 192 * 256 + 2 * 192 * 128 + 8 * 192 + 2 * 3 * 192 * 96) + 8192 * 192
+    scores = 2 * (1024 + 128) * 8 * 2 * 32
+    assert registry.family_of(config.model).costs_per_token(config.model, 1024).total == 6 * (products + scores)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.training import matrix_homes
 from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, work
 from tests.training.expected import train_plain
 from tests.training.layouts import LATENT, text
@@ -95,6 +96,27 @@ def test_another_rule_would_be_seen():
     for name in ("query", "key", "value"):
         weight = f"blocks.0.attention.{name}.weight"
         assert (other[weight] - expected[weight]).norm() > 20 * FACTOR * bound[weight]
+
+
+def _in_rounds(most: int, settings: tuple[str, ...]) -> tuple[int, dict[str, Tensor]]:
+    """The number of rounds of an update of at most so many elements of a rank, and the weights after a step."""
+    before, matrix_homes.ELEMENTS_AT_ONCE = matrix_homes.ELEMENTS_AT_ONCE, most
+    try:
+        config, mine = trainer(*tiny(*settings))
+    finally:
+        matrix_homes.ELEMENTS_AT_ONCE = before
+    tokens, batch = text(config, 0)
+    tokens, targets = share(mine, tokens, batch["targets"])
+    mine.train(tokens, {"targets": targets}, step=0)
+    return len(mine.engine._update.optimizer._homes.rounds), unsharded(mine)
+
+
+@pytest.mark.parametrize("layout", ["parallel.zero_stage=1", "parallel.zero_stage=0", "parallel.tensor=2"])
+def test_rounds_change_nothing(worlds, layout):
+    settings = (MUON, *DENSE, layout)
+    (one, expected), (several, found) = (worlds(2).run(_in_rounds, most, settings)[0] for most in (1 << 27, 5000))
+    assert one == 1 < several
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
 class _AllToAll(TorchDispatchMode):

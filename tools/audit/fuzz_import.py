@@ -22,7 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipeline.common.errors import UserError
-from pipeline.conversion.huggingface_import import ImportedWeights, StockWeights, read_config
+from pipeline.conversion.huggingface_import import ImportedWeights, read_config
+from pipeline.conversion.stock_weights import StockWeights
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from tools.audit.parity_cases import VARIANTS
@@ -37,6 +38,7 @@ ROPE = (
     {"type": "linear", "factor": 4},
     {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13, "truncate": False},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 16},
     {"rope_type": "linear", "factor": "2"},
     {"rope_type": "linear", "factor": [2]},

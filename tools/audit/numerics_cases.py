@@ -151,6 +151,7 @@ CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
 LOWER_STD = "model.init_std=0.5"  # with 1 attention is so peaked that gradients of queries differ by 3e-6 between fp32 and fp64
 HIGHER_STD = "model.init_std=0.02"  # with 0.006 gradients of queries are so small that they differ by 8e-6 between fp32 and fp64
 WIDE_STD = "model.init_std=0.1"  # with 0.02 gradients of the query norms differ by 1.3e-5 between fp32 and fp64
+HIGHER_EPS = "model.norm_eps=1e-3"  # with 1e-6 a gradient behind small outputs of linear attention differs by 1e-3 between fp32 and fp64
 SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of an input, which changes the gradient by more than rounding
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
@@ -196,11 +197,16 @@ FAMILIES: dict[str, Model] = {
     "mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, rows=SOME + CONTEXT[:3] + EXPERT),
     "olmoe": _model("olmoe-tiny", "model.kv_heads=4", ONE, WIDE_STD, rows=SOME + CONTEXT[:1] + EXPERT),
     "qwen3_moe": _model("qwen3-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + CONTEXT[:1] + EXPERT),
-    "qwen3_next": _model("qwen3-next-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT),
+    "qwen3_next": _model(
+        "qwen3-next-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, HIGHER_EPS, rows=SOME + CONTEXT + EXPERT
+    ),
     # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
     "deepseek_v3": _model("deepseek-tiny", "training.seed=1", ONE, rows=SOME + EXPERT),
     "deepseek-context": _model("deepseek-tiny", "model.mtp_depth=0", ONE, rows=CONTEXT[:3]),
     "glm4_moe": _model("glm4-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT),
+    "gpt_oss": _model(
+        *("gpt-oss-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=6", ONE, WIDE_STD), rows=SOME + CONTEXT[:2] + EXPERT
+    ),
     "bert": _model("bert-tiny"),
     "roberta": _model("roberta-tiny"),
     "t5": _model("t5-tiny", "model.gated=true"),

@@ -113,9 +113,6 @@ def _context(config: RunConfig) -> Iterator[Violation]:
     if depth := getattr(model, "mtp_depth", 0):  # labels of depth k are the next-token labels shifted by k, across chunk boundaries
         rule = f"splits sequences, and model.mtp_depth={depth} requires full sequences"
         yield Violation("parallel.context", context, rule, "set parallel.context=1 or model.mtp_depth=0")
-    if layers := getattr(model, "linear_layers", 0):  # the state of the tokens before a chunk is on another rank
-        rule = f"splits sequences, and the linear attention of {layers} layers of model.family={model.family} requires full sequences"
-        yield Violation("parallel.context", context, rule, "set parallel.context=1 and use tensor, pipeline or data ranks")
     divisor = 2 * context * (parallel.tensor if parallel.sequence_parallel else 1)
     for key, length in warmup.keyed_values(config.training.sequence_warmup, "sequence_length", config.training.sequence_length):
         if length % divisor:

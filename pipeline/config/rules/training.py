@@ -16,6 +16,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _activation_budget(config)
     yield from _attention_group(config)
     yield from _soft_cap(config)
+    yield from _sinks(config)
     yield from _loss_weights(config)
     yield from _loss_spikes(config)
     late = [step for step in config.training.profile if config.training.epochs is None and step > config.training.steps]
@@ -213,6 +214,13 @@ def _soft_cap(config: RunConfig) -> Iterator[Violation]:
     cap, kernel = getattr(config.model, "attn_logit_softcapping", None), config.training.attention
     if cap is not None and kernel == "sdpa":
         rule = f"has no kernel with a soft cap of the scores, model.attn_logit_softcapping={cap:g}"
+        yield Violation("training.attention", kernel, rule, "set it to auto or flex, or to plain for the unfused formula")
+
+
+def _sinks(config: RunConfig) -> Iterator[Violation]:
+    """PyTorch's fused attention returns no differentiable sum of the exponentials, which sinks are added to."""
+    if getattr(config.model, "attention_sinks", False) and (kernel := config.training.attention) == "sdpa":
+        rule = f"has no kernel with attention sinks, which model.family={config.model.family} has"
         yield Violation("training.attention", kernel, rule, "set it to auto or flex, or to plain for the unfused formula")
 
 

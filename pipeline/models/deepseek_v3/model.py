@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts
 from pipeline.layers.init import single_std
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.mlp import GatedMLP
-from pipeline.layers.moe import Experts, MoE, SharedExpertMoE, moe_layers
+from pipeline.layers.moe import MoE, SharedExpertMoE, moe_layers
 from pipeline.layers.multi_token import MTPModule, MultiTokenHead
 from pipeline.layers.preference import log_probabilities
 from pipeline.layers.rope_scaling import RopeScaling

@@ -6,8 +6,9 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts
 from pipeline.layers.init import scaled_residual
-from pipeline.layers.moe import Experts, MoE
+from pipeline.layers.moe import MoE
 from pipeline.layers.moe_stack import MoEStack
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import Router

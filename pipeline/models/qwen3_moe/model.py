@@ -8,9 +8,10 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts
 from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import GatedMLP
-from pipeline.layers.moe import Experts, MoE
+from pipeline.layers.moe import MoE
 from pipeline.layers.moe_stack import MoEStack
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary

@@ -8,10 +8,11 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts
 from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.init import Constant, Init, LogOfUniform, scaled_residual
 from pipeline.layers.mlp import GatedMLP, OutputGate
-from pipeline.layers.moe import Experts, MoE, SharedExpertMoE
+from pipeline.layers.moe import MoE, SharedExpertMoE
 from pipeline.layers.moe_stack import MoEStack
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rope_scaling import RopeScaling
