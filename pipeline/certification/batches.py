@@ -93,7 +93,8 @@ def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> Rando
         if every := config.training.goldfish_k:
             batch["targets"] = _some_targets(batch["targets"], 1 - 1 / every, generator)
         if config.training.document_mask:
-            batch["documents"] = _documents(rows, length, generator, packed=True).clamp(min=0)
+            documents = _documents(rows, length, generator, packed=True)
+            batch["documents"] = documents.masked_fill(documents < 0, length)  # one more document: each is contiguous
         return text[:, :-1], batch
     if model.objective == "masked":
         batch = {

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pipeline.certification.batches import RandomBatch, random_batches, split, to_device
 from pipeline.certification.comparison import Outcome
+from pipeline.certification.plain_optimizers import moment_of
 from pipeline.certification.reference import initial_noise
 from pipeline.checkpoint.fragments import Fragment, insert_fragment
 from pipeline.checkpoint.native import EMA
@@ -23,8 +24,6 @@ from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.trainer import Trainer
 
 CPU = torch.device("cpu")
-#: Entries of Fragment.tensors -> key of Outcome.tensors.
-KINDS = {"weight": "weight", "exp_avg": "moment"}
 #: Called after every step with the step, from 0, and its result; on every rank, so that it may be collective.
 AfterStep = Callable[[int, StepResult], object]
 
@@ -50,30 +49,33 @@ def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[Af
         trainer: from `begin`.
         after_step: called after every step, in order.
     """
-    fixed = trainer.model.fixed_names()
+    fixed, moment = trainer.model.fixed_names(), moment_of(config.optimizer)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep_first_moments(step: int, _: StepResult) -> None:
         if step == 0:
-            moments = gather(trainer.engine.fragments(), {"exp_avg": "moment"}, fixed)["moment"]
-            gradients.update({name: moment / first_share(config, name, tuple(moment.shape)) for name, moment in moments.items()})
+            moments = gather(trainer.engine.fragments(), {moment: "moment"}, fixed)["moment"]
+            gradients.update({name: first_gradient(config, name, values) for name, values in moments.items()})
 
     losses, norms = train_steps(trainer, enumerate(random_batches(config)), (keep_first_moments, *after_step))
-    kinds = KINDS if config.training.ema is None else {**KINDS, EMA: "average"}
+    kinds = {"weight": "weight", moment: "moment"} | ({} if config.training.ema is None else {EMA: "average"})
     return Outcome(losses, norms, {"gradient": gradients, **gather(trainer.engine.fragments(), kinds, fixed)})
 
 
-def first_share(config: RunConfig, name: str, shape: tuple[int, ...]) -> float:
-    """Return the share of the first gradient in the first moment of a weight after its first update.
+def first_gradient(config: RunConfig, name: str, moment: torch.Tensor) -> torch.Tensor:
+    """Return the first gradient of a weight, from its moment (`moment_of`) after its first update; of schedule-free AdamW without its sign.
 
     Args:
         config: of the run.
-        name, shape: of the full weight.
+        name: of the full weight.
+        moment: of the full weight.
     """
     optimizer = config.optimizer
-    if MatrixRule.of(optimizer, config.model).matrices(name, shape) is not None:
-        return 1 - optimizer.muon_momentum
-    return 1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1)  # Lion keeps another average than it moves by
+    if optimizer.name == "schedule_free":
+        return (moment / (1 - optimizer.beta2)).sqrt()
+    if MatrixRule.of(optimizer, config.model).matrices(name, tuple(moment.shape)) is not None:
+        return moment / (1 - optimizer.muon_momentum)
+    return moment / (1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1))  # Lion keeps another average than it moves by
 
 
 def train_steps(

@@ -30,7 +30,7 @@ class PlainOptimizer(Protocol):
 
     @property
     def state(self) -> Any:
-        """Weight -> its tensors, with `exp_avg`, the first moment."""
+        """Weight -> its tensors, with that of `moment_of`."""
         ...
 
     def step(self) -> Any:
@@ -40,6 +40,17 @@ class PlainOptimizer(Protocol):
     def zero_grad(self) -> None:
         """Clear the gradients."""
         ...
+
+
+def moment_of(optimizer: OptimizerConfig) -> str:
+    """The key in the state of the moment that is compared: the first one, where the optimizer has it."""
+    return "exp_avg_sq" if optimizer.name == "schedule_free" else "exp_avg"
+
+
+def trained(optimizer: PlainOptimizer, master: nn.Parameter) -> Tensor:
+    """The result of the training of a master weight: of schedule-free AdamW the average."""
+    found: Tensor = optimizer.state[master].get("x", master)
+    return found.detach()
 
 
 def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = False) -> PlainOptimizer:
@@ -56,6 +67,8 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = F
     if optimizer.name == "muon":
         low = masters and config.precision.dtype != "fp32" and next(iter(masters.values())).dtype == torch.float32
         return _Muon(optimizer, config.model, masters, torch.bfloat16 if low else None)
+    if optimizer.name == "schedule_free":
+        return _ScheduleFree(optimizer, list(masters.values()))
     rule = (
         partial(_lion, tied)
         if optimizer.name == "lion"
@@ -130,6 +143,36 @@ def _ademamix(config: OptimizerConfig, warmup: int) -> Rule:
         return (first + min(passed, 1.0) * optimizer.alpha * state["exp_avg_slow"]) / (second.sqrt() + optimizer.eps)
 
     return rule
+
+
+class _ScheduleFree:
+    """Defazio et al. 2024, algorithm 1; the weights are y, and the state has x and z."""
+
+    def __init__(self, optimizer: OptimizerConfig, weights: list[nn.Parameter]) -> None:
+        self._optimizer, self._weights, self._updates, self._total = optimizer, weights, 0, 0.0
+        self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
+        self.state = {w: {"x": w.detach().clone(), "z": w.detach().clone(), "exp_avg_sq": torch.zeros_like(w)} for w in weights}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """See PlainOptimizer; the learning rate has the factor of the warm-up."""
+        optimizer = self._optimizer
+        self._updates += 1
+        gamma = self.param_groups[0]["lr"] * math.sqrt(1 - optimizer.beta2**self._updates)
+        self._total += gamma**2
+        share = gamma**2 / self._total
+        for y in self._weights:
+            gradient = torch.zeros_like(y) if y.grad is None else y.grad
+            state, decay = self.state[y], optimizer.weight_decay if y.dim() >= 2 else 0.0
+            state["exp_avg_sq"] = optimizer.beta2 * state["exp_avg_sq"] + (1 - optimizer.beta2) * gradient**2
+            state["z"] = state["z"] - gamma * gradient / (state["exp_avg_sq"].sqrt() + optimizer.eps) - gamma * decay * y
+            state["x"] = (1 - share) * state["x"] + share * state["z"]
+            y.copy_((1 - optimizer.beta1) * state["z"] + optimizer.beta1 * state["x"])
+
+    def zero_grad(self) -> None:
+        """See PlainOptimizer."""
+        for weight in self._weights:
+            weight.grad = None
 
 
 #: Ends of the names of weights of blocks that AdamW updates: gates of one number for each token or head, and convolutions.

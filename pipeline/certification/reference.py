@@ -17,6 +17,7 @@ from pipeline.certification import plain_optimizers
 from pipeline.certification.batches import RandomBatch, permuted, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.initial_weights import initialize
+from pipeline.certification.plain_qk_clip import PlainQKClip
 from pipeline.certification.plain_rate import plain_rate
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
@@ -110,6 +111,7 @@ def plain_loop(
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
     set_z_loss(model, config.training.head_z_loss)
+    clip = PlainQKClip(model, config.optimizer.qk_clip)
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
@@ -118,10 +120,13 @@ def plain_loop(
         outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, model)))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
         if step == 0:
-            outcome.tensors["gradient"] = {name: master.grad.clone() for name, master in masters.items() if master.grad is not None}
+            signed = plain_optimizers.moment_of(config.optimizer) == "exp_avg"  # of the square no sign is known
+            gradients = {name: master.grad for name, master in masters.items() if master.grad is not None}
+            outcome.tensors["gradient"] = {name: value.clone() if signed else value.abs() for name, value in gradients.items()}
         for group in optimizer.param_groups:
             group["lr"] = plain_rate(step, config.optimizer, config.training) * group.get("rate", 1.0)
         optimizer.step()
+        clip.after_update(masters)
         optimizer.zero_grad()
         _copy(masters, learned, noise)
         with torch.no_grad():
@@ -129,8 +134,9 @@ def plain_loop(
                 average.mul_(ema).add_(masters[name], alpha=1 - ema)
         outcome.router_records.append(_update_router_biases(model))
     fixed = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    outcome.tensors["weight"] = {**{name: master.detach() for name, master in masters.items()}, **fixed}
-    outcome.tensors["moment"] = {name: optimizer.state[master]["exp_avg"] for name, master in masters.items()}
+    outcome.tensors["weight"] = {**{name: plain_optimizers.trained(optimizer, master) for name, master in masters.items()}, **fixed}
+    moment = plain_optimizers.moment_of(config.optimizer)
+    outcome.tensors["moment"] = {name: optimizer.state[master][moment] for name, master in masters.items()}
     if averages:
         outcome.tensors["average"] = averages
     return outcome

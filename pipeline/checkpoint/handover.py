@@ -72,7 +72,7 @@ class LastUpdate:
         eps: term added to the denominator.
         updates: number of updates so far.
         optimizer: its name.
-        slow: factor of the slow average of AdEMAMix in this update.
+        slow: factor of the slow average of AdEMAMix in this update; with schedule_free the update, divided by the offset after it.
     """
 
     lr: float

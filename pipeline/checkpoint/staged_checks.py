@@ -65,6 +65,7 @@ STATE_OF_UPDATE = {
     "ademamix": ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
     "lion": ("exp_avg",),
     "muon": ("exp_avg", "exp_avg_sq"),
+    "schedule_free": ("exp_avg_sq", "offset"),
 }
 
 
@@ -98,6 +99,8 @@ def _change(moments: Sequence[npt.NDArray[np.float64]], update: LastUpdate) -> n
     """Return what the last update subtracted from the elements of a weight, without weight decay, up to its sign."""
     if update.optimizer == "lion":
         return update.lr * (moments[0] != 0)  # the sign of another average, which is zero where all gradients were
+    if update.optimizer == "schedule_free":
+        return update.slow * np.abs(moments[1])
     first, *slow, second = moments
     direction = first / (1 - update.beta1**update.updates)
     if slow:

@@ -219,12 +219,14 @@ class OptimizerConfig:
 
     name: str = knob(
         "adamw",
-        "optimizer: AdamW (Loshchilov & Hutter 2019), AdEMAMix (Pagliardini et al. 2024), Lion (Chen et al. 2023), or Muon (Jordan et al. "
-        "2024) for the matrices of the blocks and AdamW for the other weights",
-        choices=("adamw", "ademamix", "lion", "muon"),
+        "optimizer: AdamW (Loshchilov & Hutter 2019), AdEMAMix (Pagliardini et al. 2024), Lion (Chen et al. 2023), Muon (Jordan et al. "
+        "2024) for the matrices of the blocks and AdamW for the other weights, or schedule-free AdamW (Defazio et al. 2024)",
+        choices=("adamw", "ademamix", "lion", "muon", "schedule_free"),
     )
     lr: float = knob(3e-4, "peak learning rate; finetune: 2e-5, with lora.rank 2e-4, for dpo 1e-5", above=0, at_most=10)
-    beta1: float = knob(0.9, "decay rate of the first moment", at_least=0, at_most=0.9999)
+    beta1: float = knob(
+        0.9, "decay rate of the first moment; schedule_free: share of the average in the weights of training", at_least=0, at_most=0.9999
+    )
     beta2: float = knob(0.95, "decay rate of the second moment; lion: of the moment, after the update", at_least=0, at_most=0.99999)
     beta3: float = knob(0.9999, "ademamix: decay rate of the slow first moment", at_least=0, at_most=0.9999999)
     alpha: float = knob(8.0, "ademamix: weight of the slow first moment in the update", at_least=0)
@@ -245,6 +247,12 @@ class OptimizerConfig:
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
     weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)
+    qk_clip: float | None = knob(
+        None,
+        "largest attention logit of a head: after a step with a larger one, its weights of queries and keys are scaled (QK-clip: Kimi Team "
+        "2025)",
+        above=0,
+    )
     schedule: str = knob("cosine", "learning-rate schedule after the warm-up", choices=("cosine", "wsd", "linear", "constant"))
     warmup_steps: int = knob(100, "steps of linear warm-up; finetune: 0, for optimizer.warmup_ratio", unit="steps", at_least=0)
     warmup_ratio: float = knob(

@@ -54,6 +54,7 @@ class StateFormat:
         matrix_tensors: the same for a weight that Muon updates.
         offload: whether master weights and these tensors are in host memory.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
+        separate: whether the forward pass reads other values than those of the master weights (OptimizerKind.gradient_point).
         newton_schulz_steps: iterations of Muon.
     """
 
@@ -63,6 +64,7 @@ class StateFormat:
     offload: bool = False
     reduce_bytes: int = FP32
     matrix_tensors: int = 2
+    separate: bool = False
     newton_schulz_steps: int = 5
 
 
@@ -101,15 +103,15 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     # Under ZeRO 3, matrices are rounded from the master weights when they are gathered.
     vectors = sum(bucket.elements for bucket in buckets if not bucket.decays or bucket.ranks == 1)
     # Without ZeRO, fp32 weights are their own master copy; DeepSpeed always keeps a separate one.
-    master = 0 if zero == 0 and state_format.weight_bytes == FP32 else FP32
+    master = 0 if zero == 0 and state_format.weight_bytes == FP32 and not state_format.separate else FP32
     weights: float = vectors if zero == 3 else whole
+    if zero == 3 and (state_format.offload or state_format.separate):  # the rounded partitions of the matrices, which are gathered
+        weights += sum(bucket.elements / bucket.ranks for bucket in buckets if bucket.decays and bucket.ranks > 1)
     gradients = share if zero >= 2 else whole
     held = [bucket.elements / bucket.ranks if zero else bucket.elements for bucket in buckets]
     optimizer = sum(own * (master + _tensors(bucket, state_format) * FP32) for own, bucket in zip(held, buckets, strict=True))
     if not state_format.offload:
         return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, optimizer)
-    if zero == 3:  # the rounded partitions of the matrices, which are gathered
-        weights += sum(bucket.elements / bucket.ranks for bucket in buckets if bucket.decays and bucket.ranks > 1)
     buffers = share * (FP32 + state_format.weight_bytes)
     return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, 0.0, host=optimizer + buffers)
 
@@ -134,7 +136,9 @@ def state_format_of(config: RunConfig) -> StateFormat:
     weight_bytes = DTYPES[config.precision.dtype].itemsize
     offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
     tensors = [len(state_tensors(config, muon=muon)) for muon in (False, True)]
-    return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], config.optimizer.muon_steps)
+    separate = OPTIMIZERS[config.optimizer.name].gradient_point is not None
+    steps = config.optimizer.muon_steps
+    return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps)
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:

@@ -35,7 +35,7 @@ from pipeline.models.vectors import is_matrix
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.activation_checkpointing import stays_eager
 from pipeline.parallel.float8 import multiplies_8_bits
-from pipeline.parallel.parallelize import DTYPES, LocalModel, build_model, connect, is_sharded_frozen, layers_in_4_bits
+from pipeline.parallel.parallelize import DTYPES, LocalModel, attention_layers, build_model, connect, is_sharded_frozen, layers_in_4_bits
 from pipeline.parallel.partition import partition_weights, replace_weights
 from pipeline.parallel.tensor_parallel import VocabParallelEmbedding, sums_over_tensor
 from pipeline.planner import ring_formula
@@ -44,6 +44,7 @@ from pipeline.planner.norm_kernel import norm_kernels
 from pipeline.planner.operations import TracedPart, TracedWeights
 from pipeline.planner.operator_kinds import visible_share
 from pipeline.planner.recorder import Recorder, Recording
+from pipeline.training import qk_clip
 from pipeline.training.matrix_layout import planned_matrices
 from pipeline.training.matrix_rule import MatrixRule
 
@@ -118,6 +119,9 @@ def trace(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         connect(replace(config, training=replace(config.training, compile="off")), mesh, model, _recorded_attention)
+        if (threshold := config.optimizer.qk_clip) is not None:
+            for layer in attention_layers(stage):
+                qk_clip.measured(layer, threshold, device)
         axes = {"expert": mesh.dispatch, "context": mesh.context, "tensor": mesh.tensor}  # the last name of a group counts
         groups: dict[str, str] = {group.group_name: axis for axis, group in axes.items() if group.size() > 1}
         held = list(_weights(stage, model, config))

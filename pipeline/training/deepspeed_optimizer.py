@@ -32,6 +32,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         materialize: allocates a weight that has no storage; called for one bucket after the other.
         shard_weights: free the matrices after they have been partitioned (ZeRO 3). Vectors are few and remain.
         offload: keep the master weights in host memory.
+        separate: keep rounded partitions of freed weights beside the master weights: the forward pass reads other values.
         joint_layers: layers that are computed as one, whose weights are joined if they are successive in a bucket.
     """
 
@@ -45,9 +46,11 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         *,
         shard_weights: bool,
         offload: bool = False,
+        separate: bool = False,
         joint_layers: Iterable[tuple[Linear, ...]] = (),
     ) -> None:
         self._buckets, self._shard_weights, self._offload = buckets, shard_weights, offload
+        self._rounded = offload or separate
         self._joint_layers = list(joint_layers)
         self._materialize = materialize
         self.weights: list[FlatWeights] = []
@@ -71,10 +74,14 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         return partitions
 
     @torch.no_grad()
-    def round_weights(self) -> None:
-        """Set this rank's partitions of the weights from the fp32 master weights."""
+    def round_weights(self, values: Iterable[Tensor] | None = None) -> None:
+        """Set this rank's partitions of the weights from the fp32 master weights, or with `separate` from other values of their shapes."""
+        if values is not None:
+            for flat, value in zip(self.weights, values, strict=True):
+                flat.partition.copy_(value)
+            return
         both = zip(self.weights, self.masters, strict=True)
-        kept = [(flat.partition, master) for flat, master in both if self._offload or not flat.freed]
+        kept = [(flat.partition, master) for flat, master in both if self._rounded or not flat.freed]
         if kept:
             torch._foreach_copy_([partition for partition, _ in kept], [master for _, master in kept])
 
@@ -87,7 +94,8 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
     def get_partition_info(self, *args: Any) -> Any:
         """Called by DeepSpeed when it has partitioned a group: free its weights under ZeRO 3.
 
-        The master weights then take the place of this rank's partition of them. In host memory, they cannot: a copy remains on the device.
+        The master weights then take the place of this rank's partition of them. In host memory, or if the forward pass reads other values,
+        they cannot: a copy remains on the device.
         """
         index = len(self.weights)
         bucket, flat = self._buckets[index], self.bit16_groups_flat[index]
@@ -95,7 +103,7 @@ class BucketZeroOptimizer(DeepSpeedZeroOptimizer):
         partitions, rank = self.parallel_partitioned_bit16_groups[index], bucket.group.rank()
         freed = self._shard_weights and bucket.decays and bucket.group.size() > 1
         if freed:
-            partitions[rank] = partitions[rank].clone() if self._offload else self.single_partition_of_fp32_groups[index].data
+            partitions[rank] = partitions[rank].clone() if self._rounded else self.single_partition_of_fp32_groups[index].data
         if self._offload:
             master = in_host_memory(self.single_partition_of_fp32_groups[index].detach()).requires_grad_()
             self.single_partition_of_fp32_groups[index] = master

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -85,15 +84,22 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             torch._foreach_add_([self.state[weight]["step"] for weight in weights], scales.applied)
             self.begin(self.state[weights[0]]["step"])
             for weight in weights:
-                direction = self.direction(self.state[weight], scales.gradient(weight), scales.applied)
-                weight.mul_(1 - scales.lr * group["weight_decay"]).sub_(direction.mul_(scales.lr))
+                self.update(weight, self.state[weight], scales, group["weight_decay"])
 
     def begin(self, step: Tensor) -> None:
         """Called before the updates of a group with the number of its updates, including this one; 0-dim."""
 
-    @abstractmethod
+    def update(self, weight: Tensor, state: dict[str, Tensor], scales: Scales, weight_decay: float) -> None:
+        """Update a weight and its state by its gradient: with weight decay, and the learning rate times `direction`."""
+        direction = self.direction(state, scales.gradient(weight), scales.applied)
+        weight.mul_(1 - scales.lr * weight_decay).sub_(direction.mul_(scales.lr))
+
     def direction(self, state: dict[str, Tensor], gradient: Tensor, applied: Tensor) -> Tensor:
-        """Change the state of a weight by its gradient, and return what is subtracted from it, without the learning rate."""
+        """Change the state of a weight by its gradient, and return what is subtracted from it, without the learning rate.
+
+        An optimizer has this or an `update` of its own.
+        """
+        raise NotImplementedError
 
 
 class EagerAdamW(torch.optim.AdamW):

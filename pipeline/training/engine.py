@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
@@ -50,10 +50,12 @@ class Engine(ABC):
     Attributes:
         model: this rank's stages.
         loss_scale: by whose factor the caller multiplies the loss before the backward pass.
+        separate: whether the forward pass of training reads other values than those of the master weights (OptimizerKind.gradient_point).
     """
 
     model: LocalModel
     loss_scale: LossScale
+    separate: bool
 
     @abstractmethod
     def accumulate(self, micro_batches: int, *, measure: bool = False) -> AbstractContextManager[None]:
@@ -77,6 +79,35 @@ class Engine(ABC):
     @abstractmethod
     def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
         """This rank's pieces of the trained weights as the forward pass reads them. Collective: weights that are freed are gathered."""
+
+    @abstractmethod
+    def after_update(self, call: Callable[[Tensor], None]) -> None:
+        """Have a function called after every update with StepResult.skipped, before the new master weights are averaged and rounded."""
+
+    @abstractmethod
+    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The fp32 values of which the forward pass of training reads the rounded ones: the master weights for most optimizers.
+
+        Args:
+            tensors: Fragment.tensors of a weight.
+        """
+
+    @abstractmethod
+    def round_weights(self, *, trained: bool = False) -> None:
+        """Set the weights of the forward pass by `gradient_point`, or with `trained` by the master weights. Collective."""
+
+    @contextmanager
+    def trained_weights(self) -> Iterator[None]:
+        """A context in which the forward pass reads the weights of checkpoints, also where training computes gradients elsewhere.
+
+        Collective. After an error the weights are not set again: a collective would wait for ranks without one, and the job ends.
+        """
+        if not self.separate:
+            yield
+            return
+        self.round_weights(trained=True)
+        yield
+        self.round_weights()
 
     @abstractmethod
     def updates(self) -> int:

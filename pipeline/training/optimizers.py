@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.config.schema import OptimizerConfig
 from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion
 from pipeline.training.muon import MATRIX_STATE, Muon
+from pipeline.training.schedule_free import ScheduleFree, gradient_point
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,14 @@ class OptimizerKind:
         state: keys of the fp32 tensors in optimizer.state[weight], each of the shape of the weight: ZeRO shards them by element like the
             weight, checkpoints store them beside it, and the planner counts their bytes.
         matrix_state: the same for the weights that Muon updates; None where there are none.
+        gradient_point: (weight and its state by key, configuration) -> the fp32 values that the forward pass of training reads, a new
+            tensor; None if it reads the weights.
     """
 
     build: Callable[[Groups, OptimizerConfig, float | Tensor, int], torch.optim.Optimizer]
     state: tuple[str, ...]
     matrix_state: tuple[str, ...] | None = None
+    gradient_point: Callable[[Mapping[str, Tensor], OptimizerConfig], Tensor] | None = None
 
     def state_of(self, *, muon: bool) -> tuple[str, ...]:
         """The keys of a weight: of one that Muon updates, or of another one."""
@@ -54,10 +58,16 @@ def muon(groups: Groups, config: OptimizerConfig, lr: float | Tensor, _steps: in
     return Muon(groups, config, lr)
 
 
+def schedule_free(groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int) -> ScheduleFree:
+    """See ScheduleFree."""
+    return ScheduleFree(groups, lr, config, steps)
+
+
 #: optimizer.name -> optimizer
 OPTIMIZERS = {
     "adamw": OptimizerKind(adamw, state=("exp_avg", "exp_avg_sq")),
     "ademamix": OptimizerKind(ademamix, state=AdEMAMix.names),
     "lion": OptimizerKind(lion, state=Lion.names),
     "muon": OptimizerKind(muon, state=("exp_avg", "exp_avg_sq"), matrix_state=MATRIX_STATE),
+    "schedule_free": OptimizerKind(schedule_free, state=ScheduleFree.names, gradient_point=gradient_point),
 }

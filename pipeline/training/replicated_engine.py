@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -22,11 +22,12 @@ from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
+from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.weight_update import WeightUpdate
 
 
 class ReplicatedEngine(Engine):
-    """The optimizer on fp32 master weights; the weights of an fp32 model are their own master weights."""
+    """The optimizer on fp32 master weights; those of an fp32 model are its weights, unless its gradients are computed elsewhere."""
 
     def __init__(
         self,
@@ -44,8 +45,9 @@ class ReplicatedEngine(Engine):
         buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel, rule=rule)
         self._reducer = GradientReducer(buckets, mesh, Reduction.ALL, DTYPES[precision.reduce_dtype])
         self._parameters = list(model.pieces)
-        low = precision.dtype != "fp32"
-        self._masters: list[Tensor] = [p.detach().float() if low else p for p in self._parameters]
+        self.separate = OPTIMIZERS[optimizer.name].gradient_point is not None
+        low = precision.dtype != "fp32" or self.separate
+        self._masters: list[Tensor] = [p.detach().to(torch.float32, copy=True) if low else p for p in self._parameters]
         self._low = [p.detach() for p in self._parameters] if low else []
 
         self._update = WeightUpdate(self._groups(optimizer.weight_decay), optimizer, training, self.loss_scale, mesh.device)
@@ -88,14 +90,18 @@ class ReplicatedEngine(Engine):
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, model, self._mesh.device))
         noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
         result = self._update.step(norm, [parameter.grad for parameter in self._parameters])
-        self._round_weights()
+        self.round_weights()
         for parameter in self._parameters:
             parameter.grad = None
         return replace(result, more=noise)
 
-    def _round_weights(self) -> None:
-        """Set the weights from the fp32 master weights."""
-        if self._low:
+    @torch.no_grad()
+    def round_weights(self, *, trained: bool = False) -> None:
+        """See Engine."""
+        if self.separate and not trained:  # one after the other: the values of all would double the memory
+            for index, weight in enumerate(self._low):
+                weight.copy_(self.gradient_point(self._update.state(index)).view_as(weight))
+        elif self._low:
             torch._foreach_copy_(self._low, self._masters)
 
     def fragments(self) -> list[Fragment]:
@@ -112,6 +118,14 @@ class ReplicatedEngine(Engine):
         for parameter, piece in self.model.pieces.items():
             yield piece, parameter.detach()
 
+    def after_update(self, call: Callable[[Tensor], None]) -> None:
+        """See Engine."""
+        self._update.after_update = call
+
+    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See Engine."""
+        return self._update.gradient_point(tensors)
+
     def updates(self) -> int:
         """See Engine."""
         return self._update.updates()
@@ -124,4 +138,4 @@ class ReplicatedEngine(Engine):
     def loaded(self, updates: int) -> None:
         """See Engine."""
         self._update.loaded(updates)
-        self._round_weights()
+        self.round_weights()

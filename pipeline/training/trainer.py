@@ -26,6 +26,7 @@ from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
 from pipeline.training.matrix_rule import MatrixRule
+from pipeline.training.qk_clip import QKClip
 from pipeline.training.router_statistics import RouterStatistics
 
 
@@ -45,6 +46,9 @@ class Trainer:
         self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision, rule)
         self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
         self._config = config
+        self._clip = None if config.optimizer.qk_clip is None else QKClip(config.optimizer.qk_clip, self.engine, mesh)
+        if self._clip is not None:
+            self.engine.after_update(self._clip.after_update)
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
         self._reference: Pipeline | None = None
         self._loss_weights: dict[str, float] = {}
@@ -84,6 +88,8 @@ class Trainer:
         result = self.engine.step()
         mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
         more = result.more | self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
+        if self._clip is not None:
+            more["attention_logit_max"] = self._clip.largest
         if "choices" in batch:
             chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
             more |= {"rewards_chosen": chosen, "rewards_rejected": rejected}

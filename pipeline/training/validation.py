@@ -79,7 +79,8 @@ def validate(
     loader = BatchLoader(data, training, trainer.mesh, prefetch)
     found: list[Tensor] = []  # of each batch, by sequence: the sum of the loss, and the number of targets
     measured = torch.zeros(data.sums, dtype=torch.float64, device=trainer.mesh.device)
-    with Progress(math.ceil(len(samples) / training.global_batch_size), "validate", "batch", trainer.mesh.rank) as bar:
+    progress = Progress(math.ceil(len(samples) / training.global_batch_size), "validate", "batch", trainer.mesh.rank)
+    with progress as bar, trainer.engine.trained_weights():
         for tokens, batch in loader.validation(samples):
             found.append(torch.stack(trainer.evaluate(tokens, batch)))
             if data.sums:

@@ -110,12 +110,11 @@ def parts_of(engine: Engine, *, state: bool = True) -> Iterator[Part]:
         piece = fragment.piece
         if not state and piece.name in dtypes:
             continue
-        for kind, values in fragment.tensors.items():
-            if isinstance(values, NF4Weight):
-                continue  # frozen
+        tensors = {kind: values for kind, values in fragment.tensors.items() if not isinstance(values, NF4Weight)}  # frozen
+        for kind, values in tensors.items():
             yield Part(kind, piece.name, piece.box, piece.elements, values.numel(), digest(values, fragment.start))
             if kind == "weight" and piece.name in dtypes:
-                rounded = digest(values.to(dtypes[piece.name]), fragment.start)
+                rounded = digest(engine.gradient_point(tensors).to(dtypes[piece.name]), fragment.start)
                 yield Part(ROUNDED, piece.name, piece.box, piece.elements, values.numel(), rounded)
 
 

@@ -29,7 +29,7 @@ class FlatWeights:
         bucket: the bucket.
         flat: (elements,), the whole weights; its storage is empty while they are freed.
         partition: (partition_elements,), this rank's weights: a view of `flat` if that is never freed, else the fp32 master weights,
-            which are rounded for every gathering, or the rounded weights if the master weights are in host memory.
+            which are rounded for every gathering, or the rounded weights if the master weights are in host memory or others.
         freed: whether `flat` is freed after each use.
         trained: whether the weights have gradients, and change.
     """

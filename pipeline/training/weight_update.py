@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class WeightUpdate:
         kind: the optimizer.
         optimizer: torch's. Whoever shards the weights may replace the weights of its groups until `begin`.
         average: of the master weights; after `begin`.
+        after_update: called after an update with whether it was skipped, before the new weights are averaged or read.
     """
 
     average: WeightAverage
@@ -42,13 +43,15 @@ class WeightUpdate:
     def __init__(
         self, groups: Groups, optimizer: OptimizerConfig, training: TrainingConfig, loss_scale: LossScale, device: torch.device
     ) -> None:
-        self._clipping, self._loss_scale, self._training = optimizer.gradient_clipping, loss_scale, training
+        self._config, self._clipping = optimizer, optimizer.gradient_clipping
+        self._loss_scale, self._training = loss_scale, training
         # Without a number of steps, which training.epochs decides once the data is packed, the rate is that of the first update.
         rates = [learning_rate(update, optimizer, training) for update in range(max(training.steps, 1))]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
         self._updates = torch.zeros((), dtype=torch.int64, device=device)
         self._lr = torch.zeros((), dtype=torch.float32, device=device)
         self._group_rates = GroupRates(groups, self._lr)
+        self.after_update: Callable[[Tensor], None] = lambda _: None
         self.kind = OPTIMIZERS[optimizer.name]
         self.optimizer = self.kind.build(groups, optimizer, self._lr, training.steps)
 
@@ -82,6 +85,7 @@ class WeightUpdate:
         for master in self._masters:
             master.grad = None
         self._updates += (1 - skipped).long()
+        self.after_update(skipped)
         self.average.update(skipped)
         self._loss_scale.update(skipped)
         return StepResult(norm, skipped, self._lr.clone())
@@ -101,6 +105,10 @@ class WeightUpdate:
         state = self.optimizer.state[master]
         kept = {name: state[name].view(-1) for name in self.kind.state if name in state}
         return {"weight": master.detach().view(-1), **kept, **self.average.tensors(index)}
+
+    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See Engine."""
+        return tensors["weight"] if self.kind.gradient_point is None else self.kind.gradient_point(tensors, self._config)
 
     def create_state(self) -> None:
         """Create what the optimizer keeps before its first step, so that a checkpoint can be loaded into it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,6 +27,7 @@ from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.offloaded_update import OffloadedUpdate
+from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.weight_gathering import WeightGatherer
 from pipeline.training.weight_update import WeightUpdate
 
@@ -74,11 +75,13 @@ class ZeroEngine(Engine):
         self.loss_scale = LossScale(precision, mesh.device)
         self._offloads = parallel.offload == "optimizer"
         update = OffloadedUpdate if self._offloads else WeightUpdate
+        self.separate = OPTIMIZERS[optimizer.name].gradient_point is not None
         self._update = update(groups, optimizer, training, self.loss_scale, mesh.device)
         self._zero = BucketZeroOptimizer(
             *(self._update.optimizer, self._buckets, model.materialize),
             shard_weights=stage == 3,
             offload=self._offloads,
+            separate=self.separate,
             joint_layers=joint_layers(model.stages),
         )
         self._update.begin(self._zero.masters)
@@ -128,9 +131,23 @@ class ZeroEngine(Engine):
         result = self._update.step(norm, gradients)
         self._reducer.release()
         if not self._offloads:  # else each bucket is gathered once the CPU has updated it
-            self._zero.round_weights()
-            self._gatherer.refresh()
+            self.round_weights()
         return replace(result, more=noise)
+
+    @torch.no_grad()
+    def round_weights(self, *, trained: bool = False) -> None:
+        """See Engine."""
+        states = (self._update.state(index) for index in range(len(self._buckets)))
+        self._zero.round_weights((self.gradient_point(state) for state in states) if self.separate and not trained else None)
+        self._gatherer.refresh()
+
+    def after_update(self, call: Callable[[Tensor], None]) -> None:
+        """See Engine."""
+        self._update.after_update = call
+
+    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """See Engine."""
+        return self._update.gradient_point(tensors)
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""
@@ -170,5 +187,4 @@ class ZeroEngine(Engine):
     def loaded(self, updates: int) -> None:
         """See Engine."""
         self._update.loaded(updates)
-        self._zero.round_weights()
-        self._gatherer.refresh()
+        self.round_weights()

@@ -95,9 +95,10 @@ def test_a_job_that_trains_some_weights_only(certify) -> None:
 TWO_RANKS = ("parallel.tensor=2", "stage.world_size=2", "precision=fp32", "stage.skip=[validation,data,shapes]")
 
 
-@pytest.mark.parametrize("name", ["muon", "lion", "ademamix"])
+@pytest.mark.parametrize("name", ["muon", "lion", "ademamix", "schedule_free"])
 def test_another_optimizer_is_compared_with_its_plain_loop(certify, name: str) -> None:
-    code, printed, written = certify(*JOB, *TWO_RANKS, f"optimizer={name}")
+    more = ("optimizer.schedule=constant",) if name == "schedule_free" else ()
+    code, printed, written = certify(*JOB, *TWO_RANKS, f"optimizer={name}", *more)
     assert code == 0, printed
     (comparison,) = written["comparisons"]
     assert list(comparison["differences"]) == list(QUANTITIES)

@@ -7,8 +7,11 @@ import torch
 
 from pipeline.checkpoint.handover import LastUpdate
 from pipeline.checkpoint.staged_checks import STATE_OF_UPDATE, finite_bits, should_have_changed, word_sum
+from pipeline.config.schema import OptimizerConfig
+from pipeline.training import schedule_free
 from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Lion
 from pipeline.training.optimizers import OPTIMIZERS
+from pipeline.training.schedule_free import ScheduleFree
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -32,11 +35,14 @@ def test_the_state_of_every_optimizer_is_known():
     assert {name: kind.state for name, kind in OPTIMIZERS.items()} == STATE_OF_UPDATE
 
 
+#: Of schedule-free AdamW, for the other numbers of the tests.
+FREE = OptimizerConfig(beta2=0.95, warmup_steps=3)
 #: Name -> function of a weight and the learning rate that builds the optimizer.
 BUILD = {
     "adamw": lambda weight, lr: EagerAdamW([weight], lr=lr, betas=(0.9, 0.95), weight_decay=0.1),
     "ademamix": lambda weight, lr: AdEMAMix([{"params": [weight], "weight_decay": 0.1}], lr, (0.9, 0.95, 0.99), 8.0, 1e-8, 4),
     "lion": lambda weight, lr: Lion([{"params": [weight], "weight_decay": 0.1}], lr, (0.9, 0.95)),
+    "schedule_free": lambda weight, lr: ScheduleFree([{"params": [weight], "weight_decay": 0.1}], lr, FREE, 7),
 }
 
 
@@ -50,7 +56,8 @@ def test_an_update_that_changed_a_weight_is_recognized_and_no_other(lr, name):
         weight.grad = torch.randn(2000) * (torch.arange(2000) >= 100)  # weights without a gradient only decay
         optimizer.step()
         state = [optimizer.state[weight][kind].numpy() for kind in STATE_OF_UPDATE[name]]
-        update = LastUpdate(lr, 0.9, 0.95, 1e-8, updates, name, min(updates / 4, 1.0) * 8.0)
+        slow = schedule_free.moved(FREE, 7, updates) if name == "schedule_free" else min(updates / 4, 1.0) * 8.0
+        update = LastUpdate(lr, 0.9, 0.95, 1e-8, updates, name, slow)
         recognized = should_have_changed(weight.detach().numpy(), state, update)
         assert not should_have_changed(weight.detach().numpy()[:100], [values[:100] for values in state], update)
         assert recognized or lr < 1e-6, "at such rates most updates are lost in rounding"

@@ -15,6 +15,11 @@ SETTINGS = (*SIZES, "parallel.zero_stage=0", f"training.global_batch_size={4 * M
 LLAMA = tiny("model=llama-tiny", "model.kv_heads=2", *SETTINGS)
 DOCUMENTS = (*LLAMA, "training.document_mask=true", "parallel.context=2")
 WINDOWS = tiny("model=mistral-tiny", "model.kv_heads=2", "model.window=5", *SETTINGS)
+#: Four blocks, two of them with linear attention.
+LINEAR = tiny(
+    *("model=qwen3-next-tiny", "model.kv_heads=2", *SETTINGS, "model.full_attention_interval=2", "model.dense_blocks=[0,1,2,3]"),
+    *("training.document_mask=true", "parallel.context=2"),
+)
 T5 = tiny("model=t5-tiny", "model.head_width=8", *SETTINGS, "model.layers=4")
 #: The operator of a gathering, as the profiler names it; nothing else of these layouts is gathered.
 GATHERING = "_c10d_functional::all_gather_into_tensor"
@@ -63,6 +68,15 @@ def test_a_ring_gathers_documents_once_for_a_micro_batch(worlds, recompute):
     overrides = (*DOCUMENTS, f"training.activation_checkpointing={recompute}")
     for _, gatherings, _, losses in worlds(2).run(computations, overrides):
         assert gatherings == MICRO_BATCHES
+        assert all(0 < loss < 10 for loss in losses)
+
+
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
+def test_linear_attention_gathers_documents_once_for_a_micro_batch(worlds, recompute):
+    """Besides those of the ring. Each pass of each of its layers gathers inputs of convolutions and maps of states."""
+    overrides, passes = (*LINEAR, f"training.activation_checkpointing={recompute}"), 2 if recompute == "full" else 1
+    for _, gatherings, _, losses in worlds(2).run(computations, overrides):
+        assert gatherings == MICRO_BATCHES * (2 + 2 * 2 * passes)
         assert all(0 < loss < 10 for loss in losses)
 
 

@@ -12,6 +12,7 @@ from pipeline.certification.batches import with_loss_scale
 from pipeline.certification.initial_weights import initialize
 from pipeline.certification.reference import plain_loop
 from pipeline.certification.reference_loss import reference_loss
+from pipeline.config.trained import is_frozen
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 
@@ -51,6 +52,8 @@ def train_plain(config: Any, batches: list[Batch], *, model: nn.Module | None = 
     if model is None:
         model = registry.build(config.model)
         initialize(model, config.model, config.training.seed)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad and not is_frozen(config, name))
     routed = any(True for _ in moe_layers(model))
     validated: list[float] = []
 

@@ -185,6 +185,14 @@ MODELS = {
         ),
         compared=("weights",),
     ),
+    # The norm is that of the sinks, which are one in ten thousand weights, alone.
+    "gpt-oss-sinks": Model(
+        (
+            *("model=gpt-oss-tiny", "model.layers=2", "model.kv_heads=4", "model.head_width=8", "model.window=5", "model.init_std=0.2"),
+            *("training.frozen=['*.weight','*.bias','*.mlp.*']", *EXPERTS),
+        ),
+        compared=("weights",),
+    ),
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
@@ -312,6 +320,11 @@ LAYOUTS = {
         "context=2 context_kind=ring tensor=2 zero_stage=2",
         "context=2 context_kind=ulysses expert=2 zero_stage=1",
     ],
+    "gpt-oss-sinks": [
+        "tensor=2 context=2 context_kind=ring zero_stage=1",
+        "tensor=2 context=2 context_kind=ulysses zero_stage=3",
+        "tensor=2 pipeline=2 zero_stage=0 sequence_parallel=false",
+    ],
     "qwen3-next": [
         "expert=2 tensor=2 zero_stage=1",
         "pipeline=2 tensor=2 zero_stage=2 training.activation_checkpointing=selective",
@@ -347,7 +360,11 @@ KINDS = {
     **dict.fromkeys(("t5", "t5-1.1", "transformer"), "encoder-decoder"),
     **dict.fromkeys(("mixtral", "mixtral-padded", "mixtral-roomy", "mixtral-documents", "mixtral-4"), "experts"),
     **dict.fromkeys(
-        ("olmoe", "qwen3-moe", "qwen3-next", "qwen3-next-documents", "glm4-moe", "gpt-oss", "deepseek", "deepseek-grouped"), "experts"
+        (
+            *("olmoe", "qwen3-moe", "qwen3-next", "qwen3-next-documents", "glm4-moe", "gpt-oss", "gpt-oss-sinks"),
+            *("deepseek", "deepseek-grouped"),
+        ),
+        "experts",
     ),
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]

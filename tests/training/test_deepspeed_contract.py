@@ -113,7 +113,7 @@ def test_what_we_replace_exists_and_is_called():
 def test_what_we_read_is_set_by_deepspeed_and_by_nobody_else():
     ours, _theirs, source = ours_and_theirs()
     tree = ast.parse(inspect.cleandoc(inspect.getsource(inspect.getmodule(ours))))
-    own = {"_buckets", "_shard_weights", "_offload", "_materialize", "_joint_layers", "weights", "masters"}
+    own = {"_buckets", "_shard_weights", "_offload", "_rounded", "_materialize", "_joint_layers", "weights", "masters"}
     used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
     assert used - own == ATTRIBUTES
     for name in ATTRIBUTES:

@@ -57,8 +57,8 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
     sinks = any(name.endswith("attention.sinks") for name in expected.weights)
     names = [name for name in expected.weights if sinks or not name.endswith("attention.key.bias")]
     for weight in names if "weights" in model.compared else ():
-        gap = (ranks[0].weights[weight] - expected.weights[weight]).norm() / expected.weights[weight].norm()
-        assert gap < 1e-5, f"{weight}: {gap}"
+        gap = (ranks[0].weights[weight] - expected.weights[weight]).norm()
+        assert gap <= 1e-5 * expected.weights[weight].norm(), f"{weight}: {gap}"  # frozen biases are zeros
     for weight in names if "moments" in model.compared else ():
         if weight in expected.moments:  # a wrongly scaled gradient changes them, but not the steps of Adam
             ours, theirs = ranks[0].moments[weight], expected.moments[weight]

@@ -31,8 +31,8 @@ PER_HEAD = "optimizer.muon_per_head=true"
 EXPERTS = (MUON, *(word for word in MODELS["mixtral"].overrides if "ema" not in word), "training.steps=8")
 
 
-#: Within blocks: routers, and of Qwen3-Next the filters of convolutions and what gives one number a head.
-ADAMW = ("router.weight", "_conv", "attention.beta.weight", "attention.decay.weight", "shared_gate.weight")
+#: Within blocks: routers, biases of experts, and of Qwen3-Next the filters of convolutions and what gives one number a head.
+ADAMW = ("router.weight", "_bias", "_conv", "attention.beta.weight", "attention.decay.weight", "shared_gate.weight")
 
 
 def _rule(*overrides: str) -> tuple[Any, MatrixRule]:

@@ -1,18 +1,27 @@
-"""AdEMAMix and Lion: against plain loops, in every ZeRO stage, resumed, and with settings that they do not read."""
+"""AdEMAMix, Lion and schedule-free AdamW: against plain loops, in every ZeRO stage, resumed, and with settings that they do not read."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from pipeline.certification import plain_optimizers
+from pipeline.certification import plain_optimizers, validation
 from pipeline.certification.plain_rate import plain_rate
+from pipeline.checkpoint import native
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.rules import check
+from pipeline.planner.rank_report import init_fake
+from pipeline.planner.state_memory import rank_state
 from pipeline.training.optimizers import OPTIMIZERS
+from pipeline.training.weight_copies import disagreements, on_host, parts_of
 from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
+from tests.training.one_rank import run
 from tests.training.test_engine import _poison, _save_and_continue
+from tests.training.test_lora import initialized
 from tests.training.test_offload import OFFLOAD, _trained
 from tests.world import configured, share, tiny, trainer, unsharded
 
@@ -21,6 +30,8 @@ SMALL = ("model=gpt-tiny", "model.layers=2", "model.ffn_hidden=64", "training.mi
 #: Few steps of the warm-up of the slow average, so that it ends within a test.
 ADEMAMIX = ("optimizer=ademamix", "optimizer.beta3=0.99", "optimizer.slow_warmup_steps=2")
 LION = ("optimizer=lion",)
+#: A short warm-up, so that the shares of the average change within a test.
+SCHEDULE_FREE = ("optimizer=schedule_free", "optimizer.warmup_steps=2")
 
 
 def _gradients(shapes, updates):
@@ -28,7 +39,9 @@ def _gradients(shapes, updates):
     return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(updates)]
 
 
-@pytest.mark.parametrize("settings", [ADEMAMIX, ("optimizer=ademamix",), LION, ("optimizer=lion", "optimizer.beta1=0.5")], ids=" ".join)
+@pytest.mark.parametrize(
+    "settings", [ADEMAMIX, ("optimizer=ademamix",), LION, ("optimizer=lion", "optimizer.beta1=0.5"), SCHEDULE_FREE], ids=" ".join
+)
 def test_the_update_is_that_of_the_paper(settings):
     """Gradients are divided, and a step that is skipped leaves no trace: neither in the weights nor in the count of updates."""
     config = configured(*tiny(*SMALL), *settings)
@@ -39,9 +52,10 @@ def test_the_update_is_that_of_the_paper(settings):
     groups = [{"params": [p], "weight_decay": config.optimizer.weight_decay if p.dim() > 1 else 0.0, "muon": False} for p in ours]
     optimizer = kind.build(groups, config.optimizer, lr, config.training.steps)
     expected = plain_optimizers.build(config, {str(index): weight for index, weight in enumerate(plain)})
+    updates = 0
     for number, gradients in enumerate(_gradients(shapes, 6)):
-        lr.fill_(plain_rate(number, config.optimizer, config.training))
         skipped = number in (0, 3)
+        lr.fill_(plain_rate(updates, config.optimizer, config.training))  # rates follow the updates
         optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(skipped)), torch.tensor(torch.nan if skipped else 4.0)
         for weight, gradient in zip(ours, gradients, strict=True):
             weight.grad = gradient * (torch.inf if skipped else 4.0)
@@ -54,11 +68,17 @@ def test_the_update_is_that_of_the_paper(settings):
             weight.grad = gradient.double()
         expected.param_groups[0]["lr"] = float(lr)
         expected.step()
+        updates += 1
         for weight, other in zip(ours, plain, strict=True):
-            torch.testing.assert_close(weight.double(), other, rtol=1e-5, atol=1e-6)
-            assert set(optimizer.state[weight]) == {"step", *kind.state}
+            torch.testing.assert_close(weight.double(), plain_optimizers.trained(expected, other), rtol=1e-5, atol=1e-6)
+            state, wanted = optimizer.state[weight], expected.state[other]
+            assert set(state) == {"step", *kind.state}
             for name in kind.state:
-                torch.testing.assert_close(optimizer.state[weight][name].double(), expected.state[other][name], rtol=1e-5, atol=1e-7)
+                value = wanted["z"] - wanted["x"] if name == "offset" else wanted[name]
+                torch.testing.assert_close(state[name].double(), value, rtol=1e-5, atol=1e-7)
+            if kind.gradient_point is not None:
+                point = kind.gradient_point({"weight": weight.detach(), **state}, config.optimizer)
+                torch.testing.assert_close(point.double(), other.detach(), rtol=1e-5, atol=1e-6)
     assert all(float(optimizer.state[weight]["step"]) == 4 for weight in ours)
 
 
@@ -73,10 +93,11 @@ def _train(*overrides):
     return numbers, unsharded(mine), {kind: unsharded(mine, kind) for kind in OPTIMIZERS[config.optimizer.name].state}
 
 
+@pytest.mark.parametrize("optimizer", [ADEMAMIX, SCHEDULE_FREE], ids=" ".join)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_layout_equals_a_plain_loop(worlds, stage):
+def test_a_layout_equals_a_plain_loop(worlds, stage, optimizer):
     """The state is one of every element, so that any partition has it."""
-    settings = (*ADEMAMIX, EPS)
+    settings = (*optimizer, EPS)
     config = configured(*tiny(*SMALL), *settings)
     expected = train_plain(config, [text(config, step) for step in range(STEPS)])
     more = ("parallel.tensor=2",) if stage == 0 else ()
@@ -86,9 +107,54 @@ def test_a_layout_equals_a_plain_loop(worlds, stage):
         assert (weights[name] - expected.weights[name]).norm() < 1e-5 * expected.weights[name].norm(), name
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_adapters_are_averaged(worlds, stage):
+    settings = (*SCHEDULE_FREE, "stage=finetune", "lora.rank=3", "optimizer.lr=0.01", "optimizer.warmup_ratio=0")
+    config = configured(*tiny(*SMALL), *settings)
+    expected = train_plain(config, [text(config, step) for step in range(STEPS)], model=initialized(config))
+    numbers, weights, _ = worlds(2).run(_train, f"parallel.zero_stage={stage}", *settings)[0]
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected.numbers), rtol=1e-5, atol=1e-7)
+    adapters = [name for name in weights if name.endswith(".b") and "attention.key" not in name]
+    assert len(adapters) > 4
+    assert all((weights[name] - expected.weights[name]).norm() < 1e-4 * expected.weights[name].norm() for name in adapters)
+
+
+def _validate(*overrides):
+    """Three steps with and without validations between them: numbers of the steps, what is wrong after them, and losses at y and x."""
+    (config, straight), (_, other) = (trainer(*tiny(*SMALL), *SCHEDULE_FREE, *overrides) for _ in range(2))
+    numbers, problems, losses = [], [], []
+    for step in range(STEPS):
+        tokens, batch = text(config, step)
+        tokens, targets = share(straight, tokens, batch["targets"])
+        results = [mine.train(tokens, {"targets": targets}, step=step) for mine in (straight, other)]
+        numbers.append([(float(loss), float(result.gradient_norm)) for loss, result in results])
+        problems += validation.report(config, other, unsharded(other)).failures
+        ranks = [None, None]
+        dist.all_gather_object(ranks, on_host(parts_of(other.engine)))
+        problems += disagreements(other.mesh.layout, ranks)
+        at_gradient = other.evaluate(tokens, {"targets": targets})[0].mean()
+        with other.engine.trained_weights():
+            losses.append((float(at_gradient), float(other.evaluate(tokens, {"targets": targets})[0].mean())))
+    return numbers, problems, losses
+
+
+@pytest.mark.parametrize("layout", ["zero_stage=0", "zero_stage=1", "zero_stage=3", "pipeline=2"])
+def test_validation_is_that_of_the_average_and_changes_nothing(worlds, layout):
+    for numbers, problems, losses in worlds(2).run(_validate, f"parallel.{layout}", "precision=fp32"):
+        assert not problems
+        assert all(one == other for one, other in numbers)
+        # After the first update, the three sequences of the paper are one.
+        assert [at_gradient == average for at_gradient, average in losses] == [True, False, False], losses
+
+
 @pytest.mark.parametrize(
     "settings",
-    [("parallel.zero_stage=1", "precision=fp32", *ADEMAMIX), ("parallel.zero_stage=3", "precision=bf16", *LION)],
+    [
+        ("parallel.zero_stage=1", "precision=fp32", *ADEMAMIX),
+        ("parallel.zero_stage=3", "precision=bf16", *LION),
+        ("parallel.zero_stage=0", "precision=fp32", "parallel.pipeline=2", *SCHEDULE_FREE, "training.ema=null"),
+        ("parallel.zero_stage=3", "precision=bf16", *SCHEDULE_FREE, "training.ema=null"),
+    ],
     ids=" ".join,
 )
 def test_a_loaded_state_continues_bit_for_bit(worlds, tmp_path, settings):
@@ -122,12 +188,62 @@ def test_the_cpu_updates_an_offloaded_state_bit_for_bit(worlds, tmp_path):
         (("optimizer=lion", "optimizer.eps=1e-6"), "optimizer.eps=1e-06: has no effect with optimizer.name=lion"),
         (("optimizer=ademamix", "optimizer.beta3=0.99", "optimizer.alpha=2", "optimizer.eps=1e-6"), None),
         (("optimizer=lion", "parallel.offload=optimizer"), None),
+        (("optimizer=schedule_free",), None),
+        (("optimizer=schedule_free", "optimizer.schedule=wsd"), "optimizer.schedule=wsd: is a decay, in whose place"),
+        (("optimizer.name=schedule_free",), "optimizer.schedule=cosine: is a decay, in whose place"),
+        (("optimizer=schedule_free", "training.ema=0.9"), "training.ema=0.9: averages weights that"),
+        (("optimizer=schedule_free", "parallel.offload=optimizer"), "parallel.offload=optimizer: requires an optimizer that the CPU steps"),
     ],
 )
 def test_settings_of_another_optimizer_are_refused(settings, message):
     config = configured("stage=pretrain", "model=llama-tiny", *settings)
     found = [str(violation) for violation in check.violations(config, 1)]
     assert any(message in text for text in found) if message else not found, found
+
+
+def _bytes(*overrides):
+    """Bytes of weights, master weights and optimizer state of a rank after a step."""
+    config, mine = trainer(*tiny(*SMALL), *SCHEDULE_FREE, *overrides)
+    tokens, batch = text(config, 0)
+    tokens, targets = share(mine, tokens, batch["targets"])
+    mine.train(tokens, {"targets": targets})
+    kept = [*mine.model.parameters(), *mine.engine.partitions(), *(t for f in mine.engine.fragments() for t in f.tensors.values())]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_the_planned_memory_has_the_weights_of_the_forward_pass_beside_the_master_weights(worlds, stage, precision):
+    words = (f"parallel.zero_stage={stage}", f"precision={precision}")
+    config = configured(*tiny(*SMALL), *SCHEDULE_FREE, *words)
+    local, model = init_fake(config, 2)
+    planned = rank_state(config, model, local)
+    assert worlds(2).run(_bytes, *words)[0] == pytest.approx(planned.weights + planned.optimizer, rel=0.01)  # padding of buckets
+
+
+def _stored(run_dir):
+    """All tensors of the last checkpoint of a run."""
+    checkpoint = Checkpoint(native.folder_of(run_dir, 4))
+    kinds = ("weight", *OPTIMIZERS["schedule_free"].state)
+    return {(kind, name): checkpoint.tensor(name, kind) for kind in kinds for name in checkpoint.names()}
+
+
+def test_a_schedule_free_run_is_interrupted_forked_and_evaluated(tokens, tmp_path):
+    settings = (f"data.tokens={tokens}", "optimizer.name=schedule_free", "optimizer.schedule=constant", "training.validate_every=1")
+    run("pretrain", tmp_path / "straight", *settings, "training.steps=4")
+    for steps in (2, 4):
+        run("pretrain", tmp_path / "continued", *settings, f"training.steps={steps}")
+    run("pretrain", tmp_path / "forked", *settings, "training.steps=4", f"checkpoint.fork={tmp_path}/straight/step-3")
+    straight = _stored(tmp_path / "straight")
+    for other in (_stored(tmp_path / name) for name in ("continued", "forked")):
+        assert all(torch.equal(values, other[key]) for key, values in straight.items())
+    assert any(straight["offset", name].any() for kind, name in straight if kind == "offset")
+    run("evaluate", tmp_path / "straight", *settings, "training.steps=4", "stage.batches=1")
+    scored = json.loads((tmp_path / "straight" / "evaluation.json").read_text())
+    lines = [json.loads(line) for line in (tmp_path / "straight" / "metrics.jsonl").read_text().splitlines()]
+    validated = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    assert len(set(validated)) == 4
+    assert scored["validation_loss"] == pytest.approx(validated[-1], rel=1e-6)
 
 
 def test_the_defaults_of_a_group_are_those_of_the_paper():

@@ -156,9 +156,11 @@ SMOOTH = "model.activation=gelu"  # with ReLU, rounding can change the sign of a
 ONE = "training.micro_batch_size=1"  # in all layouts, since the auxiliary losses of MoE layers are means over a micro-batch
 
 MUON = "optimizer.name=muon"
+QK_CLIP = "optimizer.qk_clip=0.05"  # about half of the heads are above it
 # Lion moves by signs: where one is that of a rounding error, an element differs by twice the learning rate, here below the tolerance.
 LION = ("optimizer.name=lion", "optimizer.beta2=0.99", "optimizer.lr=1e-6", "optimizer.eps=1e-8")
 ADEMAMIX = ("optimizer.name=ademamix", "optimizer.beta2=0.999", "optimizer.beta3=0.99", "optimizer.slow_warmup_steps=5")
+SCHEDULE_FREE = ("optimizer.name=schedule_free", "optimizer.schedule=constant", "training.ema=null")
 
 FAMILIES: dict[str, Model] = {
     "gpt": _model("gpt-tiny", layers=8, rows=ALL + CONTEXT),
@@ -214,8 +216,11 @@ FAMILIES: dict[str, Model] = {
     "opus-mt": _model("opus-mt", "data.pairs.train=[none.tsv]"),
     "lion": _model("llama-tiny", "model.kv_heads=4", *LION, rows=OPTIMIZER_ROWS),
     "ademamix": _model("llama-tiny", "model.kv_heads=4", *ADEMAMIX, rows=OPTIMIZER_ROWS),
+    "schedule_free": _model("llama-tiny", "model.kv_heads=4", *SCHEDULE_FREE, rows=OPTIMIZER_ROWS),
     "muon": _model("llama-tiny", "model.kv_heads=4", MUON, rows=MUON_ROWS),
     "muon-heads": _model("llama-tiny", "model.kv_heads=4", MUON, "optimizer.muon_per_head=true", rows=SOME[:2]),
     "muon-mixtral": _model("mixtral-tiny", "model.kv_heads=4", ONE, MUON, rows=(SOME[1], *EXPERT[:4])),
+    "qk-clip": _model("gpt-tiny", QK_CLIP, rows=SOME),
+    "qk-clip-deepseek": _model("deepseek-tiny", "training.seed=1", ONE, MUON, QK_CLIP, rows=(SOME[1], *EXPERT[:2])),
     "muon-deepseek": _model("deepseek-tiny", "training.seed=1", ONE, MUON, rows=(SOME[1], *EXPERT[:2])),
 }

@@ -10,7 +10,7 @@ from pipeline.config.schema import OptimizerConfig, RunConfig
 
 #: Keys that only some optimizers read -> these optimizers.
 _READ_BY = {
-    "eps": ("adamw", "ademamix", "muon"),
+    "eps": ("adamw", "ademamix", "muon", "schedule_free"),
     **dict.fromkeys(("beta3", "alpha", "slow_warmup_steps"), ("ademamix",)),
     **dict.fromkeys(
         ("muon_momentum", "muon_nesterov", "muon_steps", "muon_adjust_lr", "muon_lr_factor", "muon_per_head"),
@@ -39,6 +39,10 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield from _mup(optimizer)
     if optimizer.name == "muon":
         yield from _muon(config)
+    if optimizer.name == "schedule_free":
+        yield from _schedule_free(config)
+    if optimizer.qk_clip is not None:
+        yield from _qk_clip(config, optimizer.qk_clip)
     if optimizer.schedule == "wsd" and optimizer.decay_ends:
         yield from _decay_ends(config)
 
@@ -69,6 +73,34 @@ def _decay_ends(config: RunConfig) -> Iterator[Violation]:
             yield Violation(key, end, rule, f"set it to at least {least}, or reduce optimizer.decay_steps")
             return
         before, what = end, "the decay before it"
+
+
+def _schedule_free(config: RunConfig) -> Iterator[Violation]:
+    """The optimizer averages the weights itself, at a constant rate."""
+    optimizer, average = config.optimizer, config.training.ema
+    if optimizer.schedule != "constant":
+        rule = "is a decay, in whose place optimizer.name=schedule_free averages the weights"
+        yield Violation("optimizer.schedule", optimizer.schedule, rule, "set optimizer.schedule=constant, as optimizer=schedule_free does")
+    if average is not None:
+        rule = "averages weights that optimizer.name=schedule_free has averaged: checkpoints, validation and exports have its average"
+        yield Violation("training.ema", average, rule, "remove it")
+
+
+def _qk_clip(config: RunConfig, threshold: float) -> Iterator[Violation]:
+    """The logits are measured on the rank that has all keys, and the weights are scaled before the forward pass reads them."""
+    key, parallel = "optimizer.qk_clip", config.parallel
+    if parallel.context > 1:
+        rule = f"requires all keys of a sequence on one rank, and parallel.context={parallel.context} divides them"
+        yield Violation(key, threshold, rule, "set parallel.context=1, or remove it")
+    if parallel.offload == "optimizer":
+        rule = "scales master weights on the device, and parallel.offload=optimizer has them in host memory"
+        yield Violation(key, threshold, rule, "set parallel.offload=none, or remove it")
+    if config.optimizer.name == "schedule_free":
+        rule = "scales weights after an update, and those of optimizer.name=schedule_free are averages of all updates"
+        yield Violation(key, threshold, rule, "choose another optimizer, or remove it")
+    if config.lora.rank or config.training.frozen:
+        rule = "scales the weights of queries and keys, which adapters (lora.rank) and training.frozen leave as they are"
+        yield Violation(key, threshold, rule, "remove it")
 
 
 def _muon(config: RunConfig) -> Iterator[Violation]:

@@ -107,8 +107,8 @@ MUTANTS = (
         edits=(
             Edit(
                 REPLICATED,
-                "        self._update.loaded(updates)\n        self._round_weights()\n",
-                "        self._update.loaded(updates)\n        self._round_weights()\n"
+                "        self._update.loaded(updates)\n        self.round_weights()\n",
+                "        self._update.loaded(updates)\n        self.round_weights()\n"
                 "        for master, low in zip(self._masters, self._low, strict=False):\n"
                 "            master.copy_(low)\n",
             ),

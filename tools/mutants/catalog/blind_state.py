@@ -148,7 +148,7 @@ STATE = (
         edits=(
             Edit(
                 ZERO,
-                "        self._update.loaded(updates)\n        self._zero.round_weights()\n        self._gatherer.refresh()\n",
+                "        self._update.loaded(updates)\n        self.round_weights()\n",
                 "        self._update.loaded(updates)\n        self._zero.round_weights()\n",
             ),
         ),
