@@ -1,7 +1,8 @@
 """The collectives of a step besides the model's own, as training/ and parallel/ execute them: a list for every rank.
 
-Gradients are reduced bucket by bucket (training/buckets.py), ZeRO gathers weights (training/weight_gathering.py), and activations are
-sent between pipeline stages. tests/planner/test_real_run.py compares the list with the collectives of real runs.
+Gradients are reduced bucket by bucket (training/buckets.py), ZeRO gathers weights (training/weight_gathering.py), activations are sent
+between pipeline stages, and matrices to the ranks that orthogonalize them (training/matrix_homes.py). tests/planner/test_real_run.py
+compares the list with the collectives of real runs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.config.layout import Layout
+from pipeline.planner.matrix_update import exchanges, matrix_rounds
 from pipeline.planner.operations import Collective, Kind, Phase
 from pipeline.planner.planned_buckets import PlannedBucket, planned_buckets
 from pipeline.planner.state_memory import FP32, StateFormat
@@ -39,7 +41,9 @@ def step_exchanges(
     buckets = planned_buckets(trace, layout, layout.stages(rank), zero_stage)
     gathered = gathers(buckets, layout, zero_stage, state_format.weight_bytes, reference=trace.has_reference)
     reduced = reductions(buckets, layout, zero_stage, FP32, state_format.reduce_bytes)
-    return reduced + gathered + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
+    update = exchanges(matrix_rounds(buckets, layout, zero_stage), state_format.weight_bytes)
+    moved = [RepeatedCollective(collective, 1) for collective in update]
+    return reduced + gathered + moved + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
 
 
 def reductions(

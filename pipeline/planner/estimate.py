@@ -10,6 +10,7 @@ from pipeline.planner import kernel_time
 from pipeline.planner.collective_time import Group, collective_time
 from pipeline.planner.communication import RepeatedCollective, gathers
 from pipeline.planner.engine_model import EngineModel, PartTime
+from pipeline.planner.matrix_update import exchanges, matrix_rounds, products, products_time, update_bytes
 from pipeline.planner.operations import AttentionCall, Product, TracedPart
 from pipeline.planner.peak_memory import PeakMemory, peak_memory
 from pipeline.planner.pipeline_simulation import StageTime, simulate
@@ -19,6 +20,9 @@ from pipeline.planner.trace import Trace
 
 #: Bytes of the optimizer step for each weight: weight, gradient and two moments read, master weight and moments written, weight written.
 OPTIMIZER_BYTES = 30
+#: Likewise of Muon, whose kernels are not fused. Momentum: the gradient divided 8, where the step is applied 8, momentum 12, Nesterov 12,
+#: rounded 6; copies to the home and back in 16 bits 16; weight decay 8, the update subtracted 10, the weight rounded 6.
+MUON_BYTES = 86
 #: Share of the memory of a GPU that a process can use; the driver keeps the rest (79.1 to 79.3 of the 80 GiB of an A100).
 USABLE = 0.99
 
@@ -29,7 +33,8 @@ class Estimate:
 
     Attributes:
         step_time: seconds.
-        causes: seconds of the step on the slowest rank by cause (products, attention, elementwise, tensor, ..., bubble, data, optimizer).
+        causes: seconds of the step on the slowest rank by cause (products, attention, elementwise, tensor, ..., bubble, data, optimizer;
+            with Muon also matrix exchange and newton-schulz).
         memories: of a rank of each coordinate on the pipeline axis.
         pipeline_rank: the fullest rank's coordinate on the pipeline axis.
         fits: whether the memory of the GPU suffices.
@@ -86,11 +91,16 @@ def estimate(
     if engine.keeps_outputs:
         saved = [size + hidden_bytes * (stage < layout.stage_count - 1) for stage, size in enumerate(saved)]
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
-    optimizer = max(_optimizer(b, hardware, zero_stage) for b in buckets)
+    updates = [_update(b, layout, hardware, state_format, data_parallel.groups) for b in buckets]
+    optimizer = max(sum(update.values()) for update in updates)
     own_parts = [{stage: contents[stage] for stage in layout.stages(rank)} for rank in ranks]
     frozen = [frozen_bytes(trace, layout, layout.stages(rank), zero_stage) for rank in ranks]
     memories = [
-        peak_memory(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank], compiled=trace.compiled)
+        peak_memory(
+            *(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]),
+            compiled=trace.compiled,
+            update=update_bytes(matrix_rounds(buckets[rank], layout, zero_stage), state_format.weight_bytes),
+        )
         for rank in ranks
     ]
     fullest = max(ranks, key=lambda rank: memories[rank].total)
@@ -99,7 +109,7 @@ def estimate(
     causes["gradient accumulation"] = layout.micro_batches * sum(accumulate[stage] for stage in layout.stages(busiest))
     causes["data"] = exposed[busiest] if zero_stage == 3 else after_passes
     causes["bubble"] = max(0.0, passes - compute[busiest] - (exposed[busiest] if zero_stage == 3 else 0.0))
-    causes["optimizer"] = optimizer
+    causes |= next(update for update in updates if sum(update.values()) == optimizer)
     reference = reference_time(contents, layout, hardware, engine, send)
     if reference:
         causes["reference"] = reference
@@ -187,10 +197,18 @@ def _delayed(stage: StageTime, delay: float) -> StageTime:
     return StageTime(stage.forward + delay / 3, stage.backward_inputs + delay * 2 / 3, stage.backward + delay * 2 / 3)
 
 
-def _optimizer(buckets: list[PlannedBucket], hardware: Hardware, zero_stage: int) -> float:
-    """Seconds of the optimizer step."""
-    elements = sum(bucket.elements / (bucket.ranks if zero_stage else 1) for bucket in buckets if bucket.trained)
-    return kernel_time.elementwise_time(OPTIMIZER_BYTES * elements, hardware)
+def _update(
+    buckets: list[PlannedBucket], layout: Layout, hardware: Hardware, state_format: StateFormat, groups: dict[str, Group]
+) -> dict[str, float]:
+    """Seconds of the optimizer step by cause. Nothing else runs beside it."""
+    held = [(b, b.elements / (b.ranks if state_format.zero_stage else 1)) for b in buckets if b.trained]
+    moved = sum(elements * (MUON_BYTES if bucket.muon else OPTIMIZER_BYTES) for bucket, elements in held)
+    seconds = {"optimizer": kernel_time.elementwise_time(moved, hardware)}
+    if matrices := matrix_rounds(buckets, layout, state_format.zero_stage):
+        sent = exchanges(matrices, state_format.weight_bytes)
+        seconds["matrix exchange"] = sum(collective_time(c.kind, c.bytes, groups[c.axis], hardware) for c in sent)
+        seconds["newton-schulz"] = products_time(products(matrices, state_format, hardware), hardware)
+    return seconds
 
 
 def _causes(layout: Layout, contents: list[list[TracedPart]], times: dict[str, PartTime], rank: int) -> dict[str, float]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-Phase = Literal["forward", "backward", "recompute"]
+from pipeline.training.matrix_layout import LocalMatrix
+
+Phase = Literal["forward", "backward", "recompute", "update"]
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
@@ -15,7 +17,7 @@ class Product:
 
     Attributes:
         name: the weight, or an empty string for a product of activations.
-        phase: forward, backward or recompute.
+        phase: forward, backward, recompute, or update of the weights.
         bytes_per_element: of operands and result.
     """
 
@@ -146,7 +148,7 @@ class Collective:
     Attributes:
         kind: operation.
         axis: mesh axis (tensor, context, expert).
-        phase: forward, backward or recompute.
+        phase: forward, backward, recompute, or update of the weights.
         bytes: size of the full buffer: the result of an all-gather, the input of the others.
     """
 
@@ -168,7 +170,7 @@ class TracedWeights:
         elements: on this rank.
         axis: the ranks that hold the same ones: dense, or data for experts.
         matrix: whether they are matrices (decayed, and freed by ZeRO 3) or vectors.
-        muon: whether Muon updates them.
+        matrices: those of this rank if Muon updates them, else none.
         summed: whether their gradients are summed over the tensor ranks.
         shared: "tied_embedding" or "pipeline" where other stages hold them too, else empty.
         copy: whether this is the head's copy of a tied embedding.
@@ -192,8 +194,13 @@ class TracedWeights:
     sharded: bool = False
     unit: str = ""
     gathers: int = 2
-    muon: bool = False
+    matrices: tuple[LocalMatrix, ...] = ()
     rate: float = 1.0
+
+    @property
+    def muon(self) -> bool:
+        """Whether Muon updates them."""
+        return bool(self.matrices)
 
 
 @dataclass

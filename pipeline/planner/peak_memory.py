@@ -29,11 +29,19 @@ class PeakMemory:
     """Weights that are not trained, which ZeRO does not shard."""
     host: float = 0.0
     """In host memory besides (parallel.offload); not in `total`."""
+    update: float = 0.0
+    """Gradients and temporary tensors in the update of Muon: there are no activations then, and ZeRO has freed whole gradients. Counted
+    instead of gradients, activations and transient tensors if it is more."""
+
+    @property
+    def passes(self) -> float:
+        """What is allocated in the passes, besides weights and optimizer."""
+        return self.gradients + self.activations + self.transient
 
     @property
     def total(self) -> float:
         """Sum of all kinds of memory of the device."""
-        return self.frozen + self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.overhead
+        return self.frozen + self.weights + self.optimizer + max(self.passes, self.update) + self.overhead
 
 
 @dataclass(frozen=True)
@@ -60,8 +68,9 @@ def peak_memory(
     frozen: float = 0.0,
     *,
     compiled: bool = False,
+    update: float = 0.0,
 ) -> PeakMemory:
-    """Return the memory of a rank in the passes of a micro-batch with all others in flight.
+    """Return the memory of a rank in the passes of a micro-batch with all others in flight, or in the update of the weights.
 
     Args:
         buckets: of the rank.
@@ -71,8 +80,11 @@ def peak_memory(
         engine: what the engine does.
         frozen: bytes of its weights that are not trained, as it keeps them.
         compiled: whether the blocks are compiled.
+        update: bytes of the temporary tensors of Muon.
     """
-    state = engine.model_state([bucket for bucket in buckets if bucket.trained], state_format)
+    trained = [bucket for bucket in buckets if bucket.trained]
+    state = engine.model_state(trained, state_format)
+    reduced = engine.gradient_bytes * sum(bucket.elements / (bucket.ranks if state_format.zero_stage else 1) for bucket in trained)
     transient = fullest_moment(buckets, stages, state_format, engine, compiled=compiled).bytes
     return PeakMemory(
         weights=state.weights,
@@ -80,9 +92,10 @@ def peak_memory(
         optimizer=state.optimizer,
         activations=in_flight,
         transient=transient,
-        overhead=engine.context_bytes + FRAGMENTATION * (in_flight + transient),
+        overhead=engine.context_bytes + FRAGMENTATION * max(in_flight + transient, update),
         frozen=frozen,
         host=state.host,
+        update=reduced + update if update else 0.0,
     )
 
 

@@ -17,7 +17,9 @@ from pipeline.planner.communication import step_exchanges
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.kernel_time import product_time
-from pipeline.planner.operations import AttentionCall, Collective, Elementwise
+from pipeline.planner.matrix_update import matrix_rounds, products
+from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Product
+from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import Trace, trace
 
@@ -39,7 +41,7 @@ class OperationRow:
 
     Attributes:
         name: weight, or kind of the other operations.
-        phase: forward, backward or recompute.
+        phase: forward, backward, recompute or update.
         shape: m x n x k on a rank, with the number of products of a batch; empty for other operations.
         count: calls in a step.
         flops, bytes: of one call.
@@ -110,7 +112,7 @@ def table(plan: JobPlan) -> list[OperationRow]:
     Collectives of data parallelism and of ring attention are listed with their own time; other operations run beside them.
     """
     rows: dict[tuple[str, str, str], OperationRow] = {}
-    for row in (*_model_rows(plan), *_exchange_rows(plan)):
+    for row in (*_model_rows(plan), *_exchange_rows(plan), *_update_rows(plan)):
         key = row.name, row.phase, row.shape
         if old := rows.get(key):
             count = row.count + old.count
@@ -146,7 +148,7 @@ def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
             else:
                 label = operation.name.split(".", 2)[-1] if operation.name.startswith("blocks.") else operation.name or "(activations)"
                 flops, (_, bound) = operation.flops, product_time(operation, plan.hardware)
-                shape = f"{operation.batch} x " * (operation.batch > 1) + f"{operation.m} x {operation.n} x {operation.k}"
+                shape = _shape(operation)
             yield OperationRow(label, operation.phase, shape, count, flops, moved, time, bound)
 
 
@@ -164,3 +166,18 @@ def _exchange_rows(plan: JobPlan) -> Iterator[OperationRow]:
             time = collective_time(collective.kind, collective.bytes, groups[collective.axis], plan.hardware)
             label = f"{collective.kind} ({names.get(collective.axis, collective.axis)})"
             yield OperationRow(label, collective.phase, "", exchange.count, 0.0, collective.bytes, time, "network")
+
+
+def _update_rows(plan: JobPlan) -> Iterator[OperationRow]:
+    """Yield the products of Newton-Schulz, of the rank of each pipeline stage that takes longest for them."""
+    layout, state_format = plan.layout, state_format_of(plan.config)
+    for rank in range(layout.pipeline):
+        buckets = planned_buckets(plan.trace, layout, layout.stages(rank), state_format.zero_stage)
+        for product, count in products(matrix_rounds(buckets, layout, state_format.zero_stage), state_format, plan.hardware).items():
+            time, bound = product_time(product, plan.hardware)
+            yield OperationRow(product.name, product.phase, _shape(product), count, product.flops, product.bytes, time, bound)
+
+
+def _shape(product: Product) -> str:
+    """The shape of matrix products, with their number in a batch."""
+    return f"{product.batch} x " * (product.batch > 1) + f"{product.m} x {product.n} x {product.k}"

@@ -89,9 +89,10 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     moment = fullest_moment(buckets, stages, state_format, engine, compiled=result.trace.compiled)
     kind = f"the {moment.part}" if moment.part in ("embed", "head") else "a block"
     direction = "backward" if moment.backward else "forward"
-    yield f"memory of the fullest rank (pipeline rank {rank}), most in the {direction} pass of {kind}"
+    when = "update of the weights" if memory.update > memory.passes else f"{direction} pass of {kind}"
+    yield f"memory of the fullest rank (pipeline rank {rank}), most in the {when}"
     for name, value in asdict(memory).items():
-        if name == "host" or (name == "frozen" and not value):
+        if name in ("host", "update") or (name == "frozen" and not value):
             continue
         yield f"  {name:<14}{value / GB:9.2f} GB"
         if name == "activations":
@@ -99,6 +100,8 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
                 yield f"{size / GB:>20.2f} GB  {producer}"
     verdict = "fits" if result.estimate.fits else "DOES NOT FIT"
     yield f"  {'total':<14}{memory.total / GB:9.2f} GB of {limit:.1f} GB: {verdict}"
+    if memory.update:
+        yield f"  {'update':<14}{memory.update / GB:9.2f} GB in the update of Muon, instead of gradients, activations and transient tensors"
     low, high = memory_range(memory.total / GB)
     yield f"  {'range':<14}{low:9.2f} to {high:.2f} GB contains {COVERED:.0%} of unseen runs"
     if memory.host:

@@ -9,6 +9,7 @@ from pipeline.config.layout import Layout
 from pipeline.planner.operations import TracedWeights
 from pipeline.planner.trace import Trace
 from pipeline.training.bucket_rule import bucket_name, padded_elements
+from pipeline.training.matrix_layout import LocalMatrix
 
 
 @dataclass
@@ -23,6 +24,7 @@ class PlannedBucket:
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
         muon: whether Muon updates them.
+        matrices: of each weight that Muon updates.
         gathers: how often ZeRO 3 gathers them for a micro-batch.
         parts: those that hold them, each as stage and index in the stage.
         replicas: groups of ZeRO, with the same partitions.
@@ -45,6 +47,7 @@ class PlannedBucket:
     head: bool = False
     stays: bool = False
     muon: bool = False
+    matrices: list[tuple[LocalMatrix, ...]] = field(default_factory=list)
 
     @property
     def shards_axis(self) -> str:
@@ -105,6 +108,8 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage:
         if is_second_use:  # a frozen tied matrix is gathered for the head, too
             continue
         bucket.elements += weights.elements
+        if weights.muon:
+            bucket.matrices.append(weights.matrices)
         bucket.summed += weights.elements if weights.summed else 0
         # Ranks of different pipeline stages each use their own copy.
         bucket.gathers = max(bucket.gathers, 1 if shared == "tied_embedding" else weights.gathers)

@@ -13,6 +13,7 @@ from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.planner.accuracy import factors_text
+from pipeline.planner.matrix_update import rank_update_bytes
 from pipeline.planner.parameter_counts import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.planner.plan import JobPlan
 from pipeline.planner.state_memory import frozen_bytes, rank_state, state_tensors
@@ -108,6 +109,8 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
         return
     yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{kept}{over if zero else ''}"
     yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
+    if update := rank_update_bytes(config, model, local):
+        yield f"  {'update':<16}{update / GIB:9.3f} GiB  of temporary tensors in the update of Muon, when there are no activations"
 
 
 def optimizer_lines(config: RunConfig, model: LocalModel) -> Iterator[str]:

@@ -16,7 +16,7 @@ from pipeline.layers.nf4 import stored_bytes
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel, is_sharded_frozen, layers_in_4_bits
 from pipeline.parallel.pieces import Piece
-from pipeline.training.buckets import build_buckets
+from pipeline.training.buckets import Bucket, build_buckets
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.optimizers import OPTIMIZERS
 
@@ -55,6 +55,7 @@ class StateFormat:
         offload: whether master weights and these tensors are in host memory.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
         separate: whether the forward pass reads other values than those of the master weights (OptimizerKind.gradient_point).
+        newton_schulz_steps: iterations of Muon.
     """
 
     zero_stage: int
@@ -64,6 +65,7 @@ class StateFormat:
     reduce_bytes: int = FP32
     matrix_tensors: int = 2
     separate: bool = False
+    newton_schulz_steps: int = 5
 
 
 @dataclass(frozen=True)
@@ -135,17 +137,22 @@ def state_format_of(config: RunConfig) -> StateFormat:
     offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
     tensors = [len(state_tensors(config, muon=muon)) for muon in (False, True)]
     separate = OPTIMIZERS[config.optimizer.name].gradient_point is not None
-    return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate)
+    steps = config.optimizer.muon_steps
+    return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps)
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     """Return the bytes of a rank's state from its buckets, as training/ shards them. The model is on the meta device."""
+    state = model_state(rank_buckets(config, model, mesh), state_format_of(config))
+    return replace(state, weights=state.weights + frozen_bytes(config, model, mesh.layout))
+
+
+def rank_buckets(config: RunConfig, model: LocalModel, mesh: Mesh) -> list[Bucket]:
+    """Return the buckets of a rank's trained weights, as training/ builds them."""
     trained = copy(model)
     trained.pieces = {parameter: piece for parameter, piece in model.pieces.items() if parameter not in model.frozen}
     rule = MatrixRule.of(config.optimizer, config.model)
-    buckets = build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel, rule=rule)
-    state = model_state(buckets, state_format_of(config))
-    return replace(state, weights=state.weights + frozen_bytes(config, model, mesh.layout))
+    return build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel, rule=rule)
 
 
 def frozen_bytes(config: RunConfig, model: LocalModel, layout: Layout) -> float:

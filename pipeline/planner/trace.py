@@ -45,6 +45,7 @@ from pipeline.planner.operations import TracedPart, TracedWeights
 from pipeline.planner.operator_kinds import visible_share
 from pipeline.planner.recorder import Recorder, Recording
 from pipeline.training import qk_clip
+from pipeline.training.matrix_layout import planned_matrices
 from pipeline.training.matrix_rule import MatrixRule
 
 _RECORDER: ContextVar[Recorder | None] = ContextVar("recorder", default=None)
@@ -360,7 +361,7 @@ def _weights(stage: Stack, model: LocalModel, config: RunConfig) -> Iterator[tup
             sharded=parameter not in in_4_bits and is_sharded_frozen(parameter, piece, model),
             unit="" if words[0] == "blocks" else words[0],
             gathers=sum(_gathers(stage, name) for name in names),
-            muon=rule.is_hidden(piece),
+            matrices=planned_matrices(piece, rule),
             rate=rule.rate_of(piece),
         )
         embeds = words[0] == "embed" or shared == "pipeline"

@@ -50,7 +50,7 @@ def compared(found: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
     return {
         "weights": Compared(kinds.weights, memory.weights + memory.frozen),
         "optimizer": Compared(kinds.optimizer, memory.optimizer),
-        "passes": Compared(kinds.passes, memory.gradients + memory.activations + memory.transient),
+        "passes": Compared(kinds.passes, max(memory.passes, memory.update)),
         "peak": Compared(peak, memory.total - memory.overhead),
         "overhead": Compared(kinds.libraries + kinds.fragmentation + kinds.outside, memory.overhead),
         "total": Compared(kinds.total, memory.total),

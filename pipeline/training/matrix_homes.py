@@ -9,8 +9,6 @@ the result goes to all of them, so that copies stay equal in every bit.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices
+from pipeline.training.matrix_layout import LocalMatrix, Space, Spread, choose_homes, local_matrices, round_numbers
 from pipeline.training.matrix_rule import MatrixRule
 
 #: Most elements of this rank's master weights that are updated at once, up to one bucket more: bounds the memory. With other ranks there
@@ -74,17 +72,20 @@ class MatrixHomes:
         self.rounds = [
             Round(part, rule, group, tensor, orthogonalize, adjust)
             for group, own in groups.items()
-            for part in divide_in_rounds(own, ELEMENTS_OF_ONE_RANK if group.size() * tensor.size() == 1 else ELEMENTS_AT_ONCE)
+            for part in divide_in_rounds(own, elements_at_once(group.size() * tensor.size()))
         ]
+
+
+def elements_at_once(ranks: int) -> int:
+    """Return the most elements of a rank in a round, of the weights that so many ranks hold."""
+    return ELEMENTS_OF_ONE_RANK if ranks == 1 else ELEMENTS_AT_ONCE
 
 
 def divide_in_rounds(spaces: Sequence[Space], most: int) -> list[list[Space]]:
     """Return successive spaces in rounds of about equal size, of at most `most` elements up to one space more. Equal on all ranks."""
-    sizes = [space.master.numel() for space in spaces]
-    size = sum(sizes) / math.ceil(sum(sizes) / most)
     rounds: dict[int, list[Space]] = {}
-    for space, first in zip(spaces, itertools.accumulate(sizes, initial=0), strict=False):
-        rounds.setdefault(int(first / size), []).append(space)
+    for space, number in zip(spaces, round_numbers([space.master.numel() for space in spaces], most), strict=True):
+        rounds.setdefault(number, []).append(space)
     return list(rounds.values())
 
 
@@ -125,17 +126,17 @@ class Round:
             if home == rank:
                 self._by_column[self._column if column == -1 else column].append(matrix)
 
-    def updates(self, inputs: Mapping[Tensor, Tensor]) -> list[Update]:
+    def updates(self, inputs: dict[Tensor, Tensor]) -> list[Update]:
         """Return the updates of all matrices that this rank's master weights have elements of. Collective.
 
         Args:
-            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized.
+            inputs: master weight -> what is orthogonalized, of its shape, in the dtype in which it is sent and orthogonalized. Emptied, so
+                that the memory of what has been sent is free.
         """
-        flat = [inputs[space.master].reshape(-1) for space in self._spaces]
-        self._empty = flat[0].new_empty(0)
-        slices = self._to_homes(flat)
-        results = _by_shape(self._whole(slices), self._orthogonalize)
-        return self._from_homes(self._slices_of(results))
+        self._empty = inputs[self.masters[0]].new_empty(0)
+        # No name holds what is passed on: each step frees the tensors of the one before.
+        matrices = self._whole(self._to_homes([inputs.pop(master).reshape(-1) for master in self.masters]))
+        return self._from_homes(self._slices_of(_by_shape(matrices, self._orthogonalize)))
 
     def _to_homes(self, flat: list[Tensor]) -> dict[LocalMatrix, Tensor]:
         """Return the slices of the matrices whose home is this rank of the group."""
@@ -232,12 +233,12 @@ def _exchange(sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], 
     return [list(part.split(list(each))) for part, each in zip(result.split(received), sizes, strict=True)]
 
 
-def _by_shape(matrices: Mapping[LocalMatrix, Tensor], orthogonalize: Orthogonalize) -> dict[LocalMatrix, Tensor]:
-    """Orthogonalize matrices, those of one shape at once."""
+def _by_shape(matrices: dict[LocalMatrix, Tensor], orthogonalize: Orthogonalize) -> dict[LocalMatrix, Tensor]:
+    """Orthogonalize matrices, those of one shape at once. `matrices` is emptied, so that the memory of those that are done is free."""
     shapes: dict[tuple[int, int], list[LocalMatrix]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.full, []).append(matrix)
     found: dict[LocalMatrix, Tensor] = {}
     for group in shapes.values():
-        found |= dict(zip(group, orthogonalize([matrices[m] for m in group]), strict=True))
+        found |= dict(zip(group, orthogonalize([matrices.pop(m) for m in group]), strict=True))
     return found

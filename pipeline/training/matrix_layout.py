@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -77,6 +79,22 @@ def local_matrices(piece: Piece, rule: MatrixRule, space: int, first: int, adjus
     count, rows, columns = sizes
     full, size = (matrices.rows, matrices.columns), rows * columns
     return [LocalMatrix(space, first + n * size, rows, columns, full, spread, adjust(*full)) for n in range(count)]
+
+
+def planned_matrices(piece: Piece, rule: MatrixRule) -> tuple[LocalMatrix, ...]:
+    """Return the matrices of a piece for a plan, in which no tensor has elements; none of a weight that Muon does not update."""
+    return tuple(local_matrices(piece, rule, 0, 0, lambda _rows, _columns: 1.0)) if rule.is_hidden(piece) else ()
+
+
+def round_numbers(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the number of the round of successive spaces: of about equal size, of at most `most` elements up to one space more.
+
+    Args:
+        sizes: elements of the spaces.
+        most: elements of a round.
+    """
+    size = sum(sizes) / math.ceil(sum(sizes) / most)
+    return [int(first / size) for first in itertools.accumulate(sizes[:-1], initial=0)]
 
 
 def work(matrix: LocalMatrix) -> int:

@@ -7,7 +7,7 @@ updated by AdamW. training/matrix_rule.py says which are which.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.config.schema import OptimizerConfig
 from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
-from pipeline.training.matrix_homes import MatrixHomes
+from pipeline.training.matrix_homes import MatrixHomes, Round
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 
@@ -46,16 +46,21 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     for _ in range(steps):
         gram = x @ x.mT
         x = multiply_add(x, multiply_add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+    return x.mT.contiguous() if tall else x  # a view would be copied for each rank that holds a part
 
 
 def orthogonalized(matrices: Sequence[Tensor], steps: int) -> list[Tensor]:
     """As newton_schulz, of matrices of one shape: many at once on a GPU, with fewer launches, one after another in the cache of a CPU."""
     if matrices[0].device.type == "cpu":
         return [newton_schulz(matrix, steps) for matrix in matrices]
-    most = max(_AT_ONCE // matrices[0].numel(), 1)
+    most = at_once(*matrices[0].shape)
     parts = (torch.stack(list(matrices[first : first + most])) for first in range(0, len(matrices), most))
     return [matrix for part in parts for matrix in newton_schulz(part, steps)]
+
+
+def at_once(rows: int, columns: int) -> int:
+    """Return how many matrices of a shape a GPU orthogonalizes at once."""
+    return max(_AT_ONCE // (rows * columns), 1)
 
 
 def adjustment(kind: str, rows: int, columns: int) -> float:
@@ -117,15 +122,23 @@ class Muon(EagerAdamW):
             scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             scales_of |= dict.fromkeys(group["params"], (scales, 1 - scales.lr * group["weight_decay"]))
         for homes in self._homes.rounds:
-            updates = homes.updates({weight: self._direction(weight, scales_of[weight][0]) for weight in homes.masters})
-            for weight in homes.masters:
-                weight.mul_(scales_of[weight][1])
-            rates = {
-                (weight, factor): scales_of[weight][0].lr * factor for weight, factor in {(each.master, each.factor) for each in updates}
-            }
-            for each in updates:
-                elements = each.master.view(-1)[each.start : each.start + each.values.numel()]
-                elements.addcmul_(each.values, rates[each.master, each.factor], value=-1)
+            self._step_round(homes, scales_of)
+
+    def _step_round(self, homes: Round, scales_of: Mapping[Tensor, tuple[Scales, Tensor]]) -> None:
+        """Update the matrices of a round, whose tensors are free before the next one.
+
+        Args:
+            homes: the round.
+            scales_of: master weight -> its scales, and the factor of its decay.
+        """
+        updates = homes.updates({weight: self._direction(weight, scales_of[weight][0]) for weight in homes.masters})
+        for weight in homes.masters:
+            weight.mul_(scales_of[weight][1])
+        kinds = {(each.master, each.factor) for each in updates}
+        rates = {(weight, factor): scales_of[weight][0].lr * factor for weight, factor in kinds}
+        for each in updates:
+            elements = each.master.view(-1)[each.start : each.start + each.values.numel()]
+            elements.addcmul_(each.values, rates[each.master, each.factor], value=-1)
 
     def _direction(self, weight: Tensor, scales: Scales) -> Tensor:
         """Update the momentum of a weight, and return what is orthogonalized."""

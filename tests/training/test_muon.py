@@ -31,8 +31,8 @@ PER_HEAD = "optimizer.muon_per_head=true"
 EXPERTS = (MUON, *(word for word in MODELS["mixtral"].overrides if "ema" not in word), "training.steps=8")
 
 
-#: Within blocks: routers, and of Qwen3-Next the filters of convolutions and what gives one number a head.
-ADAMW = ("router.weight", "_conv", "attention.beta.weight", "attention.decay.weight", "shared_gate.weight")
+#: Within blocks: routers, biases of experts, and of Qwen3-Next the filters of convolutions and what gives one number a head.
+ADAMW = ("router.weight", "_bias", "_conv", "attention.beta.weight", "attention.decay.weight", "shared_gate.weight")
 
 
 def _rule(*overrides: str) -> tuple[Any, MatrixRule]:
@@ -242,11 +242,10 @@ def test_biases_of_experts_are_vectors():
     ("settings", "message"),
     [
         (("parallel.offload=optimizer",), "parallel.offload=optimizer: requires an optimizer that the CPU steps"),
-        (("parallel.zero_group=2",), "parallel.zero_group=2: is not supported with optimizer.name=muon"),
         (("lora.rank=4",), "lora.rank=4: is not supported with optimizer.name=muon"),
         (("model=deepseek-tiny", PER_HEAD), "optimizer.muon_per_head=True: is not supported for model.family=deepseek_v3"),
         (("optimizer=adamw", "optimizer.muon_steps=3"), "optimizer.muon_steps=3: has no effect with optimizer.name=adamw"),
-        (("optimizer.muon_steps=3", PER_HEAD), None),
+        (("optimizer.muon_steps=3", PER_HEAD, "parallel.zero_group=2"), None),
     ],
 )
 def test_what_is_refused(settings, message):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pipeline.common.errors import Violation
 from pipeline.config import warmup
 from pipeline.config.schema import OptimizerConfig, RunConfig
-from pipeline.config.zero_group import JOB
 
 #: Keys that only some optimizers read -> these optimizers.
 _READ_BY = {
@@ -106,10 +105,8 @@ def _qk_clip(config: RunConfig, threshold: float) -> Iterator[Violation]:
 
 def _muon(config: RunConfig) -> Iterator[Violation]:
     """What is not done for matrices, whose update needs all of their elements."""
-    rule = "is not supported with optimizer.name=muon"
-    if config.parallel.zero_group != JOB:
-        yield Violation("parallel.zero_group", config.parallel.zero_group, rule, f"set it to {JOB}, or choose optimizer.name=adamw")
     if config.lora.rank:
+        rule = "is not supported with optimizer.name=muon: orthogonal updates of both factors of an adapter are none of the weight"
         yield Violation("lora.rank", config.lora.rank, rule, "choose optimizer.name=adamw for adapters")
     if config.optimizer.muon_per_head and hasattr(config.model, "kv_lora_rank"):
         rule = f"is not supported for model.family={config.model.family}: its projections mix the parts of a head"

@@ -200,7 +200,7 @@ def _offload(config: RunConfig) -> Iterator[Violation]:
         rule = "keeps the rank's partition of the optimizer state in host memory, and ZeRO 0 has no partitions"
         yield Violation("parallel.offload", config.parallel.offload, rule, "set parallel.zero_stage to 1, 2 or 3")
     if config.optimizer.name not in OFFLOADED:
-        rule = f"requires an optimizer that the CPU steps, and optimizer.name={config.optimizer.name}"
+        rule = f"requires an optimizer that the CPU steps, which optimizer.name={config.optimizer.name} is not"
         yield Violation("parallel.offload", config.parallel.offload, rule, f"set optimizer.name to {' or '.join(OFFLOADED)}, or remove it")
 
 
