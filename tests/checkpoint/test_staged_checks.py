@@ -59,8 +59,11 @@ def test_an_update_that_changed_a_weight_is_recognized_and_no_other(lr, name):
         slow = schedule_free.moved(FREE, 7, updates) if name == "schedule_free" else min(updates / 4, 1.0) * 8.0
         update = LastUpdate(lr, 0.9, 0.95, 1e-8, updates, name, slow)
         recognized = should_have_changed(weight.detach().numpy(), state, update)
-        assert not should_have_changed(weight.detach().numpy()[:100], [values[:100] for values in state], update)
-        assert recognized or lr < 1e-6, "at such rates most updates are lost in rounding"
+        decayed = should_have_changed(weight.detach().numpy()[:100], [values[:100] for values in state], update)
+        # The state of schedule-free AdamW has the weight decay; that of the others does not tell it.
+        assert not decayed or (name == "schedule_free" and not torch.equal(before[:100], weight[:100]))
+        unknown = name == "schedule_free" and updates == 1  # all of the first update is in the average, and none in the state
+        assert recognized or unknown or lr < 1e-6, "at such rates most updates are lost in rounding"
         assert not (recognized and torch.equal(before, weight))
         for index in range(0, 2000, 50):
             one, *moments = (values[index : index + 1] for values in (weight.detach().numpy(), *state))
