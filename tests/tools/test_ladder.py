@@ -39,18 +39,30 @@ def tool(main, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
     return run
 
 
-def write(folder: Path, layers: int, *, factor: float = 1.0, done: float = 1.0, validated: bool = True, vocabulary: int = 512) -> None:
+def write(
+    folder: Path,
+    layers: int,
+    *,
+    width: int | None = None,
+    batch: int | None = None,
+    lr: float | None = None,
+    factor: float = 1.0,
+    done: float = 1.0,
+    validated: bool = True,
+    vocabulary: int = 512,
+) -> None:
     """A run of the ladder whose losses are those of LAW times a factor, killed after a share of its steps."""
-    sizes = {"layers": layers, "hidden": 64 * layers, "heads": layers, "kv_heads": layers, "ffn_hidden": 176 * layers, "head_width": None}
+    heads = (hidden := width or 64 * layers) // 64
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn_hidden": 176 * heads, "head_width": None}
     count = ladder.weights(sizes)
-    batch = ladder.sequences(count, 2048)
+    batch = batch or ladder.sequences(count, 2048)
     steps = ladder.steps(20 * count, batch, 2048)
-    run = folder / str(layers)
+    run = folder / str(width or layers)
     run.mkdir(parents=True)
     config = {
         "model": {"family": "llama", "vocab_size": vocabulary, **sizes},
         "training": {"steps": steps, "sequence_length": 2048, "global_batch_size": batch},
-        "optimizer": {"decay_ends": [steps // 4, steps // 2]},
+        "optimizer": {"decay_ends": [steps // 4, steps // 2], "lr": lr or ladder.lr(count)},
         "data": {"tokens": "work/tokens", "blend": {}},
         "tokenizer": {"path": "work/tokenizer"},
     }
@@ -80,6 +92,23 @@ def test_a_ladder_predicts_its_largest_size_and_a_large_run(tool, tmp_path):
     assert 6 * own * budget == pytest.approx(1e20, rel=1e-3), "the FLOPs are those asked for"
     assert f"optimizer.lr={ladder.lr(own):g}" in said
     assert "law without the largest size" in (tmp_path / "ladder.html").read_text()
+
+
+def test_a_large_run_has_the_shape_the_batch_and_the_rate_of_the_runs(tool, tmp_path):
+    """One depth, batch and rate (muP) for all widths. A rate that follows no rule is not extrapolated."""
+    for width in (256, 384, 512, 768):
+        write(tmp_path / "same", 4, width=width, batch=16, lr=0.004)
+        write(tmp_path / "other", 4, width=width, batch=16, lr=1 / width)
+    code, said = tool(tmp_path / "same", "--flops", "1e18")
+    assert code == 0, said
+    assert "model.layers=4 " in said
+    hidden = int(said.partition("model.hidden=")[2].split()[0])
+    assert hidden % 128 == 0
+    weights, _ = LAW.optimum(1e18)
+    assert (hidden - 128) ** 2 < weights / (4 * (4 + 3 * 176 / 64)) < (hidden + 128) ** 2
+    assert "training.global_batch_size=16 training.steps=" in said
+    assert "optimizer.lr=0.004\n" in said
+    assert "optimizer.lr=choose it: those of the runs are neither equal nor of the ladder's formula" in tool(tmp_path / "other")[1]
 
 
 def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
