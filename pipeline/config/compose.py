@@ -75,6 +75,11 @@ def to_run_config(config: DictConfig) -> RunConfig:
     try:
         run = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__ or cause.__context__
+        if cause is not None:  # of a resolver
+            raise cause from None
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)

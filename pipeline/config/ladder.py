@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pipeline.common.errors import UserError
+
 #: Weights, learning rate and tokens of a batch of the model from which both are scaled.
 BASE_WEIGHTS, BASE_LR, BASE_BATCH = 108e6, 0.0047, 160 * 2048
 #: Width of a head, and the multiple to which the width of the feed-forward is rounded up; sequences to which a batch is rounded.
 HEAD_WIDTH, FFN_MULTIPLE, BATCH_MULTIPLE = 64, 64, 8
+#: Family whose weights are counted: dense, with gated feed-forwards.
+FAMILY = "llama"
 #: Ends of decays (WSD-S), as shares of the steps; the last one is the end of the run.
 HORIZONS = (0.25, 0.5, 1.0)
 
@@ -57,9 +61,17 @@ def resolve(name: str, argument: float = 1, *, _root_: Any) -> int | float:
         argument: see name.
 
     Raises:
-        ValueError: there is no such value.
+        UserError: there is no such value, or the model is none of a ladder.
     """
     model, training = _root_.model, _root_.training
+    if model.family != FAMILY:
+        rule = f"the weights of a ladder (experiment=ladder) are counted for model.family={FAMILY}"
+        fix = "choose a model of this family, or set the values that refer to the ladder on the command line"
+        raise UserError.of("model.family", model.family, rule, fix)
+    if not isinstance(model.layers, int) or model.layers < 1:
+        raise UserError.of("model.layers", model.layers, "must be at least 1", "set a size of the ladder: model.layers=4")
+    if not isinstance(argument, int | float):
+        raise UserError.of(f"ladder:{name}", argument, "must be a number", f"write ${{ladder:{name},20}}")
     match name:
         case "hidden":
             return int(HEAD_WIDTH * model.layers)
@@ -73,4 +85,5 @@ def resolve(name: str, argument: float = 1, *, _root_: Any) -> int | float:
             return lr(weights(model))
         case "steps":
             return round(argument * steps(training.token_budget, training.global_batch_size, training.sequence_length))
-    raise ValueError(f"ladder:{name}: must be one of hidden, ffn_hidden, tokens, batch, lr, steps")
+    known = "hidden, ffn_hidden, tokens, batch, lr, steps"
+    raise UserError.of("ladder", name, f"must be one of {known}", "correct the name in the interpolation")

@@ -106,7 +106,7 @@ class StockWeights:
         """Dtype of a tensor, in the notation of safetensors; of one in MXFP4, one that holds its values."""
         if name in self._packed:
             of_parts = {self.number_format(f"{name}{end}") for end in (mxfp4.BLOCKS, mxfp4.SCALES)} - {"U8"}
-            return f"MXFP4 with {of_parts.pop()}" if of_parts else "BF16"
+            return f"MXFP4 in {of_parts.pop()} instead of U8" if of_parts else "BF16"
         return str(self._slice(name).get_dtype())
 
     def tensor(self, name: str) -> Tensor:

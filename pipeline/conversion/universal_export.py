@@ -49,7 +49,7 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
     if lacking and weights.train_state.updates:
         rule = f"has no {lacking[0]}" + (f", and lacks {len(lacking) - 1} further moments" if lacking[1:] else "")
         rule += f", after {weights.train_state.updates} updates"
-        fix = "set stage.format=huggingface, which exports the weights, or train without training.frozen"
+        fix = "set stage.format=huggingface, which exports the weights, or train with optimizer=adamw and without training.frozen"
         raise UserError.of("stage.checkpoint", weights.path, rule, fix)
 
 

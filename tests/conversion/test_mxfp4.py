@@ -86,7 +86,7 @@ DOWN = "model.layers.0.mlp.experts.down_proj"
         (lambda tensors: tensors.pop(f"{DOWN}_scales"), f"{DOWN} [3, 32, 64] is missing"),
         (lambda tensors: tensors.update({DOWN: torch.zeros(3, 32, 64)}), f"contains {DOWN} twice: also as {DOWN}_blocks and {DOWN}_scales"),
         (lambda tensors: tensors.update({f"{DOWN}_scales": torch.zeros(3, 64, 2, dtype=torch.uint8)}), f"{DOWN} is [3, 64, 1, 16], not"),
-        (lambda tensors: tensors.update({f"{DOWN}_scales": torch.zeros(3, 64, 1)}), f"{DOWN} is MXFP4 with F32; supported are"),
+        (lambda tensors: tensors.update({f"{DOWN}_scales": torch.zeros(3, 64, 1)}), f"{DOWN} is MXFP4 in F32 instead of U8; supported are"),
     ],
 )
 def test_files_that_do_not_match_are_refused(folder, tmp_path, change, message):

@@ -21,6 +21,24 @@ def test_slopes_and_the_minimum_of_a_parabola():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--widths", "0", "16"), "--widths 0 16: must be two or more ascending multiples of 16"),
+        (("--lr", "0.001", "0.1"), "--lr 0.001 0.1: must be one rate; add --rates"),
+        (("--steps", "0"), "--steps 0: must be at least 1"),
+        (("--overrides", "optimizer=lion"), "optimizer.name=lion: has other updates than AdamW and Muon"),
+        (("--overrides", "foo=1"), "--overrides foo=1: Could not override 'foo'"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_measured_is_refused(words, message):
+    code, printed = python(TOOL, *words)
+    assert code == 2
+    assert message in printed
+
+
+@pytest.mark.slow
 def test_the_standard_parametrization_has_slopes_and_mup_has_fewer():
     words = ("--widths", "16", "64", "--steps", "2", "--tolerance", "0.3")
     code, printed = python(TOOL, *words, "--parametrization", "standard")

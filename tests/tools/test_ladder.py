@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.common.errors import UserError
 from pipeline.config import ladder
 from tests.helpers import load_tool
+from tests.world import configured
 from tools.audit.scaling_law import Law
 
 LAW = Law(1.8, 500.0, 0.35, 2000.0, 0.36)
@@ -50,6 +52,8 @@ def write(
     done: float = 1.0,
     validated: bool = True,
     vocabulary: int = 512,
+    family: str = "llama",
+    optimizer: str = "adamw",
 ) -> None:
     """A run of the ladder whose losses are those of LAW times a factor, killed after a share of its steps."""
     heads = (hidden := width or 64 * layers) // 64
@@ -60,9 +64,9 @@ def write(
     run = folder / str(width or layers)
     run.mkdir(parents=True)
     config = {
-        "model": {"family": "llama", "vocab_size": vocabulary, **sizes},
+        "model": {"family": family, "vocab_size": vocabulary, **sizes},
         "training": {"steps": steps, "sequence_length": 2048, "global_batch_size": batch},
-        "optimizer": {"decay_ends": [steps // 4, steps // 2], "lr": lr or ladder.lr(count)},
+        "optimizer": {"name": optimizer, "decay_ends": [steps // 4, steps // 2], "lr": lr or ladder.lr(count)},
         "data": {"tokens": "work/tokens", "blend": {}},
         "tokenizer": {"path": "work/tokenizer"},
     }
@@ -128,9 +132,11 @@ def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
         ({}, "3 runs of 3 sizes: a fit without the largest size requires 4 sizes"),
         ({8: {"done": 0.5}}, r"/8: is at step [\d,]+ of [\d,]+; submit the same command again"),
         ({8: {"validated": False}}, r"/8: no validation loss at step [\d,]+, the end of a decay; train it with a training.validate_every"),
-        ({8: {"vocabulary": 1024}}, "model.vocab_size: the runs have 1024, 512; their losses are not of the same task"),
+        ({8: {"vocabulary": 1024}}, "model.vocab_size: the runs have 1024, 512; one law does not hold for all of them"),
+        ({8: {"optimizer": "lion"}}, "optimizer.name: the runs have adamw, lion; one law does not hold for all of them"),
+        ({8: {"family": "mixtral"}}, "/8: is of model.family=mixtral, and weights are counted for llama"),
     ],
-    ids=["two sizes", "not finished", "not validated", "other vocabulary"],
+    ids=["two sizes", "not finished", "not validated", "other vocabulary", "other optimizer", "experts"],
 )
 def test_runs_that_allow_no_fit_are_refused(tool, tmp_path, changes, message):
     for layers in (4, 6, 12, *changes):
@@ -139,6 +145,21 @@ def test_runs_that_allow_no_fit_are_refused(tool, tmp_path, changes, message):
     assert code == 2
     (line,) = [line for line in said.splitlines() if "error:" in line]
     assert re.search(message, line), line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("model.layers=0",), "model.layers=0: must be at least 1"),
+        (("model=mixtral-tiny",), "model.family=mixtral: the weights of a ladder (experiment=ladder) are counted for model.family=llama"),
+        (("training.token_budget=${ladder:tokens,abc}",), "ladder:tokens=abc: must be a number"),
+        (("training.steps=${ladder:step}",), "ladder=step: must be one of hidden, ffn_hidden, tokens, batch, lr, steps"),
+    ],
+)
+def test_a_ladder_without_sizes_is_refused_in_one_message(settings, message):
+    with pytest.raises(UserError) as refused:
+        configured("stage=pretrain", "experiment=ladder", *settings)
+    assert message in str(refused.value)
 
 
 def test_a_folder_without_runs_is_refused(tool, tmp_path):
