@@ -138,6 +138,7 @@ REFUSED = [
     ("run_dir=OWN/LONG", "has a name of 300 bytes; a file system allows 255, less 32 for temporary files|set run_dir to a shorter path"),
     ("run_dir=OWN/DEEP", "bytes; Linux allows 4,095, less 256 for the files in it"),
     ("run_dir=OWN/notes.txt", "notes.txt: is a file, not a folder|set run_dir to another path"),
+    ("stage=plan run_dir=OWN/notes.txt", "notes.txt: is a file, not a folder|set run_dir to another path"),
     ("run_dir=OWN/notes.txt/a/b", "is inside of OWN/notes.txt, which is a file"),
     ("run_dir=OWN/link", "is a symbolic link to nothing"),
     ("stage=finetune run_dir=OWN/LONG", "has a name of 300 bytes"),

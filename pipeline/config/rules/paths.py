@@ -69,6 +69,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         return
     outputs = {key: value for key, value in _output_folders(config).items() if value is not None}
     files = _output_files(config)
+    if not outputs and Path(config.run_dir).is_file():  # what only reads it, such as a dry run
+        yield Violation("run_dir", config.run_dir, "is a file, not a folder", "set run_dir to another path")
     for key, value in (outputs | files).items():
         yield from _output(key, value, is_file=key in files)
 
