@@ -41,7 +41,9 @@ def test_operators_of_the_planner() -> None:
     assert found + failures(torch.ops.planner.rms_norm_backward.default, (x, x.clone(), weight, scale)) == []
 
 
-def _ring(dtype: torch.dtype, masks: tuple[Tensor | None, ...], causal: bool, window: int | None, softcap: float | None) -> list[str]:
+def _ring(
+    dtype: torch.dtype, masks: tuple[Tensor | None, ...], causal: bool, window: int | None, softcap: float | None, *, sinks: bool = False
+) -> list[str]:
     """The checks that fail on this rank, forward and backward, over all ranks."""
     import torch.distributed as dist
 
@@ -52,9 +54,10 @@ def _ring(dtype: torch.dtype, masks: tuple[Tensor | None, ...], causal: bool, wi
     options = {"group": group.group_name, "causal": causal, "window": window, "scale": None, "softcap": softcap}
     chance = torch.Generator().manual_seed(dist.get_rank())
     q, k, v = (torch.randn(BATCH, heads, TOKENS, WIDTH, generator=chance).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    out, logsumexp = torch.ops.pipeline.ring_attention.default(q, k, v, *masks, **options)
+    own = torch.randn(HEADS, generator=chance, requires_grad=True) if sinks else None
+    out, logsumexp = torch.ops.pipeline.ring_attention.default(q, k, v, *masks, None if own is None else own.detach(), **options)
     grads = [x.clone().requires_grad_() for x in (q, k, v)]
-    found = failures(torch.ops.pipeline.ring_attention.default, (*grads, *masks), **options)
+    found = failures(torch.ops.pipeline.ring_attention.default, (*grads, *masks, own), **options)
     backward = (torch.randn_like(out), q, k, v, out, logsumexp, *masks)
     return found + failures(torch.ops.pipeline.ring_attention_backward.default, backward, **options)
 
@@ -74,7 +77,8 @@ def _rings() -> list[str]:
         (torch.float32, (None, None, None, prefix), True, None, None),
         (torch.bfloat16, (ends, segment_limits(ends, dist.get_rank(), causal=True), None, None), True, None, None),
     ]
-    return [line for case in cases for line in _ring(*case)]
+    found = [line for case in cases for line in _ring(*case)]
+    return found + _ring(torch.float32, (None, None, None, None), True, None, None, sinks=True)
 
 
 @pytest.mark.slow
