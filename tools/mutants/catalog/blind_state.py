@@ -108,7 +108,7 @@ OPTIMIZER = (
         edits=(
             Edit(
                 "pipeline/training/buckets.py",
-                "decays=all(len(piece.full_shape) >= 2 for piece",
+                "decays=all(is_matrix(piece.name, piece.full_shape) for piece",
                 "decays=all(len(piece.full_shape) == 2 for piece",
             ),
         ),

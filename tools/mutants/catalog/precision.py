@@ -6,7 +6,7 @@ from tools.mutants.models import LLAMA
 from tools.mutants.mutation import Edit, Mutant
 
 REDUCTION, UPDATE = "pipeline/training/gradient_reduction.py", "pipeline/training/weight_update.py"
-DECAYS = "decays=all(len(piece.full_shape) >= 2 for piece in held.values())"
+DECAYS = "decays=all(is_matrix(piece.name, piece.full_shape) for piece in held.values())"
 DECAY = ("optimizer.weight_decay=1.0",)
 FP8 = (
     *("model=llama-tiny", "model.layers=3", "model.hidden=32", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=64"),
