@@ -6,6 +6,7 @@ import functools
 import os
 import re
 import shlex
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,3 +216,11 @@ def test_source_files_that_are_named_exist(document: Path) -> None:
     named = set(re.findall(r"`([\w/]+\.py)`", document.read_text(encoding="utf-8")))
     missing = {name for name in named if not any(file.endswith(f"/{name}") for file in files)}
     assert not {name for name in missing if "NAME" not in name and not name.startswith("deepspeed/")}
+
+
+def test_the_top_level_is_fixed() -> None:
+    """What git tracks or would add, without dot-files."""
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
+    top = {path.partition("/")[0] for path in listed.stdout.splitlines()}
+    expected = {"LICENSE", "README.md", "conf", "pipeline", "pyproject.toml", "slurm", "tests", "tools"}
+    assert {name for name in top if not name.startswith(".")} == expected

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.schema import OptimizerConfig, RunConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.schema import RunConfig
 from pipeline.models import mup, registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.vectors import is_matrix

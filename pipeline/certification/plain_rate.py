@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 
 
 def plain_rate(step: int, optimizer: OptimizerConfig, training: TrainingConfig) -> float:

@@ -12,7 +12,8 @@ from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.trained_tokenizer import fingerprint_of
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.schema import RunConfig, TrainingConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.models import config_classes
 from pipeline.models.rope import extended
 

@@ -8,8 +8,10 @@ from itertools import product
 from typing import Any
 
 from pipeline.config import zero_group
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run_parts import LayoutConfig
-from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,9 @@ from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
 from pipeline.config.command_line import key_of, nearest
-from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 
 #: What a layout may set: how the work is distributed, and what is computed twice. None of it changes the samples of a step.
 KEYS = (

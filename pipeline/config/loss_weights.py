@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import warmup
-from pipeline.config.schema import RunConfig, TrainingConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 
 #: Settings of the group training; a schedule of each is training.NAME_schedule.
 NAMES = ("balance_loss", "z_loss", "bias_update_speed", "mtp_loss")

@@ -6,7 +6,9 @@ from typing import Protocol
 
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.lora import LoraConfig
-from pipeline.config.schema import ParallelConfig, PrecisionConfig, TrainingConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import PrecisionConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.models.config import ModelConfig
 
 

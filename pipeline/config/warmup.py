@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from pipeline.config.data import WarmupConfig
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 
 #: training.epochs of a run that sets neither it nor training.steps, as in TRL.
 DEFAULT_EPOCHS = 3.0

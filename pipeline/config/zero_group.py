@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.config.schema import ParallelConfig
+from pipeline.config.parallel import ParallelConfig
 
 #: Values of parallel.zero_group besides a number of ranks.
 JOB, NODE = "job", "node"

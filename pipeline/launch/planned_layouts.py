@@ -16,7 +16,8 @@ import xxhash
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.config.schema import ParallelConfig, RunConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import RunConfig
 from pipeline.launch import job
 
 #: File in the run directory: what the planner has found, by number of nodes.

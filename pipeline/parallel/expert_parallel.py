@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline.config.schema import ParallelConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.layers.experts import Experts, RoutedExperts
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.row_counts import counts_on_host

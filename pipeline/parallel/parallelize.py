@@ -13,9 +13,10 @@ from pipeline.common.errors import UserError
 from pipeline.config import lora, trained
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.lora import LoraConfig
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import weights
 from pipeline.config.run_parts import LocalModelConfig, WeightsConfig
-from pipeline.config.schema import ParallelConfig, TrainingConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.config import warmup
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.retries import UnreadableFile
 from pipeline.layers.batch import Batch

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import PrecisionConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel

@@ -20,7 +20,7 @@ from statistics import median
 from typing import Any
 
 from pipeline.common import metrics_file
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.parallel.mesh import on_rank_0
 
 #: Steps from the last one of a spike to the step after which all ranks act on it: rank 0 reads the metrics of a step when the next one is

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.config import warmup
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 
 #: Maps (update, optimizer, training) to the share of the way from the peak to the last learning rate, in [0, 1].
 Schedule = Callable[[int, OptimizerConfig, TrainingConfig], float]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer import OptimizerConfig
 from pipeline.models import mup
 from pipeline.models.vectors import is_matrix
 from pipeline.parallel.pieces import Piece

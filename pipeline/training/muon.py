@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer import OptimizerConfig
 from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
 from pipeline.training.matrix_homes import MatrixHomes, Round
 from pipeline.training.matrix_layout import Space

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import StepResult
 from pipeline.training.loss_scale import LossScale

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer import OptimizerConfig
 from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion
 from pipeline.training.muon import MATRIX_STATE, Muon
 from pipeline.training.schedule_free import ScheduleFree, gradient_point

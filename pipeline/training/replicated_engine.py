@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.config.schema import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import PrecisionConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece

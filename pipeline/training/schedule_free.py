@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer import OptimizerConfig
 from pipeline.training.elementwise_optimizers import ElementwiseOptimizer, Groups, Scales, lerp_
 
 #: Key of z - x in the state of a weight.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.progress import Progress
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.trainer import Trainer

@@ -16,7 +16,7 @@ from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.native import EMA
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.training import TrainingConfig
 
 log = logging.getLogger("pipeline")
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.training import gradient_clipping
 from pipeline.training.elementwise_optimizers import Groups, create_state
 from pipeline.training.engine import StepResult

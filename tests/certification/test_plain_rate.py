@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.certification.plain_rate import plain_rate
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.training.lr_schedule import DECAY_SHAPES, SCHEDULES, learning_rate
 
 

@@ -7,7 +7,7 @@ import torch
 
 from pipeline.checkpoint.handover import LastUpdate
 from pipeline.checkpoint.staged_checks import STATE_OF_UPDATE, finite_bits, should_have_changed, word_sum
-from pipeline.config.schema import OptimizerConfig
+from pipeline.config.optimizer import OptimizerConfig
 from pipeline.training import schedule_free
 from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Lion
 from pipeline.training.optimizers import OPTIMIZERS

@@ -12,8 +12,8 @@ from pipeline.common.ranks import Ranks
 from pipeline.config import hardware as hardware_files
 from pipeline.config import zero_group
 from pipeline.config.layout import Layout
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import check
-from pipeline.config.schema import ParallelConfig
 from pipeline.planner.plan import plan, table
 from pipeline.training.run import check_nodes
 from tests.world import configured

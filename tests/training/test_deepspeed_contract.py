@@ -13,7 +13,8 @@ import torch
 from pipeline.config.deepspeed_json import read
 from pipeline.config.deepspeed_keys import OFF, ONLY, SECTIONS, SETS, WITHOUT_EFFECT
 from pipeline.config.deepspeed_sections import READERS
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.training.lr_schedule import learning_rate
 
 #: Methods of DeepSpeed's optimizer that we replace or extend.

@@ -20,7 +20,7 @@ from pipeline.common import events
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.rules import check
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.training import rewinds, skipped_samples
 from pipeline.training import run as training_run
 from pipeline.training.checkpoint_hooks import CheckpointHooks

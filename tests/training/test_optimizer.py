@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.config.schema import OptimizerConfig, TrainingConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.training.lr_schedule import learning_rate
 from tests.world import configured
 

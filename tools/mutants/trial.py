@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.mutants import effect, jobs, processes
 from tools.mutants.jobs import Job
-from tools.mutants.mutation import ROOT, Mutant, copy_tree
+from tools.mutants.mutation import Mutant, copy_tree
 
 #: Verdicts: certify found it; the training stopped by itself; nobody found it; it changes nothing; the tool could not judge it.
 KILLED, STOPPED, SURVIVED, INEFFECTIVE, FAILED = "killed", "stopped", "survived", "no effect", "failed"
@@ -53,9 +53,8 @@ class Trials:
     def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         self._folder, self._files = folder, files
         self._original = copy_tree(folder / "original")
-        has_checks = "check_replicas_every" in (ROOT / "pipeline/config/schema.py").read_text()
-        #: Overrides with which a run checks its copies after every step; none if it cannot.
-        self.run_time_checks = (f"{jobs.RUN_TIME_KEY}=1",) if has_checks else ()
+        #: Overrides with which a run checks its copies after every step.
+        self.run_time_checks = (f"{jobs.RUN_TIME_KEY}=1",)
 
     def run(self, mutant: Mutant) -> Result:
         """Return the row of a mutant."""

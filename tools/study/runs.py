@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
-from pipeline.config.schema import ParallelConfig, RunConfig, TrainingConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 from tools.study.cells import EMPTY, Contradiction, flag, integer, number
 from tools.study.framework_model import FrameworkModel
 from tools.study.frameworks import FITTED, Frameworks, eager, framework_model

@@ -8,7 +8,8 @@ from typing import cast
 from pipeline.common.errors import Violation
 from pipeline.config.data import MaskingConfig
 from pipeline.config.preferences import has_reference
-from pipeline.config.schema import RunConfig, TrainingConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.models.config import MaskedModelConfig
 
 

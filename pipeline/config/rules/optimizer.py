@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
 from pipeline.config import warmup
-from pipeline.config.schema import OptimizerConfig, RunConfig
+from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.schema import RunConfig
 
 #: Keys that only some optimizers read -> these optimizers.
 _READ_BY = {

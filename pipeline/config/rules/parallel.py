@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pipeline.common.errors import Violation
 from pipeline.config import warmup, zero_group
 from pipeline.config.layout import Layout, may_compile, reused_weights, stages_per_rank
-from pipeline.config.schema import ParallelConfig, RunConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 
 #: Optimizers whose state may be in host memory.

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pipeline.common.errors import Violation
 from pipeline.config import layouts, loss_weights, warmup
 from pipeline.config.data import ScheduledWeight, WarmupConfig
-from pipeline.config.schema import RunConfig, TrainingConfig
+from pipeline.config.schema import RunConfig
+from pipeline.config.training import TrainingConfig
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:

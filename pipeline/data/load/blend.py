@@ -16,7 +16,7 @@ from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig, DataConfig
-from pipeline.config.schema import TrainingConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.fill_in_the_middle import Infill

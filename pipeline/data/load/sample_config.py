@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from pipeline.config.data import DataConfig, TokenizerConfig
-from pipeline.config.schema import ParallelConfig, TrainingConfig
+from pipeline.config.parallel import ParallelConfig
+from pipeline.config.training import TrainingConfig
 from pipeline.models.config import ModelConfig
 
 
