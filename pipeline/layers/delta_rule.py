@@ -55,12 +55,12 @@ def chunked_delta_rule(
     """
     solved = _solve(q, k, v, log_decay, beta, segments, None, chunk)
     state = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]) if state is None else state
-    outputs = []
-    for u, w, scores, q_before, k_to_end, across in _each(*solved):
-        corrections = u - w @ state
-        outputs.append(q_before @ state + scores @ corrections)
-        state = state * across + k_to_end @ corrections
-    return torch.cat(outputs, dim=2)[:, :, : q.shape[2]], state
+    before, corrections = [], []
+    for u, w, k_to_end, across in _each(solved.u, solved.w, solved.k_to_end, solved.across):
+        before.append(state)
+        corrections.append(u - w @ state)
+        state = state * across + k_to_end @ corrections[-1]
+    return solved.outputs(torch.stack(before, dim=2), torch.stack(corrections, dim=2), q.shape[2]), state
 
 
 @uncompiled  # as above
@@ -98,8 +98,7 @@ def delta_rule_of_part(
         both = both * across + k_to_end @ (u - w @ both)
     transitions, states = torch.stack(before, dim=2).split([key_dim, value_dim], dim=4)
     state = states + transitions @ state_before(*both.split([key_dim, value_dim], dim=3)).unsqueeze(2)
-    outputs = solved.q_before @ state + solved.scores @ (solved.u - solved.w @ state)
-    return outputs.flatten(2, 3)[:, :, : q.shape[2]]
+    return solved.outputs(state, solved.u - solved.w @ state, q.shape[2])
 
 
 class _Solved(NamedTuple):
@@ -121,6 +120,10 @@ class _Solved(NamedTuple):
     k_to_end: Tensor
     across: Tensor
 
+    def outputs(self, states: Tensor, corrections: Tensor, length: int) -> Tensor:
+        """Return the outputs of the first `length` tokens, from the states before the chunks and their corrections."""
+        return (self.q_before @ states + self.scores @ corrections).flatten(2, 3)[:, :, :length]
+
 
 def _solve(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, segments: Tensor | None, segment_before: Tensor | None, chunk: int
@@ -129,9 +132,8 @@ def _solve(
     chunk = min(chunk, q.shape[2])
     q, k, v = (_chunks(x, chunk) for x in (q, k, v))
     log_decay, beta = (_chunks(x, chunk) for x in (log_decay, beta))
-    total = log_decay.cumsum(dim=3)  # log of the decay from the start of the chunk
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    before, to_end = total.exp(), (total[..., -1:] - total).exp()
+    before = log_decay.cumsum(dim=3).exp()  # the decay from the start of the chunk
     across = before[..., -1]
     if segments is not None:
         parts = _segment_chunks(segments, chunk)
@@ -139,17 +141,39 @@ def _solve(
         first = torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
         later = later | (parts.unsqueeze(4) != parts.unsqueeze(3))
         before = before * (parts == first.unsqueeze(3))
-        to_end = to_end * (parts == parts[..., -1:])
         across = across * (parts[..., -1] == first)
-    # The exponents of other pairs may be positive and large. A token and itself have a constant exponent: two gradients that cancel would
-    # round by more than those of strong decays are.
-    between = (total.unsqueeze(4) - total.unsqueeze(3)).tril(-1).masked_fill(later, -torch.inf).exp()
+    # The decay after a token up to a later one, each pair's sum by itself: differences of sums from the start would round by the largest sum.
+    between = log_decay.unsqueeze(4).expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=3).masked_fill(later, -torch.inf).exp()
+    to_end = between[..., -1, :]
     k_beta = k * beta.unsqueeze(4)
-    system = k_beta @ k.transpose(3, 4) * between
-    right = torch.cat([v * beta.unsqueeze(4), k_beta * before.unsqueeze(4)], dim=4)
-    u, w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([v.shape[4], k.shape[4]], dim=4)
+    inverse = unit_lower_inverse((k_beta @ k.transpose(3, 4) * between).tril(-1))
+    u, w = inverse @ (v * beta.unsqueeze(4)), inverse @ (k_beta * before.unsqueeze(4))
     scores = q @ k.transpose(3, 4) * between
     return _Solved(u, w, scores, q * before.unsqueeze(4), (k * to_end.unsqueeze(4)).transpose(3, 4), across[..., None, None])
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """Return the inverse of 1 + lower, (..., n, n), in products of matrices alone; `lower` has zeros on and above its diagonal."""
+    size = lower.shape[-1]
+    with torch.no_grad():
+        missing = (1 << (size - 1).bit_length()) - size
+        inverse = _inverse_by_halves(F.pad(lower, (0, missing, 0, missing)))[..., :size, :size]
+    # A step of Newton's iteration, which has the gradient of the inverse and takes off rounding errors.
+    return 2 * inverse - inverse @ (inverse + lower @ inverse)
+
+
+def _inverse_by_halves(lower: Tensor) -> Tensor:
+    """The inverse of 1 + lower, whose size is a power of two: blocks on the diagonal are inverted in pairs, from size 1 on.
+
+    The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']] with the inverses A' and B'.
+    """
+    inverse = lower.new_ones(*lower.shape[:-1], 1, 1)
+    while (size := inverse.shape[-1]) < lower.shape[-1]:
+        first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
+        pairs = lower.unflatten(-1, (-1, 2 * size)).unflatten(-3, (-1, 2 * size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        corner = -(second @ pairs[..., size:, :size] @ first)
+        inverse = torch.cat([F.pad(first, (0, size)), torch.cat([corner, second], dim=-1)], dim=-2)
+    return inverse.squeeze(-3)
 
 
 def _each(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
