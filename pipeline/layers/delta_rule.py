@@ -142,7 +142,7 @@ def _solve(
         later = later | (parts.unsqueeze(4) != parts.unsqueeze(3))
         before = before * (parts == first.unsqueeze(3))
         across = across * (parts[..., -1] == first)
-    # The decay after a token up to a later one, each pair's sum by itself: differences of sums from the start would round by the largest sum.
+    # The decay after a token up to a later one. Each pair has a sum of its own: differences of sums from the start round by the largest.
     between = log_decay.unsqueeze(4).expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=3).masked_fill(later, -torch.inf).exp()
     to_end = between[..., -1, :]
     k_beta = k * beta.unsqueeze(4)
