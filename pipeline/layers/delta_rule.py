@@ -154,26 +154,24 @@ def _solve(
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Return the inverse of 1 + lower, (..., n, n), in products of matrices alone; `lower` has zeros on and above its diagonal."""
-    size = lower.shape[-1]
     with torch.no_grad():
-        missing = (1 << (size - 1).bit_length()) - size
-        inverse = _inverse_by_halves(F.pad(lower, (0, missing, 0, missing)))[..., :size, :size]
+        inverse = _inverse_by_halves(lower)
     # A step of Newton's iteration, which has the gradient of the inverse and takes off rounding errors.
     return 2 * inverse - inverse @ (inverse + lower @ inverse)
 
 
 def _inverse_by_halves(lower: Tensor) -> Tensor:
-    """The inverse of 1 + lower, whose size is a power of two: blocks on the diagonal are inverted in pairs, from size 1 on.
+    """The inverse of 1 + lower: blocks on the diagonal of 1, 2, 4, ... rows are inverted, two by two.
 
-    The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']] with the inverses A' and B'.
+    With the inverses A' and B' of two blocks, that of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. All pairs are computed at once, by
+    products of full matrices: a GPU computes those as fast as products of many small blocks.
     """
-    inverse = lower.new_ones(*lower.shape[:-1], 1, 1)
-    while (size := inverse.shape[-1]) < lower.shape[-1]:
-        first, second = inverse.unflatten(-3, (-1, 2)).unbind(-3)
-        pairs = lower.unflatten(-1, (-1, 2 * size)).unflatten(-3, (-1, 2 * size)).diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        corner = -(second @ pairs[..., size:, :size] @ first)
-        inverse = torch.cat([F.pad(first, (0, size)), torch.cat([corner, second], dim=-1)], dim=-2)
-    return inverse.squeeze(-3)
+    index = torch.arange(lower.shape[-1], device=lower.device)
+    differ = index[:, None] ^ index  # from 2^k to 2^(k + 1) - 1 for rows and columns of the two blocks of a pair, each of 2^k rows
+    inverse = torch.ones_like(lower[..., 0]).diag_embed() - lower * (differ == 1)
+    for level in range(1, (lower.shape[-1] - 1).bit_length()):
+        inverse = inverse - inverse @ (lower * (differ >> level == 1)) @ inverse
+    return inverse
 
 
 def _each(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
