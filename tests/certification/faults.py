@@ -300,6 +300,22 @@ def targets_have_holes() -> Any:
     return replaced(Causal, "arrays", make)
 
 
+def window_on_one_side() -> Any:
+    """The window of an encoder does not bound the tokens after a query; the plain loop has the same masks."""
+    from pipeline.layers.mask import Mask
+
+    def make(_original: Callable[..., Any]) -> Callable[..., Any]:
+        def visible(self: Any, queries: int, keys: int, device: torch.device, window: int | None) -> torch.Tensor:
+            before, after = self.token_positions(queries, keys, device)
+            distance = before[:, None, :, None] - after[:, None, None, :]
+            documents = self.documents[:, None, :, None] == self.documents[:, None, None, :] if self.documents is not None else True
+            return (distance < (window or queries)) & documents
+
+        return visible
+
+    return replaced(Mask, "_visible", make)
+
+
 def half_a_gradient_in_a_shared_layer() -> Any:
     """The backward pass of the MLP, which the layout and the plain loop share, halves every gradient."""
     from pipeline.layers.mlp import GatedMLP

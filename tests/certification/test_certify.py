@@ -186,6 +186,19 @@ def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) ->
     assert "in fp32: differs" not in printed
 
 
+def test_an_encoder_is_compared_with_the_stock_class(certify) -> None:
+    encoder = ("model=modernbert-tiny", "model.local_attention=8", "parallel.tensor=2", "stage.world_size=2", "precision=fp32")
+    words = (*JOB, *encoder, "stage.skip=[copies,validation,data,shapes]")
+    code, printed, written = certify(*words)
+    assert code == 0, printed
+    assert "gradients of ModernBertForMaskedLM of stock transformers" in " ".join(written["parts"]["state"]["covered"])
+    with faults.window_on_one_side():
+        code, printed, _ = certify(*words, fault=faults.window_on_one_side)
+    assert code == 1
+    assert "export: convert: ModernBertForMaskedLM computes other logits" in printed
+    assert "in fp32: differs" not in printed
+
+
 @pytest.mark.parametrize(
     "fault, expected",
     [
