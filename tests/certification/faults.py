@@ -300,6 +300,34 @@ def targets_have_holes() -> Any:
     return replaced(Causal, "arrays", make)
 
 
+def state_not_decayed_between_chunks() -> Any:
+    """Linear attention passes its state to the next chunk of tokens as it is."""
+    from pipeline.layers import delta_rule
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def solve(*arguments: Any) -> Any:
+            solved = original(*arguments)
+            return solved._replace(across=torch.ones_like(solved.across))
+
+        return solve
+
+    return replaced(delta_rule, "_solve", make)
+
+
+def last_round_not_updated() -> Any:
+    """Muon updates its matrices in rounds, but for the last one of several."""
+    from pipeline.training import matrix_homes
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def divide_in_rounds(*arguments: Any) -> Any:
+            rounds = original(*arguments)
+            return rounds[:-1] or rounds
+
+        return divide_in_rounds
+
+    return replaced(matrix_homes, "divide_in_rounds", make)
+
+
 def window_on_one_side() -> Any:
     """The window of an encoder does not bound the tokens after a query; the plain loop has the same masks."""
     from pipeline.layers.mask import Mask

@@ -106,6 +106,24 @@ MUTANTS = (
         exact=False,
     ),
     Mutant(
+        name="logits_of_last_queries",
+        bug=35,
+        what="of the largest logits of the blocks of 256 queries of a sequence, those of the last block remain",
+        ranks=2,
+        words=(
+            *(*LLAMA, "model.max_positions=512", "training.sequence_length=512", "optimizer.qk_clip=0.05", "parallel.tensor=2"),
+            "parallel.zero_stage=1",
+        ),
+        edits=(
+            Edit(
+                "pipeline/layers/largest_logits.py",
+                "found = torch.maximum(found, logits.amax(dim=(0, 2, 3)).float())",
+                "found = logits.amax(dim=(0, 2, 3)).float()",
+            ),
+        ),
+        exact=False,
+    ),
+    Mutant(
         name="resumed_at_the_average",
         bug=51,
         what="the first gradient after a resume of schedule-free AdamW is at the average, not between it and the last iterate",

@@ -10,6 +10,11 @@ from tools.mutants.mutation import Edit, Mutant
 
 PARTIAL, LINEAR = "pipeline/layers/partial_attention.py", "pipeline/parallel/linear_attention.py"
 CAUSAL, GOLDFISH = "pipeline/data/load/objectives/causal.py", "pipeline/data/load/objectives/goldfish.py"
+#: Of all weights, the gradient of the sinks of a tiny model is 1e-3.
+ALL_BUT_SINKS = (
+    *("embed.*", "head.*", "norm.*", "blocks.*.attention_norm.*", "blocks.*.mlp_norm.*", "blocks.*.mlp.*"),
+    *(f"blocks.*.attention.{name}.*" for name in ("query", "key", "value", "output")),
+)
 MASKED = ("data.tokens={masked}", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520")
 
 MUTANTS = (
@@ -107,7 +112,7 @@ MUTANTS = (
         bug=56,
         what="of the attention sinks, which are divided over the tensor ranks, the norm has those of the first rank",
         ranks=2,
-        words=(*GPT_OSS, "parallel.tensor=2", "parallel.zero_stage=1"),
+        words=(*GPT_OSS, f"training.frozen=[{','.join(ALL_BUT_SINKS)}]", "parallel.tensor=2", "parallel.zero_stage=1"),
         edits=(
             Edit(
                 "pipeline/training/zero_engine.py",
@@ -155,6 +160,15 @@ MUTANTS = (
         ranks=2,
         words=(*QWEN3_NEXT, "parallel.context=2", "parallel.zero_stage=1"),
         edits=(Edit(LINEAR, "torch.cat([gathered[:, :, 0], gathered[:, :, 1].flip(1)], dim=1)", "gathered.flatten(1, 2)"),),
+        exact=False,
+    ),
+    Mutant(
+        name="state_not_decayed_between_chunks",
+        bug=18,
+        what="the state of linear attention passes from chunk to chunk of 64 tokens without the decay over a chunk",
+        ranks=2,
+        words=(*QWEN3_NEXT, "model.max_positions=256", "training.sequence_length=256", "parallel.tensor=2", "parallel.zero_stage=1"),
+        edits=(Edit("pipeline/layers/delta_rule.py", "state = state * across + k_to_end", "state = state + k_to_end"),),
         exact=False,
     ),
     Mutant(
