@@ -26,7 +26,7 @@ def report(config: RunConfig) -> PartReport:
     found = PartReport("state")
     compared = config.model.objective in stock_logits.OBJECTIVES
     if not compared or find_spec("transformers") is None:
-        reason = "transformers is not installed" if compared else "the model is an encoder-decoder or a classifier"
+        reason = "transformers is not installed" if compared else "the model is a classifier"
         found.not_covered.append(f"logits of an export: {reason}")
         return found
     weights = open_merged(native.complete(Path(config.run_dir))[-1], None)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint.weights import Weights, rounded
 from pipeline.common.errors import CheckFailed
@@ -27,8 +27,8 @@ MEMORY = 512 << 20
 TOLERANCE = 1e-3
 #: Samples: sequences, and tokens of each at most. Ids below the first are special in some classes.
 SEQUENCES, LENGTH, FIRST_TOKEN = 2, 32, 5
-#: Objectives of the models that are compared: their only input is the tokens, and they have logits for each.
-OBJECTIVES = ("causal", "masked")
+#: Objectives of the models that are compared: they have logits for each token, and classifiers have not.
+OBJECTIVES = ("causal", "masked", "span_corruption", "pairs")
 
 
 def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dtype, *, gguf_file: str | None = None) -> None:
@@ -65,8 +65,8 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
     tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
     with torch.inference_mode():
-        expected = ours.eval()(tokens).float()
-        found = logits_of_tokens(load(stock_class, folder, gguf_file), tokens).float()
+        expected = our_logits(ours.eval(), config, tokens).float()
+        found = stock_logits(load(stock_class, folder, gguf_file), config, tokens).float()
     largest = float(expected.abs().max())
     difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:
@@ -77,11 +77,27 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
 
 
-def logits_of_tokens(stock: Any, tokens: Tensor) -> Tensor:
-    """Return the logits of a stock model, (batch, sequence, vocabulary); tokens are int64 (batch, sequence)."""
-    output = stock(input_ids=tokens)
+def our_logits(model: nn.Module, config: ModelConfig, tokens: Tensor) -> Tensor:
+    """Return the logits of a model of this package, (batch, sequence, vocabulary).
+
+    Args:
+        model: the model.
+        config: its configuration.
+        tokens: int64 (batch, sequence); an encoder-decoder also gets them in the opposite order, in its decoder.
+    """
+    logits: Tensor = model(tokens, decoder_tokens=tokens.flip(1)) if _has_decoder_tokens(config) else model(tokens)
+    return logits
+
+
+def stock_logits(stock: Any, config: ModelConfig, tokens: Tensor) -> Tensor:
+    """Return the logits of a stock model; arguments and result as of our_logits."""
+    output = stock(input_ids=tokens, **({"decoder_input_ids": tokens.flip(1)} if _has_decoder_tokens(config) else {}))
     logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits  # BERT's, beside those of a sentence
     return logits
+
+
+def _has_decoder_tokens(config: ModelConfig) -> bool:
+    return config.objective in ("span_corruption", "pairs")
 
 
 def stock_class_of(config: ModelConfig) -> Any | None:

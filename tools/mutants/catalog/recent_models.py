@@ -78,6 +78,24 @@ MUTANTS = (
         exact=False,
     ),
     Mutant(
+        name="keys_on_both_sides_share_buckets",
+        bug=12,
+        what="the position biases of T5's encoder do not tell the keys before a query from those after it",
+        ranks=2,
+        words=(
+            *("model=t5-tiny", "model.layers=2", "model.hidden=32", "model.heads=4", "model.ffn_hidden=64", "model.vocab_size=640"),
+            *("data.tokens={t5}", "tokenizer.path={t5_tokenizer}", "parallel.tensor=2", "parallel.zero_stage=1"),
+        ),
+        edits=(
+            Edit(
+                "pipeline/layers/position_bias.py",
+                "first, distance = count * (offsets > 0), offsets.abs()",
+                "first, distance = torch.zeros_like(offsets), offsets.abs()",
+            ),
+        ),
+        exact=False,
+    ),
+    Mutant(
         name="sinks_missing_in_backward_of_ring",
         bug=17,
         what="the backward pass of ring attention has the probabilities without the sinks",
