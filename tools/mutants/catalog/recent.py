@@ -1,6 +1,6 @@
 """Mutants of the optimizers after AdamW, of muP and of how matrices are divided over the ranks that update them.
 
-Written after the certificate, by an author who had read the code that they change and not the certificate.
+By a third author, who had read the code that they change and not the certificate, but for `logits_of_last_queries`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Mutants of attention sinks, windows, soft caps and linear attention, of routers, and of goldfish, diffusion and z-loss.
 
-By the author of recent.py.
+By the author of recent.py, with the certificate known for `state_not_decayed_between_chunks` and `keys_on_both_sides_share_buckets`.
 """
 
 from __future__ import annotations
