@@ -23,8 +23,9 @@ from pipeline.models.config import ModelConfig
 
 #: Largest difference of the gradients of a weight, relative to its norm.
 TOLERANCE = 1e-4
-#: A gradient that is smaller, relative to that of all weights, is zero in exact arithmetic.
-ZERO = 1e-6
+#: The difference of a gradient below this share of that of all weights is relative to the share: one that is zero in exact arithmetic, such
+#: as that of a key's bias, is a sum of rounding errors.
+SMALL = 1e-4
 #: Sequences, and tokens of each at most.
 SEQUENCES, LENGTH = 2, 32
 #: The gated delta rule in a module of transformers, in chunks and token by token.
@@ -66,16 +67,11 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
         _next_token_loss(stock_logits.stock_logits(stock, config, tokens), tokens).backward()
     expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
     found = dict(stock_logits.load(stock_class, written).named_parameters())
-    smallest = ZERO * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
-    sizes = {name: _difference(found[name].detach(), gradient, smallest) for name, gradient in expected.items()}
+    smallest = SMALL * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
+    sizes = {
+        name: float((found[name].detach() - gradient).norm() / gradient.norm().clamp(min=smallest)) for name, gradient in expected.items()
+    }
     return [(name, size) for name, size in reversed(sizes.items()) if not size <= TOLERANCE]
-
-
-def _difference(found: Tensor, expected: Tensor, smallest: float) -> float:
-    """Return the difference of two gradients, relative to the norm of the expected one; 0 if both are smaller than `smallest`."""
-    if max(found.norm(), expected.norm()) < smallest:  # those of key biases without rotary positions: rounding errors
-        return 0.0
-    return float((found - expected).norm() / expected.norm().clamp(min=smallest))
 
 
 @contextmanager

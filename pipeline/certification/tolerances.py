@@ -93,8 +93,8 @@ def compare_fp32(
     """
     tolerances = {name: min(max(FP32_FLOOR, FP32_FACTOR * found.value), FP32_CEILING) for name, found in rounding.items()}
     method = (
-        f"layout and plain loop in fp32; tolerance {FP32_FLOOR:g}, or {FP32_FACTOR} x the difference of the plain loop in fp32 and fp64, "
-        f"at most {FP32_CEILING:g}"
+        f"layout and plain loop in fp32; tolerance {FP32_FLOOR:g}, or {FP32_FACTOR} x the rounding error of the plain loop (its largest "
+        f"difference from fp64 and, above that, from runs with weights changed by rounding errors), at most {FP32_CEILING:g}"
     )
     if signs:
         tolerances |= {name: min(max(tolerances[name], SIGNS * found.value), FP32_CEILING) for name, found in signs.items()}

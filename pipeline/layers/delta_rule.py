@@ -55,12 +55,12 @@ def chunked_delta_rule(
     """
     solved = _solve(q, k, v, log_decay, beta, segments, None, chunk)
     state = v.new_zeros(*v.shape[:2], k.shape[3], v.shape[3]) if state is None else state
-    outputs = []
-    for u, w, scores, q_before, k_to_end, across in _each(*solved):
-        corrections = u - w @ state
-        outputs.append(q_before @ state + scores @ corrections)
-        state = state * across + k_to_end @ corrections
-    return torch.cat(outputs, dim=2)[:, :, : q.shape[2]], state
+    before, corrections = [], []
+    for u, w, k_to_end, across in _each(solved.u, solved.w, solved.k_to_end, solved.across):
+        before.append(state)
+        corrections.append(u - w @ state)
+        state = state * across + k_to_end @ corrections[-1]
+    return solved.outputs(torch.stack(before, dim=2), torch.stack(corrections, dim=2), q.shape[2]), state
 
 
 @uncompiled  # as above
@@ -98,8 +98,7 @@ def delta_rule_of_part(
         both = both * across + k_to_end @ (u - w @ both)
     transitions, states = torch.stack(before, dim=2).split([key_dim, value_dim], dim=4)
     state = states + transitions @ state_before(*both.split([key_dim, value_dim], dim=3)).unsqueeze(2)
-    outputs = solved.q_before @ state + solved.scores @ (solved.u - solved.w @ state)
-    return outputs.flatten(2, 3)[:, :, : q.shape[2]]
+    return solved.outputs(state, solved.u - solved.w @ state, q.shape[2])
 
 
 class _Solved(NamedTuple):
@@ -121,6 +120,10 @@ class _Solved(NamedTuple):
     k_to_end: Tensor
     across: Tensor
 
+    def outputs(self, states: Tensor, corrections: Tensor, length: int) -> Tensor:
+        """Return the outputs of the first `length` tokens, from the states before the chunks and their corrections."""
+        return (self.q_before @ states + self.scores @ corrections).flatten(2, 3)[:, :, :length]
+
 
 def _solve(
     q: Tensor,
@@ -136,9 +139,8 @@ def _solve(
     chunk = min(CHUNK if chunk is None else chunk, q.shape[2])
     q, k, v = (_chunks(x, chunk) for x in (q, k, v))
     log_decay, beta = (_chunks(x, chunk) for x in (log_decay, beta))
-    total = log_decay.cumsum(dim=3)  # log of the decay from the start of the chunk
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    before, to_end = total.exp(), (total[..., -1:] - total).exp()
+    before = log_decay.cumsum(dim=3).exp()  # the decay from the start of the chunk
     across = before[..., -1]
     if segments is not None:
         parts = _segment_chunks(segments, chunk)
@@ -146,17 +148,37 @@ def _solve(
         first = torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
         later = later | (parts.unsqueeze(4) != parts.unsqueeze(3))
         before = before * (parts == first.unsqueeze(3))
-        to_end = to_end * (parts == parts[..., -1:])
         across = across * (parts[..., -1] == first)
-    # The exponents of other pairs may be positive and large. A token and itself have a constant exponent: two gradients that cancel would
-    # round by more than those of strong decays are.
-    between = (total.unsqueeze(4) - total.unsqueeze(3)).tril(-1).masked_fill(later, -torch.inf).exp()
+    # The decay after a token up to a later one. Each pair has a sum of its own: differences of sums from the start round by the largest.
+    between = log_decay.unsqueeze(4).expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=3).masked_fill(later, -torch.inf).exp()
+    to_end = between[..., -1, :]
     k_beta = k * beta.unsqueeze(4)
-    system = k_beta @ k.transpose(3, 4) * between
-    right = torch.cat([v * beta.unsqueeze(4), k_beta * before.unsqueeze(4)], dim=4)
-    u, w = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split([v.shape[4], k.shape[4]], dim=4)
+    inverse = unit_lower_inverse((k_beta @ k.transpose(3, 4) * between).tril(-1))
+    u, w = inverse @ (v * beta.unsqueeze(4)), inverse @ (k_beta * before.unsqueeze(4))
     scores = q @ k.transpose(3, 4) * between
     return _Solved(u, w, scores, q * before.unsqueeze(4), (k * to_end.unsqueeze(4)).transpose(3, 4), across[..., None, None])
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """Return the inverse of 1 + lower, (..., n, n), in products of matrices alone; `lower` has zeros on and above its diagonal."""
+    with torch.no_grad():
+        inverse = _inverse_by_halves(lower)
+    # A step of Newton's iteration, which has the gradient of the inverse and takes off rounding errors.
+    return 2 * inverse - inverse @ (inverse + lower @ inverse)
+
+
+def _inverse_by_halves(lower: Tensor) -> Tensor:
+    """The inverse of 1 + lower: blocks on the diagonal of 1, 2, 4, ... rows are inverted, two by two.
+
+    With the inverses A' and B' of two blocks, that of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. All pairs are computed at once, by
+    products of full matrices: a GPU computes those as fast as products of many small blocks.
+    """
+    index = torch.arange(lower.shape[-1], device=lower.device)
+    differ = index[:, None] ^ index  # from 2^k to 2^(k + 1) - 1 for rows and columns of the two blocks of a pair, each of 2^k rows
+    inverse = torch.ones_like(lower[..., 0]).diag_embed() - lower * (differ == 1)
+    for level in range(1, (lower.shape[-1] - 1).bit_length()):
+        inverse = inverse - inverse @ (lower * (differ >> level == 1)) @ inverse
+    return inverse
 
 
 def _each(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

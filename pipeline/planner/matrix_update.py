@@ -18,7 +18,7 @@ from pipeline.parallel.parallelize import LocalModel
 from pipeline.planner import kernel_time
 from pipeline.planner.operations import Collective, Product
 from pipeline.planner.planned_buckets import PlannedBucket
-from pipeline.planner.state_memory import FP32, StateFormat, rank_buckets, state_format_of
+from pipeline.planner.state_memory import StateFormat, rank_buckets, state_format_of
 from pipeline.training.matrix_homes import elements_at_once
 from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, planned_matrices, round_numbers
 from pipeline.training.matrix_rule import MatrixRule
@@ -64,7 +64,6 @@ class MatrixRound:
         divided: whether ZeRO divides the weights; otherwise all ranks hold all of them.
         held: elements that a rank holds, with padding.
         whole: elements of all ranks of the group, without padding.
-        largest: most elements of a bucket's partition, or of a weight that is not divided.
         homes: the largest share of a rank.
     """
 
@@ -74,7 +73,6 @@ class MatrixRound:
     divided: bool
     held: int
     whole: int
-    largest: int
     homes: Homes
 
 
@@ -102,9 +100,9 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
         for space, number in zip(spaces, numbers, strict=True):
             rounds.setdefault(number, []).append(space)
         for part in rounds.values():
-            sizes, matrices = [size for size, _ in part], tuple(matrix for _, held in part for matrix in held)
+            held, matrices = sum(size for size, _ in part), tuple(matrix for _, some in part for matrix in some)
             whole, homes = sum(matrix.elements for matrix in matrices), _homes(matrices, ranks, layout.tensor)
-            found.append(MatrixRound(axis, ranks, layout.tensor, divided, sum(sizes), whole, max(sizes), homes))
+            found.append(MatrixRound(axis, ranks, layout.tensor, divided, held, whole, homes))
     return found
 
 
@@ -207,12 +205,7 @@ def update_bytes(rounds: Sequence[MatrixRound], element_bytes: int, *, batched: 
         element_bytes: of an element in Newton-Schulz.
         batched: as on a GPU, some matrices are orthogonalized at once; otherwise one after another.
     """
-    most = 0.0
-    for part in rounds:
-        # Beside the inputs, the gradient and what it is divided to; in fp32, inputs are such gradients.
-        momentum = element_bytes * (part.held - part.largest) + 2 * FP32 * part.largest
-        most = max(most, momentum, element_bytes * _exchanged(part, batched=batched))
-    return most
+    return float(max((element_bytes * _exchanged(part, batched=batched) for part in rounds), default=0))
 
 
 def _exchanged(part: MatrixRound, *, batched: bool) -> int:

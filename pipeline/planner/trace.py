@@ -119,9 +119,9 @@ def trace(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_drop_gradient)
         connect(replace(config, training=replace(config.training, compile="off")), mesh, model, _recorded_attention)
-        if (threshold := config.optimizer.qk_clip) is not None:
+        if config.optimizer.qk_clip is not None:
             for layer in attention_layers(stage):
-                qk_clip.measured(layer, threshold, device)
+                qk_clip.measured(layer, device)
         axes = {"expert": mesh.dispatch, "context": mesh.context, "tensor": mesh.tensor}  # the last name of a group counts
         groups: dict[str, str] = {group.group_name: axis for axis, group in axes.items() if group.size() > 1}
         held = list(_weights(stage, model, config))

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.common.errors import UserError
 from pipeline.layers.attention import Attention
 from pipeline.layers.largest_logits import MeasuringCore
 from pipeline.layers.linear import Linear
@@ -31,15 +30,12 @@ class QKClip:
         threshold: tau, optimizer.qk_clip.
         engine: has the master weights; its model's attention cores are replaced by measuring ones.
         mesh: this rank's process groups.
-
-    Raises:
-        UserError: queries and keys have norms.
     """
 
     def __init__(self, threshold: float, engine: Engine, mesh: Mesh) -> None:
         self._threshold, self._engine, self._mesh = threshold, engine, mesh
         self._layers = attention_layers(engine.model)
-        self._cores = [measured(layer, threshold, mesh.device) for layer in self._layers]
+        self._cores = [measured(layer, mesh.device) for layer in self._layers]
         self._masters: dict[str, list[tuple[int, Tensor]]] | None = None
         #: The largest logit of all heads of the model in the last step, 0-dim.
         self.largest = torch.zeros((), device=mesh.device)
@@ -85,19 +81,13 @@ class QKClip:
         return self._masters
 
 
-def measured(layer: Any, threshold: float, device: torch.device) -> MeasuringCore:
-    """Replace the attention core of a layer by a measuring one, and return that.
-
-    Raises:
-        UserError: queries and keys have norms.
-    """
+def measured(layer: Any, device: torch.device) -> MeasuringCore:
+    """Replace the attention core of a layer by a measuring one, and return that."""
     if isinstance(layer, LatentAttention):
         heads = layer.query_up.weight.shape[0] // (layer.qk_nope_head_dim + layer.qk_rope_head_dim)
     else:
         assert isinstance(layer, Attention), f"unknown attention {type(layer).__name__}"
-        if layer.query_norm is not None:
-            rule = "has no effect on this model: its queries and keys have norms, which undo a change of the scale of their weights"
-            raise UserError.of("optimizer.qk_clip", threshold, rule, "remove it")
+        assert layer.query_norm is None, "norms of queries and keys undo a change of scale (config/rules/optimizer.py)"
         heads = layer.query.weight.shape[0] // layer.head_dim
     layer.core = MeasuringCore(layer.core, heads, device)
     return layer.core

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from pipeline.layers.attention import Attention, AttentionContext
-from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part
+from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part, unit_lower_inverse
 from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.mask import Mask
 
@@ -36,6 +36,19 @@ def recurrence(q, k, v, log_decay, beta, *, segments=None, state=None):
         memory = memory + beta[:, :, t, None, None] * key @ (value - key.transpose(2, 3) @ memory)
         outputs.append(q[:, :, t, None, :] @ memory)
     return torch.cat(outputs, dim=2), memory
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 33, 64])
+@pytest.mark.parametrize("keys", ["random", "equal", "opposite"])
+def test_inverses_in_fp32_are_those_in_fp64(size, keys):
+    """The inverse is as small as the system, whose powers are not: with equal keys those of size 64 have elements of up to 1e18."""
+    key = torch.randn(3, size, 8, generator=torch.Generator().manual_seed(size))
+    sign = 1 - 2 * (torch.arange(size) % 2)[:, None] if keys == "opposite" else 1
+    key = F.normalize(key if keys == "random" else sign * key[:, :1].expand_as(key) + 1e-3 * key, dim=2)
+    lower = (key @ key.mT).tril(-1)
+    exact = torch.linalg.solve_triangular(lower.double(), torch.eye(size).double(), upper=False, unitriangular=True)
+    torch.testing.assert_close(unit_lower_inverse(lower).double(), exact, rtol=0, atol=1e-6)
+    assert torch.autograd.gradcheck(unit_lower_inverse, lower[:1, :7, :7].double().requires_grad_())
 
 
 @pytest.mark.parametrize("length, chunk", [(1, 64), (7, 64), (64, 64), (150, 64), (33, 8), (20, 1)])
@@ -73,6 +86,19 @@ def test_gradients_of_strong_decays_are_precise_in_fp32():
         (found[dtype],) = torch.autograd.grad(outputs.square().sum(), log_decay)
     precise = found[torch.float64]
     assert (found[torch.float32] - precise).norm() < 1e-6 * precise.norm()
+
+
+def test_decays_after_a_strong_one_are_precise_in_fp32():
+    """The sum from the start of a chunk is large, and rounds by more than those of the tokens after the strong decay."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        q, k, v, log_decay, beta = inputs(64, dtype=dtype)
+        with torch.no_grad():
+            log_decay[..., 1] = -500.0
+        outputs, _ = chunked_delta_rule(q, k, v, log_decay, beta)
+        found[dtype] = (outputs, *torch.autograd.grad(outputs.square().sum(), (q, k, v, log_decay, beta)))
+    for rounded, precise in zip(found[torch.float32], found[torch.float64], strict=True):
+        assert (rounded - precise).norm() < 1e-6 * precise.norm()
 
 
 def parts_of(given, cuts, segments, chunk):

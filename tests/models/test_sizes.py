@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from pipeline.config.compose import register
 from pipeline.config.paths import CONF_DIR
+from pipeline.layers.attention import Attention
 from pipeline.models import config_classes, registry, tensor_parallel_roles
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bloom.config import BloomConfig
@@ -257,6 +258,14 @@ CHOICES: dict[str, list[dict[str, Any]]] = {
     "qwen3_next": [{}, {"expert_interval": 2, "full_attention_interval": 2}],
     "opt": [{}, {"embed_width": 512, "pre_norm": False}],
 }
+
+
+@pytest.mark.parametrize("family", config_classes.CONFIG_CLASSES)
+def test_a_configuration_says_whether_queries_and_keys_have_norms(family):
+    for choice in CHOICES.get(family, [{}]):
+        config = config_classes.from_dict({"family": family, "layers": 4, **choice})
+        attentions = [module for module in build_on_meta(config).modules() if isinstance(module, Attention)]
+        assert getattr(config, "query_key_norm", False) == any(attention.query_norm is not None for attention in attentions)
 
 
 @pytest.mark.parametrize("family", config_classes.CONFIG_CLASSES)

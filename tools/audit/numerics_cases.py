@@ -185,7 +185,7 @@ FAMILIES: dict[str, Model] = {
     "gpt1": _model("gpt1-tiny", CLIP_LOW, sizes=NARROW, rows=SOME + CONTEXT[:2]),
     "olmo2": _model("olmo2-tiny", "model.kv_heads=4", WIDE_STD, rows=SOME + CONTEXT),
     "olmo3": _model("olmo3-tiny", "model.kv_heads=4", "model.window=6", "model.rope_local_theta=100", WIDE_STD, rows=SOME + CONTEXT[:2]),
-    "granite": _model("granite-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:2]),
+    "granite": _model("granite-tiny", "model.kv_heads=4", CLIP_LOW, rows=SOME + CONTEXT[:2]),
     "smollm3": _model("smollm3-tiny", "model.kv_heads=4", "model.no_rope_layer_interval=2", rows=SOME + CONTEXT[:2]),
     # xIELU's derivative jumps at 0 and at -1e-6 (it clamps there, as the authors' code does). With seed 0 an input is at -3e-8, and layouts
     # that round it to the other side get another gradient (2e-3 of one weight's moments). With seed 15 no input is that close.

@@ -19,14 +19,18 @@ from tools.mutants.mutation import copy_tree
 #: Family -> settings of its tiny model. "pairs" is the objective of translation, t5 learns to fill spans, bert and roberta masked tokens.
 FAMILIES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("llama", "qwen2.5", "qwen3", "gpt", "gpt1", "opt", "bloom", "mixtral", "deepseek"), ()),
-    **dict.fromkeys(("mistral", "gemma3"), ("model.window=24",)),  # at most model.max_positions
-    **dict.fromkeys(("olmo2", "smollm3", "apertus"), ()),
+    **dict.fromkeys(("mistral", "gemma2", "gemma3", "gpt-oss", "olmo3"), ("model.window=24",)),  # at most model.max_positions
+    **dict.fromkeys(("olmo2", "smollm3", "apertus", "granite", "phi3", "gpt-neox", "nemotron"), ()),
+    **dict.fromkeys(("olmoe", "qwen3-moe", "glm4-moe", "qwen3-next"), ()),
     "bert": ("data.tokens={masked}", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520"),
+    "modernbert": ("data.tokens={masked}", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520", "model.local_attention=12"),
     "roberta": ("data.tokens={roberta}", "tokenizer.path={roberta_tokenizer}", "model.vocab_size=520"),
     "t5": ("data.tokens={t5}", "tokenizer.path={t5_tokenizer}", "model.vocab_size=640"),
     "transformer": ("data.pairs.train=[{pairs}]", "tokenizer.path={masked_tokenizer}", "model.vocab_size=520"),
 }
-EXPERTS, CAUSAL_ONLY = ("mixtral", "deepseek"), ("bert", "roberta", "t5", "transformer")
+EXPERTS = ("mixtral", "deepseek", "gpt-oss", "olmoe", "qwen3-moe", "glm4-moe", "qwen3-next")
+MASKED = ("bert", "roberta", "modernbert")
+NOT_CAUSAL = (*MASKED, "t5", "transformer")
 #: Largest number of ranks that hold one copy of the model; certify trains on at most twice as many.
 MODEL_RANKS = 4
 
@@ -57,7 +61,7 @@ class Outcome:
 
 def draw(chance: random.Random, family: str) -> tuple[list[str], int]:
     """Return the overrides of a configuration, which may be illegal, and the ranks of the job."""
-    causal = family not in CAUSAL_ONLY
+    causal = family not in NOT_CAUSAL
     sizes = {
         "tensor": chance.choice((1, 1, 2)),
         "pipeline": chance.choice((1, 1, 2, 3, 4)),
@@ -75,15 +79,30 @@ def draw(chance: random.Random, family: str) -> tuple[list[str], int]:
     words += [f"precision={chance.choice(('fp32', 'bf16', 'bf16', 'fp16'))}"]
     words += [f"training.activation_checkpointing={chance.choice(('none', 'selective', 'full'))}"]
     words += [f"training.attention={chance.choice(('auto', 'sdpa', 'plain'))}"]
-    words += [f"optimizer.schedule={chance.choice(('cosine', 'wsd', 'linear', 'constant'))}"]
+    words += _optimizer(chance)
     words += [f"optimizer.gradient_clipping={chance.choice((0, 0.5, 1.0))}", f"optimizer.weight_decay={chance.choice((0, 0.1))}"]
     words += [f"training.global_batch_size={16 * chance.choice((1, 2))}", f"training.micro_batch_size={chance.choice((1, 2))}"]
     words += chance.choice(([], [], ["training.ema=0.9"]))
     words += chance.choice(([], ["training.document_mask=true"])) if family not in ("t5", "transformer") else []
     words += chance.choice(([], ["data.packing=best_fit"])) if causal else []
     words += chance.choice(([], [], ["parallel.offload=optimizer"]))
+    words += ["parallel.expert_tensor=1"] if family in EXPERTS and sizes["tensor"] > 1 and chance.random() < 0.3 else []
+    words += chance.choice(([], [], ["training.goldfish_k=4", "training.goldfish_context=3"])) if causal else []
+    words += chance.choice(([], [], ["training.head_z_loss=0.01"]))
+    words += chance.choice(([], ["training.objective=masked_diffusion"])) if family in MASKED else []
     words += ["precision.fp8=tensorwise"] if causal and "precision=bf16" in words and chance.random() < 0.3 else []
     return words, ranks * data
+
+
+def _optimizer(chance: random.Random) -> list[str]:
+    """Draw the optimizer, its schedule, and what scales its updates."""
+    name = chance.choice(("adamw", "adamw", "adamw", "ademamix", "lion", "muon", "muon", "schedule_free"))
+    schedule = "constant" if name == "schedule_free" else chance.choice(("cosine", "wsd", "linear", "constant"))
+    words = [f"optimizer={name}", f"optimizer.schedule={schedule}"]
+    words += ["optimizer.muon_per_head=true"] if name == "muon" and chance.random() < 0.3 else []
+    words += chance.choice(([], [], [], ["optimizer.qk_clip=1"]))
+    words += ["model.parametrization=mup", "model.mup_base_width=32"] if name in ("adamw", "muon") and chance.random() < 0.2 else []
+    return words
 
 
 def run(count: int, seed: int, folder: Path) -> int:

@@ -46,7 +46,8 @@ class Job:
         kept: dict[str, str] = {}
         for word in (*COMMON, *self.words, *more):
             kept[word.partition("=")[0]] = word.format_map(self.files) if "{" in word else word
-        first = [word for key, word in kept.items() if key in ("model", "precision")]  # a group is selected before its keys are set
+        # A group is selected before its keys are set.
+        first = [word for key, word in kept.items() if key in ("model", "precision", "optimizer")]
         return [*first, *(word for word in kept.values() if word not in first)]
 
 

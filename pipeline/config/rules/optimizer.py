@@ -99,6 +99,9 @@ def _qk_clip(config: RunConfig, threshold: float) -> Iterator[Violation]:
     if config.optimizer.name == "schedule_free":
         rule = "scales weights after an update, and those of optimizer.name=schedule_free are averages of all updates"
         yield Violation(key, threshold, rule, "choose another optimizer, or remove it")
+    if getattr(config.model, "query_key_norm", False):
+        rule = f"has no effect on model.family={config.model.family} here: its queries and keys have norms, which undo a change of scale"
+        yield Violation(key, threshold, rule, "remove it")
     if config.lora.rank or config.training.frozen:
         rule = "scales the weights of queries and keys, which adapters (lora.rank) and training.frozen leave as they are"
         yield Violation(key, threshold, rule, "remove it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.common.knobs import knob
 from pipeline.models import rope
@@ -12,6 +13,9 @@ from pipeline.models.shared_sizes import RotaryDecoderConfig
 @dataclass(frozen=True)
 class ApertusConfig(RotaryDecoderConfig):
     """Llama's attention with norms of queries and keys, and a feed-forward layer with xIELU and without a gate."""
+
+    #: Queries and keys have norms.
+    query_key_norm: ClassVar[bool] = True
 
     family: str = knob("apertus", "model family", choices=("apertus",))
     kv_heads: int = knob(8, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)

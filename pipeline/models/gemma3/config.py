@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
@@ -13,6 +14,9 @@ from pipeline.models.shared_sizes import RotaryDecoderConfig
 @dataclass(frozen=True)
 class Gemma3Config(RotaryDecoderConfig):
     """Local layers with a sliding window and, at an interval, global ones; norms before and after each layer; GeGLU; scaled embeddings."""
+
+    #: Queries and keys have norms.
+    query_key_norm: ClassVar[bool] = True
 
     family: str = knob("gemma3", "model family", choices=("gemma3",))
     sliding_window_pattern: int = knob(6, "the last of each of so many layers attends globally, the others within the window", at_least=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.common.knobs import knob
 from pipeline.models.shared_sizes import RotaryMoEConfig
@@ -11,6 +12,9 @@ from pipeline.models.shared_sizes import RotaryMoEConfig
 @dataclass(frozen=True)
 class OlmoeConfig(RotaryMoEConfig):
     """Llama's block with fine-grained experts, and RMSNorm over the full width of queries and keys."""
+
+    #: Queries and keys have norms.
+    query_key_norm: ClassVar[bool] = True
 
     family: str = knob("olmoe", "model family", choices=("olmoe",))
     layers: int = knob(16, "decoder blocks", at_least=1, at_most=2000)

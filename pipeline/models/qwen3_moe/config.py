@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
@@ -12,6 +13,9 @@ from pipeline.models.shared_sizes import RotaryMoEConfig, is_marked
 @dataclass(frozen=True)
 class Qwen3MoeConfig(RotaryMoEConfig):
     """Qwen 3's attention, with norms of queries and keys, and many fine-grained experts; some blocks may be dense."""
+
+    #: Queries and keys have norms.
+    query_key_norm: ClassVar[bool] = True
 
     family: str = knob("qwen3_moe", "model family", choices=("qwen3_moe",))
     layers: int = knob(48, "decoder blocks", at_least=1, at_most=2000)
