@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 
@@ -87,8 +88,17 @@ def run_ranks(
 
 def _serve_rank(rank: int, size: int, store: str, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
     """Run one rank."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     meshes.init_distributed(rank, size, rank, store)
     function(*arguments)
     dist.barrier()
     meshes.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """End this rank once the process that started it has ended: that may have been killed, and stopped no rank."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
