@@ -30,6 +30,9 @@ LARGE_BATCH = 1 << 20
 #: Most samples whose order is computed, the first ones of the run.
 MOST_SAMPLES = 1 << 20
 
+#: Most samples of a validation split that are read.
+VALIDATED = 64
+
 #: So few sequences may have the same order in two epochs by chance.
 FEW = 8
 
@@ -46,7 +49,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
         found.not_covered.append(f"no data was checked: {missing}")
         return found
     try:
-        data = _opened(config)
+        data, validation = _opened(config)
     except UserError as error:
         found.failures += [f"{violation}" for violation in error.violations]
         return found
@@ -57,6 +60,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     resumed = _resumed_at(config)
     found.failures += _compare_resumed(config, layout, data, resumed)
     found.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
+    found.failures += _left_out(config, validation)
     ranks = f"{layout.batch_shards} data ranks" + (f" x {layout.context} context ranks" if layout.context > 1 else "")
     numbers = ", ".join(str(step + 1) for step in steps)
     found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
@@ -64,10 +68,9 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     return found
 
 
-def _opened(config: RunConfig) -> Objective:
-    """Open the data as a process does that starts; raises UserError."""
-    data, _ = registry.open_data(replace(config, data=replace(config.data, verify="off")), (0, 1))
-    return data
+def _opened(config: RunConfig) -> tuple[Objective, Objective | None]:
+    """Open training and validation data as a process does that starts; raises UserError."""
+    return registry.open_data(replace(config, data=replace(config.data, verify="off")), (0, 1))
 
 
 def checked_steps(config: RunConfig) -> list[int]:
@@ -144,7 +147,7 @@ def _compare_resumed(config: RunConfig, layout: Layout, data: Objective, step: i
     where = layout.coordinates(0)
     tokens, batch = list(_loader(config, layout, where, data).training(before, range(step - 1, step + 1)))[-1]
     # A run is resumed by another process: what this one keeps of the batches that it has read must not matter.
-    resumed_tokens, resumed = next(iter(_loader(config, layout, where, _opened(config)).remaining(state_after(config, step))))
+    resumed_tokens, resumed = next(iter(_loader(config, layout, where, _opened(config)[0]).remaining(state_after(config, step))))
     found = {"tokens": resumed_tokens, **cast(Rows, resumed)}
     for failure in _differences("a rank that resumes reads", found, {"tokens": tokens, **cast(Rows, batch)}):
         yield f"step {step + 1}: {failure}"
@@ -193,6 +196,18 @@ def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[st
         ends = tokens[:, :-1] == end
         if not torch.equal(begins, ends):
             yield "documents do not begin after the end-of-document tokens"
+
+
+def _left_out(config: RunConfig, validation: Objective | None) -> Iterator[str]:
+    """Yield whether a validation leaves out tokens of text, as the training data may: its loss would be none of the text."""
+    if config.objective != "causal" or validation is None:
+        return
+    rows = validation.arrays(validation.validation_sample(VALIDATED))
+    ends = rows["tokens"] == validation.samples.end_of_document
+    is_text = ~(ends[:, :-1] & ends[:, 1:]) if config.data.packing == "best_fit" else np.ones_like(ends[:, 1:])
+    left = is_text & (rows["targets"][:, :-1] == IGNORE)
+    if left.any():
+        yield f"the validation has no loss of {left.sum() / is_text.sum():.0%} of its tokens"
 
 
 def _equal_masks(masked: Tensor) -> Iterator[str]:

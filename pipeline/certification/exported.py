@@ -24,8 +24,9 @@ def report(config: RunConfig) -> PartReport:
         config: of the small run.
     """
     found = PartReport("state")
-    if config.model.objective != "causal" or find_spec("transformers") is None:
-        reason = "transformers is not installed" if config.model.objective == "causal" else "the model is no decoder"
+    compared = config.model.objective in stock_logits.OBJECTIVES
+    if not compared or find_spec("transformers") is None:
+        reason = "transformers is not installed" if compared else "the model is a classifier"
         found.not_covered.append(f"logits of an export: {reason}")
         return found
     weights = open_merged(native.complete(Path(config.run_dir))[-1], None)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -21,14 +22,16 @@ from pipeline.certification.module_outputs import first_module
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import Saving, resume_in_other_layout, resume_in_same_layout
 from pipeline.config.schema import RunConfig
-from pipeline.layers import loss
+from pipeline.layers import delta_rule, largest_logits, loss, partial_attention
+from pipeline.training import matrix_homes
 
 #: The file in which rank 0 counts its steps.
 STEPS = "steps"
 #: The file that names the first module whose output differs.
 OUTPUTS = "outputs"
-#: Rows of a chunk of the loss.
-CHUNK_ROWS = 5
+#: Rows of a chunk of the loss, tokens of a chunk of linear attention, queries of a block of QK-clip, scores of a chunk of ring attention,
+#: and elements of a round of Muon.
+CHUNK_ROWS, CHUNK_TOKENS, BLOCK_QUERIES, MOST_SCORES, ROUND_ELEMENTS = 5, 3, 5, 256, 1 << 11
 #: The run directory of the run that is saved.
 RUN = "run"
 
@@ -68,7 +71,7 @@ def in_folder(config: RunConfig, folder: str) -> RunConfig:
 def train_all(work: Work) -> None:
     """Train every configuration on this rank; rank 0 writes the results, and a byte for each finished step."""
     writes = dist.get_rank() == 0
-    with several_chunks(), open(Path(work.folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
+    with several_parts(), open(Path(work.folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
         for name, config in work.configs.items():
             result = _train(work, name, in_folder(config, work.folder), lambda: steps.write(b"."))
             if writes:
@@ -76,13 +79,24 @@ def train_all(work: Work) -> None:
 
 
 @contextmanager
-def several_chunks() -> Iterator[None]:
-    """Make the fused loss compute chunks of a few rows: the rows of a job are several chunks, those of a small one would be one."""
-    rows, loss.chunk_rows = loss.chunk_rows, lambda *_: CHUNK_ROWS
+def several_parts() -> Iterator[None]:
+    """Make parts of a fixed size small: what a job computes in several parts, a small one would compute in one, as the plain loop does."""
+    sizes: tuple[tuple[ModuleType, str, object], ...] = (
+        (loss, "chunk_rows", lambda *_: CHUNK_ROWS),
+        (delta_rule, "CHUNK", CHUNK_TOKENS),
+        (largest_logits, "BLOCK", BLOCK_QUERIES),
+        (partial_attention, "MAX_SCORES", MOST_SCORES),
+        (matrix_homes, "ELEMENTS_AT_ONCE", ROUND_ELEMENTS),
+        (matrix_homes, "ELEMENTS_OF_ONE_RANK", ROUND_ELEMENTS),
+    )
+    before = [getattr(module, name) for module, name, _ in sizes]
+    for module, name, size in sizes:
+        setattr(module, name, size)
     try:
         yield
     finally:
-        loss.chunk_rows = rows
+        for (module, name, _), size in zip(sizes, before, strict=True):
+            setattr(module, name, size)
 
 
 def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]) -> RankResult:

@@ -36,12 +36,13 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
     """Return the weights of the stock class whose gradients differ by more than TOLERANCE, with the relative difference.
 
     The order is that of a backward pass. The loss is the cross-entropy of the next tokens alone, on random tokens, without losses that
-    balance experts.
+    balance experts. It serves encoders and encoder-decoders, too: the logits depend on all tokens that they read. A weight that it does not
+    depend on has no gradient in the stock class, and is not compared: that of BERT's next sentences.
 
     Args:
         folder: the export; the folder "gradients" is added.
         weights: of the checkpoint, fp32.
-        config: of the model, a decoder that the stock class supports.
+        config: of the model, which the stock class supports; of an objective of stock_logits.OBJECTIVES.
     """
     stock_class = stock_logits.stock_class_of(config)
     ours = registry.build(config).eval()
@@ -51,8 +52,10 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
     for moe in moe_layers(ours):
         moe.capacity_factor = None  # stock models drop nothing
     ours.set_loss_weights(dict.fromkeys(loss_weights.defaults(config), 0.0))
-    tokens = torch.randint(config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=torch.Generator().manual_seed(1))
-    _next_token_loss(ours(tokens), tokens).backward()
+    first = 0 if config.objective == "causal" else stock_logits.FIRST_TOKEN  # positions of RoBERTa do not count padding, a token
+    shape, generator = (SEQUENCES, min(LENGTH, config.max_positions)), torch.Generator().manual_seed(1)
+    tokens = torch.randint(first, config.vocab_size, shape, generator=generator)
+    _next_token_loss(stock_logits.our_logits(ours, config, tokens), tokens).backward()
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in ours.named_parameters()}
     # An export divides and joins tensors only, and so does loading: gradients pass through both as weights do.
     written = folder / "gradients"
@@ -61,7 +64,7 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
     huggingface_export.write_configs(written, config, dtype=torch.float32, end_of_document_id=0)
     stock = stock_logits.load(stock_class, folder)
     with _token_by_token(stock):
-        _next_token_loss(stock(input_ids=tokens).logits, tokens).backward()
+        _next_token_loss(stock_logits.stock_logits(stock, config, tokens), tokens).backward()
     expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
     found = dict(stock_logits.load(stock_class, written).named_parameters())
     smallest = SMALL * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())

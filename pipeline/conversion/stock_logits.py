@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from pipeline.checkpoint.weights import Weights, rounded
 from pipeline.common.errors import CheckFailed
@@ -26,10 +27,12 @@ MEMORY = 512 << 20
 TOLERANCE = 1e-3
 #: Samples: sequences, and tokens of each at most. Ids below the first are special in some classes.
 SEQUENCES, LENGTH, FIRST_TOKEN = 2, 32, 5
+#: Objectives of the models that are compared: they have logits for each token, and classifiers have not.
+OBJECTIVES = ("causal", "masked", "span_corruption", "pairs")
 
 
 def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dtype, *, gguf_file: str | None = None) -> None:
-    """Compare logits on random tokens, if the model is a decoder, both models fit in memory, and transformers is installed.
+    """Compare logits on random tokens, for OBJECTIVES, if both models fit in memory, and transformers is installed.
 
     The digests of all files have been compared when they were written; this also finds weights under a wrong name.
 
@@ -45,7 +48,7 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     """
     architecture = registry.mapping_of(config).architecture
     size = 2 * 4 * sum(prod(weights.shape(name)) for name in weights.names())
-    if config.objective != "causal" or size > MEMORY:
+    if config.objective not in OBJECTIVES or size > MEMORY:
         log.info("convert: the digests of all tensors agree")
         return
     if find_spec("transformers") is None:
@@ -62,8 +65,8 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
     tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
     with torch.inference_mode():
-        expected = ours.eval()(tokens).float()
-        found = load(stock_class, folder, gguf_file)(input_ids=tokens).logits.float()
+        expected = our_logits(ours.eval(), config, tokens).float()
+        found = stock_logits(load(stock_class, folder, gguf_file), config, tokens).float()
     largest = float(expected.abs().max())
     difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:
@@ -72,6 +75,29 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
             f"largest logit is {largest:.3g}. Nothing is published"
         )
     log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
+
+
+def our_logits(model: nn.Module, config: ModelConfig, tokens: Tensor) -> Tensor:
+    """Return the logits of a model of this package, (batch, sequence, vocabulary).
+
+    Args:
+        model: the model.
+        config: its configuration.
+        tokens: int64 (batch, sequence); an encoder-decoder also gets them in the opposite order, in its decoder.
+    """
+    logits: Tensor = model(tokens, decoder_tokens=tokens.flip(1)) if _has_decoder_tokens(config) else model(tokens)
+    return logits
+
+
+def stock_logits(stock: Any, config: ModelConfig, tokens: Tensor) -> Tensor:
+    """Return the logits of a stock model; arguments and result as of our_logits."""
+    output = stock(input_ids=tokens, **({"decoder_input_ids": tokens.flip(1)} if _has_decoder_tokens(config) else {}))
+    logits: Tensor = output.prediction_logits if "prediction_logits" in output else output.logits  # BERT's, beside those of a sentence
+    return logits
+
+
+def _has_decoder_tokens(config: ModelConfig) -> bool:
+    return config.objective in ("span_corruption", "pairs")
 
 
 def stock_class_of(config: ModelConfig) -> Any | None:

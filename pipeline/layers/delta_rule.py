@@ -36,7 +36,7 @@ def chunked_delta_rule(
     *,
     segments: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Apply the gated delta rule to a sequence.
 
@@ -48,7 +48,7 @@ def chunked_delta_rule(
         beta: (batch, heads, sequence), from 0 to 1.
         segments: int (batch, sequence), not decreasing: the state is reset where it changes. None for no reset.
         state: (batch, heads, key_dim, value_dim), before the first token; zero when None.
-        chunk: tokens of a chunk.
+        chunk: tokens of a chunk; CHUNK when None.
 
     Returns:
         The outputs (batch, heads, sequence, value_dim), and the state after the last token.
@@ -74,7 +74,7 @@ def delta_rule_of_part(
     *,
     segments: Tensor | None = None,
     segment_before: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Tensor:
     """Apply the gated delta rule to a part of a sequence, whose state follows from the maps of the parts before it.
 
@@ -126,10 +126,17 @@ class _Solved(NamedTuple):
 
 
 def _solve(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, segments: Tensor | None, segment_before: Tensor | None, chunk: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    segments: Tensor | None,
+    segment_before: Tensor | None,
+    chunk: int | None,
 ) -> _Solved:
     """Solve the systems of all chunks; arguments as in delta_rule_of_part."""
-    chunk = min(chunk, q.shape[2])
+    chunk = min(CHUNK if chunk is None else chunk, q.shape[2])
     q, k, v = (_chunks(x, chunk) for x in (q, k, v))
     log_decay, beta = (_chunks(x, chunk) for x in (log_decay, beta))
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)

@@ -300,6 +300,50 @@ def targets_have_holes() -> Any:
     return replaced(Causal, "arrays", make)
 
 
+def state_not_decayed_between_chunks() -> Any:
+    """Linear attention passes its state to the next chunk of tokens as it is."""
+    from pipeline.layers import delta_rule
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def solve(*arguments: Any) -> Any:
+            solved = original(*arguments)
+            return solved._replace(across=torch.ones_like(solved.across))
+
+        return solve
+
+    return replaced(delta_rule, "_solve", make)
+
+
+def last_round_not_updated() -> Any:
+    """Muon updates its matrices in rounds, but for the last one of several."""
+    from pipeline.training import matrix_homes
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def divide_in_rounds(*arguments: Any) -> Any:
+            rounds = original(*arguments)
+            return rounds[:-1] or rounds
+
+        return divide_in_rounds
+
+    return replaced(matrix_homes, "divide_in_rounds", make)
+
+
+def window_on_one_side() -> Any:
+    """The window of an encoder does not bound the tokens after a query; the plain loop has the same masks."""
+    from pipeline.layers.mask import Mask
+
+    def make(_original: Callable[..., Any]) -> Callable[..., Any]:
+        def visible(self: Any, queries: int, keys: int, device: torch.device, window: int | None) -> torch.Tensor:
+            before, after = self.token_positions(queries, keys, device)
+            distance = before[:, None, :, None] - after[:, None, None, :]
+            documents = self.documents[:, None, :, None] == self.documents[:, None, None, :] if self.documents is not None else True
+            return (distance < (window or queries)) & documents
+
+        return visible
+
+    return replaced(Mask, "_visible", make)
+
+
 def half_a_gradient_in_a_shared_layer() -> Any:
     """The backward pass of the MLP, which the layout and the plain loop share, halves every gradient."""
     from pipeline.layers.mlp import GatedMLP

@@ -187,6 +187,35 @@ def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) ->
 
 
 @pytest.mark.parametrize(
+    "fault, words, expected",
+    [
+        (faults.state_not_decayed_between_chunks, ("model=qwen3-next-tiny",), "gradient in fp32: differs"),
+        (faults.last_round_not_updated, ("optimizer=muon", "optimizer.schedule=constant"), "weight in fp32: differs"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_fault_between_parts_of_a_fixed_size(certify, fault: Callable[[], Any], words: tuple[str, ...], expected: str) -> None:
+    """The ranks compute several parts, the plain loop, which has the fault, too, a single one."""
+    with fault():
+        code, printed, _ = certify(*JOB, *TWO_RANKS, "stage.skip=[copies,state,validation,data,shapes]", *words, fault=fault)
+    assert code == 1, printed
+    assert expected in printed
+
+
+def test_an_encoder_is_compared_with_the_stock_class(certify) -> None:
+    encoder = ("model=modernbert-tiny", "model.local_attention=8", "parallel.tensor=2", "stage.world_size=2", "precision=fp32")
+    words = (*JOB, *encoder, "stage.skip=[copies,validation,data,shapes]")
+    code, printed, written = certify(*words)
+    assert code == 0, printed
+    assert "gradients of ModernBertForMaskedLM of stock transformers" in " ".join(written["parts"]["state"]["covered"])
+    with faults.window_on_one_side():
+        code, printed, _ = certify(*words, fault=faults.window_on_one_side)
+    assert code == 1
+    assert "export: convert: ModernBertForMaskedLM computes other logits" in printed
+    assert "in fp32: differs" not in printed
+
+
+@pytest.mark.parametrize(
     "fault, expected",
     [
         (faults.data_ranks_read_the_same, "data: step 1: the data ranks read other tokens than one process"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from pipeline.certification import data_order
 from pipeline.data.load.objectives import goldfish
+from pipeline.data.load.objectives.causal import Causal
 from tests.certification import faults
 from tests.helpers import pipeline
 from tests.world import configured
@@ -67,6 +69,15 @@ def test_targets_of_the_goldfish_loss(tokens: Path, monkeypatch: pytest.MonkeyPa
     assert data_order.report(config, 8).failures == []
     monkeypatch.setattr(goldfish, "dropped", lambda text, *_: np.zeros_like(text[:, 1:], dtype=bool))
     assert any("training.goldfish_k=4 drops no target" in failure for failure in data_order.report(config, 8).failures)
+
+
+@pytest.mark.parametrize("packing", ["windows", "best_fit"])
+def test_a_validation_that_drops_targets(tokens: Path, monkeypatch: pytest.MonkeyPatch, packing: str) -> None:
+    config = configured(*JOB, f"data.tokens={tokens}", "training.goldfish_k=4", f"data.packing={packing}")
+    assert data_order.report(config, 8).failures == []
+    monkeypatch.setattr(Causal, "_goldfish", (4, 13))
+    (failure,) = data_order.report(config, 8).failures
+    assert re.fullmatch(r"the validation has no loss of [1-9]\d*% of its tokens", failure)
 
 
 def test_masks_of_samples(shards: Path, tmp_path: Path) -> None:

@@ -86,4 +86,5 @@ BUGS = {
     53: Bug(DATA, "loader workers", "equal seeds"),
     54: Bug(DATA, "loader ranks", "two data ranks read the same shard"),
     55: Bug(DATA, "transformers#33844", "dropout is active in evaluation"),
+    56: Bug(NORM, "Megatron-LM#7452, #7458", "attention sinks are counted on one tensor rank"),
 }

@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from tools.mutants.catalog import blind, blind_second, blind_second_state, blind_state, experts, loss, norm, parallel, precision, state
+from tools.mutants.catalog import (
+    blind,
+    blind_second,
+    blind_second_state,
+    blind_state,
+    experts,
+    loss,
+    norm,
+    parallel,
+    precision,
+    recent,
+    recent_models,
+    state,
+)
 from tools.mutants.mutation import Mutant
 
 #: In the order of their numbers.
@@ -18,6 +31,8 @@ MUTANTS: tuple[Mutant, ...] = tuple(
             *norm.MUTANTS,
             *experts.MUTANTS,
             *precision.MUTANTS,
+            *recent.MUTANTS,
+            *recent_models.MUTANTS,
             *state.MUTANTS,
         ),
         key=lambda mutant: mutant.bug,
