@@ -13,7 +13,7 @@ from pipeline.certification import shrink as shrinking
 from pipeline.certification.comparison import DRIFT, Difference, Outcome, Zeros, differences, zero_gradients
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk
-from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, largest_drift
+from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, SIGNS, largest_drift
 from pipeline.common.progress import Progress
 from pipeline.config.schema import RunConfig
 
@@ -92,10 +92,25 @@ def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> P
         progress.extend((2 + reordered_runs(small.config)) * small.config.training.steps)
         gentle = dataclasses.replace(small, config=with_small_updates(small.config))
         best = min(best, _best_seed(planned, gentle, progress), key=_order)
-    if best.small.config.optimizer.name != "lion":
-        return best
-    other = train_plain(in_precision(best.small.config, "fp32"), tied=True, after_step=progress.advance)
-    return dataclasses.replace(best, signs=differences(best.reference, other, zero=best.zero, drift=largest_drift(best.small.config)))
+    return _with_signs(planned, best, progress) if best.small.config.optimizer.name == "lion" else best
+
+
+def _with_signs(planned: RunConfig, run: PlainRun, progress: Progress) -> PlainRun:
+    """Measure what one other sign of every weight changes, with a learning rate at which that is a tolerance below the ceiling."""
+    signs, config = _other_signs(run, progress), run.small.config
+    share = FP32_CEILING / (2 * SIGNS * _largest(signs))
+    if share < 1:
+        slow = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=share * config.optimizer.lr))
+        progress.extend((3 + reordered_runs(config)) * config.training.steps)
+        run = _best_seed(planned, dataclasses.replace(run.small, config=slow), progress)
+        signs = _other_signs(run, progress)
+    return dataclasses.replace(run, signs=signs)
+
+
+def _other_signs(run: PlainRun, progress: Progress) -> dict[str, Difference]:
+    """Return the differences that one other sign of every weight makes."""
+    other = train_plain(in_precision(run.small.config, "fp32"), tied=True, after_step=progress.advance)
+    return differences(run.reference, other, zero=run.zero, drift=largest_drift(run.small.config))
 
 
 def _best_seed(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRun:

@@ -20,6 +20,8 @@ FP32_CEILING = 1e-3
 #: With Lion, whose signs of numbers close to 0 are those of rounding errors: the tolerance is at least so many times the difference of a
 #: plain loop that takes one other sign of every weight. The norm of a difference grows with the root of their number.
 SIGNS = 2
+#: Largest drift of a weight whose gradient is zero, as a multiple of largest_drift, which Lion reaches up to rounding.
+LARGEST_DRIFT = 1.001
 #: As FP32_FACTOR, for lower precisions: the tolerance is this multiple of the largest difference of a perturbed run.
 LOW_FACTOR = 4
 #: The same for the loss and the norm: a few numbers, which estimate the size of rounding errors less well than all weights do.
@@ -100,7 +102,7 @@ def compare_fp32(
         tolerances |= {name: min(max(tolerances[name], SIGNS * found.value), FP32_CEILING) for name, found in signs.items()}
         method += f"; and {SIGNS} x the difference of a plain loop that takes one other sign of every weight"
     if zero:
-        tolerances[DRIFT] = 1.0
+        tolerances[DRIFT] = LARGEST_DRIFT
         method += f"; the gradient of {', '.join(sorted(zero))} is zero in exact arithmetic, and is compared with that of all weights"
     return Comparison("fp32", method, rounding, tolerances, differences(run, reference, zero=zero, drift=drift))
 
