@@ -145,7 +145,8 @@ def _events(layout):
 
     layer.shared.register_forward_pre_hook(lambda *_: events.append("shared"))
     layer.shared.down.register_full_backward_pre_hook(lambda *_: events.append("shared"))
-    x = torch.randn(2, 8 // mine.mesh.tensor.size(), config.model.hidden, requires_grad=True)
+    generator = torch.Generator().manual_seed(0)  # with it, every rank gets rows for its experts
+    x = torch.randn(2, 8 // mine.mesh.tensor.size(), config.model.hidden, generator=generator, requires_grad=True)
     with spied("send", Exchange._send), spied("wait", Exchange._wait):
         y = layer(x)
         events.append("backward")
