@@ -105,8 +105,13 @@ LAYOUTS = [
 ]
 
 
-#: With the elements of a round: the default, and some rounds.
-CASES = [*((*each, 1 << 27) for each in LAYOUTS), *((*each, 40_000) for each in LAYOUTS[3:6])]
+#: With the elements of a round: the default, and some rounds. Layouts whose parts other ones have, too, are long.
+SHORT = (1, 3, 4, 5, 7, 11)
+CASES = [
+    *(pytest.param(*each, 1 << 27, marks=() if number in SHORT else pytest.mark.long) for number, each in enumerate(LAYOUTS)),
+    *((*each, 40_000) for each in LAYOUTS[3:5]),
+    pytest.param(*LAYOUTS[5], 40_000, marks=pytest.mark.long),
+]
 
 
 @pytest.mark.parametrize("ranks, model, layout, most", CASES, ids=str)
