@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -78,6 +78,11 @@ def differences(
     found |= {kind: _of_tensors(run.tensors[kind], values, together, names) for kind, values in reference.tensors.items()}
     quantities = {quantity: found[quantity] for quantity in dict.fromkeys((*QUANTITIES, *found))}
     return quantities | (_of_zeros(run, reference, sorted(names), drift) if names else {})
+
+
+def largest_of_each(found: Sequence[dict[str, Difference]]) -> dict[str, Difference]:
+    """Return the largest difference of each quantity, of several comparisons."""
+    return {name: max((each[name] for each in found), key=lambda difference: difference.value) for name in found[0]}
 
 
 def zero_gradients(precise: Outcome) -> Zeros:

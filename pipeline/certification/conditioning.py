@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from pipeline.certification import shrink as shrinking
-from pipeline.certification.comparison import DRIFT, Difference, Outcome, Zeros, differences, zero_gradients
+from pipeline.certification.comparison import DRIFT, Difference, Outcome, Zeros, differences, largest_of_each, zero_gradients
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk
 from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, SIGNS, largest_drift
@@ -141,8 +141,7 @@ def _best_seed(planned: RunConfig, small: Shrunk, progress: Progress) -> PlainRu
 
 def _largest_differences(config: RunConfig, reference: Outcome, others: Sequence[Outcome], zero: Zeros) -> dict[str, Difference]:
     """Return the largest differences of the reference and the other runs, by quantity."""
-    found = [differences(reference, other, zero=zero, drift=largest_drift(config)) for other in others]
-    return {name: max((each[name] for each in found), key=lambda difference: difference.value) for name in found[0]}
+    return largest_of_each([differences(reference, other, zero=zero, drift=largest_drift(config)) for other in others])
 
 
 def _is_tied(config: RunConfig, reference: Outcome) -> bool:

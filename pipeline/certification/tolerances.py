@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from pipeline.certification.comparison import DRIFT, NO_ZEROS, Difference, Outcome, Zeros, differences
+from pipeline.certification.comparison import DRIFT, NO_ZEROS, Difference, Outcome, Zeros, differences, largest_of_each
 from pipeline.config.schema import RunConfig
 from pipeline.training.lr_schedule import learning_rate
 
@@ -116,8 +116,7 @@ def compare_low(dtype: str, run: Outcome, reference: Outcome, perturbed: Sequenc
         reference: the plain loop in the same precision.
         perturbed: the plain loop with weights changed by rounding errors in every step, and in the next higher precision.
     """
-    runs = [differences(other, reference, together=True) for other in perturbed]
-    rounding = {name: max((found[name] for found in runs), key=lambda each: each.value) for name in runs[0]}
+    rounding = largest_of_each([differences(other, reference, together=True) for other in perturbed])
     factors = {"loss": SCALAR_FACTOR, "norm": SCALAR_FACTOR}
     tolerances = {name: min(factors.get(name, LOW_FACTOR) * found.value, LOW_CEILING) for name, found in rounding.items()}
     method = (

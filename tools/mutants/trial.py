@@ -53,8 +53,6 @@ class Trials:
     def __init__(self, folder: Path, files: Mapping[str, Path]) -> None:
         self._folder, self._files = folder, files
         self._original = copy_tree(folder / "original")
-        #: Overrides with which a run checks its copies after every step.
-        self.run_time_checks = (f"{jobs.RUN_TIME_KEY}=1",)
 
     def run(self, mutant: Mutant) -> Result:
         """Return the row of a mutant."""
@@ -72,7 +70,7 @@ class Trials:
         if right is None:
             return result(FAILED, "the job fails without the mutant", {})
         # Without run-time checks: they are tried below, and would end the run before its effect is seen.
-        code = jobs.pretrain(tree, job, own / "run", *(f"{jobs.RUN_TIME_KEY}=0" for _ in self.run_time_checks))
+        code = jobs.pretrain(tree, job, own / "run", f"{jobs.RUN_TIME_KEY}=0")
         if code:
             output = (own / "run.txt").read_text()
             said = jobs.reason(output)
@@ -88,7 +86,7 @@ class Trials:
         if certified.code:
             said = f"certify, exit code {certified.code}: {jobs.reason(certified.output)}"
             return result(FAILED, said, differences, certified.seconds)
-        if self.run_time_checks and jobs.pretrain(tree, job, own / "checked", *self.run_time_checks):
+        if jobs.pretrain(tree, job, own / "checked", f"{jobs.RUN_TIME_KEY}=1"):
             return result(KILLED, "while training: " + jobs.reason((own / "checked.txt").read_text()), differences, certified.seconds)
         return result(SURVIVED, "", differences, certified.seconds)
 
