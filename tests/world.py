@@ -1,5 +1,6 @@
 """A gloo process group that is started once and runs functions of many tests on all ranks."""
 
+import contextlib
 import functools
 import pickle
 import time
@@ -38,21 +39,31 @@ class World:
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps((function, arguments)))
+            with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, which is found below
+                pipe.send_bytes(pickle.dumps((function, arguments)))
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + 600
         while len(answers) < self.size and (seconds := deadline - time.monotonic()) > 0:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
             for pipe in wait(waiting, seconds):
-                answers[self._pipes.index(pipe)] = answer = pipe.recv()
+                rank = self._pipes.index(pipe)
+                answers[rank] = answer = self._answer(rank)
                 if not answer[0]:  # the others may wait for it in a collective
                     deadline = min(deadline, time.monotonic() + 30)
         failures = [answers[rank][1] for rank in sorted(answers) if not answers[rank][0]]
         if missing := sorted(set(range(self.size)) - answers.keys()):
-            self.stop()
             failures.append(f"ranks {missing} did not answer")
+        if missing or any(rank.poll() is not None for rank in self._ranks):
+            self.stop()  # the next test gets other ranks
         assert not failures, "\n".join(failures)
         return [answers[rank][1] for rank in range(self.size)]
+
+    def _answer(self, rank: int) -> tuple[bool, Any]:
+        """Return what a rank answers: whether its function returned, and the result or the reason."""
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, ConnectionResetError):
+            return False, f"rank {rank} ended with exit code {self._ranks[rank].wait()} (negative: of a signal)"
 
     def stop(self) -> None:
         """Terminate the rank processes."""
