@@ -77,9 +77,10 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
     pipe = Connection(pipe_fd)
     torch.set_num_threads(1)
     from pipeline.parallel import open_files
+    from pipeline.parallel.serial_gloo import SERIAL_GLOO
 
     open_files.allow_many_connections()
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    dist.init_process_group(SERIAL_GLOO, init_method=store, rank=rank, world_size=size)
     while True:
         function, arguments = pipe.recv()
         try:

@@ -19,6 +19,7 @@ from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.parallel import cpu_affinity, open_files, rehearsed_group
 from pipeline.parallel import device as rank_device
+from pipeline.parallel.serial_gloo import SERIAL_GLOO
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
 INPUT_OUTPUT = 6.0
@@ -117,7 +118,7 @@ def init_distributed(
     open_files.allow_many_connections()
     if rank == 0 and init_method.startswith("tcp://"):
         open_files.check_store(world_size)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = f"cpu:{SERIAL_GLOO},cuda:nccl" if device.type == "cuda" else SERIAL_GLOO
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
@@ -206,7 +207,7 @@ def backend_of_groups(device: torch.device) -> str | None:
     """
     if rehearsed_group.is_initialized():
         return None
-    return {"cuda": "nccl", "cpu": "gloo"}.get(device.type)
+    return {"cuda": "nccl", "cpu": SERIAL_GLOO}.get(device.type)
 
 
 def timeout_of_groups(minutes: float) -> timedelta:

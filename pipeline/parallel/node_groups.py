@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from pipeline.common.ranks import Ranks
 from pipeline.parallel import device as rank_device
 from pipeline.parallel.open_files import allow_many_connections
+from pipeline.parallel.serial_gloo import SERIAL_GLOO
 
 
 class NotReadyError(Exception):
@@ -86,7 +87,7 @@ def connect(ranks: Ranks, store: Store | None, seconds: float) -> torch.device:
         torch.cuda.set_device(device)
     allow_many_connections()
     used: Store = HashStore() if store is None else PrefixStore("preflight", store)
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else SERIAL_GLOO
     dist.init_process_group(backend, store=used, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=seconds))
     if ranks.world_size > 1:
         rank_device.claim(device, ranks.rank, used)

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel import open_files
+from pipeline.parallel import open_files, serial_gloo
 from pipeline.parallel.rehearsed_store import CountingStore
+from pipeline.parallel.serial_gloo import SERIAL_GLOO
 from tests.world import causal, share, tiny, trainer
 
 
@@ -34,7 +35,7 @@ class Collectives(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("device, backend", [("cuda:3", "nccl"), ("cpu", "gloo"), ("meta", None)])
+@pytest.mark.parametrize("device, backend", [("cuda:3", "nccl"), ("cpu", "serial_gloo"), ("meta", None)])
 def test_groups_of_the_mesh_have_one_backend(device, backend):
     assert meshes.backend_of_groups(torch.device(device)) == backend
 
@@ -46,7 +47,7 @@ def _files():
 def _files_of_a_new_group():
     """Files that the creation of a group of all ranks opens, and its first barrier."""
     counts = [_files()]
-    group = dist.new_group(list(range(dist.get_world_size())), backend="gloo")
+    group = dist.new_group(list(range(dist.get_world_size())), backend=SERIAL_GLOO)
     counts.append(_files())
     dist.barrier(group=group)
     return counts[1] - counts[0], _files() - counts[0], resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -63,9 +64,9 @@ def test_a_rank_connects_to_those_that_it_communicates_with(worlds):
 def _needs(layout):
     """Requests of rank 0 to the store of a job, and files that it opens, until it has its process groups; no other rank exists."""
     files, store, options = _files(), CountingStore(), {"timeout": timedelta(seconds=5)}
-    dist.init_process_group("gloo", store=store, rank=0, world_size=layout.world_size, **options)
+    dist.init_process_group(SERIAL_GLOO, store=store, rank=0, world_size=layout.world_size, **options)
     try:
-        meshes._create_groups(layout, 0, (0, layout.pipeline - 1), partial(dist.new_group, backend="gloo", **options))
+        meshes._create_groups(layout, 0, (0, layout.pipeline - 1), partial(dist.new_group, backend=SERIAL_GLOO, **options))
         return dict(store.requests), _files() - files
     finally:
         meshes.destroy_process_group()
@@ -194,14 +195,40 @@ def _new_mesh():
     with Collectives() as found:
         mesh = meshes.build_mesh(Layout(2, 1, 2), torch.device("cpu"), 7.5)
     timeout = mesh.tensor._get_backend(torch.device("cpu")).options._timeout
-    return sorted(group.size() for group in found.seen), timeout, mesh.tensor.name()
+    return sorted(group.size() for group in found.seen), timeout, dist.get_backend(mesh.tensor)
 
 
 def test_a_mesh_is_connected_when_it_is_built_and_its_collectives_end_after_the_watchdog(world):
     for sizes, timeout, backend in world.run(_new_mesh):
         assert sizes == [2, 2]
         assert timeout == timedelta(minutes=8.5)
-        assert backend == "gloo"
+        assert backend == SERIAL_GLOO
+
+
+def _threads():
+    mesh = meshes.build_mesh(Layout(2, 1, 2), torch.device("cpu"))
+    groups = [dist.group.WORLD, mesh.tensor, mesh.data, dist.new_group(list(range(dist.get_world_size())))]
+    return [group._get_backend(torch.device("cpu")).options._threads for group in groups]
+
+
+def test_a_gloo_group_has_one_thread(world):
+    """Of two threads, both write one string of their group without a lock, and now and then the memory of a rank is corrupted."""
+    assert world.run(_threads) == [[1] * 4] * 4
+
+
+def _devices():
+    backend = serial_gloo._create(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    return len(backend.options._devices)
+
+
+def test_gloo_uses_the_network_interfaces_that_are_asked_for(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
+    assert _devices() == 2
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    with pytest.raises(RuntimeError, match="none0"):
+        _devices()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert _devices() == 1
 
 
 def _step(*overrides):
