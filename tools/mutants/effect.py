@@ -11,7 +11,8 @@ from typing import Any
 SMALLEST = 1e-5
 #: Values of a line of metrics.jsonl -> what they are called in the table.
 SCALARS = {"loss": "loss", "grad_norm": "norm", "lr": "rate", "validation_loss": "validation"}
-KINDS = {"weight": "weights", "exp_avg": "moments", "ema": "average"}
+#: Kinds of tensors in a checkpoint -> what they are called.
+KINDS = {"weight": "weights", **dict.fromkeys(("exp_avg", "exp_avg_sq", "exp_avg_slow", "offset"), "moments"), "ema": "average"}
 
 
 def scalars(run_dir: Path, other: Path) -> dict[str, float]:
