@@ -1,9 +1,9 @@
 """A backend of torch.distributed: gloo with one thread for each group, so that the collectives of a group run one after another.
 
-torch gives a gloo group two threads. Both write the name of the collective that they have ended to one string of the group, without a lock
-(`lastCompletedWorkName` in ProcessGroupGloo::runLoop, torch 2.13): now and then one writes to memory that the other has freed, and the process
-ends some time later, with "malloc(): unaligned tcache chunk detected" or a segmentation fault. torch ignores options of gloo groups, but not
-those of a backend that it does not know.
+torch gives a gloo group two threads. Both write the name of the collective that they have ended to one string of the group, without a
+lock (`lastCompletedWorkName` in ProcessGroupGloo::runLoop, torch 2.13): now and then one writes to memory that the other has freed, and the
+process ends some time later, with "malloc(): unaligned tcache chunk detected" or a segmentation fault. torch ignores options of gloo groups,
+but not those of a backend that it does not know.
 """
 
 from __future__ import annotations
