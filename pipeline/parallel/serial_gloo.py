@@ -2,8 +2,8 @@
 
 torch gives a gloo group two threads. Both write the name of the collective that they have ended to one string of the group, without a
 lock (`lastCompletedWorkName` in ProcessGroupGloo::runLoop, torch 2.13): now and then one writes to memory that the other has freed, and the
-process ends some time later, with "malloc(): unaligned tcache chunk detected" or a segmentation fault. torch ignores options of gloo groups,
-but not those of a backend that it does not know.
+process ends some time later, with "malloc(): unaligned tcache chunk detected" or a segmentation fault. Options of gloo groups are ignored,
+but not those of a backend that torch does not know.
 """
 
 from __future__ import annotations
