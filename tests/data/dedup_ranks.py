@@ -22,7 +22,7 @@ from mpi4py import MPI
 from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import distributed, duplicates, exact, minhash, paragraphs, signatures
-from pipeline.data.dedup.clusters import LISTED, Clusters, Kind, resolve
+from pipeline.data.dedup.clusters import LISTED, Clusters, Kind, near_stars, resolve
 from pipeline.data.words import Words
 
 
@@ -57,7 +57,7 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     shortened = [paragraphs.without(text, flags, settings.paragraph_characters) for text, flags in zip(own, repeated, strict=bool(own))]
     all_shortened = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
     if comm.rank == 0:
-        check_origin(clusters, texts)
+        check_origin(clusters, texts, settings)
     return {
         **dataclasses.asdict(clusters),
         "origin": clusters.origin.tolist(),
@@ -66,13 +66,13 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_origin(clusters: Clusters, texts: list[str]) -> None:
-    """Every dropped document names the one that is kept: an exact copy names a document of the same text."""
+def check_origin(clusters: Clusters, texts: list[str], settings: DedupConfig) -> None:
+    """Every dropped document names one that is kept; an exact copy is no near duplicate."""
     assert len(clusters.origin) == len(clusters.drop)
     assert int((clusters.origin["kind"] == Kind.EXACT).sum()) == clusters.exact
     for number, (kept, kind) in zip(clusters.drop.tolist(), clusters.origin.tolist(), strict=True):
-        assert kept < 0 or kind != Kind.EXACT or texts[kept] == texts[number]
-        assert kept not in clusters.drop or kind == Kind.EXACT
+        assert kept not in clusters.drop
+        assert kind != Kind.NEAR or kept < 0 or texts[kept] != texts[number] or not settings.exact
 
 
 def check_exchange(comm: mpi.Comm) -> None:
@@ -105,31 +105,34 @@ def check_frequent_paragraph(comm: mpi.Comm) -> None:
 
 
 def check_clusters(comm: mpi.Comm) -> None:
-    """Clusters of random graphs, one of them a long chain, equal those of a union of sets."""
+    """Clusters of random graphs, one of them a long chain, equal those of a loop over all documents, the best one first."""
     for seed in range(6):
         chance = np.random.default_rng(seed)
-        pairs = np.unique(np.sort(chance.integers(-5, 200, (chance.integers(1, 250), 2)), axis=1), axis=0)
+        pairs = chance.integers(-5, 200, (chance.integers(1, 250), 2))
         if seed == 5:
-            pairs = np.sort(np.stack([order := chance.permutation(700), np.roll(order, 1)], axis=1)[1:], axis=1)
-        pairs = pairs[(pairs[:, 0] < pairs[:, 1]) & (pairs[:, 1] >= 0)]
-        groups: list[set[int]] = []
-        for pair in pairs.tolist():
-            touched = [group for group in groups if group & set(pair)]
-            groups = [group for group in groups if group not in touched] + [set(pair).union(*touched)]
+            pairs = np.stack([order := chance.permutation(700), np.roll(order, 1)], axis=1)[1:]
         lengths = {number: int(chance.integers(3)) if number >= 0 else duplicates.ALWAYS_KEPT for number in range(-5, 700)}
-        best = {min(group, key=lambda number: (-lengths[number], number)): group for group in groups}
-        edges = np.zeros(len(pairs), dtype=exact.EDGE)
-        for side, numbers in (("left", pairs[:, 0]), ("right", pairs[:, 1])):
+        order = sorted(lengths, key=lambda number: (-lengths[number], number))
+        place = {number: rank for rank, number in enumerate(order)}
+        distinct = sorted({tuple(sorted(pair, key=place.__getitem__)) for pair in pairs.tolist() if max(pair) >= 0 and pair[0] != pair[1]})
+        edges = np.zeros(len(distinct), dtype=exact.EDGE)
+        for side, numbers in zip(("left", "right"), np.array(distinct).reshape(-1, 2).T, strict=True):
             edges[side], edges[f"{side}_length"] = numbers, [lengths[number] for number in numbers.tolist()]
             edges[f"{side}_holder"] = numbers % 3 % comm.size
         mine = edges[chance.integers(0, comm.size, len(edges)) == comm.rank]
-        result = resolve(comm, mine)
-        kept = {number: head for head, group in best.items() for number in group if number >= 0 and number != head}
-        assert result.drop.tolist() == sorted(number for number in kept if number % 3 % comm.size == comm.rank)
-        assert result.origin["kept"].tolist() == [kept[number] for number in result.drop.tolist()]
-        assert result.sizes == Counter(map(len, groups))
-        ordered = sorted(best.items(), key=lambda entry: (-len(entry[1]), min(entry[1])))[:LISTED]
-        assert [(cluster.kept, cluster.size) for cluster in result.clusters] == [(h if h >= 0 else None, len(g)) for h, g in ordered]
+        stars, _ = near_stars(comm, mine)
+        result = resolve(comm, mine[:0], mine, stars)
+        kept_for: dict[int, int] = {}
+        for number in order:
+            centers = [left for left, right in distinct if right == number and kept_for.get(left) == left]
+            kept_for[number] = min(centers, key=place.__getitem__, default=number)
+        dropped = {number: kept for number, kept in kept_for.items() if number != kept}
+        assert result.drop.tolist() == sorted(number for number in dropped if number % 3 % comm.size == comm.rank)
+        assert result.origin["kept"].tolist() == [dropped[number] for number in result.drop.tolist()]
+        sizes = Counter(dropped.values())
+        assert result.sizes == Counter(size + 1 for size in sizes.values())
+        ordered = sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0]))[:LISTED]
+        assert [(cluster.kept, cluster.size) for cluster in result.clusters] == [(k if k >= 0 else None, n + 1) for k, n in ordered]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Clusters of duplicates: connected components of the edges between documents, and the document that is kept in each cluster."""
+"""Clusters of duplicates: stars, whose center is the document that is kept; every other document is a duplicate of the center."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ class Cluster:
 
     Attributes:
         kept: number of the document that is kept; None if it belongs to a corpus in dedup.against.
-        dropped: numbers of the dropped documents, among the best LISTED_DOCUMENTS.
-        size: total documents, including the kept one and those of dedup.against.
+        dropped: numbers of the first LISTED_DOCUMENTS dropped documents, the longest first.
+        jaccard: of each of them, the Jaccard index with the document that is kept; estimated if that belongs to dedup.against.
+        size: total documents, including the kept one.
         kind: "exact" if all are copies of one text (or have the same URL), else "near".
-        edges: (number, number, Jaccard index) of the first LISTED_DOCUMENTS compared pairs; documents of dedup.against have negative
-            numbers and an estimated index.
     """
 
     kept: int | None
     dropped: list[int]
+    jaccard: list[float]
     size: int
     kind: str
-    edges: list[tuple[int, int, float]]
 
 
 class Kind(IntEnum):
@@ -66,6 +65,7 @@ class Clusters:
         origin: (n,) ORIGIN of every document in `drop`.
         exact: number of exact duplicates of the corpus.
         near: number of near duplicates.
+        chained: number of kept documents that a chain of near duplicates connects with a better one.
         clusters: the largest clusters, for the report.
         sizes: cluster size in documents -> number of clusters.
     """
@@ -74,17 +74,16 @@ class Clusters:
     origin: np.ndarray
     exact: int
     near: int
+    chained: int
     clusters: list[Cluster]
     sizes: dict[int, int]
 
 
-NOTHING = Clusters(np.empty(0, np.int64), np.empty(0, ORIGIN), 0, 0, [], {})
+NOTHING = Clusters(np.empty(0, np.int64), np.empty(0, ORIGIN), 0, 0, 0, [], {})
 """No duplicates."""
 
-_DROP = np.dtype([("number", "<i8"), ("kept", "<i8"), ("holder", "<i4")])
-_VERTEX = np.dtype([("number", "<i8"), ("length", "<i8"), ("holder", "<i4")])
-_HEAD = np.dtype([("label", "<i8"), ("best", "<i8"), ("length", "<i8"), ("size", "<i8"), ("near", "?")])
-"""A cluster, or the part of it on one rank: its label, best document, that document's length, documents, whether an edge is near."""
+_HEAD = np.dtype([("kept", "<i8"), ("size", "<i8"), ("near", "?")])
+"""A cluster, or the part of it on one rank: its kept document, the number of dropped ones, whether one of them is a near duplicate."""
 
 
 def to_json(found: Clusters) -> dict[str, Any]:
@@ -105,59 +104,92 @@ def joined(first: Clusters, second: Clusters) -> Clusters:
     listed = sorted([*first.clusters, *second.clusters], key=lambda cluster: -cluster.size)[:LISTED]
     drop, origin = (np.concatenate([getattr(found, name) for found in (first, second)]) for name in ("drop", "origin"))
     order = np.argsort(drop)
-    return Clusters(drop[order], origin[order], first.exact + second.exact, first.near + second.near, listed, sizes)
+    exact, near, chained = (getattr(first, name) + getattr(second, name) for name in ("exact", "near", "chained"))
+    return Clusters(drop[order], origin[order], exact, near, chained, listed, sizes)
 
 
-def resolve(comm: Comm, edges: np.ndarray) -> Clusters:
-    """Keep the best document of every cluster: the longest one, then the lowest number. Collective.
-
-    Documents of other corpora have negative numbers and are never dropped. Every rank holds its edges and its share of the documents in
-    them, which is about 600 bytes per edge while labels are exchanged.
+def near_stars(comm: Comm, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Decide which documents of near-duplicate pairs are kept: from the best one on, each that is no duplicate of a kept one. Collective.
 
     Args:
-        edges: (n,) EDGE of this rank between duplicates, each pair once over all ranks, in any order; `right` of an exact edge is the copy,
-            and is the right document of no other exact edge.
+        edges: (n,) EDGE of this rank, each pair once over all ranks; left is the better document: the longer one, then the lower number.
+
+    Returns:
+        stars: (m,) EDGE: for every dropped document that this rank holds, the edge from the best kept document.
+        kept: sorted numbers of the documents in edges that this rank holds and that are kept.
     """
-    labels, vertices = _labelled(comm, edges)
-    edge_labels = distributed.values_of(comm, vertices["number"], labels, edges["left"])
-    heads = _heads(comm, labels, vertices, edge_labels, edges)
-    drop, origin, near = _drops(comm, edges, vertices, _kept(comm, heads, labels))
-    exact, near = (sum(comm.allgather(count)) for count in (int(np.count_nonzero(edges["exact"])), near))
+    edges = exchange(comm, edges, edges["left_holder"])
+    edges = edges[np.argsort(edges["left"], kind="stable")]
+    vertices, chosen = distributed.greedy_independent_set(comm, edges)
+    centers = edges[chosen[np.searchsorted(vertices, edges["left"])]]
+    stars = exchange(comm, centers, centers["right_holder"])
+    stars = stars[np.lexsort((stars["left"], -stars["left_length"], stars["right"]))]
+    return stars[np.unique(stars["right"], return_index=True)[1]], vertices[chosen]
+
+
+def resolve(comm: Comm, copies: np.ndarray, near: np.ndarray, stars: np.ndarray) -> Clusters:
+    """Describe the clusters. Collective.
+
+    Documents of other corpora have negative numbers and are never dropped. Every rank holds its edges and its share of the documents in
+    them, which is about 600 bytes per edge.
+
+    Args:
+        copies: (n,) EDGE between exact duplicates, on the rank that holds the copy, which is `right` and in no near edge.
+        near: (n,) EDGE of this rank between near duplicates.
+        stars: of near_stars(near).
+    """
+    chained = _in_chains(comm, np.concatenate([copies, near])) - sum(comm.allgather(len(copies) + len(stars)))
+    members = np.concatenate([_with_centers(comm, copies, stars), stars])
+    members = members[np.argsort(members["right"])]
+    origin = np.empty(len(members), dtype=ORIGIN)
+    origin["kept"], origin["kind"] = members["left"], np.where(members["exact"], Kind.EXACT, Kind.NEAR)
+    heads = _heads(comm, members)
     sizes: dict[int, int] = {}
     for histogram in comm.allgather(dict(zip(*(values.tolist() for values in np.unique(heads["size"], return_counts=True)), strict=True))):
         for size, number in histogram.items():
-            sizes[size] = sizes.get(size, 0) + number
-    listed = _listed(comm, heads, labels, vertices, edge_labels, edges)
-    return Clusters(drop, origin, exact, near, listed, dict(sorted(sizes.items())))
+            sizes[size + 1] = sizes.get(size + 1, 0) + number
+    exact, number = (sum(comm.allgather(count)) for count in (len(copies), len(members)))
+    listed = _listed(comm, heads, members)
+    return Clusters(members["right"].copy(), origin, exact, number - exact, chained, listed, dict(sorted(sizes.items())))
 
 
-def _labelled(comm: Comm, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The documents in edges that this rank owns: their labels, which are the lowest numbers of their clusters, and (n,) _VERTEX."""
-    ends = np.empty(2 * len(edges), dtype=_VERTEX)
-    for side, half in (("left", ends[: len(edges)]), ("right", ends[len(edges) :])):
-        half["number"], half["length"], half["holder"] = edges[side], edges[f"{side}_length"], edges[f"{side}_holder"]
-    ends = ends[np.unique(ends["number"], return_index=True)[1]]
-    ends = exchange(comm, ends, ends["number"] % comm.size)
+def _in_chains(comm: Comm, edges: np.ndarray) -> int:
+    """The number of documents that would be dropped if one document of every connected component were kept."""
     vertices, labels = distributed.components(comm, edges["left"], edges["right"])
-    numbers, places = np.unique(ends["number"], return_index=True)
-    assert np.array_equal(numbers, vertices)
-    return labels, ends[places]
+    return sum(comm.allgather(int(np.count_nonzero((vertices >= 0) & (vertices != labels)))))
 
 
-def _heads(comm: Comm, labels: np.ndarray, vertices: np.ndarray, edge_labels: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """The clusters whose label this rank owns, sorted by label: (n,) _HEAD. A rank sends one row for each cluster that it has a part of."""
-    parts = np.zeros(len(vertices), dtype=_HEAD)
-    parts["label"], parts["best"], parts["length"], parts["size"] = labels, vertices["number"], vertices["length"], 1
-    flags = np.zeros(len(near := np.unique(edge_labels[~edges["exact"]])), dtype=_HEAD)
-    flags["label"], flags["best"], flags["length"], flags["near"] = near, near, -1, True  # never the best: every length is at least 0
-    parts = _merged(np.concatenate([parts, flags]))
-    return _merged(exchange(comm, parts, parts["label"] % comm.size))
+def _with_centers(comm: Comm, copies: np.ndarray, stars: np.ndarray) -> np.ndarray:
+    """The edges of copies, from the document that is kept: of which the original may be a near duplicate."""
+
+    def center(numbers: np.ndarray, _: np.ndarray) -> np.ndarray:
+        places = np.searchsorted(stars["right"], numbers)
+        found = np.zeros(len(numbers), dtype=stars.dtype)
+        found["left"], found["jaccard"] = numbers, 1
+        if len(stars):
+            places = np.minimum(places, len(stars) - 1)
+            dropped = stars["right"][places] == numbers
+            found[dropped] = stars[places[dropped]]
+        return found
+
+    centers = distributed.ask(comm, copies["left"], copies["left_holder"], center)
+    copies = copies.copy()
+    copies["left"], copies["jaccard"] = centers["left"], centers["jaccard"]
+    return copies
+
+
+def _heads(comm: Comm, members: np.ndarray) -> np.ndarray:
+    """The clusters that this rank describes: (n,) _HEAD. A rank sends one row for each cluster that it has a part of."""
+    parts = np.empty(len(members), dtype=_HEAD)
+    parts["kept"], parts["size"], parts["near"] = members["left"], 1, ~members["exact"] | (members["jaccard"] < 1)
+    parts = _merged(parts)
+    return _merged(exchange(comm, parts, parts["kept"] % comm.size))
 
 
 def _merged(parts: np.ndarray) -> np.ndarray:
     """Merge rows of the same cluster."""
-    parts = parts[np.lexsort((parts["best"], -parts["length"], parts["label"]))]
-    starts = np.flatnonzero(np.diff(parts["label"], prepend=parts["label"][:1] - 1))
+    parts = parts[np.argsort(parts["kept"], kind="stable")]
+    starts = np.unique(parts["kept"], return_index=True)[1]
     merged = parts[starts]
     if len(merged):
         merged["size"] = np.add.reduceat(parts["size"], starts)
@@ -165,45 +197,16 @@ def _merged(parts: np.ndarray) -> np.ndarray:
     return merged
 
 
-def _kept(comm: Comm, heads: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """The best document of the cluster of every label."""
-    return distributed.values_of(comm, heads["label"], heads["best"], labels)
-
-
-def _drops(comm: Comm, edges: np.ndarray, vertices: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Send the numbers of dropped documents to the ranks that hold them.
-
-    Returns:
-        drop, origin: see Clusters.
-        near: number of near duplicates among them.
-    """
-    dropped = np.flatnonzero((vertices["number"] != kept) & (vertices["number"] >= 0))
-    rows = np.empty(len(dropped), dtype=_DROP)
-    rows["number"], rows["kept"], rows["holder"] = vertices["number"][dropped], kept[dropped], vertices["holder"][dropped]
-    rows = exchange(comm, rows, rows["holder"])
-    rows = rows[np.argsort(rows["number"])]
-    origin = np.zeros(len(rows), dtype=ORIGIN)
-    origin["kept"] = rows["kept"]
-    copies = edges[edges["exact"]][["left", "right", "right_holder"]].copy()
-    copies = exchange(comm, copies, copies["right_holder"])  # of a document that may itself be a near duplicate of the best one
-    places = np.searchsorted(rows["number"], copies["right"])
-    origin["kept"][places], origin["kind"][places] = copies["left"], Kind.EXACT
-    return rows["number"].copy(), origin, len(rows) - len(copies)
-
-
-def _listed(
-    comm: Comm, heads: np.ndarray, labels: np.ndarray, vertices: np.ndarray, edge_labels: np.ndarray, edges: np.ndarray
-) -> list[Cluster]:
+def _listed(comm: Comm, heads: np.ndarray, members: np.ndarray) -> list[Cluster]:
     """The report entries of the largest clusters, the same on all ranks."""
-    largest = heads[np.lexsort((heads["label"], -heads["size"]))[:LISTED]]
+    largest = heads[np.lexsort((heads["kept"], -heads["size"]))[:LISTED]]
     gathered = comm.gather(largest)
     if gathered is not None:
         largest = np.concatenate(gathered)
-        largest = largest[np.lexsort((largest["label"], -largest["size"]))[:LISTED]]
+        largest = largest[np.lexsort((largest["kept"], -largest["size"]))[:LISTED]]
     largest = comm.bcast(largest)
-    members = _first_rows(comm, largest["label"], labels, vertices, ("-length", "number"), LISTED_DOCUMENTS + 1)
-    shown = _first_rows(comm, largest["label"], edge_labels, edges, ("left", "right"), LISTED_DOCUMENTS)
-    described = [_described(*entry) for entry in zip(largest, members, shown, strict=True)] if comm.rank == 0 else None
+    shown = _first_rows(comm, largest["kept"], members["left"], members, ("-right_length", "right"), LISTED_DOCUMENTS)
+    described = [_described(*entry) for entry in zip(largest, shown, strict=True)] if comm.rank == 0 else None
     return comm.bcast(described)
 
 
@@ -237,9 +240,8 @@ def _first_rows(
     return [table["row"][start:stop] for start, stop in itertools.pairwise(bounds)]
 
 
-def _described(head: np.void, members: np.ndarray, edges: np.ndarray) -> Cluster:
+def _described(head: np.void, members: np.ndarray) -> Cluster:
     """Build the report entry of a cluster."""
-    best, *others = members["number"].tolist()
-    listed = zip(edges["left"].tolist(), edges["right"].tolist(), edges["jaccard"].tolist(), strict=True)
-    kind = "near" if head["near"] else "exact"
-    return Cluster(best if best >= 0 else None, [number for number in others if number >= 0], int(head["size"]), kind, list(listed))
+    kept = int(head["kept"])
+    dropped, jaccard = members["right"].tolist(), members["jaccard"].tolist()
+    return Cluster(kept if kept >= 0 else None, dropped, jaccard, 1 + int(head["size"]), "near" if head["near"] else "exact")

@@ -64,23 +64,32 @@ def fetch(comm: Comm, numbers: np.ndarray, holders: np.ndarray, read: Callable[[
     return ordered
 
 
-def sorted_over_ranks(comm: Comm, rows: np.ndarray) -> np.ndarray:
-    """Sort rows by the fields hash and number over all ranks: each rank returns a range, in the order of the ranks. Collective.
+def sorted_over_ranks(comm: Comm, rows: np.ndarray, fields: Sequence[str] = ("hash", "number")) -> np.ndarray:
+    """Sort rows by `fields` over all ranks: each rank returns a range, in the order of the ranks. Collective.
 
     The ranges are chosen from a sample of rows, so that rows of one hash, which can be many, are divided as well.
+
+    Args:
+        fields: the first one is hash; together they distinguish all rows.
     """
-    rows = rows[np.lexsort((rows["number"], rows["hash"]))]
+
+    def ordered(rows: np.ndarray) -> np.ndarray:
+        return rows[np.lexsort([rows[name] for name in reversed(fields)])]
+
+    rows = ordered(rows)
     total = sum(comm.allgather(len(rows)))
     step = max(1, total // (SAMPLES * comm.size))
-    sample = rows[["hash", "number"]][step // 2 :: step].copy()
-    samples = np.concatenate(comm.allgather(sample))
-    samples = samples[np.lexsort((samples["number"], samples["hash"]))]
+    sample = rows[list(fields)][step // 2 :: step].copy()
+    samples = ordered(np.concatenate(comm.allgather(sample)))
     bounds = samples[np.arange(1, comm.size) * len(samples) // comm.size] if len(samples) else samples
     low, high = (np.searchsorted(bounds["hash"], rows["hash"], side=side) for side in ("left", "right"))
     for place in np.flatnonzero(low < high).tolist() if len(bounds) else ():  # of the hash of a bound: few unless it is frequent
-        low[place] += np.searchsorted(bounds["number"][low[place] : high[place]], rows["number"][place], side="right")
-    rows = exchange(comm, rows, low)
-    return rows[np.lexsort((rows["number"], rows["hash"]))]
+        first, last = low[place], high[place]
+        for name in fields[1:]:
+            equal = bounds[name][first:last]
+            first, last = (first + np.searchsorted(equal, rows[name][place], side=side) for side in ("left", "right"))
+        low[place] = last
+    return ordered(exchange(comm, rows, low))
 
 
 def components(comm: Comm, left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,6 +127,40 @@ def components(comm: Comm, left: np.ndarray, right: np.ndarray) -> tuple[np.ndar
             jumped = values_of(comm, vertices, parent, parent)
             changed = any(comm.allgather(not np.array_equal(jumped, parent)))
             parent = jumped
+
+
+def greedy_independent_set(comm: Comm, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Choose vertices one after the other, each if it has no edge from a chosen one: a maximal independent set. Collective.
+
+    A vertex is decided as soon as those with an edge to it are (Blelloch, Fineman & Shun 2012, "Greedy sequential maximal independent set
+    and matching are parallel on average"). An edge is sent once; the number of rounds is at most the length of the longest path.
+
+    Args:
+        edges: left_holder, right, right_holder and left: (edges,), sorted by left, those whose left vertex this rank holds. No cycles.
+
+    Returns:
+        vertices: (n,) sorted numbers of the vertices that this rank holds.
+        chosen: (n,) bool.
+    """
+    incoming = exchange(comm, edges["right"].copy(), edges["right_holder"])
+    vertices = np.union1d(edges["left"], incoming)
+    undecided_before = np.bincount(np.searchsorted(vertices, incoming), minlength=len(vertices))
+    starts, stops = (np.searchsorted(edges["left"], vertices, side=side) for side in ("left", "right"))
+    chosen, decided = np.ones(len(vertices), dtype=bool), undecided_before == 0
+    new = np.flatnonzero(decided)
+    while any(comm.allgather(len(new) > 0)):
+        counts = stops[new] - starts[new]
+        places = np.arange(counts.sum()) + np.repeat(starts[new] - np.cumsum(counts) + counts, counts)
+        rows = np.empty(len(places), dtype=[("right", "<i8"), ("chosen", "?")])
+        rows["right"], rows["chosen"] = edges["right"][places], np.repeat(chosen[new], counts)
+        rows = exchange(comm, rows, edges["right_holder"][places])
+        reached = np.searchsorted(vertices, rows["right"])
+        np.subtract.at(undecided_before, reached, 1)
+        chosen[reached[rows["chosen"]]] = False
+        reached = np.unique(reached)
+        new = reached[~decided[reached] & ((undecided_before[reached] == 0) | ~chosen[reached])]
+        decided[new] = True
+    return vertices, chosen
 
 
 def values_of(comm: Comm, vertices: np.ndarray, values: np.ndarray, numbers: np.ndarray) -> np.ndarray:

@@ -1,8 +1,10 @@
 """Duplicate search over all ranks: exact by hash, near by MinHash, locality-sensitive hashing (LSH) and the exact Jaccard index.
 
 The result does not depend on the number of ranks. The rows of a band are sorted over all ranks, which also divides a frequent band hash,
-and the cost of a bucket is linear: each document is compared with the first of the bucket and with its predecessor. Texts of compared
-documents, and labels of the graph of duplicates, are exchanged; no rank holds more than its share of documents, pairs and edges.
+and the cost of a bucket is linear: each document is compared with the best of the bucket and with its predecessor. A document is dropped
+only if it is a duplicate of one that is kept; since the best of a bucket may be dropped, the kept documents are compared again, among
+themselves, until there is no further pair. Texts of compared documents, and what is decided of a document, are exchanged; no rank holds
+more than its share of documents, pairs and edges.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ SLICE_ROWS = 1 << 22
 ALWAYS_KEPT = np.iinfo(np.int64).max
 """The length of a document of another corpus."""
 
-_BAND = np.dtype([("hash", "<u8"), ("number", "<i8"), ("length", "<i8"), ("holder", "<i4")])
+_BAND = np.dtype([("hash", "<u8"), ("shortness", "<i8"), ("number", "<i8"), ("holder", "<i4")])
+"""A document in a band. In the order of these fields the best document of a bucket is the first; shortness is the negative length."""
 _PAIR = np.dtype([name for name in EDGE.descr if name[0] not in ("jaccard", "exact")])
+
+Source = tuple[Callable[[int], np.ndarray], np.ndarray, np.ndarray, np.ndarray]
+"""Of the documents of a corpus: the hashes of a band, numbers, lengths, and which of them to compare, (n,) each."""
 
 
 @dataclass(frozen=True)
@@ -64,44 +70,42 @@ def find(comm: Comm, documents: Documents, settings: DedupConfig, known: Known |
             available: near duplicates are decided by the estimated Jaccard index (standard deviation 0.035 at 0.8, 128 permutations).
     """
     known = known or Known.nothing(settings.permutations)
-    edges = [np.empty(0, dtype=EDGE)]
-    remaining = np.ones(len(documents.numbers), dtype=bool)
-    if settings.exact or documents.bands is None:
-        known_length = np.full(len(known.numbers), ALWAYS_KEPT)
-        columns = (known.numbers, documents.numbers), (known.keys, documents.keys), (known_length, documents.lengths)
-        copies, found = exact.find(comm, *map(np.concatenate, columns))
-        edges.append(found[found["right"] >= 0])  # without copies within the other corpora
-        remaining = ~np.isin(documents.numbers, copies)
-    if settings.near and documents.bands is not None:
-        pairs = _candidates(comm, documents, documents.bands, remaining, settings, known)
-        same_corpus = pairs["left"] >= 0
-        edges.append(_verified(comm, pairs[same_corpus], documents, settings))
-        edges.append(_estimated(comm, pairs[~same_corpus], documents, settings.threshold, known))
-    return clusters.resolve(comm, np.concatenate(edges))
-
-
-def _candidates(
-    comm: Comm, documents: Documents, bands: Callable[[int], np.ndarray], remaining: np.ndarray, settings: DedupConfig, known: Known
-) -> np.ndarray:
-    """The candidate pairs: (m,) _PAIR, each once, on the rank that holds the right (higher) document, sorted by it.
-
-    Args:
-        bands: of `documents`.
-        remaining: (n,) bool, documents that are not exact copies.
-    """
-    known_bands = minhash.all_band_hashes(known.signatures, settings.bands, settings.rows)
     known_length = np.full(len(known.numbers), ALWAYS_KEPT)
-    count = distributed.slices(comm, len(known.numbers) + len(documents.numbers), SLICE_ROWS)
+    copies = near = stars = np.empty(0, dtype=EDGE)
+    remaining, known_remaining = (np.ones(len(numbers), dtype=bool) for numbers in (documents.numbers, known.numbers))
+    if settings.exact or documents.bands is None:
+        columns = (known.numbers, documents.numbers), (known.keys, documents.keys), (known_length, documents.lengths)
+        _, found = exact.find(comm, *map(np.concatenate, columns))
+        copies = found[found["right"] >= 0]  # without copies within the other corpora
+        remaining = ~np.isin(documents.numbers, copies["right"])
+    compared = np.empty(0, dtype=_PAIR)
+    known_bands = minhash.all_band_hashes(known.signatures, settings.bands, settings.rows)
+    while settings.near and documents.bands is not None:
+        sources = (
+            (known_bands.__getitem__, known.numbers, known_length, known_remaining),
+            (documents.bands, documents.numbers, documents.lengths, remaining),
+        )
+        pairs = _without(_candidates(comm, sources, settings.bands), compared)
+        if not any(comm.allgather(len(pairs) > 0)):
+            break
+        compared, same_corpus = np.concatenate([compared, pairs]), pairs["left"] >= 0
+        verified = _verified(comm, pairs[same_corpus], documents, settings)
+        near = np.concatenate([near, verified, _estimated(comm, pairs[~same_corpus], documents, settings.threshold, known)])
+        stars, kept = clusters.near_stars(comm, near)
+        remaining, known_remaining = (np.isin(numbers, kept) for numbers in (documents.numbers, known.numbers))
+    return clusters.resolve(comm, copies, near, stars)
+
+
+def _candidates(comm: Comm, sources: Sequence[Source], bands: int) -> np.ndarray:
+    """The candidate pairs: (m,) _PAIR, each once, left the better document, on the rank that holds the right one, sorted by it."""
+    count = distributed.slices(comm, sum(len(numbers) for _, numbers, _, _ in sources), SLICE_ROWS)
     pairs = np.empty(0, dtype=_PAIR)
-    for band in range(settings.bands):
-        own, others = bands(band), known_bands[band]
-        chosen = remaining & (own != minhash.NO_BAND)
+    for band in range(bands):
+        columns = [(hashes(band), numbers, lengths, chosen) for hashes, numbers, lengths, chosen in sources]
         for part in range(count):
-            slice_of = part, count, comm.rank
-            rows = _band_rows(own, documents.numbers, documents.lengths, chosen, *slice_of)
-            if len(others):
-                rows = np.concatenate([_band_rows(others, known.numbers, known_length, others != minhash.NO_BAND, *slice_of), rows])
-            found = _bucket_pairs(*_with_predecessors(comm, distributed.sorted_over_ranks(comm, rows)))
+            rows = np.concatenate([_band_rows(*of_source, part, count, comm.rank) for of_source in columns])
+            rows = distributed.sorted_over_ranks(comm, rows, ("hash", "shortness", "number"))
+            found = _bucket_pairs(*_with_predecessors(comm, rows))
             pairs = _distinct(np.concatenate([pairs, exchange(comm, found, found["right_holder"])]))
     return pairs
 
@@ -110,9 +114,9 @@ def _band_rows(
     hashes: np.ndarray, numbers: np.ndarray, lengths: np.ndarray, chosen: np.ndarray, part: int, parts: int, rank: int
 ) -> np.ndarray:
     """The rows of the chosen documents for one slice of a band: (m,) _BAND."""
-    mine = np.flatnonzero(chosen & (distributed.slice_of(hashes, parts) == part))
+    mine = np.flatnonzero(chosen & (hashes != minhash.NO_BAND) & (distributed.slice_of(hashes, parts) == part))
     rows = np.empty(len(mine), dtype=_BAND)
-    rows["hash"], rows["number"], rows["length"], rows["holder"] = hashes[mine], numbers[mine], lengths[mine], rank
+    rows["hash"], rows["shortness"], rows["number"], rows["holder"] = hashes[mine], -lengths[mine], numbers[mine], rank
     return rows
 
 
@@ -120,7 +124,7 @@ def _with_predecessors(comm: Comm, rows: np.ndarray) -> tuple[np.ndarray, int]:
     """Precede the rows of this rank by the first and the last row of its first bucket on lower ranks, if the bucket begins there.
 
     Args:
-        rows: this rank's range of the rows, sorted by hash and number over all ranks.
+        rows: this rank's range of the rows, sorted over all ranks.
 
     Returns:
         rows: with the preceding ones.
@@ -140,7 +144,7 @@ def _with_predecessors(comm: Comm, rows: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _bucket_pairs(rows: np.ndarray, preceding: int) -> np.ndarray:
-    """Pair each document with the first of its bucket and with its predecessor, in rows sorted by hash and number.
+    """Pair each document with the first of its bucket and with its predecessor, in sorted rows.
 
     Args:
         preceding: number of rows of lower ranks, which are paired there.
@@ -156,8 +160,7 @@ def _bucket_pairs(rows: np.ndarray, preceding: int) -> np.ndarray:
     pairs = np.empty(len(left), dtype=_PAIR)
     for side, places in (("left", left), ("right", right)):
         pairs[side] = rows["number"][places]
-        for name in ("length", "holder"):
-            pairs[f"{side}_{name}"] = rows[name][places]
+        pairs[f"{side}_length"], pairs[f"{side}_holder"] = -rows["shortness"][places], rows["holder"][places]
     return pairs
 
 
@@ -166,6 +169,14 @@ def _distinct(pairs: np.ndarray) -> np.ndarray:
     pairs = pairs[np.lexsort((pairs["left"], pairs["right"]))]
     repeated, _ = repeated_rows(pairs["right"], pairs["left"])
     return np.delete(pairs, repeated)
+
+
+def _without(pairs: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The pairs that are not among `others`; both are distinct."""
+    columns = [np.concatenate([others[side], pairs[side]]) for side in ("right", "left")]
+    order = np.lexsort(columns[::-1])
+    repeated, _ = repeated_rows(*(column[order] for column in columns))
+    return np.delete(pairs, order[repeated] - len(others))
 
 
 def _verified(comm: Comm, pairs: np.ndarray, documents: Documents, settings: DedupConfig) -> np.ndarray:

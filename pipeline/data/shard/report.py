@@ -74,6 +74,7 @@ def build(
         "duplicates": {
             "exact": clusters.exact,
             "near": clusters.near,
+            "chained": clusters.chained,
             "repeated": output.pop("repeated_documents"),
             "cluster_sizes": {str(size): number for size, number in sorted(clusters.sizes.items())},
             "clusters": [_cluster(cluster, excerpts) for cluster in clusters.clusters],
@@ -128,7 +129,7 @@ def _cluster(cluster: Cluster, excerpts: Excerpts) -> dict[str, Any]:
         "documents": cluster.size,
         "kept": None if cluster.kept is None else document(cluster.kept),
         "dropped": [document(number) for number in cluster.dropped[:5]],
-        "jaccard": sorted({round(jaccard, 3) for _, _, jaccard in cluster.edges}),
+        "jaccard": sorted({round(jaccard, 3) for jaccard in cluster.jaccard}),
     }
 
 
