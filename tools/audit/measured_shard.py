@@ -82,6 +82,7 @@ def model_of(shards: Path, counted: list[dict[str, Any]], settings: list[str], s
         **{name: seen[name] for name in ("pairs", "bucket_pairs", "edges", "texts", "texts_bytes", "fetched", "shown_bytes")},
         report_bytes=sum((shards / name).stat().st_size for name in ("report.json", "report.html")),
         lookups=seen["lookups"] // len(counted),
+        searches=seen["searches"] // len(counted),
         shard_bytes=float(keys.get("data.shard_megabytes", 128)) * 1e6,
         part_bytes=None if part is None else round(part),
     )

@@ -46,6 +46,8 @@ class Corpus:
         edges: of the graph of duplicates.
         texts, texts_bytes: texts that are read to compare pairs, and their bytes with metadata.
         fetched: texts of other ranks among these; None: a random share.
+        searches: passes over the bands; more than one only if there are chains of near duplicates.
+        decisions: rounds of a search until every document in a pair is kept or dropped: the longest chain of better documents.
         lookups: exchanges of labels until the components of the graph are found, which grows with the logarithm of the longest chain.
         note_bytes: completion record of a part.
         report_bytes: report.json and report.html; shown_bytes: the texts of which it has excerpts.
@@ -67,6 +69,8 @@ class Corpus:
     texts: int
     texts_bytes: int
     fetched: int | None = None
+    searches: int = 1
+    decisions: int = 2
     lookups: int = 20
     note_bytes: int = 400
     report_bytes: int = 500_000
@@ -187,7 +191,7 @@ class Model:
         c, ranks, bands = self.corpus, self.ranks, self.dedup.bands
         mine, unique = c.documents / ranks, c.documents - c.exact
         slices = max(1, math.ceil(mine / duplicates.SLICE_ROWS))
-        read = (self.row + 4 + 8 * bands) * c.documents + (4 + 2 * self.row + HEAD) * c.texts + c.texts_bytes
+        read = (self.row + 4 + 8 * bands * c.searches) * c.documents + (4 + 2 * self.row + HEAD) * c.texts + c.texts_bytes
         fetched = c.pairs * self.elsewhere if c.fetched is None else c.fetched
         sent = self.elsewhere * (
             (KEY_ROW + BEST_ROW) * (c.documents - c.exact * min(1, 1 / ranks)) + BAND_ROW * bands * unique + PAIR_ROW * c.bucket_pairs
@@ -200,7 +204,13 @@ class Model:
         turns = max(1, math.ceil(max(c.pairs / duplicates.PAIR_BATCH, characters / duplicates.BATCH_CHARACTERS) / ranks))
         band = 6 + math.ceil(slice_rows * BAND_ROW / mpi.MESSAGE_BYTES)
         key = 1 + 2 * (1 + math.ceil(slice_rows * KEY_ROW / mpi.MESSAGE_BYTES))
-        rounds = slices * (bands * band + key) + 1 + 5 * turns + 22 + 5 * c.lookups + 2 * (c.lookups - 3) / 3
+        rounds = (
+            slices * (bands * band * c.searches + key)
+            + 18
+            + c.searches * (5 * turns + 10 + 3 * c.decisions)
+            + 5 * c.lookups
+            + 2 * (c.lookups - 1) / 3
+        )
         memory = 33 * mine + 16 * mine + slice_rows * 7 * BAND_ROW + (PAIR_ROW * 4) * c.pairs / ranks + 600 * c.edges / ranks + 40 * MIB
         samples_held = 3 * distributed.SAMPLES * 16 * ranks
         return Counts(

@@ -2,9 +2,9 @@
 
 The result does not depend on the number of ranks. The rows of a band are sorted over all ranks, which also divides a frequent band hash,
 and the cost of a bucket is linear: each document is compared with the best of the bucket and with its predecessor. A document is dropped
-only if it is a duplicate of one that is kept; since the best of a bucket may be dropped, the kept documents are compared again, among
-themselves, until there is no further pair. Texts of compared documents, and what is decided of a document, are exchanged; no rank holds
-more than its share of documents, pairs and edges.
+only if it is a duplicate of one that is kept; since the best of a bucket may be dropped, the kept documents of chains are compared again,
+among themselves, until there is no further pair. Texts of compared documents, and what is decided of a document, are exchanged; no rank
+holds more than its share of documents, pairs and edges.
 """
 
 from __future__ import annotations
@@ -80,19 +80,20 @@ def find(comm: Comm, documents: Documents, settings: DedupConfig, known: Known |
         remaining = ~np.isin(documents.numbers, copies["right"])
     compared = np.empty(0, dtype=_PAIR)
     known_bands = minhash.all_band_hashes(known.signatures, settings.bands, settings.rows)
-    while settings.near and documents.bands is not None:
+    search = settings.near and documents.bands is not None
+    while search:
         sources = (
             (known_bands.__getitem__, known.numbers, known_length, known_remaining),
             (documents.bands, documents.numbers, documents.lengths, remaining),
         )
         pairs = _without(_candidates(comm, sources, settings.bands), compared)
-        if not any(comm.allgather(len(pairs) > 0)):
-            break
         compared, same_corpus = np.concatenate([compared, pairs]), pairs["left"] >= 0
         verified = _verified(comm, pairs[same_corpus], documents, settings)
         near = np.concatenate([near, verified, _estimated(comm, pairs[~same_corpus], documents, settings.threshold, known)])
         stars, kept = clusters.near_stars(comm, near)
         remaining, known_remaining = (np.isin(numbers, kept) for numbers in (documents.numbers, known.numbers))
+        # A document that is kept although it is the worse one of a pair may be a duplicate of one that it was not compared with.
+        search = any(comm.allgather(len(pairs) > 0)) and any(comm.allgather(bool(np.isin(near["right"], kept).any())))
     return clusters.resolve(comm, copies, near, stars)
 
 
