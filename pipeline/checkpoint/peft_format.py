@@ -70,17 +70,18 @@ def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
         rule = f"adapts {', '.join(unknown[:5])}, which is not a linear layer of model.family={config.family}"
         raise UserError.of(key, folder, rule, "use an adapter of this model, without adapters of other tensors")
     saved = {name.removeprefix(_PREFIX): value.float() for name, value in tensors.items() if ".lora_" not in name}
-    return Adapter(layers, metadata.get("base", ""), folder, _read_saved(saved, settings.get("modules_to_save") or [], config, folder, key))
+    return Adapter(layers, metadata.get("base", ""), folder, _read_saved(saved, settings, config, folder, key))
 
 
-def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelConfig, folder: Path, key: str) -> dict[str, Tensor]:
+def _read_saved(tensors: dict[str, Tensor], settings: Mapping[str, Any], config: ModelConfig, folder: Path, key: str) -> dict[str, Tensor]:
     """Return our weights of the modules that were trained beside an adapter.
 
     Args:
         tensors: by their stock names.
-        modules: the ends of the names of these modules (modules_to_save).
+        settings: of the adapter; modules_to_save has the ends of the names of these modules.
         config, folder, key: as in read_peft.
     """
+    modules = settings.get("modules_to_save") or []
     if not tensors and not modules:
         return {}
     with torch.device("meta"):
@@ -91,6 +92,13 @@ def _read_saved(tensors: dict[str, Tensor], modules: list[str], config: ModelCon
         if not any(entries[name].names == (_EMBEDDING,) and torch.equal(value, head) for name, value in tensors.items() if name in entries):
             rule = "has an output head of its own, and that of the model is its embedding"
             raise UserError.of(key, folder, rule, "use an adapter that was trained with ensure_weight_tying")
+    elif (
+        _is_tied(config)
+        and any(entries[name].names == (_EMBEDDING,) for name in entries.keys() & tensors)
+        and not settings.get("ensure_weight_tying")
+    ):
+        rule = "trains the embedding without the output head, which is the same weight of the model (PEFT keeps the head as it was)"
+        raise UserError.of(key, folder, rule, "use an adapter that was trained with ensure_weight_tying")
     unknown = [name for name in tensors if name not in entries]
     unknown += [module for module in modules if not any(name.rpartition(".")[0].endswith(module) for name in tensors)]
     if unknown:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from pipeline.checkpoint.native import TrainState
@@ -25,6 +24,7 @@ from pipeline.conversion import (
     huggingface_import,
     megatron_import,
     neox_import,
+    stock_logits,
     universal_import,
 )
 from pipeline.conversion.dcp_import import DcpFolder
@@ -201,7 +201,7 @@ def _from_pretrained(folder: Path, mapping: HuggingFaceMapping, stock_class: Any
             config.model_type = mapping.model_type  # by which transformers renames the tensors of the files
         if isinstance(quantization := getattr(config, "quantization_config", None), dict):
             quantization["dequantize"] = True  # its products in few bits need kernels and a GPU
-        model, report = stock_class.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True)
+        model, report = stock_class.from_pretrained(folder, config=config, **stock_logits.IN_FP32, output_loading_info=True)
     except Exception as error:  # whatever the class raises for a value that it does not check
         rule = f"cannot be loaded by {stock_class.__name__}: {type(error).__name__}: {' '.join(str(error).split())}"
         raise UserError.of("stage.input", folder, rule, fix) from error
@@ -260,7 +260,8 @@ def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, desc
     values = {name: joined[original] if original in joined else stock.tensor(name) for name, original in stock.originals().items()}
     content = described.content if described else registry.mapping_of(config).config_json(config)
     # Which renames weights and fuses experts as the installed release does; tied weights may be absent; the names have been checked.
-    model: nn.Module = stock_class.from_pretrained(None, config=stock_class.config_class(**content), state_dict=values, dtype=torch.float32)
+    config_of_stock = stock_class.config_class(**content)
+    model: nn.Module = stock_class.from_pretrained(None, config=config_of_stock, state_dict=values, **stock_logits.IN_FP32)
     return model
 
 

@@ -27,6 +27,8 @@ MEMORY = 512 << 20
 TOLERANCE = 1e-3
 #: Samples: sequences, and tokens of each at most. Ids below the first are special in some classes.
 SEQUENCES, LENGTH, FIRST_TOKEN = 2, 32, 5
+#: Options of from_pretrained. The grouped product of experts refuses matrices whose rows are no multiple of 16 bytes.
+IN_FP32 = {"dtype": torch.float32, "experts_implementation": "eager"}
 #: Objectives of the models that are compared: they have logits for each token, and classifiers have not.
 OBJECTIVES = ("causal", "masked", "span_corruption", "pairs")
 
@@ -125,7 +127,7 @@ def load(stock_class: Any, folder: Path, gguf_file: str | None = None) -> Any:
     try:
         file = {} if gguf_file is None else {"gguf_file": gguf_file}
         with quiet:
-            model, report = stock_class.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **file)
+            model, report = stock_class.from_pretrained(folder, **IN_FP32, output_loading_info=True, **file)
     finally:
         stock_logging.set_verbosity(verbosity)
         if bars:

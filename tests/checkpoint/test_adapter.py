@@ -216,3 +216,20 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path):
     unreadable("lora_magnitude_vector, which is no factor of a linear layer")
     with pytest.raises(UserError, match="has no readable adapter_config"):
         peft_format.read_peft(tmp_path / "none", config, "stage.adapter")
+
+
+@pytest.mark.parametrize("name", ["gpt", "gemma3"])
+def test_an_embedding_that_was_trained_without_its_tied_head_is_refused(name, tmp_path):
+    """PEFT's default: the head keeps the weights of the base (ensure_weight_tying=false)."""
+    config = CONFIGS[name]
+    peft_format.write_peft(tmp_path, adapted(config)[1], config, dropout=0.0, base_name="")
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    assert peft_format.read_peft(tmp_path, config, "stage.adapter").saved
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    for untied in ({"ensure_weight_tying": False}, {}):  # releases before the key
+        without = {key: value for key, value in settings.items() if key != "ensure_weight_tying"}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(without | untied))
+        with pytest.raises(UserError, match="trains the embedding without the output head"):
+            peft_format.read_peft(tmp_path, config, "stage.adapter")

@@ -80,8 +80,8 @@ def find(comm: Comm, documents: Documents, settings: DedupConfig, known: Known |
         remaining = ~np.isin(documents.numbers, copies["right"])
     compared = np.empty(0, dtype=_PAIR)
     known_bands = minhash.all_band_hashes(known.signatures, settings.bands, settings.rows)
-    search = settings.near and documents.bands is not None
-    while search:
+    search = settings.near
+    while search and documents.bands is not None:
         sources = (
             (known_bands.__getitem__, known.numbers, known_length, known_remaining),
             (documents.bands, documents.numbers, documents.lengths, remaining),
