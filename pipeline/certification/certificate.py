@@ -13,7 +13,14 @@ import torch
 from pipeline.certification import data_order, exported, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
-from pipeline.certification.conditioning import in_precision, reordered_runs, well_conditioned, with_active_clipping, with_small_updates
+from pipeline.certification.conditioning import (
+    in_precision,
+    reordered_runs,
+    well_conditioned,
+    with_active_bounds,
+    with_active_clipping,
+    with_small_updates,
+)
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
@@ -67,6 +74,9 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     passes = 4 + reordered_runs(planned) + (planned.optimizer.name == "lion") + (3 + PERTURBED) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
+    if "bounds" not in skip:
+        small, bounds = with_active_bounds(planned, small)
+        reports.append(bounds)
     try:
         with Progress(passes * steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)

@@ -1,4 +1,4 @@
-"""The small job with settings under which rounding errors hide nothing, and its plain loop."""
+"""The small job with settings under which its bounds act and rounding errors hide nothing, and its plain loop."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ import torch
 
 from pipeline.certification import shrink as shrinking
 from pipeline.certification.comparison import DRIFT, Difference, Outcome, Zeros, differences, largest_of_each, zero_gradients
+from pipeline.certification.parts import PartReport
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk
 from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, SIGNS, largest_drift
+from pipeline.common import knobs
 from pipeline.common.progress import Progress
 from pipeline.config.schema import RunConfig
 
@@ -29,6 +31,19 @@ REORDERED = 2
 PERTURBED_RUNS = 2
 #: Largest learning rate in low precisions, and in fp32 where rounding errors would be too large.
 LARGEST_RATE = 1e-3
+#: Bounds of values that the small model, whose activations are small, may never reach -> a value without effect.
+BOUNDS = {
+    "optimizer.qk_clip": None,
+    "model.attn_logit_softcapping": None,
+    "model.final_logit_softcapping": None,
+    "model.swiglu_limit": 1e9,
+    "model.capacity_factor": None,
+}
+#: A bound acts if it changes a gradient of the first step or a weight by this fraction, far more than a tolerance and less than a bound
+#: that all values pass.
+ACTS = 0.05
+#: Times that a bound is halved. A bound acts in the step after an update, so two steps are enough.
+HALVED, BOUND_STEPS = 24, 2
 
 
 def reordered_runs(config: RunConfig) -> int:
@@ -52,6 +67,39 @@ def with_small_updates(config: RunConfig) -> RunConfig:
     errors of equal size grow to differences of any size.
     """
     return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, lr=min(config.optimizer.lr, LARGEST_RATE)))
+
+
+def with_active_bounds(planned: RunConfig, small: Shrunk) -> tuple[Shrunk, PartReport]:
+    """Halve every bound in BOUNDS until some values of the small job pass it, and report what its steps do not reach."""
+    report = PartReport("bounds")
+    config = small.config
+    values = {key: value for key, _, value in knobs.walk(config)}
+    for key, without in BOUNDS.items():
+        if (bound := values.get(key)) is None:
+            continue
+        free = _few_steps(config, key, without)
+        for _ in range(HALVED):
+            found = differences(_few_steps(config, key, bound), free, zero=zero_gradients(free))
+            if max(found["gradient"].value, found["weight"].value) >= ACTS:
+                config = knobs.changed(config, {key: bound})
+                report.covered.append(f"{key}={bound:.3g} changes gradients or weights of the small job")
+                break
+            bound /= 2
+        else:
+            without_effect = report.not_covered if config.training.frozen else report.failures  # which may be what the bound acts on
+            without_effect.append(f"{key}={values[key]} has no effect: no smaller bound changes a gradient or a weight of the small job")
+    if getattr(config.model, "capacity_factor", None):
+        report.not_covered.append("model.capacity_factor: the plain loop drops tokens by the same layer, and stock classes drop none")
+    if config.training.spike_factor:
+        report.not_covered.append("training.spike_factor: returns to a checkpoint after loss spikes")
+    if config.precision.dtype == "fp16":
+        report.not_covered.append("steps whose gradients overflow, and changes of the loss scale")
+    return Shrunk(config, small.world_size, shrinking.changes(planned, config)), report
+
+
+def _few_steps(config: RunConfig, key: str, bound: float | None) -> Outcome:
+    """Train a few steps in fp64, in which a gradient that is zero in exact arithmetic is recognized, with a value of a bound."""
+    return train_plain(in_precision(knobs.changed(config, {key: bound}), "fp32"), torch.float64, BOUND_STEPS)
 
 
 def with_active_clipping(planned: RunConfig, small: Shrunk, progress: Progress) -> Shrunk:

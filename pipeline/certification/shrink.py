@@ -125,7 +125,7 @@ def _shrink_schedule(small: RunConfig, steps: int) -> RunConfig:
     training, optimizer = small.training, small.optimizer
     ratio = steps / training.steps
     values: dict[str, Any] = {"training.steps": steps}
-    for name in ("decay_steps", "warmup_steps"):
+    for name in ("decay_steps", "warmup_steps", "slow_warmup_steps"):
         planned = getattr(optimizer, name)
         values[f"optimizer.{name}"] = min(max(1, round(planned * ratio)), max(1, steps // 3)) if planned else 0
     if optimizer.decay_ends:  # one of them, where a decay of the small run fits

@@ -8,7 +8,7 @@ from pipeline.common.knobs import knob
 from pipeline.config.schema import StageConfig
 
 #: Parts of a certificate besides the comparison in fp32, which is always made.
-CERTIFICATE_PARTS = ("copies", "state", "validation", "data", "precision", "shapes")
+CERTIFICATE_PARTS = ("bounds", "copies", "state", "validation", "data", "precision", "shapes")
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,9 @@ class Certify(StageConfig):
     steps: int = knob(6, "optimizer steps to train and compare", at_least=3, at_most=1000)
     skip: list[str] = knob(
         [],
-        "parts of the certificate to leave out: bits of all copies of the weights (copies), saving and resuming (state), data.tokens "
-        "(data), the job's own precision (precision), rules that depend on full sizes (shapes)",
+        "parts of the certificate to leave out: smaller bounds, so that values of the small job pass them (bounds), bits of all copies of "
+        "the weights (copies), saving and resuming (state), data.tokens (data), the job's own precision (precision), rules that depend on "
+        "full sizes (shapes)",
         choices=CERTIFICATE_PARTS,
     )
     timeout_minutes: float = knob(

@@ -314,6 +314,34 @@ def state_not_decayed_between_chunks() -> Any:
     return replaced(delta_rule, "_solve", make)
 
 
+def largest_logits_not_bounded() -> Any:
+    """QK-clip does nothing."""
+    from pipeline.training.qk_clip import QKClip
+
+    return replaced(QKClip, "after_update", lambda _: lambda *_: None)
+
+
+def scores_not_capped() -> Any:
+    """Attention has no soft cap of its scores."""
+    from pipeline.layers import mask
+
+    return replaced(mask, "capped", lambda _: lambda scores, _: scores)
+
+
+def gate_clamped_at_twice_the_bound() -> Any:
+    """The gate of a clamped SwiGLU has twice the bound of what it multiplies."""
+    from pipeline.layers.mlp import ClampedSwiGLU
+
+    def make(_: Callable[..., Any]) -> Callable[..., Any]:
+        def apply(self: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+            gate = gate.clamp(max=2 * self.limit)
+            return gate * torch.sigmoid(self.alpha * gate) * (up.clamp(-self.limit, self.limit) + 1)
+
+        return apply
+
+    return replaced(ClampedSwiGLU, "__call__", make)
+
+
 def last_round_not_updated() -> Any:
     """Muon updates its matrices in rounds, but for the last one of several."""
     from pipeline.training import matrix_homes

@@ -202,6 +202,38 @@ def test_a_fault_between_parts_of_a_fixed_size(certify, fault: Callable[[], Any]
     assert expected in printed
 
 
+@pytest.mark.parametrize(
+    "fault, words, expected",
+    [
+        (faults.largest_logits_not_bounded, ("optimizer.qk_clip=100",), "weight in fp32: differs"),
+        (faults.scores_not_capped, ("model=gemma2-tiny",), "bounds: model.attn_logit_softcapping=50.0 has no effect"),
+        (faults.gate_clamped_at_twice_the_bound, ("model=gpt-oss-tiny",), "export: "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bound_that_the_activations_of_a_small_model_do_not_reach(
+    certify, fault: Callable[[], Any], words: tuple[str, ...], expected: str
+) -> None:
+    """It is made smaller until they do; what the plain loop shares is compared with the stock class."""
+    job = (*JOB, *TWO_RANKS, "stage.skip=[copies,validation,data,shapes]", *words)
+    code, printed, written = certify(*job)
+    assert code == 0, printed
+    assert "changes gradients or weights of the small job" in written["parts"]["bounds"]["covered"][0]
+    with fault():
+        code, printed, _ = certify(*job, fault=fault)
+    assert code == 1, printed
+    assert expected in printed
+
+
+def test_what_a_few_steps_do_not_reach_is_named(certify) -> None:
+    words = ("precision=fp16", "training.spike_factor=6", "stage.skip=[copies,state,validation,data,shapes,precision]")
+    _, printed, written = certify(*JOB, "parallel.tensor=2", "stage.world_size=2", *words)
+    assert [line.partition(":")[0] for line in written["parts"]["bounds"]["not_covered"]] == [
+        "training.spike_factor",
+        "steps whose gradients overflow, and changes of the loss scale",
+    ], printed
+
+
 def test_an_encoder_is_compared_with_the_stock_class(certify) -> None:
     encoder = ("model=modernbert-tiny", "model.local_attention=8", "parallel.tensor=2", "stage.world_size=2", "precision=fp32")
     words = (*JOB, *encoder, "stage.skip=[copies,validation,data,shapes]")

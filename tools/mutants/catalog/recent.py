@@ -97,6 +97,21 @@ MUTANTS = (
         exact=False,
     ),
     Mutant(
+        name="largest_logits_not_bounded",
+        bug=24,
+        what="QK-clip never scales a weight",
+        ranks=2,
+        words=(*LLAMA, "optimizer.qk_clip=0.05", "parallel.zero_stage=1"),
+        edits=(
+            Edit(
+                CLIP,
+                "def after_update(self, skipped: Tensor) -> None:",
+                "def after_update(self, skipped: Tensor) -> None:\n        return\n\n    def never(self, skipped: Tensor) -> None:",
+            ),
+        ),
+        exact=False,
+    ),
+    Mutant(
         name="heads_clipped_by_own_logits",
         bug=24,
         what="each data rank scales its part of queries and keys by the largest logit of its own samples",
