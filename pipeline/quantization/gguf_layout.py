@@ -182,5 +182,6 @@ def add_settings(writer: GGUFWriter, config: Any, tokens: Tokens, *, name: str, 
     for role, index in tokens.ids.items():
         getattr(writer, f"add_{role}_token_id")(index)
     writer.add_add_bos_token(tokens.begins_with_bos)
+    writer.add_add_eos_token(tokens.ends_with_eos)
     if tokens.chat_template is not None:
         writer.add_chat_template(tokens.chat_template)

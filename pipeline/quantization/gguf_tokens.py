@@ -6,20 +6,24 @@ import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline.common.errors import UserError
 from pipeline.config.run_tokenizer import end_of_document
 from pipeline.conversion.original import TokenIds
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import load
+from pipeline.data.tokenize.tokenizer_training import split_pattern
 
 log = logging.getLogger("pipeline")
 
-#: Start of the regular expression that splits words -> its name in llama.cpp.
+#: Regular expression that splits words, and whether a word of the vocabulary is a token whatever its merges (ignore_merges) -> the name of
+#: both in llama.cpp.
 _SPLITS = {
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|": "llama-bpe",
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|": "qwen2",
+    (split_pattern("llama3", "keep"), True): "llama-bpe",
+    (split_pattern("llama3", "keep"), False): "dbrx",
+    (split_pattern("llama3", "single"), False): "qwen2",
+    ("", False): "gpt-2",
 }
 
 
@@ -33,7 +37,7 @@ class Tokens:
         merges: in order of their rank.
         split: name of the regular expression that splits words.
         ids: name in GGUF of a token with a role -> its id: bos, eos, eot and eom, which all end a text, and padding.
-        begins_with_bos: whether bos precedes every text that is tokenized.
+        begins_with_bos: whether bos precedes every text that is tokenized; ends_with_eos: whether eos follows it.
         chat_template: None without one.
     """
 
@@ -43,6 +47,7 @@ class Tokens:
     split: str
     ids: dict[str, int]
     begins_with_bos: bool
+    ends_with_eos: bool
     chat_template: str | None
 
 
@@ -55,11 +60,11 @@ def read_tokens(folder: Path, vocab_size: int, named: TokenIds) -> Tokens:
         named: the tokens with which texts begin and end.
 
     Raises:
-        UserError: it is not a byte-level BPE tokenizer, or splits words in a way that llama.cpp has no name for.
+        UserError: it is not a byte-level BPE tokenizer, or does something that llama.cpp does not do.
     """
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    split = _split(content.get("pre_tokenizer") or {})
-    if content["model"].get("type") != "BPE" or split is None:
+    split = _split(content)
+    if split is None:
         rule = "is not a byte-level BPE tokenizer that splits words as GPT-2, Llama 3 or Qwen do, which stage.format=gguf requires"
         raise UserError.of("tokenizer.path", folder, rule, "set stage.format=huggingface")
     texts, kinds = [f"[PAD{index}]" for index in range(vocab_size)], [5] * vocab_size
@@ -70,9 +75,24 @@ def read_tokens(folder: Path, vocab_size: int, named: TokenIds) -> Tokens:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     ids = _ends({index: texts[index] for index in named.ends if index < vocab_size}, end_of_document(folder))
     ids |= {role: index for role, index in (("bos", named.bos), ("pad", named.pad)) if index is not None and index < vocab_size}
-    begins = "bos" in ids and load(folder).encode("a", add_special_tokens=True).ids[:1] == [ids["bos"]]
+    plain, added = (load(folder).encode("a", add_special_tokens=special).ids for special in (False, True))
+    begins, ends = "bos" in ids and added[:1] == [ids["bos"]], "eos" in ids and added[-1:] == [ids["eos"]]
+    if added != [ids["bos"]] * begins + plain + [ids["eos"]] * ends:
+        _refuse(folder, f"adds {[texts[index] for index in added if index not in plain]} to a text (post_processor)")
+    if normalizer := content.get("normalizer"):
+        if normalizer.get("type") != "NFC":
+            _refuse(folder, f"changes text before it splits it (normalizer {normalizer.get('type')})")
+        log.warning("convert: llama.cpp does not compose characters (NFC), as the tokenizer does: decomposed text gets other tokens there")
+    for token in content.get("added_tokens", []):
+        if found := [name for name in ("lstrip", "rstrip", "single_word") if token.get(name)]:
+            _refuse(folder, f"has the token {token['content']} with {' and '.join(found)}")
     template = chat_template.load(folder)
-    return Tokens(texts, kinds, merges, split, ids, begins, None if template is None else template.text)
+    return Tokens(texts, kinds, merges, split, ids, begins, ends, None if template is None else template.text)
+
+
+def _refuse(folder: Path, what: str) -> NoReturn:
+    """Refuse a tokenizer that does what llama.cpp does not do for byte-level BPE."""
+    raise UserError.of("tokenizer.path", folder, f"{what}, which llama.cpp does not do", "set stage.format=huggingface")
 
 
 def _ends(ends: dict[int, str], preferred: str | None) -> dict[str, int]:
@@ -92,12 +112,17 @@ def _ends(ends: dict[int, str], preferred: str | None) -> dict[str, int]:
     return ids
 
 
-def _split(pre_tokenizer: dict[str, Any]) -> str | None:
-    """The name of the way in which words are split; None without a name."""
-    if pre_tokenizer.get("type") == "ByteLevel":
-        return "gpt-2" if pre_tokenizer.get("use_regex", True) else None
-    parts = pre_tokenizer.get("pretokenizers", [])
-    if [part["type"] for part in parts] != ["Split", "ByteLevel"]:
+def _split(content: dict[str, Any]) -> str | None:
+    """The name of the way in which words are split, from tokenizer.json; None without a name."""
+    model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
+    options = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model.get("type") != "BPE" or any(model.get(name) for name in options):
         return None
-    pattern = parts[0]["pattern"].get("Regex", "")
-    return next((name for start, name in _SPLITS.items() if pattern.startswith(start)), None)
+    *splits, bytes_of = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    if bytes_of.get("type") != "ByteLevel" or bytes_of.get("add_prefix_space", True) or bytes_of.get("use_regex", True) == bool(splits):
+        return None
+    isolated = [split for split in splits if split.get("type") == "Split" and split["behavior"] == "Isolated" and not split["invert"]]
+    if len(isolated) != len(splits) or len(splits) > 1:
+        return None
+    pattern = splits[0]["pattern"].get("Regex") if splits else ""
+    return _SPLITS.get((pattern, bool(model.get("ignore_merges"))))
