@@ -21,7 +21,18 @@ from pipeline.report.run import Run, State, duration
 #: Columns of CSV and JSON: attributes of Run.
 COLUMNS = (
     *("run_dir", "state", "reason", "stage", "step", "steps", "loss", "validation_loss", "validation_loss_stderr", "validation_step"),
-    *("tokens", "tokens_per_second", "seconds_per_step", "seconds_left", "restarts", "node_hours", "nodes", "job", "skipped"),
+    *(
+        "bits_per_byte",
+        "tokens",
+        "tokens_per_second",
+        "seconds_per_step",
+        "seconds_left",
+        "restarts",
+        "node_hours",
+        "nodes",
+        "job",
+        "skipped",
+    ),
     *("save_failures", "error", "last_sign"),
 )
 #: Folders below a given one in which runs are searched, such as FOLDER/SWEEP/POINT.
@@ -109,7 +120,7 @@ def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
 
 def cells_of(run: Run) -> tuple[str, ...]:
     """Return the cells of a row of text(); "-" for what is not known."""
-    error = "" if run.validation_loss_stderr is None else f" +- {run.validation_loss_stderr:.3f}"
+    error = "" if not run.validation_loss_stderr else f" +- {run.validation_loss_stderr:.3f}"
     return (
         run.run_dir,
         str(run.state),
