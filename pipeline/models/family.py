@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
 from pipeline.models.costs import Costs, stack_costs
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
+from pipeline.models.tensor_parallel_roles import ROLES
 
 
 def tied_head(config: ModelConfig) -> dict[str, str]:
@@ -28,7 +29,7 @@ class Family:
         config: its configuration dataclass.
         build: configuration -> the full model with uninitialized weights on torch's default device (meta included).
         initial_std: (configuration, name of a weight) -> the standard deviation of its initial values, or another Init.
-        tensor_parallel: the tensor-parallel table: pattern (fnmatch) of the names of weights -> role (models/tensor_parallel_roles.py).
+        tensor_parallel: the roles of its weights (models/tensor_parallel_roles.py).
         huggingface: its mappings, one for each Hugging Face class.
         tied_weights: configuration -> name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to.
         on_every_stage: patterns (fnmatch) of the weights that every pipeline stage holds.
@@ -39,8 +40,8 @@ class Family:
     config: type[Any]
     build: Callable[[Any], Stack]
     initial_std: Callable[[Any, str], Init]
-    tensor_parallel: dict[str, str]
     huggingface: tuple[HuggingFaceMapping, ...]
+    tensor_parallel: dict[str, str] = field(default_factory=lambda: ROLES)
     tied_weights: Callable[[Any], dict[str, str]] = tied_head
     on_every_stage: tuple[str, ...] = ()
     rate: Callable[[Any, str], float] = lambda _config, _name: 1.0

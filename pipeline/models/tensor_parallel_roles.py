@@ -1,12 +1,9 @@
-"""The roles of the tensor-parallel table, which specifies how tensor and expert parallelism shard every weight of a family.
+"""How tensor and expert parallelism shard every weight of all families: by the end of its name.
 
-A table (models/NAME/tensor_parallel.py) maps patterns (fnmatch, on parameter names) to roles. Tensor and expert parallelism shard modules
-by it, checkpoints shard and merge weights by it.
+Parallelism shards modules by these roles, checkpoints shard and merge weights by them.
 """
 
 from __future__ import annotations
-
-from fnmatch import fnmatchcase
 
 #: role -> mesh axis -> the dim that is sharded over its ranks.
 #: column and row are the parallel linear layers of Megatron-LM (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053), vocab is a matrix
@@ -38,20 +35,59 @@ LORA_ROLES: dict[str, dict[str, str]] = {
 }
 
 
+#: Role -> ends of the names of its weights, without numbers.
+_ENDS: dict[str, tuple[str, ...]] = {
+    "vocab": ("tokens.weight", "head.weight", "head.bias", "head.output.weight", "head.output.bias"),
+    "column": (
+        *("query.weight", "query.bias", "key.weight", "key.bias", "value.weight", "value.bias"),
+        *("gate.weight", "up.weight", "up.bias"),
+        *("attention.sinks", "encoder_bias.weight", "decoder_bias.weight"),
+        *("query_up.weight", "key_value_up.weight"),  # of latents, which every tensor rank has whole
+        # linear attention: a rank has whole key heads with their value heads
+        *("beta.weight", "decay.weight", "attention.query_conv", "attention.key_conv", "attention.value_conv"),
+        *("attention.decay_rate_log", "attention.decay_bias"),
+    ),
+    "row": ("output.weight", "down.weight"),
+    "replicate": (
+        *("output.bias", "down.bias", "positions.weight", "segments.weight", "project.weight", "shared_gate.weight", "router.bias"),
+        *(f"{name}.{kind}" for name in ("norm", "attention_norm", "cross_norm", "mlp_norm", "dense") for kind in ("weight", "bias")),
+        *(f"{name}.weight" for name in ("post_attention_norm", "post_mlp_norm", "token_norm", "hidden_norm", "final_norm", "output_norm")),
+    ),
+    "partial": (
+        *("query_norm.weight", "key_norm.weight", "attention.output_norm.weight"),  # applied to each rank's own heads
+        *("query_down.weight", "key_value_down.weight", "key_value_norm.weight"),
+        *("router.weight", "router.logit_bias", "activation.alpha_p", "activation.alpha_n"),
+        *(f"sentence.{name}.{kind}" for name in ("dense", "output") for kind in ("weight", "bias")),
+    ),
+    "expert_column": ("experts.gate", "experts.up", "experts.gate_bias", "experts.up_bias"),
+    "expert_row": ("experts.down",),
+    "expert_partial": ("experts.down_bias",),  # whole on every rank, which adds its share of it to a partial sum
+}
+#: End of the name of a weight -> its role; a longer end comes before a shorter one.
+ROLES: dict[str, str] = {end: name for name, ends in _ENDS.items() for end in ends}
+#: The same for families whose norms of queries and keys are over the heads of all ranks.
+WITH_WIDTH_NORMS = {**ROLES, "query_norm.weight": "column", "key_norm.weight": "column"}
+
+
 def role(table: dict[str, str], name: str) -> str:
     """Return the role of a weight, a key of SPLITS.
 
+    Args:
+        table: ROLES, or WITH_WIDTH_NORMS.
+        name: of the weight.
+
     Raises:
-        KeyError: no pattern of the table matches the name, or more than one does.
+        KeyError: the table has no end of the name.
     """
     module, _, part = name.rpartition(".lora.")
     if module:
         matrix, _, factor = part.rpartition(".")  # a matrix of experts, which has no module of its own
         return LORA_ROLES[role(table, f"{module}.{matrix or 'weight'}")][factor]
-    matches = [pattern for pattern in table if fnmatchcase(name, pattern)]
-    if len(matches) != 1:
-        raise KeyError(f"weight {name} is matched by {len(matches)} patterns of the tensor-parallel table, not one: {matches}")
-    return table[matches[0]]
+    parts = [part for part in name.split(".") if not part.isdigit()]
+    for length in (3, 2):
+        if (end := ".".join(parts[-length:])) in table:
+            return table[end]
+    raise KeyError(f"weight {name} has no role: pipeline/models/tensor_parallel_roles.py does not list {end}")
 
 
 def splits(table: dict[str, str], name: str) -> dict[str, int]:

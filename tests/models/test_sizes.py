@@ -248,6 +248,7 @@ def test_the_released_deepseek(model_config):
 LABELS = {"labels": ["no", "yes"], "next_sentence": False, "tie_embeddings": False}
 CHOICES: dict[str, list[dict[str, Any]]] = {
     "bert": [{}, LABELS],
+    "transformer": [{}, {"output_bias": True}],
     "roberta": [{}, *({"model_type": name, **more} for name in ("roberta", "xlm-roberta", "camembert") for more in ({}, LABELS))],
     "deepseek_v3": [{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     "gpt_neox": [{}, {"attention_bias": False}],
@@ -268,21 +269,23 @@ def test_a_configuration_says_whether_queries_and_keys_have_norms(family):
         assert getattr(config, "query_key_norm", False) == any(attention.query_norm is not None for attention in attentions)
 
 
-@pytest.mark.parametrize("family", config_classes.CONFIG_CLASSES)
-def test_both_tables_cover_every_weight(family):
-    unused: set[str] | None = None
-    for choice, tied in itertools.product(CHOICES.get(family, [{}]), [False, True]):
-        config = config_classes.from_dict({"family": family, "layers": 3, "tie_embeddings": tied, **choice})
-        shapes = {name: parameter.shape for name, parameter in build_on_meta(config).named_parameters()}
-        table = registry.family_of(config).tensor_parallel
-        idle = {pattern for pattern in table if not any(tensor_parallel_roles.fnmatchcase(name, pattern) for name in shapes)}
-        unused = idle if unused is None else unused & idle
-        for name, shape in shapes.items():
-            assert all(dim < len(shape) for dim in tensor_parallel_roles.splits(table, name).values()), name
-        exported, _ = registry.stock_tensors(config)
-        assert {part for row in exported for part in row.names} == shapes.keys()
-        assert len({row.hf_name for row in exported}) == len(exported)
-    assert unused == set(), "no option has such a weight"
+def test_both_tables_cover_every_weight():
+    used: set[str] = set()
+    for family, tied in itertools.product(config_classes.CONFIG_CLASSES, [False, True]):
+        for choice in CHOICES.get(family, [{}]):
+            config = config_classes.from_dict({"family": family, "layers": 3, "tie_embeddings": tied, **choice})
+            shapes = {name: parameter.shape for name, parameter in build_on_meta(config).named_parameters()}
+            table = registry.family_of(config).tensor_parallel
+            for name, shape in shapes.items():
+                assert all(dim < len(shape) for dim in tensor_parallel_roles.splits(table, name).values()), name
+                parts = [part for part in name.split(".") if not part.isdigit()]
+                used.add(next(end for end in (".".join(parts[-3:]), ".".join(parts[-2:])) if end in table))
+            exported, _ = registry.stock_tensors(config)
+            assert {part for row in exported for part in row.names} == shapes.keys()
+            assert len({row.hf_name for row in exported}) == len(exported)
+    assert tensor_parallel_roles.ROLES.keys() == used, "no family has such a weight"
+    with pytest.raises(KeyError, match=r"blocks\.0\.mlp\.new has no role: .* does not list mlp.new"):
+        tensor_parallel_roles.role(tensor_parallel_roles.ROLES, "blocks.0.mlp.new")
 
 
 def test_flops_count_matrices_and_attended_positions():

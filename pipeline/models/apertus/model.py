@@ -16,7 +16,6 @@ from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.apertus.config import ApertusConfig
 from pipeline.models.apertus.huggingface import MAPPING
-from pipeline.models.apertus.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.family import Family
 
 
@@ -59,6 +58,5 @@ APERTUS = Family(
     config=ApertusConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

@@ -14,7 +14,6 @@ from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.bert.config import BertConfig
 from pipeline.models.bert.huggingface import MAPPINGS
-from pipeline.models.bert.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.family import Family
 
 
@@ -74,7 +73,6 @@ BERT = Family(
     build=build,
     # Google's recipe (github.com/google-research/bert, modeling.py), here not truncated.
     initial_std=single_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=MAPPINGS,
     tied_weights=lambda config: {"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
 )

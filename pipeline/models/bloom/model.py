@@ -13,7 +13,6 @@ from pipeline.layers.stack import Block, Stack
 from pipeline.models.bloom.config import BloomConfig
 from pipeline.models.bloom.huggingface import MAPPING
 from pipeline.models.family import Family
-from pipeline.models.gpt import tensor_parallel as gpt
 
 
 def build(config: BloomConfig) -> Stack:
@@ -46,9 +45,5 @@ BLOOM = Family(
     # BigScience's recipe for all sizes (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): Megatron-LM's with N(0, 0.0048),
     # about 1 / sqrt(3 * hidden) of the largest size.
     initial_std=scaled_residual,
-    tensor_parallel={
-        **{pattern: role for pattern, role in gpt.TENSOR_PARALLEL.items() if pattern != "embed.positions.weight"},
-        "embed.norm.*": "replicate",
-    },
     huggingface=(MAPPING,),
 )

@@ -24,7 +24,6 @@ from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.deepseek_v3.config import DeepseekV3Config
 from pipeline.models.deepseek_v3.huggingface import MAPPING
-from pipeline.models.deepseek_v3.tensor_parallel import TENSOR_PARALLEL, tied_weights
 from pipeline.models.family import Family
 
 
@@ -113,12 +112,17 @@ def build(config: DeepseekV3Config) -> DeepseekV3:
     return assemble(config, attention, Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling))
 
 
+def tied_weights(config: Any) -> dict[str, str]:
+    """Return the tied weights: with MTP modules, the head also holds the embedding."""
+    copies = ["head.embed.tokens.weight"] if config.mtp_depth else []
+    return dict.fromkeys(copies + (["head.output.weight"] if config.tie_embeddings else []), "embed.tokens.weight")
+
+
 DEEPSEEK_V3 = Family(
     config=DeepseekV3Config,
     build=build,
     # Section 4.2 of the paper, with 0.006.
     initial_std=single_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
     tied_weights=tied_weights,
 )

@@ -17,7 +17,6 @@ from pipeline.models.family import Family
 from pipeline.models.gemma2.config import Gemma2Config
 from pipeline.models.gemma2.huggingface import MAPPING
 from pipeline.models.gemma3 import model as gemma3
-from pipeline.models.gemma3.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.shared_sizes import is_marked
 
 
@@ -54,12 +53,9 @@ def build(config: Gemma2Config) -> Stack:
     )
 
 
-_NORMS = ("blocks.*.attention.query_norm.weight", "blocks.*.attention.key_norm.weight")
-
 GEMMA2 = Family(
     config=Gemma2Config,
     build=build,
     initial_std=gemma3.initial_std,
-    tensor_parallel={pattern: role for pattern, role in TENSOR_PARALLEL.items() if pattern not in _NORMS},
     huggingface=(MAPPING,),
 )

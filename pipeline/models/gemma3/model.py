@@ -18,7 +18,6 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.gemma3.config import Gemma3Config
 from pipeline.models.gemma3.huggingface import MAPPING
-from pipeline.models.gemma3.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.shared_sizes import is_marked
 
 
@@ -67,6 +66,5 @@ GEMMA3 = Family(
     config=Gemma3Config,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

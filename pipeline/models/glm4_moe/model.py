@@ -11,12 +11,10 @@ from pipeline.layers.init import scaled_residual
 from pipeline.layers.rope_scaling import RopeScaling
 from pipeline.layers.rotary import Rotary
 from pipeline.models import rope
-from pipeline.models.deepseek_v3.model import DeepseekV3, assemble
-from pipeline.models.deepseek_v3.tensor_parallel import tied_weights
+from pipeline.models.deepseek_v3.model import DeepseekV3, assemble, tied_weights
 from pipeline.models.family import Family
 from pipeline.models.glm4_moe.config import Glm4MoeConfig
 from pipeline.models.glm4_moe.huggingface import MAPPING
-from pipeline.models.glm4_moe.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.rules import rotated_dims
 
 
@@ -49,7 +47,6 @@ GLM4_MOE = Family(
     build=build,
     # GPT-2's recipe; the GLM team published none.
     initial_std=scaled_residual,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
     tied_weights=tied_weights,
 )

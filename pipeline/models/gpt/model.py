@@ -13,7 +13,6 @@ from pipeline.models import mup
 from pipeline.models.family import Family
 from pipeline.models.gpt.config import GPTConfig
 from pipeline.models.gpt.huggingface import MAPPING
-from pipeline.models.gpt.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: GPTConfig) -> Stack:
@@ -56,6 +55,5 @@ GPT = Family(
     build=build,
     initial_std=mup.initial(initial_std),
     rate=mup.rate,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

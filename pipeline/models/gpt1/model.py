@@ -10,7 +10,6 @@ from pipeline.layers.init import single_std
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.family import Family
-from pipeline.models.gpt import tensor_parallel as gpt
 from pipeline.models.gpt1.config import GPT1Config
 from pipeline.models.gpt1.huggingface import MAPPING
 
@@ -41,6 +40,5 @@ GPT1 = Family(
     build=build,
     # N(0, 0.02) for every weight (section 4.1 of the paper); with post-norm, activations do not grow with depth.
     initial_std=single_std,
-    tensor_parallel={pattern: role for pattern, role in gpt.TENSOR_PARALLEL.items() if pattern != "norm.*"},
     huggingface=(MAPPING,),
 )

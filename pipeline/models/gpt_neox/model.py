@@ -15,7 +15,6 @@ from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.family import Family
-from pipeline.models.gpt import tensor_parallel as gpt
 from pipeline.models.gpt_neox.config import GPTNeoXConfig
 from pipeline.models.gpt_neox.huggingface import MAPPING
 from pipeline.models.rules import rotated_dims
@@ -64,6 +63,5 @@ GPT_NEOX = Family(
     config=GPTNeoXConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel={pattern: role for pattern, role in gpt.TENSOR_PARALLEL.items() if pattern != "embed.positions.weight"},
     huggingface=(MAPPING,),
 )

@@ -21,7 +21,6 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.gpt_oss.config import GptOssConfig
 from pipeline.models.gpt_oss.huggingface import MAPPING
-from pipeline.models.gpt_oss.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.shared_sizes import is_marked
 
 
@@ -73,6 +72,5 @@ GPT_OSS = Family(
     config=GptOssConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

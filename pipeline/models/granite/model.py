@@ -21,7 +21,6 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.granite.config import GraniteConfig
 from pipeline.models.granite.huggingface import MAPPING
-from pipeline.models.llama import tensor_parallel as llama
 
 
 def build(config: GraniteConfig) -> Stack:
@@ -54,6 +53,5 @@ GRANITE = Family(
     build=build,
     # The residual factor takes the place of GPT-2's smaller outputs of the layers.
     initial_std=single_std,
-    tensor_parallel=llama.DENSE,
     huggingface=(MAPPING,),
 )

@@ -17,7 +17,6 @@ from pipeline.models import mup, rope
 from pipeline.models.family import Family
 from pipeline.models.llama.config import LlamaConfig
 from pipeline.models.llama.huggingface import MAPPINGS
-from pipeline.models.llama.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.shared_sizes import is_marked
 from pipeline.models.smollm3.huggingface import EXPORT as SMOLLM3
 
@@ -60,6 +59,5 @@ LLAMA = Family(
     # GPT-2's recipe; Meta published none.
     initial_std=mup.initial(scaled_residual),
     rate=mup.rate,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(*MAPPINGS, SMOLLM3),
 )

@@ -11,7 +11,6 @@ from pipeline.layers.mlp import GatedMLP
 from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.family import Family
-from pipeline.models.llama import tensor_parallel as llama
 from pipeline.models.mistral.config import MistralConfig
 from pipeline.models.mistral.huggingface import MAPPING
 
@@ -42,6 +41,5 @@ MISTRAL = Family(
     build=build,
     # GPT-2's recipe; Mistral AI published none.
     initial_std=scaled_residual,
-    tensor_parallel=llama.DENSE,
     huggingface=(MAPPING,),
 )

@@ -16,7 +16,6 @@ from pipeline.layers.stack import Block
 from pipeline.models.family import Family
 from pipeline.models.mixtral.config import MixtralConfig
 from pipeline.models.mixtral.huggingface import MAPPING
-from pipeline.models.mixtral.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: MixtralConfig) -> MoEStack:
@@ -51,6 +50,5 @@ MIXTRAL = Family(
     build=build,
     # GPT-2's recipe; Mistral AI published none.
     initial_std=scaled_residual,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

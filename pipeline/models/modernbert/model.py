@@ -16,7 +16,6 @@ from pipeline.layers.stack import Block, Stack
 from pipeline.models.family import Family
 from pipeline.models.modernbert.config import ModernBertConfig
 from pipeline.models.modernbert.huggingface import MAPPING
-from pipeline.models.modernbert.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: ModernBertConfig) -> Stack:
@@ -64,7 +63,6 @@ MODERNBERT = Family(
     config=ModernBertConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
     tied_weights=lambda config: {"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
 )

@@ -14,7 +14,6 @@ from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.family import Family
-from pipeline.models.llama import tensor_parallel as llama
 from pipeline.models.nemotron.config import NemotronConfig
 from pipeline.models.nemotron.huggingface import MAPPING
 from pipeline.models.rules import rotated_dims
@@ -54,9 +53,5 @@ NEMOTRON = Family(
     config=NemotronConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel={
-        **{pattern: role for pattern, role in llama.DENSE.items() if pattern != "blocks.*.mlp.gate.weight"},
-        **{pattern.replace(".weight", ".bias"): "replicate" for pattern in _NORMS},
-    },
     huggingface=(MAPPING,),
 )

@@ -17,7 +17,7 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.olmo2.config import Olmo2Config
 from pipeline.models.olmo2.huggingface import MAPPING
-from pipeline.models.olmo2.tensor_parallel import TENSOR_PARALLEL
+from pipeline.models.tensor_parallel_roles import WITH_WIDTH_NORMS
 
 
 def build(config: Olmo2Config) -> Stack:
@@ -49,6 +49,6 @@ OLMO2 = Family(
     build=build,
     # Section 3.2 of the paper.
     initial_std=single_std,
-    tensor_parallel=TENSOR_PARALLEL,
+    tensor_parallel=WITH_WIDTH_NORMS,
     huggingface=(MAPPING,),
 )

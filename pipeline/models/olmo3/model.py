@@ -15,10 +15,10 @@ from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.family import Family
-from pipeline.models.olmo2.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.olmo3.config import Olmo3Config
 from pipeline.models.olmo3.huggingface import MAPPING
 from pipeline.models.shared_sizes import is_marked
+from pipeline.models.tensor_parallel_roles import WITH_WIDTH_NORMS
 
 
 def build(config: Olmo3Config) -> Stack:
@@ -61,6 +61,6 @@ OLMO3 = Family(
     build=build,
     # OLMo 2's recipe.
     initial_std=single_std,
-    tensor_parallel=TENSOR_PARALLEL,
+    tensor_parallel=WITH_WIDTH_NORMS,
     huggingface=(MAPPING,),
 )

@@ -20,7 +20,7 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.olmoe.config import OlmoeConfig
 from pipeline.models.olmoe.huggingface import MAPPING
-from pipeline.models.olmoe.tensor_parallel import TENSOR_PARALLEL
+from pipeline.models.tensor_parallel_roles import WITH_WIDTH_NORMS
 
 
 def build(config: OlmoeConfig) -> MoEStack:
@@ -56,6 +56,6 @@ OLMOE = Family(
     build=build,
     # The paper's, without its truncation at three standard deviations.
     initial_std=single_std,
-    tensor_parallel=TENSOR_PARALLEL,
+    tensor_parallel=WITH_WIDTH_NORMS,
     huggingface=(MAPPING,),
 )

@@ -10,7 +10,6 @@ from pipeline.layers.init import scaled_residual
 from pipeline.layers.mlp import MLP
 from pipeline.layers.stack import Block, Stack
 from pipeline.models.family import Family
-from pipeline.models.gpt import tensor_parallel as gpt
 from pipeline.models.opt.config import OPTConfig
 from pipeline.models.opt.huggingface import MAPPING
 
@@ -45,6 +44,5 @@ OPT = Family(
     build=build,
     # Megatron-LM's recipe with N(0, 0.006) (section 2.2 of the paper).
     initial_std=scaled_residual,
-    tensor_parallel={**gpt.TENSOR_PARALLEL, "embed.project.weight": "replicate", "head.project.weight": "replicate"},
     huggingface=(MAPPING,),
 )

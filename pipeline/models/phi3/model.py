@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pipeline.layers.init import scaled_residual
 from pipeline.models.family import Family
-from pipeline.models.llama import tensor_parallel as llama
 from pipeline.models.mistral.model import build
 from pipeline.models.phi3.config import Phi3Config
 from pipeline.models.phi3.huggingface import MAPPING
@@ -14,6 +13,5 @@ PHI3 = Family(
     build=build,
     # GPT-2's recipe; Microsoft published none.
     initial_std=scaled_residual,
-    tensor_parallel=llama.DENSE,
     huggingface=(MAPPING,),
 )

@@ -21,7 +21,6 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.qwen3_moe.config import Qwen3MoeConfig
 from pipeline.models.qwen3_moe.huggingface import MAPPING
-from pipeline.models.qwen3_moe.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: Qwen3MoeConfig) -> MoEStack:
@@ -65,6 +64,5 @@ QWEN3_MOE = Family(
     build=build,
     # GPT-2's recipe; the Qwen team published none.
     initial_std=scaled_residual,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

@@ -23,7 +23,6 @@ from pipeline.models import rope
 from pipeline.models.family import Family
 from pipeline.models.qwen3_next.config import Qwen3NextConfig
 from pipeline.models.qwen3_next.huggingface import MAPPING
-from pipeline.models.qwen3_next.tensor_parallel import TENSOR_PARALLEL
 from pipeline.models.rules import rotated_dims
 
 
@@ -95,6 +94,5 @@ QWEN3_NEXT = Family(
     config=Qwen3NextConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
 )

@@ -18,7 +18,6 @@ from pipeline.layers.rotary import Rotary
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
 from pipeline.models.family import Family
-from pipeline.models.llama import tensor_parallel as llama
 from pipeline.models.shared_sizes import is_marked
 from pipeline.models.smollm3.config import SmolLM3Config
 from pipeline.models.smollm3.huggingface import MAPPING
@@ -59,6 +58,5 @@ SMOLLM3 = Family(
     build=build,
     # GPT-2's recipe.
     initial_std=scaled_residual,
-    tensor_parallel=llama.DENSE,
     huggingface=(MAPPING,),
 )

@@ -14,7 +14,6 @@ from pipeline.models.costs import encoder_decoder_costs
 from pipeline.models.family import Family
 from pipeline.models.t5.config import T5Config
 from pipeline.models.t5.huggingface import MAPPING
-from pipeline.models.t5.tensor_parallel import ON_EVERY_STAGE, TENSOR_PARALLEL
 
 
 def build(config: T5Config) -> EncoderDecoder:
@@ -77,8 +76,7 @@ T5 = Family(
     config=T5Config,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
-    on_every_stage=ON_EVERY_STAGE,
+    on_every_stage=("*coder_bias.weight",),
     costs=encoder_decoder_costs,
 )

@@ -15,7 +15,6 @@ from pipeline.models.costs import encoder_decoder_costs
 from pipeline.models.family import Family
 from pipeline.models.transformer.config import TransformerConfig
 from pipeline.models.transformer.huggingface import MAPPING
-from pipeline.models.transformer.tensor_parallel import TENSOR_PARALLEL
 
 
 def build(config: TransformerConfig) -> EncoderDecoder:
@@ -66,7 +65,6 @@ TRANSFORMER = Family(
     config=TransformerConfig,
     build=build,
     initial_std=initial_std,
-    tensor_parallel=TENSOR_PARALLEL,
     huggingface=(MAPPING,),
     costs=encoder_decoder_costs,
 )

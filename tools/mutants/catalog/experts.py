@@ -14,9 +14,9 @@ MUTANTS = (
         words=(*MIXTRAL, "parallel.tensor=2", "parallel.zero_stage=0", "parallel.sequence_parallel=false"),
         edits=(
             Edit(
-                "pipeline/models/mixtral/tensor_parallel.py",
-                '"blocks.*.mlp.router.weight": "partial"',
-                '"blocks.*.mlp.router.weight": "replicate"',
+                "pipeline/models/tensor_parallel_roles.py",
+                "for name, ends in _ENDS.items() for end in ends}",
+                "for name, ends in _ENDS.items() for end in ends} | {'router.weight': 'replicate'}",
             ),
         ),
     ),

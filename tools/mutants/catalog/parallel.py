@@ -29,9 +29,9 @@ MUTANTS = (
         words=(*QWEN, *PLAIN_TENSOR_2),
         edits=(
             Edit(
-                "pipeline/models/llama/tensor_parallel.py",
-                '"blocks.*.attention.query_norm.weight": "partial"',
-                '"blocks.*.attention.query_norm.weight": "replicate"',
+                "pipeline/models/tensor_parallel_roles.py",
+                "for name, ends in _ENDS.items() for end in ends}",
+                "for name, ends in _ENDS.items() for end in ends} | {'query_norm.weight': 'replicate'}",
             ),
         ),
     ),
@@ -65,9 +65,9 @@ MUTANTS = (
         words=(*DEEPSEEK, *PLAIN_TENSOR_2),
         edits=(
             Edit(
-                "pipeline/models/deepseek_v3/tensor_parallel.py",
-                '"attention.key_value_down.weight": "partial"',
-                '"attention.key_value_down.weight": "replicate"',
+                "pipeline/models/tensor_parallel_roles.py",
+                "for name, ends in _ENDS.items() for end in ends}",
+                "for name, ends in _ENDS.items() for end in ends} | {'key_value_down.weight': 'replicate'}",
             ),
         ),
     ),
