@@ -110,6 +110,8 @@ def _parse_options(arguments: Sequence[str]) -> Namespace:
     def refuse(message: str) -> NoReturn:
         unknown = re.sub("unrecognized arguments: ", "", message).split()[-1]
         name, _, value = unknown.lstrip("-").partition("=")
+        if not value and unknown in arguments[:-1] and re.match(r"[\w.,/]+$", following := arguments[arguments.index(unknown) + 1]):
+            value = following  # --stage shard
         guess = foreign_names.advice(name, value or "VALUE") or f"write {name.replace('-', '_')}={value or 'true'}, without dashes"
         guess = f"{guess}; " if unknown.startswith("--") else ""
         raise UserError.of("argument", " ".join(arguments), message, f"{guess}python -m pipeline --hydra-help lists the options")
@@ -239,7 +241,8 @@ def _group(key: str, value: str, folders: Sequence[Path], *, is_sweep: bool) -> 
     options = sorted(legal)
     for option in _chosen(group, value, is_sweep=is_sweep):
         if option not in options:
-            yield Violation(group, option, f"must be one of {', '.join(options)}", nearest(f"{group}=", option, options))
+            fix = foreign_names.STAGES.get(option) if group == "stage" else None
+            yield Violation(group, option, f"must be one of {', '.join(options)}", fix or nearest(f"{group}=", option, options))
 
 
 def _chosen(group: str, value: str, *, is_sweep: bool) -> list[str]:

@@ -63,6 +63,19 @@ OTHER = {
     "use_distributed_optimizer": "set parallel.zero_stage=1",
     "zero_optimization": "set parallel.zero_stage, or name the file by parallel.deepspeed",
 }
+#: What other tools have as a step of its own -> the stage that does it.
+STAGES = {
+    "quantize": "write stage=convert stage.quantize=int4 (or int8, q8_0)",
+    "export": "write stage=convert",
+    "import": "write stage=convert stage.input=FOLDER",
+    "merge": "run tools/checkpoint merge",
+    "train": "write stage=pretrain or stage=finetune",
+    "sft": "write stage=finetune",
+    "dpo": "write stage=finetune training.objective=dpo",
+    "eval": "write stage=evaluate",
+    "dedup": "write stage=shard, which deduplicates",
+    "clean": "write stage=shard, which cleans",
+}
 
 
 def advice(key: str, value: object) -> str | None:

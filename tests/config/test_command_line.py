@@ -123,6 +123,8 @@ REFUSED = [
     ("--experimental-rerun=x", "--experimental-rerun: is not supported"),
     ("--dry-run", "unrecognized arguments: --dry-run|write dry_run=true, without dashes"),
     ("--stage=pretrain", "write stage=pretrain, without dashes"),
+    ("--stage shard", "write stage=shard, without dashes"),
+    ("stage=quantize", "write stage=convert stage.quantize=int4"),
     ("--help optimzer", "--help=optimzer: is not a stage, a group, a model family|did you mean optimizer"),
     ("stage=pretrian --help", "did you mean pretrain"),
     (

@@ -60,14 +60,16 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
 
 
 def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -> None:
-    """Log how often a run reads each corpus of its blend.
+    """Log how often a run reads each corpus of its blend, or its data if that is more than once.
 
     Raises:
         UserError: a corpus is read more often than its max_epochs.
     """
-    if samples.schedule is None:
-        return
     total = warmup.samples(training, training.steps)
+    if samples.schedule is None:
+        if total > (count := int(samples.counts[0])):
+            log.info("data: the run reads its %s samples %.2f times (epochs)", f"{count:,}", total / count)
+        return
     problems = []
     for name, taken, count in zip(sorted(data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
         most = data.blend[name].max_epochs
