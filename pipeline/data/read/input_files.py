@@ -11,6 +11,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
+from pipeline.data.read.streams import Section
 
 _SPLITTABLE = ("lines", "parquet")
 _OPENING_BYTES = 4096  # opening a file costs about as much as reading this
@@ -57,11 +58,15 @@ class InputFile:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file."""
+    """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file.
+
+    Of a compressed file, which has one span, a reader reads one section at a time.
+    """
 
     file: InputFile
     start: int = 0
     end: int | None = None
+    section: Section | None = None
 
     @property
     def covers_file(self) -> bool:

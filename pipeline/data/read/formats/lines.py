@@ -20,15 +20,15 @@ _SKIPPED_BYTES = 1 << 20
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
     source = span.file
-    with streams.open_bytes(source.path) as handle:
-        start = 0
+    with streams.open_bytes(source.path, span.section) as handle:
+        start = handle.tell()
         if span.start:
             handle.seek(span.start - 1)
             start = span.start - 1 + _skip_line(handle)
         for offset, number, found in records(handle, start, span.end, options):
             if isinstance(found, str):
-                # The line number is known only when the span begins at the start of the file.
-                yield Bad(source.label, f"byte {offset}" if span.start else f"line {number}", found)
+                # The line number is known only from the start of the file.
+                yield Bad(source.label, f"byte {offset}" if start else f"line {number}", found)
             else:
                 text, meta = found
                 yield Document(source.name, offset, text, meta, source.corpus)

@@ -23,7 +23,7 @@ _SAMPLE_SUFFIXES = ("txt", *_PAGES, "json")
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
     """Yield the documents of the archive, and a Skipped for every member of another type."""
     source = span.file
-    with streams.open_bytes(source.path) as handle:
+    with streams.open_bytes(source.path, span.section) as handle:
         archive = tar.Archive(handle)
         sample = _Sample("")
         try:
