@@ -2,10 +2,18 @@
 
 import gzip
 import lzma
+import re
 import tarfile
+import zlib
+from contextlib import suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote
 
 import pytest
+import zstandard
 
 from pipeline.common.errors import UserError
 from pipeline.data.read import input_files, inventory, reader, suffixes
@@ -35,6 +43,25 @@ def test_the_case_of_a_suffix_does_not_matter(tmp_path):
     (tmp_path / "c.MD").write_bytes(b"text")
     assert texts(read(tmp_path)[0]) == ["good", "good"]
     assert texts(read(tmp_path, suffixes=(".md",))[0]) == ["text"]
+
+
+def test_windows_of_up_to_2_gb_are_read_and_larger_ones_are_not_called_damage(tmp_path):
+    """`zstd --long=31` writes windows of 2 GB; the header of a frame may demand 3.75 TB."""
+    packed = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=10, write_checksum=True))
+    frame = packed.compressobj()  # without the size of the content, the header has the window
+    content = frame.compress(GOOD) + frame.flush()
+    for window_log, documents in ((27, 2), (28, 2), (31, 2), (32, 1)):
+        (tmp_path / "x.jsonl.zst").write_bytes(content[:5] + bytes([window_log - 10 << 3]) + content[6:] + PACKED[".zst"](GOOD))
+        found, bad = read(tmp_path)
+        assert len(found) == documents
+        assert [report.reason.partition(":")[0] for report in bad] == ["needs more than 2 GB of memory to be decompressed"] * (
+            2 - documents
+        )
+    content = bytearray(lzma.compress(GOOD))
+    content[16] = 39  # the largest dictionary but one
+    content[20:24] = zlib.crc32(content[12:20]).to_bytes(4, "little")
+    (tmp_path / "x.jsonl.zst").rename(tmp_path / "x.jsonl.xz").write_bytes(content)
+    assert [report.reason.partition(":")[0] for report in read(tmp_path)[1]] == ["needs more than 2 GB of memory to be decompressed"]
 
 
 def test_padding_between_the_streams_of_xz_is_valid(tmp_path):
@@ -177,6 +204,75 @@ def test_corpora_are_named_by_the_user_and_kept_apart(tmp_path):
     assert "data.corpora=Web: must consist of a-z" in refused
     assert "data.corpora=default: is the reserved name of the corpus of data.input" in refused
     assert "write data.corpora={NAME: [x]}" in pipeline("stage=shard", "data.corpora=[x]", expect=2)
+
+
+class _Handler(SimpleHTTPRequestHandler):
+    """Serves files below /ranges/ in ranges, below /whole/ not, and below /unsized/ without their length; /broken/ ends early."""
+
+    def do_GET(self) -> None:
+        _, way, name = self.path.split("/", 2)
+        path = Path(self.directory, unquote(name))
+        if not path.is_file():
+            self.send_error(404)
+            return
+        data = path.read_bytes()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")) if way == "ranges" else None
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(data)}")
+            data = data[first : last + 1]
+        if way != "unsized":
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command == "GET":
+            with suppress(OSError):  # fsspec ends an answer that is not a range
+                self.wfile.write(data[: len(data) // 2] if way == "broken" else data)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The address of an HTTP server of the files in tmp_path."""
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(tmp_path))) as http:
+        Thread(target=http.serve_forever).start()
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+        http.shutdown()
+
+
+@pytest.mark.parametrize("way", ["ranges", "whole", "unsized"])
+def test_every_format_is_read_from_a_server(tmp_path, server, way):
+    for ending, (content, expected, meta) in FORMATS.items():
+        for packing in ("",) if ending == ".parquet" else ("", ".gz"):
+            name = f"x{ending}{packing}"
+            (tmp_path / name).write_bytes(PACKED[packing](content))
+            documents, bad = read(f"{server}/{way}/{name}", suffixes=(ending, name))
+            assert (texts(documents), bad) == (expected, []), name
+            assert documents[0].meta == meta
+
+
+@pytest.mark.parametrize("way", ["ranges", "whole"])
+def test_a_file_of_a_server_that_is_larger_than_a_block_of_fsspec_is_read_in_parts(tmp_path, server, way):
+    lines = [f"{n} {words(n % 9, 2000)}" for n in range(1200)]
+    (tmp_path / "x.jsonl").write_text("".join(map(json_line, lines)))
+    assert (tmp_path / "x.jsonl").stat().st_size > 10_000_000
+    (file,) = input_files.find({"default": [f"{server}/{way}/x.jsonl"]}, [], []).files
+    spans = [span for part in input_files.parts([file], 4_000_000) for span in part.spans]
+    assert (len(spans), texts(all_of(spans))) == (4, lines)
+
+
+def test_what_a_server_does_not_send_is_reported(tmp_path, server):
+    (tmp_path / "x.jsonl").write_bytes(GOOD * 1000)
+    for way, name in (("broken", "x.jsonl"), ("whole", "missing.jsonl")):
+        source = input_files.InputFile(f"{server}/{way}/{name}", name, 17_000)
+        (bad,) = all_of([input_files.Span(source)])
+        assert bad.reason.startswith("cannot be read: ")
 
 
 def test_urls_are_read_through_fsspec(tmp_path):

@@ -157,5 +157,5 @@ def _lines(span: Span) -> Iterator[bytes]:
                 place += len(line)
                 yield line
         except streams.DamageError as error:
-            rule = f"is damaged after {error.position:,} bytes: {error}"
+            rule = f"{error.what} after {error.position:,} bytes: {error}"
             raise UserError.of("data.instructions", span.file.path, rule, "copy it again, or remove it from the list") from error

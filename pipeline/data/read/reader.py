@@ -46,7 +46,7 @@ def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[D
         rule = f"{change}, after its bytes {span.start:,} to {span.start + span.size:,} were read"
         raise UserError.of(key, source.path, rule, "end what writes it, or read a copy; then begin again, in an empty data.shards")
     if failure:
-        rule = f"is read with other bytes than before, and is now damaged after {failure.position:,} bytes of data: {failure}"
+        rule = f"is read with other bytes than before, and {failure.what} after {failure.position:,} bytes of data: {failure}"
         raise UserError.of(key, source.path, rule, "read a copy in another place")
 
 
@@ -71,7 +71,7 @@ def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document |
             except DamageError as error:
                 if isinstance(error, CheckError) and error is not section.damage:
                     raise
-                is_empty, lost, reason = False, error.lost, f"is damaged or truncated: {error}"
+                is_empty, lost, reason = False, error.lost, f"{error.what}: {error}"
                 if lost is None:
                     lost = source.size - (error.position if not compression and error.position < source.size else 0)
                 if error is section.damage and (

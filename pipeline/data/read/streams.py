@@ -20,13 +20,13 @@ BUFFER_BYTES = 1 << 20
 _COMPRESSED_BYTES = 1 << 12  # decompressed at once; of gzip and Zstandard the result may be ten thousand times as large
 _HEAD = 32  # at least so many bytes at the beginning of a member: its header is needed as a whole
 _GZIP = 31  # zlib window bits: gzip header, largest window
-_XZ_MEMORY = 1 << 30  # bytes that a file may demand of its reader; the largest dictionary of a preset of xz is 64 MB
+_MEMORY = 2 << 30  # bytes that a file may demand of its reader; as much as `zstd --long=31` does
 
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "gzip": lambda: zlib.decompressobj(_GZIP),
-    "zstd": lambda: zstandard.ZstdDecompressor().decompressobj(),
+    "zstd": lambda: zstandard.ZstdDecompressor(max_window_size=_MEMORY).decompressobj(),
     "bzip2": bz2.BZ2Decompressor,
-    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _XZ_MEMORY),
+    "xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, _MEMORY),
 }
 """Compression -> an object for one gzip member, Zstandard frame, bzip2 or xz stream, all with the same interface."""
 
@@ -39,9 +39,12 @@ class DamageError(Exception):
     """A stream is damaged or truncated.
 
     Attributes:
+        what: what is the matter.
         position: bytes of data before the damage.
         lost: stored bytes that cannot be read; None if they are unknown.
     """
+
+    what = "is damaged or truncated"
 
     def __init__(self, position: int, reason: str, lost: int | None = None) -> None:
         super().__init__(reason)
@@ -50,6 +53,12 @@ class DamageError(Exception):
 
 class CheckError(DamageError):
     """Compressed data cannot be decompressed, or its check fails: what was read behind `position` is not data."""
+
+
+class LimitError(CheckError):
+    """Compressed data need too much memory."""
+
+    what = f"needs more than {_MEMORY >> 30} GB of memory to be decompressed"
 
 
 class CutError(CheckError):
@@ -277,7 +286,8 @@ class Decompressed(io.RawIOBase):
             limit = (BUFFER_BYTES,) if self._compression in ("bzip2", "xz") else ()
             self._pending = memoryview(self._decompressor.decompress(compressed, *limit))
         except (zlib.error, zstandard.ZstdError, lzma.LZMAError, OSError) as error:  # OSError: of bzip2
-            raise CheckError(self.verified[1], str(error)) from error
+            kind = LimitError if "memory" in str(error).lower() else CheckError
+            raise kind(self.verified[1], str(error)) from error
         if self._compression == "xz":
             self._section.unchecked |= self._decompressor.check == lzma.CHECK_NONE
         if self._decompressor.eof:

@@ -33,7 +33,7 @@ def sections(path: str, compression: str, begins: bytes | None) -> list[Section]
                 following = None if begins is None else _next_member(handle, compression, stream.member[0] + 1, begins)
                 stored, section.end = stream.verified
                 lost = size if isinstance(error, CutError) and following is None else (following or size) - stored
-                section.damage, section.damaged = CheckError(section.end, str(error), lost), Section(*stream.member)
+                section.damage, section.damaged = type(error)(section.end, str(error), lost), Section(*stream.member)
                 if following is None:
                     return found
                 found.append(Section(following, section.end))
