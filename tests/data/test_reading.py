@@ -1,6 +1,7 @@
 """Reading documents from files of all supported formats."""
 
 import gzip
+import json
 import lzma
 import re
 import tarfile
@@ -12,13 +13,33 @@ from pathlib import Path
 from threading import Thread
 from urllib.parse import unquote
 
+import pyarrow as pa
 import pytest
 import zstandard
 
 from pipeline.common.errors import UserError
 from pipeline.data.read import input_files, inventory, reader, suffixes
 from pipeline.data.read.documents import ReadOptions, Skipped
-from tests.data.raw_files import FORMATS, GOOD, LONG, PACKED, PAGE, PARQUET, TAR, all_of, json_line, page, read, tar_of, texts, warc_record
+from tests.data.raw_files import (
+    FORMATS,
+    GOOD,
+    LONG,
+    PACKED,
+    PAGE,
+    PARQUET,
+    TAR,
+    WIKI,
+    all_of,
+    arrow_of,
+    json_line,
+    page,
+    read,
+    spans_of,
+    tar_of,
+    texts,
+    warc_record,
+    zip_of,
+)
 from tests.helpers import pipeline, words
 
 
@@ -26,7 +47,7 @@ def test_every_format_is_in_the_table() -> None:
     assert FORMATS.keys() == suffixes.FORMATS.keys()
 
 
-@pytest.mark.parametrize("ending, packing", [(e, p) for e in FORMATS for p in PACKED if e != ".parquet" or not p])
+@pytest.mark.parametrize("ending, packing", [(e, p) for e in FORMATS for p in PACKED if not p or e not in suffixes.INTERNAL])
 def test_every_format_is_read(tmp_path, ending, packing):
     content, expected, meta = FORMATS[ending]
     (tmp_path / f"x{ending}{packing}").write_bytes(PACKED[packing](content))
@@ -103,12 +124,31 @@ def test_pages_of_a_web_archive_are_found_by_media_type_and_everything_else_is_c
     ]
 
 
-def test_members_of_a_tar_that_are_not_read_are_counted(tmp_path):
-    names = ["1.txt", "1.jpg", "2.rst.txt", "3", "4.txt", "4.html", "5.Jane Doe", "6.jsonl.gz"]
-    (tmp_path / "x.tar").write_bytes(tar_of(dict.fromkeys(names, b"text")))
-    assert texts(read(tmp_path)[0]) == ["text"] * 2
-    expected = [".jpg", ".rst.txt", "none", ".html beside .txt", "other", ".jsonl.gz"]
-    assert sorted(skipped(tmp_path)) == sorted(f"tar member with suffix {suffix}" for suffix in expected)
+@pytest.mark.parametrize("kind, packed", [("tar", tar_of), ("zip", zip_of)])
+def test_members_of_an_archive_that_are_not_read_are_counted(tmp_path, kind, packed):
+    names = ["1.txt", "1.jpg", "2.rst.txt", "3", "4.txt", "4.html", "5.Jane Doe", "6.jsonl.gz", "__MACOSX/._1.txt", ".txt"]
+    (tmp_path / f"x.{kind}").write_bytes(packed(dict.fromkeys(names, b"text")))
+    assert texts(read(tmp_path)[0]) == ["text"] * 3
+    expected = [".jpg", "none", ".html beside .txt", "other", ".jsonl.gz", ".txt", ".txt"]
+    assert sorted(skipped(tmp_path)) == sorted(f"archive member with suffix {suffix}" for suffix in expected)
+
+
+NAMES = ["papers/2101.00001", "papers/2101.00002", "papers/2101.00001v2", "v1.0/notes", "a.b/c", "a"]
+
+
+@pytest.mark.parametrize("order", ["beside", "texts first", "metadata first", "reversed"])
+@pytest.mark.parametrize("ending", [".tar", ".tar.gz", ".tgz", ".tar.xz", ".zip"])
+def test_names_with_dots_and_any_order_of_members_keep_texts_and_metadata(tmp_path, ending, order):
+    pairs = [[(f"{name}.json", json.dumps({"n": name}).encode()), (f"{name}.txt", name.encode())] for name in NAMES]
+    members = [member for pair in pairs for member in pair]
+    if order != "beside":
+        members = [pair[1] for pair in pairs] + [pair[0] for pair in pairs]
+        members = {"texts first": members, "metadata first": members[6:] + members[:6], "reversed": members[::-1]}[order]
+    content = zip_of(dict(members)) if ending == ".zip" else PACKED[{".tgz": ".gz"}.get(ending, ending[4:])](tar_of(dict(members)))
+    (tmp_path / f"x{ending}").write_bytes(content)
+    documents, bad = read(tmp_path)
+    assert {document.text: document.meta for document in documents} == {name: {"n": name} for name in NAMES}
+    assert (len(documents), bad, skipped(tmp_path)) == (len(NAMES), [], [])
 
 
 def skipped(folder: Path) -> list[str]:
@@ -118,7 +158,7 @@ def skipped(folder: Path) -> list[str]:
 
 
 def test_files_that_are_not_read_are_counted_by_reason(tmp_path):
-    for name in ("a.jsonl", "b.MD", "c.csv", "d.csv", "README", ".hidden.txt", ".git/config", "x.Jane Doe"):
+    for name in ("a.jsonl", "b.MD", "c.bib", "d.bib", "README", ".hidden.txt", ".git/config", "x.Jane Doe"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(GOOD)
     (tmp_path / "loop").symlink_to(tmp_path)
@@ -127,7 +167,7 @@ def test_files_that_are_not_read_are_counted_by_reason(tmp_path):
     assert len(listing.files) == 1
     assert listing.skipped["default"] == {
         "with suffix .md": [1, len(GOOD)],
-        "with suffix .csv": [2, 2 * len(GOOD)],
+        "with suffix .bib": [2, 2 * len(GOOD)],
         "with suffix none": [1, len(GOOD)],
         "with suffix other": [1, len(GOOD)],
         "excluded by data.exclude": [2, len(GOOD)],
@@ -168,6 +208,31 @@ def test_every_format_of_tar_is_read(tmp_path, form):
     (tmp_path / "x.tar").write_bytes(tar_of({name: name.encode() for name in names}, form))
     documents, bad = read(tmp_path)
     assert (texts(documents), bad) == (names, [])
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_files_are_arrays_or_records_or_lines(tmp_path, indent):
+    wanted = [f"{n} {words(n % 7, 3000)}" for n in range(99)]
+    (tmp_path / "array.json").write_text(json.dumps([{"text": text, "n": 1, "x": float("nan")} for text in wanted], indent=indent))
+    (tmp_path / "record.json").write_text(json.dumps({"text": "one", "n": 1}, indent=indent))
+    (tmp_path / "lines.json").write_text("".join(map(json_line, wanted)))
+    (tmp_path / "nothing.json").write_text(json.dumps([], indent=indent))
+    documents, bad = read(tmp_path)
+    assert texts(documents) == [*wanted, *wanted, "one"]
+    assert [report.reason for report in bad] == ["contains no document"]
+    assert documents[0].meta == {"n": 1, "x": None}
+    for name in ("array.json", "lines.json"):
+        assert texts(all_of(spans_of(tmp_path / name, 500_000))) == wanted
+
+
+def test_files_of_arrow_are_read_as_streams_are(tmp_path):
+    (tmp_path / "x.arrow").write_bytes(arrow_of([{"text": "eins"}, {"text": "zwei"}], pa.ipc.new_file))
+    assert texts(read(tmp_path)[0]) == ["eins", "zwei"]
+
+
+def test_redirects_and_talk_of_a_wiki_are_counted(tmp_path):
+    (tmp_path / "x.xml.bz2").write_bytes(PACKED[".bz2"](WIKI))
+    assert skipped(tmp_path) == ["wiki page that redirects", "wiki page of another namespace"]
 
 
 def test_numbered_shards_are_read_in_the_notation_of_webdataset(tmp_path):
@@ -249,7 +314,7 @@ def server(tmp_path):
 @pytest.mark.parametrize("way", ["ranges", "whole", "unsized"])
 def test_every_format_is_read_from_a_server(tmp_path, server, way):
     for ending, (content, expected, meta) in FORMATS.items():
-        for packing in ("",) if ending == ".parquet" else ("", ".gz"):
+        for packing in ("",) if ending in suffixes.INTERNAL else ("", ".gz"):
             name = f"x{ending}{packing}"
             (tmp_path / name).write_bytes(PACKED[packing](content))
             documents, bad = read(f"{server}/{way}/{name}", suffixes=(ending, name))

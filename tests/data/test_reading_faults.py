@@ -12,6 +12,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import zstandard
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ from tests.data.raw_files import (
     PARQUET,
     TAR,
     all_of,
+    arrow_of,
     json_line,
     page,
     parquet_of,
@@ -37,9 +39,21 @@ from tests.data.raw_files import (
     tar_of,
     texts,
     warc_record,
+    zip_of,
 )
 from tests.helpers import RAW, pipeline, words
 
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+ARROW, ARROW_FILE = (arrow_of([{"text": "good"}] * 5, new) for new in (pa.ipc.new_stream, pa.ipc.new_file))
+ZIP = zip_of({f"{n}.txt": b"good" for n in range(4)})
+ENCRYPTED = flipped(flipped(ZIP, 8 * 6), 8 * (ZIP.index(b"PK\1\2") + 8))  # the flag of the first member
+WIKI_OF_GOOD = b"<mediawiki>%b</mediawiki>" % (b"<page><ns>0</ns><revision><text>good</text></revision></page>\n" * 3)
 UNDECODABLE = parquet_of([{"text": "good"}, {"text": "b" + "a" * 9}, {"text": "good"}], use_dictionary=False, compression="none").replace(
     b"b" + b"a" * 9, b"b" + b"\xff" * 9
 )
@@ -98,6 +112,41 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "cut Parquet": ("x.parquet", PARQUET[: len(PARQUET) // 2], 0, [("", "is damaged or truncated")]),
     "other schema": ("x.parquet", parquet_of([{"body": "x"}]), 0, [("", "has no column 'text' (data.text_field), only 'body'")]),
     "other type": ("x.parquet", parquet_of([{"text": 7}]), 0, [("", "has int64 instead of text in column 'text'")]),
+    "row of CSV": (
+        "x.csv",
+        b'text,n\ngood,1\ngood\ngood,2,3\n"good" x,4\n"good",5',
+        2,
+        [("row 2", "has 1 fields"), ("row 3", "has 3"), ("row 4", "is not CSV")],
+    ),
+    "Latin-1 row of CSV": ("x.csv", "text\ngood\ngrün\ngood\n".encode("latin-1"), 2, [("row 2", "contains invalid Unicode")]),
+    "open quotation mark": ("x.csv", b'text\ngood\n"good\ngood\n', 1, [("row 2", "is not CSV")]),
+    "large row of CSV": ("x.tsv", b"text\n" + b"x" * 300_000 + b"\ngood\n", 1, [("row 1", "is not CSV: field larger than field limit")]),
+    "other columns": ("x.csv", b"body,n\ngood,1\n", 0, [("row 0", "has no column 'text' (data.text_field), only 'body', 'n'")]),
+    "cut CSV": ("x.csv.gz", gzip.compress(b"text\ngood\n") + gzip.compress(b"good\ngood")[:-9], 1, [("byte 10", "ends within")]),
+    "record of an array": (
+        "x.json",
+        b'[{"text": "good"}, 7, {"a": 1}, {"text": "\\ud800"}, {"text": "good"}]',
+        2,
+        [("record 1", "is a JSON int"), ("record 2", "has no field 'text'"), ("record 3", "invalid Unicode")],
+    ),
+    "damaged array": ("x.json", b'[{"text": "good"}, {"text" "bad"}, {"text": "good"}]', 1, [("byte 19", "is not JSON")]),
+    "cut array": ("x.json", b'[{"text": "good"}, {"text": "go', 1, [("byte 19", "is not JSON")]),
+    "large record of an array": (
+        "x.json",
+        json.dumps([{"text": "good"}, {"text": "x" * 300_000}, {"text": "good"}]).encode(),
+        2,
+        [("record 1", "larger than")],
+    ),
+    "no dump": ("x.xml", b"<html><body>good</body></html>", 0, [("", "contains no document")]),
+    "cut dump": ("x.xml", WIKI_OF_GOOD[:-60], 2, [("byte ", "not XML: unclosed token")]),
+    "damaged dump": ("x.xml", WIKI_OF_GOOD.replace(b"</ns>", b"</n>", 1), 0, [("byte ", "not XML: mismatched tag")]),
+    "cut Arrow": ("x.arrow", ARROW[: len(ARROW) * 2 // 3], 3, [("row 3", "is damaged or truncated")]),
+    "cut Arrow file": ("x.arrow", ARROW_FILE[: len(ARROW_FILE) // 2], 0, [("", "is damaged or truncated")]),
+    "no Arrow": ("x.arrow", GOOD, 0, [("", "is damaged or truncated")]),
+    "other schema of Arrow": ("x.arrow", arrow_of([{"body": "x"}]), 0, [("", "has no column 'text'")]),
+    "damaged member of a zip": ("x.zip", flipped(ZIP, 8 * 37), 3, [("member 0.txt", "cannot be read: ")]),
+    "cut zip": ("x.zip", ZIP[:-30], 0, [("", "is damaged or truncated")]),
+    "password": ("x.zip", ENCRYPTED, 3, [("member 0.txt", "cannot be read: File")]),
     "null row": ("x.parquet", parquet_of([{"text": "good"}, {"text": None}, {"text": "good"}]), 2, [("row 1", "null instead of text")]),
     "Latin-1 row": ("x.parquet", UNDECODABLE, 2, [("row 1", "invalid UTF-8")]),
     "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 3, [("byte 3586", "the archive is truncated")]),
@@ -151,12 +200,6 @@ MEMBERS_OF_MANY = [gzip.compress(line) for line in MANY.splitlines(keepends=True
 MANY_ROWS = parquet_of([{"text": os.urandom(9000).hex()} for _ in range(40)], row_group_size=4, compression="none")
 GZIP_OF_MANY = gzip.compress(MANY)
 GZIPPED_TAR = gzip.compress(tar_of({f"{n}.txt": os.urandom(900).hex().encode() for n in range(9)}))
-
-
-def flipped(content: bytes, bit: int) -> bytes:
-    changed = bytearray(content)
-    changed[bit // 8] ^= 1 << bit % 8
-    return bytes(changed)
 
 
 #: case -> (name, content, the stored bytes that are lost, as a share of the file)
@@ -425,11 +468,11 @@ def test_the_stage_counts_what_it_reads_and_quarantines_and_leaves_out(tmp_path,
     assert report["input"]["skipped"]["default"] == {
         "file excluded by data.exclude": [1, 4],
         "file with suffix .md": [2, 8],
-        "tar member with suffix .jpg": [1, 2],
+        "archive member with suffix .jpg": [1, 2],
     }
     assert report["input"]["same_names"] == {"default": {"names": 1, "example": ["good.jsonl", "good.txt"]}}
     shown = (shards / "report.html").read_text()
-    assert all(text in shown for text in ("tar member with suffix .jpg", "good.jsonl and good.txt", ".jsonl.gz"))
+    assert all(text in shown for text in ("archive member with suffix .jpg", "good.jsonl and good.txt", ".jsonl.gz"))
     manifest = json.loads((shards / "manifest.json").read_text())
     assert manifest["totals"]["train"]["documents"] + manifest["totals"]["validation"]["documents"] == 504
     assert (manifest["totals"]["files"], manifest["totals"]["skipped"]) == (6, 4)
@@ -464,7 +507,7 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(st.sampled_from(list(FORMATS)), st.sampled_from(list(PACKED)), st.data())
 def test_no_kind_of_damage_stops_the_reader(tmp_path_factory, ending, packing, data):
-    packing = "" if ending == ".parquet" else packing
+    packing = "" if ending in suffixes.INTERNAL else packing
     content = FORMATS[ending][0]
     for step in (PACKED[packing], bytes):  # damage before compression, then after it
         for _ in range(data.draw(st.integers(0, 2))):

@@ -62,7 +62,7 @@ def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document |
         verified = verification.sections(source.path, compression, _GOES_ON.get(file_format)) if compression and verify else [Section()]
         for section in verified:
             try:
-                documents = content(replace(span, section=section), options)
+                documents = content(replace(span, section=section, verify=verify), options)
                 for found in documents:
                     yield found
                     if not isinstance(found, Skipped):

@@ -138,7 +138,6 @@ def process(
         save_dropped: write the dropped documents next to the spill.
         verify: verify the compressed files before they are read.
     """
-    done: list[int] = []
     counts, rows = PartCounts(notes=cleaner.notes), row_type(permutations(dedup))
     spill = Spill(stem.with_suffix(SUFFIX), rows, dedup.bands if dedup.near else 0)
     try:
@@ -150,11 +149,7 @@ def process(
                 if add:
                     add(_metadata(document, language or None, []), step, reason, text)
 
-            def count(size: int) -> None:
-                done.append(size)
-                advance(size)
-
-            for batch in batches(_documents(part, options, counts, count, verify)):
+            for batch in batches(_documents(part, options, counts, advance, verify)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
                 del batch  # before the next one is read, which may be large too
         spill.close()
@@ -165,8 +160,7 @@ def process(
     else:
         counts.runs, counts.index = spill.runs, spill.index
         return counts
-    advance(-sum(done))
-    return process(part, stem, options, cleaner, order, dedup, advance, save_dropped=save_dropped, verify=True)
+    return process(part, stem, options, cleaner, order, dedup, lambda _: None, save_dropped=save_dropped, verify=True)
 
 
 def _documents(
