@@ -121,7 +121,7 @@ FAULTS: dict[str, tuple[str, bytes, int, list[tuple[str, str]]]] = {
     "Latin-1 row of CSV": ("x.csv", "text\ngood\ngrün\ngood\n".encode("latin-1"), 2, [("row 2", "contains invalid Unicode")]),
     "open quotation mark": ("x.csv", b'text\ngood\n"good\ngood\n', 1, [("row 2", "is not CSV")]),
     "large row of CSV": ("x.tsv", b"text\n" + b"x" * 300_000 + b"\ngood\n", 1, [("row 1", "is not CSV: field larger than field limit")]),
-    "other columns": ("x.csv", b"body,n\ngood,1\n", 0, [("row 0", "has no column 'text' (data.text_field), only 'body', 'n'")]),
+    "other columns": ("x.csv", b"body,n\ngood,1\n", 0, [("", "has no column 'text' (data.text_field), only 'body', 'n'")]),
     "cut CSV": ("x.csv.gz", gzip.compress(b"text\ngood\n") + gzip.compress(b"good\ngood")[:-9], 1, [("byte 10", "ends within")]),
     "record of an array": (
         "x.json",
@@ -199,6 +199,7 @@ MANY = b"".join(json_line(os.urandom(9000).hex()).encode() for _ in range(40))
 MEMBERS_OF_MANY = [gzip.compress(line) for line in MANY.splitlines(keepends=True)]
 MANY_ROWS = parquet_of([{"text": os.urandom(9000).hex()} for _ in range(40)], row_group_size=4, compression="none")
 GZIP_OF_MANY = gzip.compress(MANY)
+ZIP_OF_MANY = zip_of({f"{n}.txt": os.urandom(9000).hex().encode() for n in range(4)})
 GZIPPED_TAR = gzip.compress(tar_of({f"{n}.txt": os.urandom(900).hex().encode() for n in range(9)}))
 
 
@@ -218,6 +219,12 @@ LOSSES: dict[str, tuple[str, bytes, float]] = {
     "damaged Parquet": ("x.parquet", bytes(len(MANY_ROWS) // 2) + MANY_ROWS[len(MANY_ROWS) // 2 :], 0.6),  # 6 of 10 row groups
     "other schema": ("x.parquet", parquet_of([{"body": "x"}] * 9), 1),
     "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 1),
+    "other columns": ("x.csv", b"body,n\n" + MANY, 1),
+    "damaged array": ("x.json", b"[%b{]" % b",".join(MANY.splitlines()[:20]) + MANY, 2 / 3),
+    "damaged dump": ("x.xml", WIKI_OF_GOOD.replace(b"good", MANY.replace(b'"', b"")) * 2, 0.5),
+    "damaged member of a zip": ("x.zip", ZIP_OF_MANY[:1000] + bytes(9) + ZIP_OF_MANY[1009:], 0.25),
+    "cut zip": ("x.zip", ZIP_OF_MANY[:-30], 1),
+    "cut Arrow": ("x.arrow", ARROW[: len(ARROW) * 2 // 3], 1),
     "tar without end": ("x.tar", TAR[: 4 * 1024], 0),
     "damaged tar": ("x.tar", TAR[:1024] + b"x" * 512 + TAR[1536:], 1 - 1024 / len(TAR)),
     "cut WARC": ("x.warc", warc_record(PAGE) * 2 + warc_record(PAGE)[:-900], 1),

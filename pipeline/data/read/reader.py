@@ -17,7 +17,7 @@ _ONE_DOCUMENT = ("text", "html")
 """Formats of which damage anywhere loses the whole file."""
 
 
-_GOES_ON = {"lines": b"", "warc": b"WARC/"}
+_GOES_ON = {"lines": b"", "json_values": b"", "warc": b"WARC/"}
 """Formats that are read on behind damage -> what the data of a compressed member begins with where they are."""
 
 
@@ -74,24 +74,25 @@ def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document |
                 is_empty, lost, reason = False, error.lost, f"{error.what}: {error}"
                 if lost is None:
                     lost = source.size - (error.position if not compression and error.position < source.size else 0)
-                if error is section.damage and (
-                    left := _taken_back(content(replace(span, section=section.damaged), options), error.position)
-                ):
-                    reason += f"; {left[0]:,} documents, {left[1]:,} bytes, that can be read do not pass its check, and are left out"
+                if error is section.damage:
+                    reason += _taken_back(content(replace(span, section=section.damaged), options), error.position)
                 yield Bad(source.label, f"byte {error.position}", reason, max(lost, source.size) if file_format in _ONE_DOCUMENT else lost)
         if is_empty:
             yield Bad(source.label, "", "contains no document")
         if any(section.unchecked for section in verified):
             yield Unchecked()
-    except OSError as error:
-        yield Bad(source.label, "", f"cannot be read: {error.strerror or error}", span.size)
+    except CheckError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_remote(source.path):  # every protocol raises its own exception types
+            raise
+        yield Bad(source.label, "", f"cannot be read: {getattr(error, 'strerror', '') or error or type(error).__name__}", span.size)
 
 
-def _taken_back(documents: Iterator[Document | Bad | Skipped], position: int) -> tuple[int, int]:
-    """The number and the size of the documents behind a position that are readable although they are damaged."""
-    number = size = 0
+def _taken_back(documents: Iterator[Document | Bad | Skipped], position: int) -> str:
+    """What can be read of a damaged member although it does not pass its check: its documents behind a position, in words."""
+    sizes = []
     with suppress(DamageError):
         for found in documents:
-            if isinstance(found, Document) and found.offset >= position:
-                number, size = number + 1, size + utf8_length(found.text)
-    return number, size
+            sizes += [utf8_length(found.text)] if isinstance(found, Document) and found.offset >= position else []
+    return f"; {len(sizes):,} documents, {sum(sizes):,} bytes, that can be read do not pass its check, and are left out" if sizes else ""

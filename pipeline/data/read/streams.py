@@ -92,66 +92,22 @@ def is_remote(path: str) -> bool:
 
 
 def open_raw(path: str) -> IO[bytes]:
-    """Open a local file or a URL without decompression. The file is seekable: that of a server without ranges is a temporary copy.
-
-    Raises:
-        OSError: it cannot be read, whatever the library of the protocol raises; reading raises it, too.
-    """
+    """Open a local file or a URL without decompression. The file is seekable: that of a server without ranges is a temporary copy."""
     if not is_remote(path):
         return open(path, "rb", buffering=BUFFER_BYTES)
     from fsspec.core import url_to_fs
 
-    with _os_errors():
-        system, name = url_to_fs(path)
-        handle = system.open(name, "rb")
-        try:
-            handle.seek(-1, io.SEEK_END)
-            handle.read(1)
-            handle.seek(0)
-        except (ValueError, TypeError):  # without ranges, or without a size
-            handle = tempfile.TemporaryFile()  # noqa: SIM115, closed by the reader
-            system.get_file(name, handle)
-            handle.seek(0)
-    return io.BufferedReader(_Remote(handle), BUFFER_BYTES)
-
-
-@contextmanager
-def _os_errors() -> Iterator[None]:
+    system, name = url_to_fs(path)
+    handle = system.open(name, "rb")
     try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:  # every protocol raises its own exception types
-        raise OSError(str(error) or type(error).__name__) from error
-
-
-class _Remote(io.RawIOBase):
-    """A file of fsspec as Python's own ones are: those of some protocols lack methods and arguments."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        with _os_errors():
-            data = self._handle.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._handle.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._handle.tell()
-
-    def close(self) -> None:
-        self._handle.close()
-        super().close()
+        handle.seek(-1, io.SEEK_END)
+        handle.read(1)
+        handle.seek(0)
+    except (ValueError, TypeError):  # without ranges, or without a size
+        handle = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115, closed by the reader
+        system.get_file(name, handle)
+        handle.seek(0)
+    return io.BufferedReader(handle, BUFFER_BYTES)  # files of fsspec lack arguments of some methods
 
 
 @contextmanager

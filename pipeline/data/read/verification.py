@@ -41,27 +41,22 @@ def sections(path: str, compression: str, begins: bytes | None) -> list[Section]
 
 def _next_member(handle: IO[bytes], compression: str, start: int, begins: bytes) -> int | None:
     """Where the first intact member begins at or behind a position of the file."""
-    magic = MAGIC[compression]
-    while True:
+    magic, size = MAGIC[compression], BUFFER_BYTES
+    while size == BUFFER_BYTES:
         handle.seek(start)
         chunk = handle.read(BUFFER_BYTES)
-        place = chunk.find(magic)
-        if place >= 0:
-            start += place
-            if _is_intact(handle, compression, start, begins):
+        place, size = chunk.find(magic), len(chunk)
+        if place < 0:
+            start += size - len(magic) + 1
+            continue
+        start, size = start + place, BUFFER_BYTES
+        handle.seek(start)
+        stream = Decompressed(handle, compression, Section(start))
+        with suppress(CheckError):
+            is_begun = (stream.read(BUFFER_BYTES) or b"").startswith(begins)
+            while is_begun and not stream.complete and stream.read(BUFFER_BYTES):
+                pass
+            if is_begun and stream.complete:
                 return start
-            start += 1
-        elif len(chunk) < BUFFER_BYTES:
-            return None
-        else:
-            start += len(chunk) - len(magic) + 1
-
-
-def _is_intact(handle: IO[bytes], compression: str, start: int, begins: bytes) -> bool:
-    handle.seek(start)
-    stream = Decompressed(handle, compression, Section(start))
-    with suppress(CheckError):
-        first = stream.read(BUFFER_BYTES) or b""
-        while first.startswith(begins) and not stream.complete and stream.read(BUFFER_BYTES):
-            pass
-    return bool(stream.complete) and first.startswith(begins)
+        start += 1
+    return None

@@ -9,45 +9,41 @@ from typing import IO
 
 from pipeline.data.read import streams, suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats import lines
-from pipeline.data.read.formats.checks import field_names
+from pipeline.data.read.formats.checks import document_of, no_column
+from pipeline.data.read.formats.lines import skip_line
 from pipeline.data.read.input_files import Span
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the rows, which are counted from 0, the header."""
-    source = span.file
-    delimiter = "\t" if suffixes.split_compression(source.name)[0].lower().endswith(".tsv") else ","
-    with streams.open_bytes(source.path, span.section) as handle:
-        yield from lines.documents(source, _records(handle, delimiter, options), lambda _, number: f"row {number}")
-
-
-def _records(handle: IO[bytes], delimiter: str, options: ReadOptions) -> Iterator[tuple[int, int, lines.Record | str]]:
+    source, number, header = span.file, -1, [""]
     csv.field_size_limit(options.document_bytes)
-    decoded = codecs.iterdecode(_lines(handle, options.document_bytes), "utf-8-sig", "surrogateescape")
-    rows, header, number = csv.reader(decoded, delimiter=delimiter, strict=True), [""], -1
-    while True:
-        number += 1
-        try:
-            row = next(rows, None)
-        except csv.Error as error:
-            yield number, number, f"is not CSV: {error}"
-            continue
-        if row is None:
-            return
-        if not number:
-            header = row
-        if options.text_field not in header:
-            yield number, number, f"has no column {options.text_field!r} (data.text_field), only {field_names(header)}"
-            return
-        if row and number:
-            is_whole, differs = len(row) == len(header), f"has {len(row)} fields, and the header has {len(header)}"
-            yield number, number, lines.usable(dict(zip(header, row, strict=True)), options) if is_whole else differs
+    with streams.open_bytes(source.path, span.section) as handle:
+        decoded = codecs.iterdecode(_lines(handle, options.document_bytes), "utf-8-sig", "surrogateescape")
+        is_tsv = suffixes.split_compression(source.name)[0].lower().endswith(".tsv")
+        rows = csv.reader(decoded, delimiter="\t" if is_tsv else ",", strict=True)
+        while True:
+            number += 1
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                yield Bad(source.label, f"row {number}", f"is not CSV: {error}")
+                continue
+            header = header if number else row or header
+            if row is None:
+                return
+            if options.text_field not in header:
+                yield Bad(source.label, "", no_column(options.text_field, header), source.size)
+                return
+            if number and len(row) == len(header):
+                yield document_of(dict(zip(header, row, strict=True)), source, number, "row", options)
+            elif number and row:
+                yield Bad(source.label, f"row {number}", f"has {len(row)} fields, and the header has {len(header)}")
 
 
 def _lines(handle: IO[bytes], limit: int) -> Iterator[bytes]:
     """Yield the lines; a longer one as a field that the parser refuses."""
     while line := handle.readline(limit + 1):
         if len(line) > limit and not line.endswith(b"\n"):
-            lines.skip_line(handle)
+            skip_line(handle)
         yield line if len(line) <= limit else b"x" * (limit + 1) + b"\n"

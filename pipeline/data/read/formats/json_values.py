@@ -11,6 +11,7 @@ from typing import IO
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import lines
+from pipeline.data.read.formats.checks import document_of
 from pipeline.data.read.input_files import Span
 
 _BETWEEN = re.compile(r"[\s,]*")
@@ -23,13 +24,13 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         first = handle.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
         kind = _ARRAY if first.startswith(b"[") else _RECORD if first.partition(b"\n")[0].strip() == b"{" else _LINES
         if kind != _LINES and not span.start:
-            yield from lines.documents(span.file, _records(handle, kind, options), lambda _, number: f"record {number}")
+            yield from _records(span, handle, kind, options)
     if kind == _LINES:
         yield from lines.read(span, options)
 
 
-def _records(handle: IO[bytes], kind: int, options: ReadOptions) -> Iterator[tuple[int, int, lines.Record | str]]:
-    """Yield (number, number, record or the reason why it is unusable), counted from 0.
+def _records(span: Span, handle: IO[bytes], kind: int, options: ReadOptions) -> Iterator[Document | Bad]:
+    """Yield the documents of the values.
 
     Raises:
         DamageError: the records cannot be told apart from here on.
@@ -50,5 +51,5 @@ def _records(handle: IO[bytes], kind: int, options: ReadOptions) -> Iterator[tup
             more = handle.read(max(streams.BUFFER_BYTES, len(text) - place))
             text, place, ended = text[place:] + decode(more, final=not more), 0, not more
         else:
-            yield number, number, lines.usable(value, options)
+            yield document_of(value, span.file, number, "record", options)
             number += 1

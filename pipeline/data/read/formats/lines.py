@@ -11,7 +11,7 @@ import orjson
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import long_strings
-from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small_fields, text_of, too_large, utf8, within_limit
+from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, representable, small_fields, text_of, too_large, utf8
 from pipeline.data.read.input_files import InputFile, Span
 
 _SKIPPED_BYTES = 1 << 20
@@ -47,17 +47,6 @@ def documents(
             yield Bad(source.label, position(offset, number), record)
         else:
             yield Document(source.name, base + offset, *record, source.corpus)
-
-
-def usable(record: Any, options: ReadOptions) -> Record | str:
-    """The text and the small fields of a record that is not a line, or the reason why it is unusable."""
-    try:
-        orjson.dumps(record)
-        return within_limit(text_of(record, options.text_field), options), small_fields(record.items())
-    except TypeError as error:
-        return f"contains invalid Unicode, or is nested too deeply: {error}"
-    except UnusableError as error:
-        return str(error)
 
 
 def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOptions) -> Iterator[tuple[int, int, Record | str]]:
@@ -111,11 +100,6 @@ def _parsed(line: bytes) -> Any:
         UnusableError: the line is not JSON.
     """
     try:
-        record = json.loads(utf8(line), parse_constant=lambda _: None)
+        return representable(json.loads(utf8(line), parse_constant=lambda _: None))
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"is not JSON: {error}") from error
-    try:
-        orjson.dumps(record)
-    except TypeError as error:
-        raise UnusableError(f"contains invalid Unicode, or is nested too deeply: {error}") from error
-    return record

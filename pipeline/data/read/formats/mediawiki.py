@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8_length
-from pipeline.data.read.formats.checks import UnusableError, small_fields, within_limit
+from pipeline.data.read.formats.checks import document_of
 from pipeline.data.read.input_files import Span
 
 
@@ -30,11 +30,8 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
                 if page.find("{*}redirect") is not None or namespace != "0":
                     yield Skipped("wiki page of another namespace" if namespace != "0" else "wiki page that redirects", utf8_length(text))
                 else:
-                    meta = {name: page.findtext(f"{{*}}{name}") for name in ("title", "id")}
-                    try:
-                        yield Document(source.name, number, within_limit(text, options), small_fields(meta.items()), source.corpus)
-                    except UnusableError as error:
-                        yield Bad(source.label, f"page {number}", str(error))
+                    record = {options.text_field: text, "title": page.findtext("{*}title"), "id": page.findtext("{*}id")}
+                    yield document_of(record, source, number, "page", options, check=False)
                 root.clear()
         except ElementTree.ParseError as error:
             raise streams.DamageError(handle.tell(), f"not XML: {error}") from error

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions, library_reason
-from pipeline.data.read.formats.checks import UnusableError, field_names, small_fields, text_of, within_limit
+from pipeline.data.read.formats.checks import document_of, no_column
 from pipeline.data.read.input_files import InputFile, Span
 
 _BATCH_ROWS = 64
@@ -50,13 +50,10 @@ def documents(
     try:
         for batch in batches:
             for record in records(batch):
-                try:
-                    if record is None:
-                        raise UnusableError("contains invalid UTF-8, or a date out of range")
-                    text = within_limit(text_of(record, options.text_field), options)
-                    yield Document(source.name, row, text, small_fields(record.items()), source.corpus)
-                except UnusableError as error:
-                    yield Bad(source.label, f"row {row}", str(error))
+                if record is None:
+                    yield Bad(source.label, f"row {row}", "contains invalid UTF-8, or a date out of range")
+                else:
+                    yield document_of(record, source, row, "row", options, check=False)
                 row += 1
     except DAMAGE as error:
         yield Bad(source.label, f"row {row}", f"is damaged or truncated: {library_reason(error)}", stored_bytes)
@@ -78,7 +75,7 @@ def rows(span: Span) -> Iterator[dict[str, Any] | None]:
 def mismatch(schema: pa.Schema, field: str) -> str:
     """The reason why a file with this schema has no documents; empty if it has."""
     if field not in schema.names:
-        return f"has no column {field!r} (data.text_field), only {field_names(schema.names)}"
+        return no_column(field, schema.names)
     kind = schema.field(field).type
     value = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(value) or pa.types.is_large_string(value) or pa.types.is_string_view(value)):
