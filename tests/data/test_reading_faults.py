@@ -53,7 +53,8 @@ def flipped(content: bytes, bit: int) -> bytes:
 ARROW, ARROW_FILE = (arrow_of([{"text": "good"}] * 5, new) for new in (pa.ipc.new_stream, pa.ipc.new_file))
 ZIP = zip_of({f"{n}.txt": b"good" for n in range(4)})
 ENCRYPTED = flipped(flipped(ZIP, 8 * 6), 8 * (ZIP.index(b"PK\1\2") + 8))  # the flag of the first member
-WIKI_OF_GOOD = b"<mediawiki>%b</mediawiki>" % (b"<page><ns>0</ns><revision><text>good</text></revision></page>\n" * 3)
+WIKI_PAGE = b"<page><ns>0</ns><revision><text>good</text></revision></page>\n"
+WIKI_OF_GOOD = b"<mediawiki>%b</mediawiki>" % (WIKI_PAGE * 3)
 UNDECODABLE = parquet_of([{"text": "good"}, {"text": "b" + "a" * 9}, {"text": "good"}], use_dictionary=False, compression="none").replace(
     b"b" + b"a" * 9, b"b" + b"\xff" * 9
 )
@@ -255,7 +256,10 @@ RECORDS_OF = {
     "jsonl": ([json_line(text).encode() for text in SHORT], True),
     "wet": ([warc_record(text.encode(), kind="conversion") for text in SHORT], True),
     "warc": ([warc_record(page(text)) for text in SHORT], True),
+    "json": ([json_line(text).encode() for text in SHORT], True),
     "tar": ([tar_of({f"{n}.txt": text.encode() for n, text in enumerate(SHORT)})], False),
+    "csv": ([b"text\n", *(b'"%b"\n' % text.encode() for text in SHORT)], False),
+    "xml": ([b"<mediawiki>", *(WIKI_PAGE.replace(b"good", text.encode()) for text in SHORT), b"</mediawiki>"], False),
     "txt": ([SHORT[0].encode()], False),
     "html": ([page(LONG)], False),
 }
@@ -279,6 +283,7 @@ def test_text_whose_check_fails_is_not_read(tmp_path, ending, compression, membe
         documents, bad = read(tmp_path)
         assert set(texts(documents)) <= set(texts(intact))
         assert bad or documents == intact  # a bit of a header without a meaning
+        assert all(report.lost_bytes >= 0 for report in bad)
         if one or not goes_on:
             continue
         assert len(documents) >= len(SHORT) - 1

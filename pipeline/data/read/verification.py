@@ -32,7 +32,7 @@ def sections(path: str, compression: str, begins: bytes | None) -> list[Section]
             except CheckError as error:
                 following = None if begins is None else _next_member(handle, compression, stream.member[0] + 1, begins)
                 stored, section.end = stream.verified
-                lost = size if isinstance(error, CutError) and following is None else (following or size) - stored
+                lost = following - stream.member[0] if following else size - stored * (not isinstance(error, CutError))
                 section.damage, section.damaged = type(error)(section.end, str(error), lost), Section(*stream.member)
                 if following is None:
                     return found

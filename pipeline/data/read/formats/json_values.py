@@ -23,10 +23,10 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     with streams.open_bytes(span.file.path, span.section) as handle:
         first = handle.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]
         kind = _ARRAY if first.startswith(b"[") else _RECORD if first.partition(b"\n")[0].strip() == b"{" else _LINES
-        if kind != _LINES and not span.start:
+        if kind == _LINES:
+            yield from lines.read_from(handle, span, options)
+        elif not span.start:
             yield from _records(span, handle, kind, options)
-    if kind == _LINES:
-        yield from lines.read(span, options)
 
 
 def _records(span: Span, handle: IO[bytes], kind: int, options: ReadOptions) -> Iterator[Document | Bad]:

@@ -19,15 +19,19 @@ _SKIPPED_BYTES = 1 << 20
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
-    source = span.file
-    with streams.open_bytes(source.path, span.section) as handle:
-        start = handle.tell()
-        if span.start:
-            handle.seek(span.start - 1)
-            start = span.start - 1 + skip_line(handle)
-        # The line number is known only from the start of the file.
-        where = (lambda offset, _: f"byte {offset}") if start else (lambda _, number: f"line {number}")
-        yield from documents(source, records(handle, start, span.end, options), where)
+    with streams.open_bytes(span.file.path, span.section) as handle:
+        yield from read_from(handle, span, options)
+
+
+def read_from(handle: IO[bytes], span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
+    """Yield the documents as read(), of an open file."""
+    start = handle.tell()
+    if span.start:
+        handle.seek(span.start - 1)
+        start = span.start - 1 + skip_line(handle)
+    # The line number is known only from the start of the file.
+    where = (lambda offset, _: f"byte {offset}") if start else (lambda _, number: f"line {number}")
+    yield from documents(span.file, records(handle, start, span.end, options), where)
 
 
 Record = tuple[str, dict[str, Any]]

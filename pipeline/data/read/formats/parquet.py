@@ -24,7 +24,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     source = span.file
     with streams.open_raw(source.path) as handle:
         try:
-            file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES)
+            file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES, page_checksum_verification=True)
             if reason := mismatch(file.schema_arrow, options.text_field):
                 if span.start == 0:  # reported once per file
                     yield Bad(source.label, "", reason, source.size)
@@ -66,7 +66,7 @@ def rows(span: Span) -> Iterator[dict[str, Any] | None]:
         DAMAGE: the file is damaged.
     """
     with streams.open_raw(span.file.path) as handle:
-        file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES)
+        file = pq.ParquetFile(handle, buffer_size=streams.BUFFER_BYTES, page_checksum_verification=True)
         for group, *_ in _groups(file.metadata, span):
             for batch in file.iter_batches(_BATCH_ROWS, row_groups=[group], use_threads=False):
                 yield from records(batch)
