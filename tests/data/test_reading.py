@@ -20,6 +20,7 @@ import zstandard
 from pipeline.common.errors import UserError
 from pipeline.data.read import input_files, inventory, reader, suffixes
 from pipeline.data.read.documents import ReadOptions, Skipped
+from pipeline.data.read.streams import CheckError
 from tests.data.raw_files import (
     FORMATS,
     GOOD,
@@ -147,6 +148,9 @@ def test_names_with_dots_and_any_order_of_members_keep_texts_and_metadata(tmp_pa
     content = zip_of(dict(members)) if ending == ".zip" else PACKED[{".tgz": ".gz"}.get(ending, ending[4:])](tar_of(dict(members)))
     (tmp_path / f"x{ending}").write_bytes(content)
     documents, bad = read(tmp_path)
+    if order != "beside" and ending == ".tar":  # the part is read again
+        with pytest.raises(CheckError):
+            list(reader.read(*spans_of(tmp_path / "x.tar", 1 << 30), ReadOptions(), verify=False))
     assert {document.text: document.meta for document in documents} == {name: {"n": name} for name in NAMES}
     assert (len(documents), bad, skipped(tmp_path)) == (len(NAMES), [], [])
 

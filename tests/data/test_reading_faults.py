@@ -221,6 +221,7 @@ LOSSES: dict[str, tuple[str, bytes, float]] = {
     "other schema": ("x.parquet", parquet_of([{"body": "x"}] * 9), 1),
     "cut tar": ("x.tar", TAR[: 3 * 1024 + 512 + 2], 1),
     "other columns": ("x.csv", b"body,n\n" + MANY, 1),
+    "open quotation mark": ("x.csv", b"text\n" + MANY[:90_000].replace(b'"', b"") + b'\n"' + MANY[:90_000].replace(b'"', b""), 0.5),
     "damaged array": ("x.json", b"[%b{]" % b",".join(MANY.splitlines()[:20]) + MANY, 2 / 3),
     "damaged dump": ("x.xml", WIKI_OF_GOOD.replace(b"good", MANY.replace(b'"', b"")) * 2, 0.5),
     "damaged member of a zip": ("x.zip", ZIP_OF_MANY[:1000] + bytes(9) + ZIP_OF_MANY[1009:], 0.25),

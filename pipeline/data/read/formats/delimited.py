@@ -23,11 +23,12 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
         is_tsv = suffixes.split_compression(source.name)[0].lower().endswith(".tsv")
         rows = csv.reader(decoded, delimiter="\t" if is_tsv else ",", strict=True)
         while True:
-            number += 1
+            number, line, place = number + 1, rows.line_num, handle.tell()
             try:
                 row = next(rows, None)
-            except csv.Error as error:
-                yield Bad(source.label, f"row {number}", f"is not CSV: {error}")
+            except csv.Error as error:  # with a quotation mark that is not closed, the following rows are lost, too
+                lost = (handle.tell() - place) // source.expansion if rows.line_num > line + 1 else 0
+                yield Bad(source.label, f"row {number}", f"is not CSV: {error}", lost)
                 continue
             header = header if number else row or header
             if row is None:
