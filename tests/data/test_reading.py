@@ -128,9 +128,9 @@ def test_pages_of_a_web_archive_are_found_by_media_type_and_everything_else_is_c
 @pytest.mark.parametrize("kind, packed", [("tar", tar_of), ("zip", zip_of)])
 def test_members_of_an_archive_that_are_not_read_are_counted(tmp_path, kind, packed):
     names = ["1.txt", "1.jpg", "2.rst.txt", "3", "4.txt", "4.html", "5.Jane Doe", "6.jsonl.gz", "__MACOSX/._1.txt", ".txt"]
-    (tmp_path / f"x.{kind}").write_bytes(packed(dict.fromkeys(names, b"text")))
+    (tmp_path / f"x.{kind}").write_bytes(packed(dict.fromkeys(names, b"text") | {"1.meta.json": b"{}"}))
     assert texts(read(tmp_path)[0]) == ["text"] * 3
-    expected = [".jpg", "none", ".html beside .txt", "other", ".jsonl.gz", ".txt", ".txt"]
+    expected = [".jpg", "none", ".html beside .txt", "other", ".jsonl.gz", ".txt", ".txt", ".meta.json"]
     assert sorted(skipped(tmp_path)) == sorted(f"archive member with suffix {suffix}" for suffix in expected)
 
 
@@ -235,7 +235,7 @@ def test_files_of_arrow_are_read_as_streams_are(tmp_path):
 
 
 def test_redirects_and_talk_of_a_wiki_are_counted(tmp_path):
-    (tmp_path / "x.xml.bz2").write_bytes(PACKED[".bz2"](WIKI))
+    (tmp_path / "wiki-pages1.xml-p1p41242.bz2").write_bytes(PACKED[".bz2"](WIKI))
     assert skipped(tmp_path) == ["wiki page that redirects", "wiki page of another namespace"]
 
 

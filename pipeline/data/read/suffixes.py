@@ -47,6 +47,9 @@ SEARCHED = (
 UNREAD = "with suffix "
 """Begins the reason why a file is not read if its suffix is the reason."""
 
+_RANGE = re.compile(r"\.xml-p\d+p\d+(?=$|\.)")
+"""The suffix of a part of a dump of Wikipedia, which names its pages."""
+
 _SHOWN = re.compile(r"(\.[a-z0-9_+-]{1,16}){1,3}")
 """What is shown as the suffix of a file or a tar member that is not read; a longer or other one may be a part of its name."""
 
@@ -66,7 +69,7 @@ def split_compression(name: str) -> tuple[str, str]:
 
 def has_suffix(name: str, suffixes: Sequence[str]) -> bool:
     """Whether a file name ends in one of the suffixes."""
-    return name.lower().endswith(tuple(suffix.lower() for suffix in suffixes))
+    return _RANGE.sub(".xml", name.lower()).endswith(tuple(suffix.lower() for suffix in suffixes))
 
 
 def stem(name: str) -> str:
@@ -96,4 +99,4 @@ def described(suffixes: Sequence[str]) -> str:
 def _ending(name: str) -> str:
     """The last suffix of a name, in lower case; empty if it has none."""
     _, dot, ending = name.rpartition("/")[2].rpartition(".")
-    return (dot + ending).lower() if dot else ""
+    return _RANGE.sub(".xml", (dot + ending).lower()) if dot else ""

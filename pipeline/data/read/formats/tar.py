@@ -62,6 +62,9 @@ def documents(
                     yield from sample.document(span, options)
             elif metadata is None and sample.is_metadata(options):
                 raise streams.CheckError(sample.members["json"][0].offset, "a .json is not beside its text")
+            elif "." in (name := sample.key.rpartition("/")[2]) and sample.is_metadata(options):  # of a part of a sample, as in 1.meta.json
+                suffix = suffixes.shown(f".{name.partition('.')[2]}.json".lower())
+                yield Skipped(f"archive member {suffixes.UNREAD}{suffix}", sample.members["json"][0].size)
             else:
                 yield from sample.document(span, options)
     except tar.NoEndError as error:
