@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from types import MappingProxyType
 from typing import IO, Any
 
 import orjson
@@ -42,9 +41,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
         yield from documents(span, tar.Archive(handle), options, metadata)
 
 
-def documents(
-    span: Span, archive: Any, options: ReadOptions, metadata: Mapping[str, Any] | None = MappingProxyType({})
-) -> Iterator[Document | Bad | Skipped]:
+def documents(span: Span, archive: Any, options: ReadOptions, metadata: dict[str, Any] | None) -> Iterator[Document | Bad | Skipped]:
     """Yield the documents of an archive, as read().
 
     Args:

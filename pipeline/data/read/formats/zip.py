@@ -38,7 +38,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
                 yield Bad(
                     source.label, f"member {printable(info.filename)}", f"cannot be read: {library_reason(error)}", info.compress_size
                 )
-        yield from documents(span, _Zip(archive, intact), options)
+        yield from documents(span, _Zip(archive, intact), options, {})
 
 
 class _Zip:
