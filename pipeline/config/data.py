@@ -84,10 +84,10 @@ class InstructionsConfig:
 
     train: list[str] = knob(
         [],
-        'training files: JSON lines {"messages": [...]} for the chat template, ShareGPT, Alpaca, or {"prompt": TEXT, "completion": TEXT}; '
-        'dpo: {"prompt": ..., "chosen": ..., "rejected": ...}; classification: {"text": TEXT, "label": TEXT}',
+        'files of JSON lines or Parquet: {"messages": [...]} for the chat template, ShareGPT, Alpaca, {"prompt": TEXT, "completion": '
+        'TEXT}; dpo: {"prompt": ..., "chosen": ..., "rejected": ...}; classification: {"text": TEXT, "label": TEXT}',
     )
-    validation: list[str] = knob([], "validation files: JSON lines")
+    validation: list[str] = knob([], "validation files: JSON lines or Parquet")
     tokens: str | None = knob(
         None,
         "folder of packed examples: stage=tokenize writes the lines of train and validation to it once, in parallel, for the objective and "

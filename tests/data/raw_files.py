@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +75,21 @@ def parquet_of(rows: list[dict], **more: object) -> bytes:
     return out.getvalue()
 
 
+def arrow_of(rows: list[dict], new=pa.ipc.new_stream) -> bytes:
+    table, out = pa.Table.from_pylist(rows), io.BytesIO()
+    with new(out, table.schema) as writer:
+        writer.write_table(table, 1)
+    return out.getvalue()
+
+
+def zip_of(members: dict[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", method) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return out.getvalue()
+
+
 LONG = " ".join(words(1, 200).split())
 ROWS = [
     {"text": "eins", "day": datetime.date(2026, 1, 2), "raw": b"x", "big": "x" * 2000, "more": {"a": [1]}},
@@ -99,11 +115,26 @@ RECORDS = [
 ]
 WET = [warc_record(b"software", kind="warcinfo"), warc_record("Grün".encode(), kind="conversion")]
 
+WIKI = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11">
+  <siteinfo><sitename>Wiki</sitename></siteinfo>
+  <page><title>Ä</title><ns>0</ns><id>7</id><revision><id>1</id><text>old</text></revision>
+    <revision><id>2</id><contributor><id>3</id></contributor><text bytes="2">'''Eins''' &amp; [[zwei]]</text></revision></page>
+  <page><title>B</title><ns>0</ns><id>8</id><redirect title="Ä" /><revision><text>#REDIRECT [[Ä]]</text></revision></page>
+  <page><title>Talk:B</title><ns>1</ns><id>9</id><revision><text>talk</text></revision></page>
+  <page><title>C</title><ns>0</ns><id>10</id><revision><text /></revision></page>
+</mediawiki>""".encode()
+
 #: suffix -> (a file of that format, its texts, the metadata of the first document)
 FORMATS: dict[str, tuple[bytes, list[str], dict]] = {
     ".jsonl": ((json_line("eins", lang="de", n=1) + "\n" + json_line("zwei")).encode(), ["eins", "zwei"], {"lang": "de", "n": 1}),
     ".ndjson": (b"\xef\xbb\xbf" + json_line("eins").replace("\n", "\r\n").encode(), ["eins"], {}),
     ".json": (b'{"text": "eins", "score": NaN}', ["eins"], {"score": None}),
+    ".csv": (
+        '\ufefftext,lang\r\n"eins, ""zwei""\r\ndrei",de\r\n\r\nvier,\r\n'.encode(),
+        ['eins, "zwei"\r\ndrei', "vier"],
+        {"lang": "de"},
+    ),
+    ".tsv": (b'lang\ttext\nde\teins, "zwei"\nen\tdrei', ['eins, "zwei"', "drei"], {"lang": "de"}),
     ".txt": ("\ufeffEin Dokument\r\nin zwei Zeilen\u2028oder drei".encode(), ["Ein Dokument\r\nin zwei Zeilen\u2028oder drei"], {}),
     ".html": (page(LONG), [LONG], {"title": "Titel"}),
     ".htm": (page(LONG).replace(b"utf-8", b"iso-8859-1").decode().encode("latin-1"), [LONG], {"title": "Titel"}),
@@ -113,7 +144,10 @@ FORMATS: dict[str, tuple[bytes, list[str], dict]] = {
         {"url": "http://example.org/ü", "date": "2026-01-02T03:04:05Z", "title": "A"},
     ),
     ".wet": (b"".join(WET), ["Grün"], {"url": "http://example.org/", "date": "2026-01-02T03:04:05Z"}),
+    ".xml": (WIKI, ["'''Eins''' & [[zwei]]", ""], {"title": "Ä", "id": "7"}),
     ".parquet": (parquet_of(ROWS), ["eins", "zwei"], {"day": "2026-01-02", "more": {"a": [1]}}),
+    ".arrow": (arrow_of(ROWS), ["eins", "zwei"], {"day": "2026-01-02", "more": {"a": [1]}}),
+    ".zip": (zip_of(MEMBERS), ["vier", "vier", "fünf", "eins", "zwei", "drei", LONG], {}),
     ".tar": (tar_of(MEMBERS), ["eins", "zwei", "drei", LONG, "vier", "vier", "fünf"], {"lang": "de"}),
 }
 PACKED: dict[str, Callable[[bytes], bytes]] = {

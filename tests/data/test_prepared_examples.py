@@ -2,14 +2,18 @@
 
 import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
+from pipeline.data.load.labeled_texts import labels_of
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import best_fit
@@ -100,6 +104,34 @@ def test_shards_give_the_samples_that_files_give(files, prepared, tmp_path):
         ("third.jsonl.gz", 48),
     ]
     shards.samples.stream.verify()
+
+
+def test_chats_in_parquet_are_those_of_lines(files, tmp_path):
+    """Parquet has null for a key that a message lacks."""
+    records = [json.loads(text) for text in (files / "third.jsonl").read_text().splitlines() if text.startswith('{"')]
+    records[3]["messages"][0]["weight"] = None
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "x.parquet", row_group_size=10)
+    more = "data.shard_megabytes=1"  # divides both into one part
+    lines, rows = (objective(files, f"data.instructions.train=[{tmp_path}/x.{ending}]", more)[0] for ending in ("jsonl", "parquet"))
+    count = int(lines.samples.counts[0])
+    expected, found = (each.arrays(np.arange(count)) for each in (lines, rows))
+    for name in expected:
+        np.testing.assert_array_equal(expected[name], found[name], err_msg=name)
+    assert labels_of_both(tmp_path) == [["bad", "good"]] * 4
+    (tmp_path / "x.parquet").write_bytes(bytes(3000) + (tmp_path / "x.parquet").read_bytes()[3000:])
+    with pytest.raises(UserError, match=r"x\.parquet: is damaged"):
+        objective(files, f"data.instructions.train=[{tmp_path}/x.parquet]")
+
+
+def labels_of_both(folder: Path) -> list[list[str]]:
+    """The labels of files of the same records in every format that is read."""
+    text = b'{"text": "a", "label": "good"}\n{"text": "b", "label": "bad"}\n'
+    contents = {"l.jsonl": text, "l.jsonl.gz": gzip.compress(text), "l.jsonl.xz": lzma.compress(text)}
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    pq.write_table(pa.Table.from_pylist([{"label": "good"}, {"label": "bad"}]), folder / "l.parquet")
+    return [labels_of([str(folder / name)], "data.instructions.train") for name in (*contents, "l.parquet")]
 
 
 @pytest.mark.slow

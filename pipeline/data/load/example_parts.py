@@ -12,6 +12,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import orjson
 import xxhash
 
 from pipeline.common.errors import UserError, Violation
@@ -19,7 +20,7 @@ from pipeline.common.json_lines import BadLine
 from pipeline.data.load.packing import best_fit
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
 from pipeline.data.load.records import Notes
-from pipeline.data.read import input_files, streams
+from pipeline.data.read import input_files, streams, suffixes
 from pipeline.data.read.input_files import InputFile, InputPart, Span
 
 #: Lines that are tokenized with one call.
@@ -85,7 +86,7 @@ def sources(paths: Sequence[str], key: str) -> list[InputFile]:
         UserError: some are no files.
     """
     if missing := [path for path in paths if not Path(path).is_file()]:
-        raise UserError([Violation(key, path, "is not a file", "list files of JSON lines") for path in missing])
+        raise UserError([Violation(key, path, "is not a file", "list files of JSON lines, or Parquet") for path in missing])
     return [InputFile(path, Path(path).name, Path(path).stat().st_size) for path in paths]
 
 
@@ -110,7 +111,7 @@ def pack_part(
     notes, examples, tokens, answers = PartNotes(), [np.zeros(0, np.int64)], [np.zeros(0, dtype)], [np.zeros(0, bool)]
     for span in part.spans:
         path, number, reader.notes = span.file.path, 0, Notes()
-        lines = _lines(span)
+        lines = lines_of(span)
         while chunk := list(islice(lines, _CHUNK_LINES)):
             kept = [line for line in chunk if line.strip()]
             found: Iterator[list[Example] | BadLine] = iter(reader.examples(kept))
@@ -145,8 +146,16 @@ def pack_part(
     return PackedPart(all_tokens, is_answer, lengths[order], np.bincount(sequences), notes)
 
 
-def _lines(span: Span) -> Iterator[bytes]:
-    """Yield the lines that begin in a span. A line that crosses its start belongs to the span before."""
+def lines_of(span: Span) -> Iterator[bytes]:
+    """Yield the lines that begin in a span, of Parquet the rows as lines. A line that crosses its start belongs to the span before."""
+    if suffixes.file_format(span.file.name) == "parquet":
+        from pipeline.data.read.formats import parquet
+
+        try:
+            yield from (orjson.dumps(row, default=str) for row in parquet.rows(span))
+        except parquet.DAMAGE as error:
+            raise UserError.of("data.instructions", span.file.path, f"is damaged: {error}", "copy it again, or remove it") from error
+        return
     with streams.open_bytes(span.file.path) as handle:
         place = span.start
         try:
@@ -157,5 +166,5 @@ def _lines(span: Span) -> Iterator[bytes]:
                 place += len(line)
                 yield line
         except streams.DamageError as error:
-            rule = f"is damaged after {error.position:,} bytes: {error}"
+            rule = f"{error.what} after {error.position:,} bytes: {error}"
             raise UserError.of("data.instructions", span.file.path, rule, "copy it again, or remove it from the list") from error

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pipeline.common import json_lines
-from pipeline.common.errors import UserError, Violation
 from pipeline.common.json_lines import BadLine
+from pipeline.data.load import example_parts
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
+from pipeline.data.read.input_files import Span
 
 
 class LabelReader(ExampleReader):
@@ -106,22 +108,17 @@ def labels_of(paths: Sequence[str], key: str) -> list[str]:
     """Return the labels of files, sorted; numbers by value. Lines without a label are ignored: opening the files reports them.
 
     Args:
-        paths: JSON lines.
+        paths: JSON lines, or Parquet.
         key: configuration key that lists the files, for messages.
 
     Raises:
         UserError: a file is missing.
     """
-    if problems := [Violation(key, path, "is not a file", "list files of JSON lines") for path in paths if not Path(path).is_file()]:
-        raise UserError(problems)
     labels = set()
-    for path in paths:
-        with open(path, "rb") as handle:
-            for line in handle:
-                try:
-                    labels.add(label_of(json_lines.parse(line)))
-                except BadLine:
-                    continue
+    for source in example_parts.sources(paths, key):
+        for line in example_parts.lines_of(Span(source)):
+            with suppress(BadLine):
+                labels.add(label_of(json_lines.parse(line)))
     if all(re.fullmatch("-?[0-9]+", label) for label in labels):
         return sorted(labels, key=int)
     return sorted(labels)

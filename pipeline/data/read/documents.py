@@ -77,6 +77,11 @@ class Skipped:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Unchecked:
+    """A file was read whose compression has no check: damage may have changed its documents."""
+
+
 @dataclass(frozen=True)
 class ReadOptions:
     """Options of the readers.

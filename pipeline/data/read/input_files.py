@@ -11,8 +11,9 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
+from pipeline.data.read.streams import Section
 
-_SPLITTABLE = ("lines", "parquet")
+_SPLITTABLE = ("lines", "json_values", "parquet")
 _OPENING_BYTES = 4096  # opening a file costs about as much as reading this
 
 
@@ -50,18 +51,24 @@ class InputFile:
         """Approximate bytes of text per stored byte."""
         return (
             file_suffixes.EXPANSION
-            if file_suffixes.split_compression(self.name)[1] or file_suffixes.file_format(self.name) == "parquet"
+            if file_suffixes.split_compression(self.name)[1] or file_suffixes.has_suffix(self.name, file_suffixes.INTERNAL)
             else 1
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file."""
+    """The lines of a file, or the row groups of a Parquet file, that begin at start <= offset < end; end None is the end of the file.
+
+    Of a compressed file, which has one span, a reader reads one section at a time. With `verify`, a reader knows the file before it returns
+    documents.
+    """
 
     file: InputFile
     start: int = 0
     end: int | None = None
+    section: Section | None = None
+    verify: bool = False
 
     @property
     def covers_file(self) -> bool:

@@ -3,51 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from importlib import import_module
 
 from pipeline.common.errors import UserError
-from pipeline.data.read import file_search, suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions, Skipped
+from pipeline.data.read import file_search, suffixes, verification
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions, Skipped, Unchecked, utf8_length
 from pipeline.data.read.input_files import Span
-from pipeline.data.read.streams import DamageError
+from pipeline.data.read.streams import CheckError, DamageError, Section, is_remote
+
+_ONE_DOCUMENT = ("text", "html")
+"""Formats of which damage anywhere loses the whole file."""
 
 
-def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+_GOES_ON = {"lines": b"", "json_values": b"", "warc": b"WARC/"}
+"""Formats that are read on behind damage -> what the data of a compressed member begins with where they are."""
+
+
+def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[Document | Bad | Skipped | Unchecked]:
     """Yield the documents that begin in a span, in file order, including empty ones, a Bad for each unreadable record, and what is skipped.
 
-    If a file is damaged, truncated or unreadable, the documents before the damage are returned, then one Bad.
+    If a file is damaged, truncated or unreadable, the documents before the damage are returned, then one Bad. Of compressed data only
+    those are that pass a check.
+
+    Args:
+        verify: verify a compressed file before it is read.
 
     Raises:
+        CheckError: without `verify`: compressed data are damaged. Documents that were returned may not be in the original.
         UserError: the file has changed since it was listed. Some of its parts would be of one version, and some of another.
     """
-    yield from _read(span, options)
-    source = span.file
+    source, failure = span.file, None
+    try:
+        yield from _read(span, options, verify)
+    except CheckError as error:
+        if not verify:
+            raise
+        failure = error
+    key = "data.input" if source.corpus == DEFAULT_CORPUS else f"data.corpora.{source.corpus}"
     if change := file_search.change(source.path, source.size, source.version):
-        key = "data.input" if source.corpus == DEFAULT_CORPUS else f"data.corpora.{source.corpus}"
         rule = f"{change}, after its bytes {span.start:,} to {span.start + span.size:,} were read"
         raise UserError.of(key, source.path, rule, "end what writes it, or read a copy; then begin again, in an empty data.shards")
+    if failure:
+        rule = f"is read with other bytes than before, and {failure.what} after {failure.position:,} bytes of data: {failure}"
+        raise UserError.of(key, source.path, rule, "read a copy in another place")
 
 
-def _read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
+def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document | Bad | Skipped | Unchecked]:
     """Yield the content of a span, as read()."""
-    file_format = suffixes.file_format(span.file.name)
-    if span.file.size == 0 and file_format != "text":
-        yield Bad(span.file.label, "", "is an empty file")
+    source, file_format, compression = span.file, suffixes.file_format(span.file.name), suffixes.split_compression(span.file.name)[1]
+    if source.size == 0 and file_format != "text" and not is_remote(source.path):  # some servers do not tell a size
+        yield Bad(source.label, "", "is an empty file")
         return
+    # Imported on demand: each format imports its own library.
+    content, is_empty = import_module(f"pipeline.data.read.formats.{file_format}").read, span.covers_file
     try:
-        # Imported on demand: each format imports its own library.
-        documents = import_module(f"pipeline.data.read.formats.{file_format}").read(span, options)
+        verified = verification.sections(source.path, compression, _GOES_ON.get(file_format)) if compression and verify else [Section()]
+        for section in verified:
+            try:
+                documents = content(replace(span, section=section, verify=verify), options)
+                for found in documents:
+                    yield found
+                    if not isinstance(found, Skipped):
+                        is_empty = False
+                        yield from documents  # the remainder, without a test per document
+            except DamageError as error:
+                if isinstance(error, CheckError) and error is not section.damage:
+                    raise
+                is_empty, lost, reason = False, error.lost, f"{error.what}: {error}"
+                if lost is None:
+                    lost = source.size - (error.position if not compression and error.position < source.size else 0)
+                if error is section.damage:
+                    reason += _taken_back(content(replace(span, section=section.damaged), options), error.position)
+                yield Bad(source.label, f"byte {error.position}", reason, max(lost, source.size) if file_format in _ONE_DOCUMENT else lost)
+        if is_empty:
+            yield Bad(source.label, "", "contains no document")
+        if any(section.unchecked for section in verified):
+            yield Unchecked()
+    except CheckError:
+        raise
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_remote(source.path):  # every protocol raises its own exception types
+            raise
+        yield Bad(source.label, "", f"cannot be read: {getattr(error, 'strerror', '') or error or type(error).__name__}", span.size)
+
+
+def _taken_back(documents: Iterator[Document | Bad | Skipped], position: int) -> str:
+    """What can be read of a damaged member although it does not pass its check: its documents behind a position, in words."""
+    sizes = []
+    with suppress(DamageError):
         for found in documents:
-            yield found
-            if not isinstance(found, Skipped):
-                yield from documents  # the remainder, without a test per document
-                return
-        if span.covers_file:
-            yield Bad(span.file.label, "", "contains no document")
-    except DamageError as error:
-        source = span.file
-        plain = not suffixes.split_compression(source.name)[1] and error.position < source.size
-        read_bytes = error.position if plain else error.stored
-        yield Bad(source.label, f"byte {error.position}", f"is damaged or truncated: {error}", source.size - read_bytes)
-    except OSError as error:
-        yield Bad(span.file.label, "", f"cannot be read: {error.strerror or error}", span.size)
+            sizes += [utf8_length(found.text)] if isinstance(found, Document) and found.offset >= position else []
+    return f"; {len(sizes):,} documents, {sum(sizes):,} bytes, that can be read do not pass its check, and are left out" if sizes else ""

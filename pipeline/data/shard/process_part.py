@@ -15,9 +15,10 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, utf8, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, utf8, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
+from pipeline.data.read.streams import CheckError
 from pipeline.data.shard import dropped
 from pipeline.data.shard.shuffle import Order
 from pipeline.data.shard.spill import SUFFIX, Spill, row_type
@@ -34,6 +35,7 @@ class PartCounts:
     Attributes:
         documents, bytes: non-empty documents that were read.
         empty: documents without text.
+        unchecked: compressed files without a check.
         bad: [file, position, reason, lost bytes] of unreadable input.
         skipped: corpus -> reason -> [number, bytes] of files, and parts of files, that are no documents and are not read.
         read: corpus -> [documents, bytes].
@@ -48,6 +50,7 @@ class PartCounts:
     documents: int = 0
     bytes: int = 0
     empty: int = 0
+    unchecked: int = 0
     bad: list[list[Any]] = field(default_factory=list)
     skipped: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     read: dict[str, list[int]] = field(default_factory=dict)
@@ -72,6 +75,7 @@ class PartCounts:
         self.documents += other.documents
         self.bytes += other.bytes
         self.empty += other.empty
+        self.unchecked += other.unchecked
         self.bad += other.bad
         for corpus, (documents, size) in other.read.items():
             total = self.read.get(corpus, [0, 0])
@@ -122,13 +126,17 @@ def process(
     advance: Callable[[int], None],
     *,
     save_dropped: bool = False,
+    verify: bool = False,
 ) -> PartCounts:
     """Read and clean one part, and spill the documents that are kept.
+
+    A compressed file has its checks behind its documents. If one fails, the part is taken back and read again, from verified files.
 
     Args:
         stem: path of the files of the part, without suffixes.
         advance: called with the number of input bytes that have been processed.
         save_dropped: write the dropped documents next to the spill.
+        verify: verify the compressed files before they are read.
     """
     counts, rows = PartCounts(notes=cleaner.notes), row_type(permutations(dedup))
     spill = Spill(stem.with_suffix(SUFFIX), rows, dedup.bands if dedup.near else 0)
@@ -141,26 +149,33 @@ def process(
                 if add:
                     add(_metadata(document, language or None, []), step, reason, text)
 
-            for batch in batches(_documents(part, options, counts, advance)):
+            for batch in batches(_documents(part, options, counts, advance, verify)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
                 del batch  # before the next one is read, which may be large too
         spill.close()
     except BaseException as error:
         spill.discard(error)
-        raise
-    counts.runs, counts.index = spill.runs, spill.index
-    return counts
+        if verify or not isinstance(error, CheckError):
+            raise
+    else:
+        counts.runs, counts.index = spill.runs, spill.index
+        return counts
+    return process(part, stem, options, cleaner, order, dedup, lambda _: None, save_dropped=save_dropped, verify=True)
 
 
-def _documents(part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None]) -> Iterator[Document]:
+def _documents(
+    part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None], verify: bool
+) -> Iterator[Document]:
     """Yield the non-empty documents; count empty documents, unreadable input and what is not read."""
     for span in part.spans:
         total = counts.read.setdefault(span.file.corpus, [0, 0])
-        for document in read(span, options):
+        for document in read(span, options, verify=verify):
             if isinstance(document, Bad):
                 counts.bad.append(listed(document))
             elif isinstance(document, Skipped):
                 counts.count_skipped(span.file.corpus, document.reason, 1, document.size)
+            elif isinstance(document, Unchecked):
+                counts.unchecked += 1
             elif not document.text or document.text.isspace():
                 counts.empty += 1
             else:

@@ -64,6 +64,7 @@ def build(
             "bytes": counts.bytes,
             "empty_documents": counts.empty,
             "bad_documents": len(counts.bad),
+            "unchecked_files": counts.unchecked,
             "corpora": counts.read,
             "files": inventory.by_suffix(files),
             "skipped": {corpus: dict(sorted(reasons.items())) for corpus, reasons in sorted(counts.skipped.items())},

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import orjson
 
-from pipeline.data.read.documents import ReadOptions
+from pipeline.data.read.documents import Bad, Document, ReadOptions
+from pipeline.data.read.input_files import InputFile
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -34,6 +35,11 @@ def field_names(names: Iterable[str]) -> str:
     shown = [name for name in given if _FIELD.fullmatch(name)][:_FIELDS]
     more = [f"{len(given) - len(shown):,} further"] if len(given) > len(shown) else []
     return ", ".join([*map(repr, shown), *more]) or "none"
+
+
+def no_column(field: str, names: Sequence[str]) -> str:
+    """The reason for a table without texts."""
+    return f"has no column {field!r} (data.text_field), only {field_names(names)}"
 
 
 def utf8(raw: bytes) -> str:
@@ -97,3 +103,30 @@ def within_limit(text: str, options: ReadOptions) -> str:
     if len(text) * 4 > options.document_bytes and len(text.encode()) > options.document_bytes:
         raise UnusableError(too_large(options))
     return text
+
+
+def representable(record: Any) -> Any:
+    """Return a record of JSON.
+
+    Raises:
+        UnusableError: UTF-8 cannot represent it.
+    """
+    try:
+        orjson.dumps(record)
+    except TypeError as error:
+        raise UnusableError(f"contains invalid Unicode, or is nested too deeply: {error}") from error
+    return record
+
+
+def document_of(record: Any, source: InputFile, number: int, unit: str, options: ReadOptions, *, check: bool = True) -> Document | Bad:
+    """The document of a numbered record.
+
+    Args:
+        unit: what is numbered.
+        check: whether it may have texts that UTF-8 cannot represent.
+    """
+    try:
+        text = within_limit(text_of(representable(record) if check else record, options.text_field), options)
+        return Document(source.name, number, text, small_fields(record.items()), source.corpus)
+    except UnusableError as error:
+        return Bad(source.label, f"{unit} {number}", str(error))

@@ -21,7 +21,7 @@ _NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the text of the page, with its title in the metadata."""
     source = span.file
-    with streams.open_bytes(source.path) as handle:
+    with streams.open_bytes(source.path, span.section) as handle:
         raw = handle.read(options.document_bytes + 1)
     try:
         text, title = page(raw, None, options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import IO, Any
 
 import orjson
@@ -11,30 +11,46 @@ import orjson
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.formats import long_strings
-from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, small_fields, text_of, too_large, utf8
-from pipeline.data.read.input_files import Span
+from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, representable, small_fields, text_of, too_large, utf8
+from pipeline.data.read.input_files import InputFile, Span
 
 _SKIPPED_BYTES = 1 << 20
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
-    source = span.file
-    with streams.open_bytes(source.path) as handle:
-        start = 0
-        if span.start:
-            handle.seek(span.start - 1)
-            start = span.start - 1 + _skip_line(handle)
-        for offset, number, found in records(handle, start, span.end, options):
-            if isinstance(found, str):
-                # The line number is known only when the span begins at the start of the file.
-                yield Bad(source.label, f"byte {offset}" if span.start else f"line {number}", found)
-            else:
-                text, meta = found
-                yield Document(source.name, offset, text, meta, source.corpus)
+    with streams.open_bytes(span.file.path, span.section) as handle:
+        yield from read_from(handle, span, options)
+
+
+def read_from(handle: IO[bytes], span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
+    """Yield the documents as read(), of an open file."""
+    start = handle.tell()
+    if span.start:
+        handle.seek(span.start - 1)
+        start = span.start - 1 + skip_line(handle)
+    # The line number is known only from the start of the file.
+    where = (lambda offset, _: f"byte {offset}") if start else (lambda _, number: f"line {number}")
+    yield from documents(span.file, records(handle, start, span.end, options), where)
 
 
 Record = tuple[str, dict[str, Any]]
+
+
+def documents(
+    source: InputFile, found: Iterable[tuple[int, int, Record | str]], position: Callable[[int, int], str], base: int = 0
+) -> Iterator[Document | Bad]:
+    """Yield the documents of (offset, number, record or the reason why it is unusable).
+
+    Args:
+        position: makes the position of an unusable record of its offset and its number.
+        base: added to offsets.
+    """
+    for offset, number, record in found:
+        if isinstance(record, str):
+            yield Bad(source.label, position(offset, number), record)
+        else:
+            yield Document(source.name, base + offset, *record, source.corpus)
 
 
 def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOptions) -> Iterator[tuple[int, int, Record | str]]:
@@ -52,7 +68,7 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
         try:
             if len(line) > limit:
                 if not line.endswith(b"\n"):
-                    offset += _skip_line(handle)
+                    offset += skip_line(handle)
                 raise UnusableError(too_large(options))
             strings: dict[str, list[bytes]] = {}
             try:
@@ -71,7 +87,7 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
             yield begin, number, str(error)
 
 
-def _skip_line(handle: IO[bytes]) -> int:
+def skip_line(handle: IO[bytes]) -> int:
     """Read to the end of a line of any length; return the number of bytes."""
     skipped = 0
     while part := handle.readline(_SKIPPED_BYTES):
@@ -88,11 +104,6 @@ def _parsed(line: bytes) -> Any:
         UnusableError: the line is not JSON.
     """
     try:
-        record = json.loads(utf8(line), parse_constant=lambda _: None)
+        return representable(json.loads(utf8(line), parse_constant=lambda _: None))
     except (ValueError, RecursionError) as error:
         raise UnusableError(f"is not JSON: {error}") from error
-    try:
-        orjson.dumps(record)
-    except TypeError as error:
-        raise UnusableError(f"contains invalid Unicode, or is nested too deeply: {error}") from error
-    return record

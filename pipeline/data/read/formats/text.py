@@ -13,7 +13,7 @@ from pipeline.data.read.input_files import Span
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the text of the file."""
     source = span.file
-    with streams.open_bytes(source.path) as handle:
+    with streams.open_bytes(source.path, span.section) as handle:
         raw = handle.read(options.document_bytes + 1)
     try:
         yield Document(source.name, 0, plain(raw, options), {}, source.corpus)

@@ -32,7 +32,7 @@ class _TruncatedError(UnusableError):
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]:
     """Yield the documents of the archive, and a Skipped for every record with other content."""
     source, position = span.file, None
-    with streams.open_bytes(source.path) as handle:
+    with streams.open_bytes(source.path, span.section) as handle:
         stream = streams.UntilDamage(handle)
         try:
             for record in ArchiveIterator(io.BufferedReader(stream), parse_http=False, stream_detect=False):
@@ -60,8 +60,6 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
                 yield Bad(
                     source.label, where, f"contains no readable WARC record: {library_reason(error)}", source.size - (position or 0) * plain
                 )
-    if stream.damage is not None:
-        raise stream.damage
 
 
 def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str, str] | str:
