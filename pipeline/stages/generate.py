@@ -83,7 +83,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         )
         stops = decoding.stopping(stage, path, tokenizer.path.parent, reader.ends, reader.decode)
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
-        check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
+        check_tokenizer(tokenizer, checkpoint, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
         models = [(weights.for_generation(config, model), checkpoint)]
         if drafts is not None:

@@ -48,6 +48,29 @@ def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
     return tokenizer
 
 
+def check_same(folder: Path, fingerprint: str | None, source: str, fix: str, trained: Path | None = None) -> None:
+    """Refuse a tokenizer that gives text other ids than the one that tokens or weights were made with.
+
+    Args:
+        folder: of the tokenizer that a stage uses; without tokenizer.json there is nothing to compare.
+        fingerprint: checksum of the tokenizer.json of the tokens or weights; None if it is not known.
+        source: the tokens or weights, for the message.
+        fix: what to do.
+        trained: folder of the tokenizer of the weights. Other special tokens or another post-processor than there are no difference.
+
+    Raises:
+        UserError: it is another tokenizer.
+    """
+    path = folder / "tokenizer.json"
+    if fingerprint is None or not path.is_file() or digest(path) == fingerprint:
+        return
+    if trained is not None:
+        new, old = (json.loads(load(each).to_str()) for each in (folder, trained))
+        if all(new[part] == old[part] for part in ("model", "normalizer", "pre_tokenizer")):
+            return
+    raise UserError.of("tokenizer.path", folder, f"is not the tokenizer that {source} was made with", fix)
+
+
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
     """The ids of each text, without the special tokens of the post-processor."""
     encodings = [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]

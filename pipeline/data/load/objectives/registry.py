@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.data import few_documents
@@ -16,6 +17,7 @@ from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.span_corruption import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.tokenize.tokenizer import check_same
 
 log = logging.getLogger("pipeline")
 
@@ -57,7 +59,7 @@ def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, 
         UserError: token shards are missing or damaged, or contain token ids outside the embedding.
     """
     training = open_training(config, share)
-    check_vocabulary(config, training)
+    check_vocabulary(config, training, share[0])
     validation = open_validation(config, share)
     if validation is not None:
         warn_of_few_documents(validation, share[0])
@@ -75,12 +77,16 @@ def warn_of_few_documents(validation: Objective, rank: int) -> None:
     few_documents.warn(validation.documents, fix)
 
 
-def check_vocabulary(config: SampleConfig, data: Objective) -> None:
-    """Refuse data with token ids outside the embedding.
+def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:
+    """Refuse data with token ids outside the embedding, and on rank 0 that of another tokenizer.
 
     Raises:
-        UserError: the vocabulary of the data is larger than the model's.
+        UserError: the vocabulary of the data is larger than the model's, or tokenizer.path is not the tokenizer of the data.
     """
+    if rank == 0:
+        source = "data.blend" if config.data.blend else f"{data.data_key}={config.data.tokens}"
+        fix = "set tokenizer.path to the folder that stage=tokenize used, or tokenize the text with this one"
+        check_same(Path(config.tokenizer.path), data.samples.corpora[0].totals.get("tokenizer"), source, fix)
     vocab_size = data.samples.vocab_size
     if vocab_size > config.model.vocab_size:
         rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
