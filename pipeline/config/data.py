@@ -259,6 +259,18 @@ class TokenizerConfig:
     end_of_document: str = knob(
         "<|endoftext|>", "special token appended to every document; unset (auto): that of the run, or eos_token of the tokenizer's folder"
     )
+    bos: str = knob(
+        "auto",
+        "the beginning-of-sequence token before every document, and before prompts: that of the tokenizer (document), none, or as the run "
+        "and its tokens have it, and otherwise as the post-processor of the tokenizer does (auto)",
+        choices=("auto", "document", "none"),
+    )
+    spelled: str = knob(
+        "text",
+        "what prompts, completions, labeled texts and stage.tasks that spell a special token have: its characters (text), or the token, as "
+        "in transformers (token); documents of stage=tokenize always have its characters, and chats the token",
+        choices=("text", "token"),
+    )
     special_tokens: list[str] = knob([], "additional special tokens")
     chat_template: str | None = knob(
         None, "template of chats: chatml, llama3, plain (without special tokens), or a Jinja file; default: that of the tokenizer"

@@ -22,7 +22,7 @@ def open_tokenizer(tokenizer: TokenizerConfig, run_dir: Path) -> TextEncoder:
     if not (path / "tokenizer.json").is_file() and (folder / "tokenizer.json").is_file():
         fix = f"set tokenizer.path={folder}, the tokenizer of the imported model, or the one of the training data"
         raise UserError.of("tokenizer.path", path, "holds no tokenizer.json", fix)
-    return TextEncoder(path, tokenizer.end_of_document)
+    return TextEncoder.of(tokenizer)
 
 
 def check_tokenizer(tokenizer: TextEncoder, weights: MergedWeights, vocab_size: int) -> None:

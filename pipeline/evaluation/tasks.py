@@ -36,7 +36,7 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTe
         "stage.task_folder": _digest(Path(stage.task_folder or "")),
         "stage.few_shot": stage.few_shot,
         "stage.limit": stage.limit,
-        "tokenizer.path": encoder.fingerprint,
+        **encoder.settings,
         "precision.dtype": dtype,
         **{f"stage.{key}": value for key, value in asked.items()},
     }

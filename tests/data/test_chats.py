@@ -389,6 +389,24 @@ def test_generate_stops_where_the_template_ends_an_answer(folders, name, end):
     assert prompts.ends == [1, Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(end)]
 
 
+#: As GLM-4.5's: nothing ends an answer but the token that begins the next message.
+FOLLOWED = (
+    "<|end|>{% for m in messages %}{{ ('<|im_start|>' if m.role == 'user' else '<|start_header_id|>') + '\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>{% endif %}"
+)
+
+
+def test_the_token_that_follows_an_answer_ends_it(folders, caplog):
+    folder = with_template(folders["byte_level"], FOLLOWED)
+    ((found,),) = read(folder, chat(USER, ANSWER, USER, ANSWER))
+    assert shown(folder, [found])[1] == "\nKleid<|im_start|>\nKleid<|endoftext|>"
+    prompts = PromptReader(folder, max_positions=99, vocab_size=1000, end_of_document=1, chats=chat_template.load(folder))
+    assert prompts.ends == [1, Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_start|>")]
+    assert not caplog.text
+    read(with_template(folder, SILENT.replace("<|end|>", "")), chat(USER, ANSWER, USER, ANSWER))
+    assert "no special token that ends an answer" in caplog.text
+
+
 def test_a_lone_surrogate_is_refused_and_completions_with_one_are_published(tmp_path):
     for line in (b'{"prompt": "\\ud800"}', b'{"a": {"\\uDFFF": 1}}', b'["x", "\\ude00\\ud83d"]'):
         with pytest.raises(BadLine, match="half of a surrogate pair"):

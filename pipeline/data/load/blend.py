@@ -250,4 +250,4 @@ def _infill(config: SampleConfig, corpus: Corpus) -> Infill | None:
     names = ("prefix", "middle", "suffix")
     prefix, middle, suffix = special.find({f"data.infill.{name}": (getattr(infill, name), ()) for name in names})
     end = int(corpus.totals["end_of_document"])
-    return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed)
+    return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed, corpus.totals.get("bos"))

@@ -121,8 +121,7 @@ def open_files(
     parts = [example_parts.pack_part(part, reader, length, encoder.dtype, pack=pack) for part in example_parts.parts(files, megabytes)]
     notes, tokens = [part.notes for part in parts], sum(len(part.tokens) for part in parts)
     example_report.check(notes, type(reader), key=key, limit=limit, length=length, tokens=tokens, folder=report)
-    totals = {"tokenizer": encoder.fingerprint, "end_of_document": encoder.end_of_document, "vocab_size": encoder.vocab_size}
-    corpus = Corpus("", [], totals, content([part.fingerprint for part in parts]))
+    corpus = Corpus("", [], encoder.totals, content([part.fingerprint for part in parts]))
     opened = Instructions(ExamplesInMemory(parts), corpus, length, seed)
     if report is not None:
         opened.describe(key, reader.kind)
@@ -175,7 +174,7 @@ def made_with(config: SampleConfig, encoder: TextEncoder) -> dict[str, Any]:
     """
     chosen, template = config.data.instructions, chat_template.of(config.tokenizer)
     return {
-        "tokenizer.path": encoder.fingerprint,
+        **encoder.settings,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         "tokenizer.chat_template": template and xxhash.xxh3_64_hexdigest(template.text.encode()),
         "training.objective": config.objective,
@@ -200,12 +199,12 @@ def _check_settings(config: SampleConfig, manifest: artifact.Manifest) -> None:
     if "training.objective" not in written:
         fix = "name a folder that stage=tokenize wrote from data.instructions.train"
         raise UserError.of("data.instructions.tokens", folder, "contains token shards of text, which have no answers", fix)
-    wanted = made_with(config, TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document))
+    wanted = made_with(config, TextEncoder.of(config.tokenizer))
     fix = "use that setting, or run stage=tokenize into another folder"
     problems = [
-        Violation(name, value, f"{folder} was written with {name}={written[name]}", fix)
-        for name, value in wanted.items()
-        if written[name] != value
+        Violation(name, wanted.get(name), f"{folder} was written with {name}={written.get(name)}", fix)
+        for name in dict.fromkeys([*wanted, "tokenizer.bos", "tokenizer.spelled"])
+        if written.get(name) != wanted.get(name)
     ]
     if problems:
         raise UserError(problems)

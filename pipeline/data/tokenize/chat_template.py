@@ -256,15 +256,22 @@ def store(template: ChatTemplate, source: Path, folder: Path) -> None:
 
 
 def end_of_turn(template: ChatTemplate, encoder: ChatEncoder) -> int | None:
-    """Return the special token with which an answer ends in a template, None if it ends without one."""
-    chat = Chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], [False, True])
-    try:
-        text, _, ((first, last),) = template.answers(chat)
-    except (ChatError, ValueError):  # a template that refuses such a chat, or has no answer in it
-        return None
-    ((tokens, places),) = encoder.encode([(text, [first])])
-    ends = (token for token, (begin, end) in zip(tokens, places.tolist(), strict=True) if first < end <= last and begin > first)
-    return next((token for token in ends if token in encoder.special), None)
+    """Return the special token with which an answer ends in a template, or the one that follows it; None if neither is one."""
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for turns in (2, 1):  # some templates shorten earlier answers
+        try:
+            text, _, ((first, last), *_) = template.answers(Chat(turn * turns, [False, True] * turns))
+        except (ChatError, ValueError):  # a template that refuses such a chat, or has no answer in it
+            continue
+        ((tokens, places),) = encoder.encode([(text, [first])])
+        pieces = list(zip(tokens, places.tolist(), strict=True))
+        inside = (token for token, (begin, end) in pieces if first < begin and end <= last)
+        if (found := next((token for token in inside if token in encoder.special), None)) is not None:
+            return found
+        following = [token for token, (begin, _) in pieces if begin == last]
+        if following and following[0] in encoder.special:
+            return following[0]
+    return None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:

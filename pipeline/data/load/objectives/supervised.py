@@ -64,9 +64,10 @@ class Supervised(Objective):
             UserError: the folder has no tokenizer, or its chat template cannot be compiled.
         """
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
-        encoder = TextEncoder(folder, config.tokenizer.end_of_document)
-        template = chat_template.of(config.tokenizer)
-        return encoder, cls.reader(folder, encoder.end_of_document, length + 1, config.data.instructions.too_long, template)
+        encoder, template = TextEncoder.of(config.tokenizer), chat_template.of(config.tokenizer)
+        return encoder, cls.reader(
+            folder, encoder.end_of_document, length + 1, config.data.instructions.too_long, template, encoder.prompts
+        )
 
     @classmethod
     def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
