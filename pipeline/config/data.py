@@ -99,6 +99,10 @@ class InstructionsConfig:
         "later ones read; default: run_dir/reference if all weights are trained; none with adapters, the model without them computes them",
     )
     pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
+    repair: bool = knob(
+        False,
+        "chats: leave out answers before the first question, and join messages of one role in a row with a blank line; the log counts both",
+    )
     labels: list[str] = knob([], "classification: the labels; default: those of the checkpoint, or of the training files")
     too_long: str = knob(
         "truncate",
@@ -273,7 +277,9 @@ class TokenizerConfig:
     )
     special_tokens: list[str] = knob([], "additional special tokens")
     chat_template: str | None = knob(
-        None, "template of chats: chatml, llama3, plain (without special tokens), or a Jinja file; default: that of the tokenizer"
+        None,
+        "template of chats: chatml, deepseek, glm, gpt_oss, llama3, phi3, qwen3, plain (without special tokens), or a Jinja file; default: "
+        "that of the tokenizer",
     )
     report: bool = knob(True, "measure the tokenizer on the validation split; writes report.json and report.html to its folder")
     compare: list[str] = knob([], "Hugging Face tokenizer folders to include in the report for comparison")

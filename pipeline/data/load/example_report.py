@@ -111,6 +111,8 @@ def _log_notes(key: str, path: str, formats: Counter[str], ignored: Counter[str]
     """Log the format of a file, and the keys that are not used."""
     for name, count in formats.items():
         log.info("%s: %s: %s lines of the format: %s", key, path, f"{count:,}", name)
+    if repaired := ignored.pop("messages.repaired", 0):
+        log.info("%s: %s: %s chats are repaired (data.instructions.repair)", key, path, f"{repaired:,}")
     if ignored:
         found = ", ".join(f"{name} ({count:,})" for name, count in ignored.most_common())
         log.info("%s: %s: these keys are not used: %s", key, path, found)

@@ -181,12 +181,17 @@ def made_with(config: SampleConfig, encoder: TextEncoder) -> dict[str, Any]:
         "training.sequence_length": config.training.sequence_length,
         "data.instructions.pack": chosen.pack,
         "data.instructions.too_long": chosen.too_long,
+        **({"data.instructions.repair": True} if chosen.repair else {}),
     }
 
 
 def content(parts: Sequence[str]) -> str:
     """Return the fingerprint of a split from those of its parts: the same in memory and in shards."""
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode())
+
+
+#: Settings that manifests have only if they differ from what was done before there was a choice.
+_NEWER = {"tokenizer.bos", "tokenizer.spelled", "data.instructions.repair"}
 
 
 def _check_settings(config: SampleConfig, manifest: artifact.Manifest) -> None:
@@ -203,7 +208,7 @@ def _check_settings(config: SampleConfig, manifest: artifact.Manifest) -> None:
     fix = "use that setting, or run stage=tokenize into another folder"
     problems = [
         Violation(name, wanted.get(name), f"{folder} was written with {name}={written.get(name)}", fix)
-        for name in dict.fromkeys([*wanted, "tokenizer.bos", "tokenizer.spelled"])
+        for name in dict.fromkeys([*wanted, *written.keys() & _NEWER])
         if written.get(name) != wanted.get(name)
     ]
     if problems:

@@ -65,6 +65,7 @@ class ExampleReader:
         too_long: data.instructions.too_long.
         template: of chats; default: that of the folder.
         texts: encodes prompts and completions; default: PromptEncoder.
+        repair: data.instructions.repair.
 
     Attributes:
         notes: formats and unused keys of the lines that were read; a caller may replace it.
@@ -81,13 +82,15 @@ class ExampleReader:
         too_long: str = "refuse",
         template: ChatTemplate | None = None,
         texts: PromptEncoder | None = None,
+        *,
+        repair: bool = False,
     ) -> None:
         self._folder, self._end, self._longest, self._too_long = folder, end_of_document, longest, too_long
         tokenizer = load(folder)
         self._chats, self._text_encoder = ChatEncoder(tokenizer), texts or PromptEncoder(tokenizer)
         self._template = template or chat_template.load(folder)
         self.template_text = self._template.text if self._template else ""
-        self.notes = Notes()
+        self.notes, self._repair = Notes(), repair
 
     #: Examples of a line.
     per_line = 1
@@ -152,7 +155,7 @@ class ExampleReader:
             rule = f"is required: the examples are chats, and the tokenizer of {self._folder} has no template"
             raise UserError.of("tokenizer.chat_template", None, rule, f"set it to {chat_template.NAMES}, or to a Jinja file")
         try:
-            chat = chat_of(record.messages, self._template.names, record.fields, answered=True, given=record.given)
+            chat = chat_of(record.messages, self._template.names, record.fields, answered=True, given=record.given, repair=self._repair)
             text, answers, learned = self._template.answers(chat)
         except ChatError as error:
             return error
