@@ -268,7 +268,7 @@ def test_documents_begin_with_the_token_of_the_tokenizer(shards, tokens, with_bo
         text = harness.Text(TextEncoder(with_bos / "tokenizer", EOD, found))
         assert text.encode("ab") == expected
         assert text.beginning == exported.bos_token_id == json.loads((run_dir / "hf/config.json").read_text())["bos_token_id"]
-        answered = ExampleReader(with_bos / "tokenizer", 0, 99, around=TextEncoder(with_bos / "tokenizer", EOD, found).around)
+        answered = ExampleReader(with_bos / "tokenizer", 0, 99, texts=TextEncoder(with_bos / "tokenizer", EOD, found).prompts)
         (example,) = answered.read([b'{"prompt": "ab", "completion": "c"}'])
         assert example.tokens[: len(expected)].tolist() == expected
     assert "begins texts" not in caplog.text

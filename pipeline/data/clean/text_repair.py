@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import partial
 
 import ftfy
 import numpy as np
@@ -18,6 +19,7 @@ from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
 # UTF-8 decoded as Latin-1 or Windows-1252 is a LEAD followed by the characters that encode 80..BF there.
 _CONTINUATIONS = np.array(sorted({*range(0x80, 0xC0), *(ord(bytes([b]).decode("cp1252", "ignore") or "\x80") for b in range(0x80, 0xA0))}))
 _ENTITY = re.compile(r"&(?:#[0-9]{2,6}|#x[0-9a-fA-F]{2,5}|[a-zA-Z]{2,8}[0-9]{0,2});")
+_ABOUT = re.compile(r"\b(?:entit(?:y|ies|ät|äten|és?|à|dad|dades)|entidad\w*|character references?|zeichenreferenz\w*)\b", re.IGNORECASE)
 _FTFY = ftfy.TextFixerConfig(
     unescape_html=False,
     remove_terminal_escapes=False,
@@ -46,13 +48,34 @@ def repair(_: RepairStep) -> Step:
                 repaired = ""
                 for start, end in slices.of_lines(text):
                     repaired += ftfy.fix_text(text[start:end], _FTFY)
-            # A text with a literal < was not escaped, so that entities are its subject.
-            if "&" in repaired and "<" not in repaired and _ENTITY.search(repaired):
-                repaired = code_detection.outside(repaired, code_detection.protected(repaired), ftfy.fixes.unescape_html)
+            left: list[str] = []
+            if "&" in repaired and _ENTITY.search(repaired):
+                decode = partial(_decoded, left=left) if "<" in repaired else ftfy.fixes.unescape_html
+                repaired = code_detection.outside(repaired, code_detection.protected(repaired), decode)
             if repaired != text:
-                yield Verdict(index, "encoding or entities repaired", repaired)
+                yield Verdict(index, "encoding or entities repaired" + (", some entities left" if left else ""), repaired)
+            elif left:
+                yield Verdict(index, "entities left", text)
 
     return step
+
+
+def _decoded(text: str, left: list[str]) -> str:
+    """Decode the entities of a text with a literal <, which was not escaped as a whole.
+
+    Those that stand for markup there, or that a sentence names, are its subject, and are added to `left`.
+    """
+
+    def decoded(match: re.Match[str]) -> str:
+        character, (start, end) = ftfy.fixes.unescape_html(match[0]), match.span()
+        is_escape = character in ("<", ">") or (character == "&" and _ENTITY.match("&" + text[end : end + 12]))
+        is_named = text[start - 1 : start] + text[end : end + 1] in markup.ENCLOSED or _ABOUT.search(text, max(0, start - 40), end + 40)
+        if character != match[0] and (is_escape or is_named):
+            left.append(match[0])
+            return match[0]
+        return str(character)
+
+    return _ENTITY.sub(decoded, text)
 
 
 def _garbled(words: Words) -> np.ndarray:
