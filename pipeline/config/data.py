@@ -272,7 +272,7 @@ class TokenizerConfig:
     spelled: str = knob(
         "text",
         "what prompts, completions, labeled texts and stage.tasks that spell a special token have: its characters (text), or the token, as "
-        "in transformers (token); documents of stage=tokenize always have its characters, and chats the token",
+        "in transformers (token); documents and pairs of texts always have its characters, and chats the token",
         choices=("text", "token"),
     )
     special_tokens: list[str] = knob([], "additional special tokens")

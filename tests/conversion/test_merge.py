@@ -11,6 +11,8 @@ import torch
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.trained_tokenizer import fingerprint_of
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
 from pipeline.conversion import merge
 from tests.helpers import load_tool, pipeline
@@ -164,6 +166,14 @@ def test_every_stage_refuses_another_tokenizer_than_that_of_the_tokens(tokens, t
     )
     assert "step-00000004 was made with" in pipeline("stage=finetune", other, *tuned, expect=2)
     run("generate", trained, f"tokenizer.path={tokenizers['extended']}", prompts, f"{where}/generated", "stage.max_tokens=1")
+
+
+def test_the_tokenizer_of_an_imported_model_is_its_own(tokenizers, tmp_path):
+    """Not that of the default tokenizer.path of the import: merges of two imported models compare their tokenizers."""
+    shutil.copytree(tokenizers["other"], tmp_path / "run/imported")
+    config = {"stage": {"name": "convert"}, "tokenizer": {"path": str(tokenizers["extended"])}}
+    found = fingerprint_of(config, tmp_path / "run/checkpoints/step-00000000")
+    assert found == digest(tokenizers["other"] / "tokenizer.json")
 
 
 @pytest.mark.parametrize("words", [("--decay", "0.5"), ("--weights", "1;2"), ("--last", "2", "more")])

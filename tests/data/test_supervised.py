@@ -130,6 +130,7 @@ def test_text_that_spells_an_entry_of_a_unigram_model_stays_text(tmp_path):
         assert prompts.parse(1, json.dumps({"prompt": text}).encode()).tokens == [1, *around]
         assert harness.Text(encoder).encode(text) == [1, *around]
         assert encoder.encode([text])[0].tolist() == spelled, "documents never have it"
+    assert encoder.prompts.encode(["<s> a"], complete=True) == [stock("<s> a", add_special_tokens=False)["input_ids"]], "not twice"
 
 
 def test_pairs_of_answers_are_two_examples(folder):

@@ -153,7 +153,7 @@ class PromptEncoder:
             if self._plain is not None and not self._reserved.isdisjoint(found[number]):
                 found[number] = self._plain.encode(text, add_special_tokens=False).ids
         before, after = self._around if complete else ([], [])
-        return [[*before, *ids, *after] for ids in found]
+        return [[*(before if ids[: len(before)] != before else []), *ids, *after] for ids in found]  # a prompt may spell them
 
 
 def warn_of_spelled(where: str, spelled: Mapping[str, int]) -> None:
