@@ -33,15 +33,10 @@ def fingerprint_of(config: Mapping[str, Any], checkpoint: Path | None = None) ->
 
 
 def check(checkpoint: Path, config: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to use a checkpoint with another tokenizer than it was trained with, as far as that is known.
-
-    Args:
-        checkpoint: the weights.
-        config: of the checkpoint, as nested dictionaries.
-        folder: tokenizer.path.
+    """Refuse to use a checkpoint with this configuration and another tokenizer than it was trained with, as far as that is known.
 
     Raises:
-        UserError: it is another one.
+        UserError: tokenizer.path (folder) is another one.
     """
     trained, theirs = _folder_of(config, checkpoint), fingerprint_of(config, checkpoint)
     known = trained if (trained / "tokenizer.json").is_file() and digest(trained / "tokenizer.json") == theirs else None

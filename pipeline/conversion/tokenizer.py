@@ -26,12 +26,7 @@ def open_tokenizer(tokenizer: TokenizerConfig, run_dir: Path) -> TextEncoder:
 
 
 def check_tokenizer(tokenizer: TextEncoder, weights: MergedWeights, vocab_size: int) -> None:
-    """Refuse a tokenizer with more ids than rows of the embedding, and another one than that of the training.
-
-    Args:
-        tokenizer: of tokenizer.path.
-        weights: of the checkpoint.
-        vocab_size: rows of the embedding.
+    """Refuse a tokenizer with more ids than the embedding has rows (vocab_size), and another one than that of the training.
 
     Raises:
         UserError: it does not fit.

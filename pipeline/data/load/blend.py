@@ -206,8 +206,8 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
         except UserError as error:
             problems.extend(error.violations)
     for corpus in corpora:
-        if corpus.totals["tokenizer"] != corpora[0].totals["tokenizer"]:
-            rule = f"was tokenized with another tokenizer than {corpora[0].name}"
+        if any(corpus.totals.get(key) != corpora[0].totals.get(key) for key in ("tokenizer", "bos")):
+            rule = f"was tokenized with another tokenizer or tokenizer.bos than {corpora[0].name}"
             problems.append(
                 Violation(
                     f"data.blend.{corpus.name}",

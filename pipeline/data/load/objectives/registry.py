@@ -18,7 +18,7 @@ from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.span_corruption import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.sample_config import SampleConfig
-from pipeline.data.tokenize.tokenizer import TextEncoder, check_same
+from pipeline.data.tokenize.tokenizer import affixes, check_same, load
 
 log = logging.getLogger("pipeline")
 
@@ -84,12 +84,8 @@ def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:
     Raises:
         UserError: the vocabulary of the data is larger than the model's, or tokenizer.path is not the tokenizer of the data.
     """
-    if rank == 0:
-        source = "data.blend" if config.data.blend else f"{data.data_key}={config.data.tokens}"
-        fix = "set tokenizer.path to the folder that stage=tokenize used, or tokenize the text with this one"
-        totals, folder = data.samples.corpora[0].totals, Path(config.tokenizer.path)
-        check_same(folder, totals.get("tokenizer"), source, fix)
-        _check_bos(config, folder, totals, source if data.data_key == "data.tokens" else None)
+    if rank == 0 and data.data_key == "data.tokens":
+        _check_tokenizer(config, Path(config.tokenizer.path), data.samples.corpora[0].totals)
     vocab_size = data.samples.vocab_size
     if vocab_size > config.model.vocab_size:
         rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
@@ -97,19 +93,17 @@ def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
 
 
-def _check_bos(config: SampleConfig, folder: Path, totals: dict[str, Any], source: str | None) -> None:
-    """Refuse token shards whose documents begin otherwise than tokenizer.bos says; warn of old ones, of which nobody has chosen it."""
-    if source is None:
-        return
+def _check_tokenizer(config: SampleConfig, folder: Path, totals: dict[str, Any]) -> None:
+    """Refuse token shards of another tokenizer or tokenizer.bos; warn of old ones, of which nobody has chosen how documents begin."""
+    source = "data.blend" if config.data.blend else f"data.tokens={config.data.tokens}"
+    fix = "set tokenizer.path to the folder that stage=tokenize used, or tokenize the text with this one"
+    check_same(folder, totals.get("tokenizer"), source, fix)
     found, wanted = "none" if totals.get("bos") is None else "document", config.tokenizer.bos
     if wanted not in ("auto", found):
         rule = f"differs from {source}, which was tokenized with tokenizer.bos={found}"
         raise UserError.of("tokenizer.bos", wanted, rule, f"set it to {found}, or run stage=tokenize into another folder")
     if "bos" not in totals and (folder / "tokenizer.json").is_file():
-        encoder = TextEncoder(folder, config.tokenizer.end_of_document)
-        if encoder.bos is not None:
-            log.warning(
-                "%s is of an earlier version, and its documents do not begin with the token %d, with which %s begins texts: the run, its "
-                "exports and prompts go without it; run stage=tokenize again to train it",
-                *(source, encoder.bos, folder),
-            )
+        before, after = affixes(load(folder))
+        if len(before) == 1 and not after and before != [totals["end_of_document"]]:
+            text = "%s is of an earlier version: its documents do not begin with token %d, as texts do in %s, nor do prompts and exports"
+            log.warning("%s of this run; stage=tokenize writes it", text % (source, before[0], folder))
