@@ -53,6 +53,12 @@ CHANGES = {
         "Fish & chips, `&amp;`\n\n    x = '&lt;'\n\n```\n&nbsp;\n```",
     ),
     "entities beside a tag": ("repair", "Er sagt, da&szlig; A&amp;B<br>f&#252;r 5&nbsp;&euro;", "Er sagt, daß A&B<br>für 5\u00a0€"),
+    "entities in parentheses": ("repair", "Preis (&euro;) <br> AT&amp;T <a@b.de> a &amp;&amp; b", "Preis (€) <br> AT&T <a@b.de> a && b"),
+    "entities in a list": (
+        "repair",
+        "1.  da&szlig; das\n    Gro&szlig;e &sect; 5&nbsp;&amp;&quot;",
+        "1.  daß das\n    Große § 5\u00a0&amp;&quot;",
+    ),
     "entities beside a comparison": ("repair", "Wei&szlig;t du, da&szlig; 2 < 3?", "Weißt du, daß 2 < 3?"),
     "escaped code beside tags": ("repair", "gr&ouml;&szlig;er <b>if</b> a &lt; b &amp;amp; c", "größer <b>if</b> a &lt; b &amp;amp; c"),
     "named entities": ("repair", 'Write the entity &szlig; in <p>, or "&auml;" there.', None),
