@@ -92,8 +92,8 @@ def with_active_bounds(planned: RunConfig, small: Shrunk) -> tuple[Shrunk, PartR
         report.not_covered.append("model.capacity_factor: the plain loop drops tokens by the same layer, and stock classes drop none")
     if config.training.spike_factor:
         report.not_covered.append("training.spike_factor: returns to a checkpoint after loss spikes")
-    if config.precision.dtype == "fp16":
-        report.not_covered.append("steps whose gradients overflow, and changes of the loss scale")
+    scaled = ", and changes of the loss scale" if config.precision.dtype == "fp16" else ""
+    report.not_covered.append(f"training.max_skipped_steps: steps whose gradients are not finite, which are skipped{scaled}")
     return Shrunk(config, small.world_size, shrinking.changes(planned, config)), report
 
 

@@ -130,7 +130,8 @@ class ValidatingLauncher(Launcher):
     def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
         """Return the results of runs that have ended, in the order of the overrides, of which some may be alike."""
         found = {run.overrides: point for run, point in zip(runs, points, strict=True)}
-        return [sweep_results.result(found[tuple(filter_overrides(overrides))], overrides) for overrides in job_overrides]
+        per_byte = sweep_results.per_byte(self.config)
+        return [sweep_results.result(found[tuple(filter_overrides(words))], words, per_byte=per_byte) for words in job_overrides]
 
 
 class LocalLauncher(ValidatingLauncher):

@@ -1,8 +1,9 @@
-"""What a sweeper that searches gets of each run: the last validation loss, which it minimizes, once the job has ended."""
+"""What a sweeper that searches minimizes, once the job of a run has ended: its last validation loss, or bits per byte."""
 
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, repeat
@@ -19,6 +20,9 @@ from pipeline.launch.sweep_submission import Point
 from pipeline.report import run as runs
 
 log = logging.getLogger("pipeline")
+
+#: Settings with which points may have different tokenizers.
+_TOKENS = ("tokenizer", "data.tokens", "data.blend", "model.vocab_size")
 
 #: Seconds between the first looks at the queue, and between all later ones.
 _FIRST, _LATER = (1.0, 2.0, 4.0, 8.0, 15.0), 30.0
@@ -44,17 +48,30 @@ def violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("dry_run.enabled", True, f"has no result that {sweeper} could learn from", "remove one of both")
 
 
-def result(point: sweep_table.Point, overrides: Sequence[str]) -> JobReturn:
+def per_byte(config: DictConfig) -> bool:
+    """Whether a search chooses among tokenizers or their tokens, so that losses per token of its points cannot be compared.
+
+    Args:
+        config: of the sweep, composed by Hydra.
+    """
+    chosen = [word for word in config.hydra.overrides.task if re.search(r"[,(]", word)]
+    return any(str(key).lstrip("+").startswith(_TOKENS) for key in (*chosen, *(config.hydra.sweeper.get("params") or ())))
+
+
+def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool) -> JobReturn:
     """Return the result of a run that has ended: its last validation loss, or why it has none.
 
     Args:
         point: the run.
         overrides: of Hydra.
+        per_byte: whether the result is bits per byte of text.
     """
     row = sweep_table.row(point, runs.read(point.run_dir))
-    if row.state == "finished" and runs.is_finite(row.validation_loss):
-        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=row.validation_loss)
-    why = row.state if row.state != "finished" else "it has no validation loss; set training.validate_every"
+    value = row.bits_per_byte if per_byte else row.validation_loss
+    if row.state == "finished" and runs.is_finite(value):
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=value)
+    missing = "bits per byte of the validation split" if per_byte and row.validation_loss is not None else "validation loss"
+    why = row.state if row.state != "finished" else f"it has no {missing}; set training.validate_every"
     return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=RunFailed(f"{row.run_dir}: {why}"))
 
 

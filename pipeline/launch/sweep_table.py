@@ -45,7 +45,7 @@ class Row:
         state: as in Point, else finished, the state of the run with "step N of M", or not started.
         step: last step.
         loss: mean training loss of the last steps, nats per target.
-        validation_loss: that of the last validation, with its standard error.
+        validation_loss: that of the last validation, with its standard error; bits_per_byte of the same one.
         within_noise: whether the point may be as good as the first one (comparison.Place).
         best_validation_loss: the lowest one, with its step.
         tokens_per_second: as in report/run.py, with which step and losses agree as well.
@@ -58,6 +58,7 @@ class Row:
     loss: float | None
     validation_loss: float | None
     validation_loss_stderr: float | None
+    bits_per_byte: float | None
     best_validation_loss: float | None
     best_step: int | None
     tokens_per_second: float | None
@@ -86,6 +87,7 @@ def row(point: Point, run: Run) -> Row:
         loss=run.loss,
         validation_loss=run.validation_loss,
         validation_loss_stderr=run.validation_loss_stderr,
+        bits_per_byte=run.bits_per_byte,
         best_validation_loss=best[1],
         best_step=best[0],
         tokens_per_second=run.tokens_per_second,
@@ -131,6 +133,7 @@ def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     keys = list(dict.fromkeys(value.partition("=")[0] for row in found for value in row.values))
     columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
     columns["validation loss"] = [_with_error(row.validation_loss, row.validation_loss_stderr) for row in found]
+    columns["bits per byte"] = ["" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}" for row in found]
     columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
     columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
     columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in found]

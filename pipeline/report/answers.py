@@ -211,5 +211,5 @@ def validation(run: Run) -> str:
     """The last validation loss with its standard error and step."""
     if run.validation_loss is None:
         return "-"
-    error = "" if run.validation_loss_stderr is None else f" +- {run.validation_loss_stderr:.4f}"
+    error = "" if not run.validation_loss_stderr else f" +- {run.validation_loss_stderr:.4f}"
     return f"{run.validation_loss:.4f}{error} at step {run.validation_step:,}"

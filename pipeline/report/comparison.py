@@ -26,7 +26,8 @@ class Place:
     Attributes:
         name: end of its path that tells it apart.
         run: the run.
-        behind: validation loss above that of the best run, nats per target; None without one.
+        score: last validation loss, nats per target; bits per byte of text if the runs have different tokenizers. None without one.
+        behind: score above that of the best run; None without one, and if the validations cannot be compared.
         error: standard error of `behind`, with the two validations taken as independent: on the same split it is an upper bound. None
             if a run does not tell its own.
         values: settings in which the runs differ, "key=value".
@@ -34,6 +35,7 @@ class Place:
 
     name: str
     run: Run
+    score: float | None
     behind: float | None
     error: float | None
     values: tuple[str, ...]
@@ -45,7 +47,7 @@ class Place:
 
 
 def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Sequence[str] | None = None) -> list[Place]:
-    """Return the runs, the lowest last validation loss first, else the lowest training loss; those without a finite loss are last.
+    """Return the runs, the lowest score first, else the lowest training loss; those without a finite loss are last.
 
     Args:
         runs: at least one.
@@ -53,9 +55,35 @@ def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Seque
         names: of the runs; default: names_of their paths.
     """
     names = names_of([Path(run.run_dir) for run in runs]) if names is None else names
-    order = sorted(range(len(runs)), key=lambda n: (bool(runs[n].trouble), *rank(runs[n].validation_loss, runs[n].loss)))
-    best = runs[order[0]]
-    return [Place(names[n], runs[n], *_behind(runs[n], best), values[n]) for n in order]
+    scores = [score(run, per_byte=per_byte(runs)) for run in runs]
+    order = sorted(range(len(runs)), key=lambda n: (bool(runs[n].trouble), *rank(scores[n], runs[n].loss)))
+    first = order[0] if not incomparable(runs) else None
+    behind = [(None, None) if first is None else _behind(n == first, runs[n], scores[n], runs[first], scores[first]) for n in order]
+    return [Place(names[n], runs[n], scores[n], *of_best, values[n]) for n, of_best in zip(order, behind, strict=True)]
+
+
+def per_byte(runs: Sequence[Run]) -> bool:
+    """Whether the runs have different tokenizers, so that losses per token cannot be compared."""
+    return len({run.tokenizer for run in runs if run.tokenizer and run.validation_loss is not None}) > 1
+
+
+def score(run: Run, *, per_byte: bool) -> float | None:
+    """Return the number by which runs are compared, the smaller one is better: bits per byte, or the last validation loss."""
+    return run.bits_per_byte if per_byte else run.validation_loss
+
+
+def incomparable(runs: Sequence[Run]) -> str:
+    """Return why the validations of the runs say nothing about which one is better; empty if they do, or if fewer than two have one."""
+    validated = [run for run in runs if is_finite(run.validation_loss) and not run.trouble]
+    if len(validated) < 2:
+        return ""
+    if len({run.validation_data for run in validated if run.validation_data}) > 1:
+        return "their validation data differ"
+    if any(run.validation_samples == 1 for run in validated):
+        return "a validation of one sequence says too little"
+    if per_byte(validated) and not all(is_finite(run.bits_per_byte) for run in validated):
+        return "their tokenizers differ, and not all have bits per byte"
+    return ""
 
 
 def rank(*losses: float | None) -> tuple[float, ...]:
@@ -63,13 +91,15 @@ def rank(*losses: float | None) -> tuple[float, ...]:
     return tuple(loss if is_finite(loss) else math.inf for loss in losses)
 
 
-def _behind(run: Run, best: Run) -> tuple[float | None, float | None]:
-    """Difference of the validation losses of two runs, and its standard error."""
-    if run.trouble or not (is_finite(run.validation_loss) and is_finite(best.validation_loss)):
+def _behind(first: bool, run: Run, score: float | None, best: Run, lowest: float | None) -> tuple[float | None, float | None]:
+    """Difference of the scores of two runs, and its standard error. Bits per byte are a multiple of the loss, and so is their error."""
+    if run.trouble or not (is_finite(score) and is_finite(lowest)):
         return None, None
-    errors = (run.validation_loss_stderr, best.validation_loss_stderr)
-    error = None if run is best or None in errors else math.hypot(*(value or 0.0 for value in errors))
-    return run.validation_loss - best.validation_loss, error
+    errors = [
+        None if one.validation_loss_stderr is None else one.validation_loss_stderr * value / (one.validation_loss or 1.0)
+        for one, value in ((run, score), (best, lowest))
+    ]
+    return score - lowest, None if first or None in errors else math.hypot(*(value or 0.0 for value in errors))
 
 
 def verdict(places: Sequence[Place]) -> str:
@@ -82,11 +112,17 @@ def verdict(places: Sequence[Place]) -> str:
 def _best(places: Sequence[Place]) -> str:
     """The verdict on the runs that have a loss."""
     best, others = places[0], [place for place in places[1:] if place.behind is not None]
+    runs = [place.run for place in places]
+    if why := incomparable(runs):
+        return f"no run is called the best: {why}"
     if best.behind is None:
         if best.run.trouble or not is_finite(best.run.loss):
             return "no run has a finite loss yet"
         return f"run {best.name} has the lowest training loss ({best.run.loss:.4f}); no run has a validation loss"
-    head = f"run {best.name} has the lowest validation loss ({best.run.validation_loss:.4f})"
+    what, lowest = "validation loss", f"{best.score:.4f}"
+    if per_byte(runs):
+        what, lowest = "number of bits per byte of the validation split", f"{lowest}; their tokenizers differ"
+    head = f"run {best.name} has the lowest {what} ({lowest})"
     if not others:
         return f"{head}; no other run has one"
     steps = {place.run.validation_step for place in (best, *others)}
@@ -95,10 +131,11 @@ def _best(places: Sequence[Place]) -> str:
     if all(place.error is None for place in others):
         equal = [place.name for place in others if place.behind == 0]
         if equal:
-            loss = f"{best.run.validation_loss:.4f}"
-            return f"{1 + len(equal)} runs have the lowest validation loss ({loss}): {named([best.name, *equal])}{end}"
+            return f"{1 + len(equal)} runs have the lowest {what} ({lowest}): {named([best.name, *equal])}{end}"
         return f"{ahead}; the noise of validation is not known{end}"
     within = [place.name for place in others if place.within_noise]
+    if not within and others[0].error == 0:
+        return f"{ahead}, on the full split{end}"
     if not within:
         return f"{ahead}, more than {ERRORS:g} standard errors of the difference ({others[0].error or 0.0:.4f}){end}"
     noise = f"within the noise ({ERRORS:g} standard errors of the difference)"

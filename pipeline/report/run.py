@@ -60,6 +60,10 @@ class Run:
         validation_loss: of the last validation, nats per target. Up to 4 MB of metrics.jsonl are searched for it, about 10,000 steps.
         validation_loss_stderr: its standard error, from reading a sample of the split.
         validation_step: its step.
+        validation_samples: number of sequences that it read.
+        validation_data: of which text or examples, a short text; equal for one text with different tokenizers.
+        tokenizer: checksum of the tokenizer of that data.
+        bits_per_byte: of the last validation; None if the loss does not cover all of the text.
         tokens_per_second: median of the last SPEED_STEPS steps.
         seconds_per_step: mean of the last SPEED_STEPS steps.
         seconds_left: seconds_per_step times the steps that are left, of a run that is running. Validations, saves, the queue and further
@@ -93,6 +97,10 @@ class Run:
     validation_loss: float | None = None
     validation_loss_stderr: float | None = None
     validation_step: int | None = None
+    validation_samples: int | None = None
+    validation_data: str | None = None
+    tokenizer: str | None = None
+    bits_per_byte: float | None = None
     tokens_per_second: float | None = None
     seconds_per_step: float | None = None
     seconds_left: float | None = None
@@ -271,6 +279,7 @@ def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "validation_loss": validation.get("validation_loss"),
         "validation_loss_stderr": error if is_finite(error) else None,
         "validation_step": validation.get("step"),
+        **{name: validation.get(name) for name in ("validation_samples", "validation_data", "tokenizer", "bits_per_byte")},
         "tokens_per_second": statistics.median(rates) if rates else None,
         "seconds_per_step": statistics.fmean(seconds) if seconds else None,
         "skipped": last.get("skipped"),

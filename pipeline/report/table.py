@@ -13,15 +13,26 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pipeline.report import comparison, run_files
 from pipeline.report import run as runs
-from pipeline.report import run_files
 from pipeline.report.answers import short
 from pipeline.report.run import Run, State, duration
 
 #: Columns of CSV and JSON: attributes of Run.
 COLUMNS = (
     *("run_dir", "state", "reason", "stage", "step", "steps", "loss", "validation_loss", "validation_loss_stderr", "validation_step"),
-    *("tokens", "tokens_per_second", "seconds_per_step", "seconds_left", "restarts", "node_hours", "nodes", "job", "skipped"),
+    *(
+        "bits_per_byte",
+        "tokens",
+        "tokens_per_second",
+        "seconds_per_step",
+        "seconds_left",
+        "restarts",
+        "node_hours",
+        "nodes",
+        "job",
+        "skipped",
+    ),
     *("save_failures", "error", "last_sign"),
 )
 #: Folders below a given one in which runs are searched, such as FOLDER/SWEEP/POINT.
@@ -72,7 +83,8 @@ def text(rows: Sequence[Run], width: int) -> str:
     """
     folder = os.path.commonpath([Path(run.run_dir).absolute().parent for run in rows])
     head = ("run", "state", "step", "loss", "validation", "tokens/s", "left", "restarts", "node-h", "job", "why")
-    cells = [head, *((os.path.relpath(run.run_dir, folder), *cells_of(run)[1:]) for run in rows)]
+    per_byte = comparison.per_byte(rows)
+    cells = [head, *((os.path.relpath(run.run_dir, folder), *cells_of(run, per_byte=per_byte)[1:]) for run in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     right = {2, 3, 5, 6, 7, 8}
     lines = [
@@ -82,7 +94,8 @@ def text(rows: Sequence[Run], width: int) -> str:
     lines = [line.rstrip() if len(line.rstrip()) <= width else f"{line[: width - 1]}…" for line in lines]
     states = Counter(run.state for run in rows)
     counts = ", ".join(f"{states[state]} {state}" for state in State if states[state])
-    return "\n".join([f"{folder}: {counts}", "", *lines, *_problems(rows, folder)])
+    notes = ["", "validation is in bits per byte, since the runs have different tokenizers"] if per_byte else []
+    return "\n".join([f"{folder}: {counts}", "", *lines, *notes, *_problems(rows, folder)])
 
 
 def _problems(rows: Sequence[Run], folder: str) -> list[str]:
@@ -107,15 +120,16 @@ def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
     ]
 
 
-def cells_of(run: Run) -> tuple[str, ...]:
-    """Return the cells of a row of text(); "-" for what is not known."""
-    error = "" if run.validation_loss_stderr is None else f" +- {run.validation_loss_stderr:.3f}"
+def cells_of(run: Run, *, per_byte: bool = False) -> tuple[str, ...]:
+    """Return the cells of a row of text(); "-" for what is not known. The validation is a loss, or bits per byte."""
+    score = comparison.score(run, per_byte=per_byte)
+    error = "" if per_byte or not run.validation_loss_stderr else f" +- {run.validation_loss_stderr:.3f}"
     return (
         run.run_dir,
         str(run.state),
         f"{run.step:,}/{run.steps:,}" if run.steps is not None else f"{run.step:,}",
         "-" if run.loss is None else f"{run.loss:.4f}",
-        "-" if run.validation_loss is None else f"{run.validation_loss:.4f}{error}",
+        "-" if score is None else f"{score:.4f}{error}",
         "-" if run.tokens_per_second is None else f"{run.tokens_per_second:,.0f}",
         "-" if run.seconds_left is None else duration(run.seconds_left),
         str(run.restarts) if run.starts else "-",

@@ -131,9 +131,8 @@ def train(
                 report = partial(watchdog.report, f"validation after step {state.step}")
                 report()
                 batches, prefetch = training.validation_batches, config.data.prefetch
-                metrics.validation(
-                    state.step, validate(trainer, validation_data, training, batches=batches, prefetch=prefetch, on_batch=report)
-                )
+                found = validate(trainer, validation_data, training, batches=batches, prefetch=prefetch, on_batch=report)
+                metrics.validation(state.step, found, validation_data.identity)
                 started = time.monotonic()
             scheduled = bool(checkpoint.every and state.step % checkpoint.every == 0) or state.step in config.optimizer.decay_ends
             saving = last or decision.save or stop is not None or scheduled or hooks.writes(state.step)

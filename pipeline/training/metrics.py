@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -138,8 +139,12 @@ class Metrics:
             )
             raise UserError.of("run_dir", self._run_dir, rule, fix)
 
-    def validation(self, step: int, result: Validation) -> None:
-        """Write the line of a validation: loss, its standard error, targets, bits per byte, more measures, and the same by corpus."""
+    def validation(self, step: int, result: Validation, identity: Mapping[str, str]) -> None:
+        """Write the line of a validation: loss, its standard error, targets, bits per byte, more measures, and the same by corpus.
+
+        Args:
+            identity: of the data, Objective.identity.
+        """
         self.flush()
         if self._rank > 0:
             return
@@ -152,11 +157,13 @@ class Metrics:
             "validation_loss": result.loss,
             "validation_loss_stderr": result.standard_error,
             "validation_targets": result.targets,
+            "validation_samples": result.samples,
+            **identity,
             "bits_per_byte": result.bits_per_byte,
             **result.measures,
         }
         self._emit(line | ({"corpora": corpora} if corpora else {}))
-        error = "" if result.standard_error is None else f" +- {result.standard_error:.4f}"
+        error = "" if not result.standard_error else f" +- {result.standard_error:.4f}"
         read = "the full split" if result.samples == result.available else f"{result.samples:,} of {result.available:,} samples"
         bits = "" if result.bits_per_byte is None else f", {result.bits_per_byte:.4f} bits per byte"
         measures = "".join(f", {name} {value:.4f}" for name, value in result.measures.items())

@@ -37,7 +37,7 @@ class Validation(MeanLoss):
     """The result of a validation.
 
     Attributes:
-        standard_error: of the loss, from reading a sample of the split; 0 for the full split, None for a sample of one sequence.
+        standard_error: of the loss, from reading a sample of the split; 0 for the full split, None for one sequence.
         samples: number of samples that were read.
         available: number of samples of the split.
         measures: those of Objective.measures.
@@ -140,10 +140,10 @@ def _standard_error(losses: Tensor, targets: Tensor, available: int) -> float | 
         available: number of sequences of the split.
     """
     size = len(losses)
-    if size == available:
-        return 0.0
     if size < 2:
         return None
+    if size == available:
+        return 0.0
     residuals = losses - losses.sum() / targets.sum() * targets
     variance = (1 - size / available) * size / (size - 1) * residuals.square().sum() / targets.sum().square()
     return float(variance.sqrt())

@@ -92,7 +92,7 @@ REFUSED = [
     ("training.recompute=full", "training.recompute=full: no such key|set training.activation_checkpointing to selective or full"),
     ("--tensor-model-parallel-size=8", "unrecognized arguments: --tensor-model-parallel-size=8|write parallel.tensor=8"),
     ("++data.blend={web:{weight:1,wieght:2}}", "sets wieght: no such key|did you mean weight"),
-    ("lora.alpha=32", "1 problem:|lora.alpha=32.0: has no effect without adapters|set lora.rank, for example 16"),
+    ("lora.alpha=32", "1 problem:|lora.alpha=32.0: has no effect with lora.rank=0|set lora.rank, for example 16"),
     ("data.blend.web.wieght=2", "1 problem:|data.blend.web.wieght=2: no such key|did you mean data.blend.web.weight"),
     ("data.blend.web.weight=much", "1 problem:|data.blend.web.weight=much: Value 'much'"),
     ("--config-dir=OWN model=broken", "1 problem:|model=broken: its file does not compose: while parsing|correct the file"),

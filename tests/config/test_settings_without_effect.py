@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeline.common import knobs
 from pipeline.config.rules import check
 from tests.world import configured
 
@@ -63,9 +64,9 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((QWEN3_NEXT, "model.linear_value_heads=6"), "model.linear_value_heads=6: must be a multiple of model.linear_key_heads=4"),
         ((QWEN3_NEXT, "model.partial_rotary_factor=0.1"), "model.partial_rotary_factor=0.1: rotates 3 of the 32 dims of a head"),
         ((QWEN3_NEXT,), None),
-        (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
-        (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect without adapters"),
-        (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect without adapters"),
+        (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with objective=causal"),
+        (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect with lora.rank=0"),
+        (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect with lora.rank=0"),
         (("lora.rank=4", "++lora.rank_pattern={a:2}", "++lora.alpha_pattern={a:2}"), None),
     ],
 )
@@ -96,3 +97,177 @@ def test_what_is_refused(settings, message):
 def test_what_convert_does_not_read(settings, keys):
     found = check.violations(configured("stage=convert", *settings), 1)
     assert {violation.key for violation in found} == {f"stage.{key}" for key in keys}
+
+
+#: Keys of pretrain, or of a group, that every run reads.
+ALWAYS = """
+run_dir data.tokens data.seed data.packing data.verify data.stage_in data.prefetch data.blend data.blend_weights data.phases
+data.infill.rate
+tokenizer.path training.steps training.objective training.frozen training.fake_quantize training.global_batch_size
+training.micro_batch_size training.sequence_length training.sequence_warmup training.batch_rampup training.head_z_loss
+training.goldfish_k training.seed training.document_mask training.activation_checkpointing training.attention training.compile
+training.deterministic training.validate_every training.validation_batches training.ema training.max_skipped_steps
+training.spike_factor training.timeout_minutes training.check_replicas_every training.noise_scale_every training.recompute_every
+training.profile lora.rank lora.adapter optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps
+optimizer.weight_decay optimizer.gradient_clipping optimizer.qk_clip optimizer.schedule optimizer.warmup_steps
+optimizer.min_lr_ratio parallel.tensor parallel.pipeline parallel.context parallel.expert parallel.zero_stage parallel.zero_group
+parallel.offload parallel.deepspeed precision.dtype precision.fp8 precision.reduce_dtype checkpoint.every checkpoint.every_minutes
+checkpoint.keep checkpoint.keep_every checkpoint.files checkpoint.resume checkpoint.fork checkpoint.initialize_from
+checkpoint.async_save checkpoint.max_failures checkpoint.skip_damaged evaluation.every certify.required tracking.wandb
+tracking.log_every dry_run.enabled dry_run.rank
+"""
+#: Keys that pretrain accepts without effect: they belong to other stages of the same file or chain, or are prepared for another value.
+REASONS = {
+    "of the data stages": """data.input data.corpora data.text_field data.suffixes data.exclude data.document_megabytes data.main_content
+data.shards data.part_megabytes data.shard_megabytes data.validation_fraction data.documents_per_member data.quarantine_limit
+data.save_dropped clean. dedup.""",
+    "of train_tokenizer and tokenize": "tokenizer.",
+    "of finetune, later in a chain": "data.instructions. training.attention_group lora.quantize lora.modules_to_save",
+    "of encoder-decoders, which the tokenizer decides": "data.decoder_start",
+    "of the layouts that a job chooses among": "parallel.async_tensor parallel.sequence_parallel",
+    "of jobs that Slurm starts": "cluster. evaluation.sbatch submit.",
+    "prepared for tracking=online": "tracking.project tracking.name",
+    "printed by a dry run and a plan": "training.token_budget",
+}
+#: Value of a key, and settings with which it is read.
+READ = {
+    "parallel.schedule": ("interleaved", ("parallel.pipeline=2", "parallel.stages_per_rank=2")),
+    "parallel.stages_per_rank": (2, ("parallel.pipeline=2", "parallel.schedule=interleaved")),
+    "parallel.balance": ("layers", ("parallel.pipeline=2",)),
+    "parallel.layers_per_stage": ("[1,3]", ("parallel.pipeline=2",)),
+    "parallel.context_kind": ("ulysses", ("parallel.context=2",)),
+    "parallel.expert_padding": ("true", ("model=mixtral-tiny", "model.capacity_factor=2", "parallel.expert=2")),
+    "parallel.expert_parts": (2, ("model=mixtral-tiny", "model.capacity_factor=2", "parallel.expert=2", "parallel.expert_padding=true")),
+    "parallel.expert_tensor": (1, ("model=mixtral-tiny", "parallel.tensor=2")),
+    "precision.initial_loss_scale": (8, ("precision=fp16",)),
+    "precision.loss_scale_window": (8, ("precision=fp16",)),
+    "precision.fp8_exclude_layers": (0, ("precision=fp8",)),
+    "precision.fp8_experts": ("true", ("precision=fp8", "model=mixtral-tiny")),
+    "optimizer.beta3": (0.5, ("optimizer=ademamix",)),
+    "optimizer.alpha": (2, ("optimizer=ademamix",)),
+    "optimizer.slow_warmup_steps": (7, ("optimizer=ademamix",)),
+    **{
+        f"optimizer.muon_{name}": (value, ("optimizer=muon",))
+        for name, value in {
+            "momentum": 0.5,
+            "nesterov": "false",
+            "steps": 3,
+            "adjust_lr": "original",
+            "lr_factor": 2,
+            "per_head": "true",
+        }.items()
+    },
+    "optimizer.warmup_ratio": (0.1, ("optimizer.warmup_steps=0",)),
+    "optimizer.decay_steps": (50, WSD),
+    "optimizer.decay_shape": ("sqrt", WSD),
+    "optimizer.decay_ends": ("[300]", WSD),
+    "training.epochs": (2, ()),
+    "training.context_factor": (2, ()),
+    "training.preference_loss": ("ipo", ()),
+    "training.dpo_beta": (0.2, ()),
+    "training.simpo_margin": (0.2, ()),
+    "training.goldfish_context": (7, ("training.goldfish_k=4",)),
+    "training.diffusion_eps": (0.2, ("model=bert-tiny", "training.objective=masked_diffusion")),
+    "training.balance_loss": (0.1, ("model=mixtral-tiny",)),
+    "training.balance_loss_schedule": ("[{until_step: 5, value: 1}]", ("model=mixtral-tiny",)),
+    "training.z_loss": (0.1, ("model=mixtral-tiny",)),
+    "training.z_loss_schedule": ("[{until_step: 5, value: 1}]", ("model=mixtral-tiny",)),
+    "training.bias_update_speed": (0.1, ("model=deepseek-tiny",)),
+    "training.bias_update_speed_schedule": ("[{until_step: 5, value: 1}]", ("model=deepseek-tiny",)),
+    "training.mtp_loss": (0.1, ("model=deepseek-tiny", "model.mtp_depth=1")),
+    "training.mtp_loss_schedule": ("[{until_step: 5, value: 1}]", ("model=deepseek-tiny", "model.mtp_depth=1")),
+    "training.activation_budget": (5, ("training.activation_checkpointing=selective",)),
+    "training.spike_window": (9, ("training.spike_factor=6",)),
+    "training.spike_patience": (3, ("training.spike_factor=6",)),
+    "training.max_rewinds": (3, ("training.spike_factor=6",)),
+    "training.profile_ranks": ("[1]", ("training.profile=[3]",)),
+    "lora.alpha": (3, ("lora.rank=4",)),
+    "lora.dropout": (0.1, ("lora.rank=4",)),
+    "lora.targets": ("[embed*]", ()),
+    "lora.rank_pattern": ("{a: 2}", ("lora.rank=4",)),
+    "lora.alpha_pattern": ("{a: 2}", ("lora.rank=4",)),
+    **{
+        f"data.infill.{name}": (value, ("data.infill.rate=0.5",))
+        for name, value in {"spm_rate": 0.1, "prefix": "a", "middle": "b", "suffix": "c"}.items()
+    },
+    **{
+        f"data.masking.{name}": (value, ("model=bert-tiny",))
+        for name, value in {"rate": 0.2, "random": 0.2, "keep": 0.2, "mask": "a", "first": "b", "between": "c"}.items()
+    },
+    **{f"data.spans.{name}": (value, ("model=t5-tiny",)) for name, value in {"rate": 0.2, "mean_length": 4, "sentinel": "x*"}.items()},
+    **{
+        f"data.pairs.{name}": (value, ("model=transformer-tiny",))
+        for name, value in {"train": "[a]", "validation": "[a]", "source": "a", "target": "b"}.items()
+    },
+    **{
+        f"evaluation.{name}": (value, ("evaluation.every=5",))
+        for name, value in {
+            "validation": "false",
+            "tasks": "[a]",
+            "nodes": 2,
+            "tasks_per_node": 2,
+            "time": "02:00:00",
+            "overrides": "[a]",
+        }.items()
+    },
+    **{f"evaluation.{name}": (3, ("evaluation.every=5", "evaluation.tasks=[a]")) for name in ("task_folder", "few_shot", "limit")},
+    "certify.certificate": ("a.json", ("certify.required=true",)),
+    "dry_run.world_size": (4, ("dry_run.enabled=true",)),
+}
+
+
+def test_every_key_has_an_effect_or_a_reason():
+    """A new key belongs to ALWAYS, READ or REASONS; those in READ are refused where they are not read, and not where they are."""
+    accepted = tuple(" ".join(REASONS.values()).split())
+    config = configured("stage=pretrain", "model=llama-tiny")
+    keys = {key for key, _, _ in knobs.walk(config) if not key.startswith(("model.", "stage."))}
+    unknown = {key for key in keys - READ.keys() - set(ALWAYS.split()) if not key.startswith(accepted)}
+    assert not unknown, "neither read by every run, nor refused, nor accepted for a reason"
+    assert set(ALWAYS.split()) <= keys
+
+
+@pytest.mark.parametrize("key", READ)
+def test_a_key_is_refused_unless_it_is_read(key):
+    value, words = READ[key]
+    model = [word for word in words if word.startswith("model=")] or ["model=llama-tiny"]
+    said = [str(found) for found in check.violations(configured("stage=pretrain", "model=llama-tiny", f"++{key}={value}"), 1)]
+    assert any(text.startswith(key) for text in said), said
+    config = configured("stage=pretrain", *model, *[word for word in words if word not in model], f"++{key}={value}")
+    said = [str(found) for found in check.violations(config, 1)]
+    assert not words or not any(text.startswith(key) and "has no effect" in text for text in said), said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("optimizer.min_lr_ratio=0.2", "optimizer.schedule=constant"),
+        ("optimizer.eps=1e-6", "optimizer=lion"),
+        ("checkpoint.skip_damaged=true", "checkpoint.resume=none"),
+        ("training.goldfish_k=4", "model=bert-tiny"),
+        ("cluster.preflight_seconds=60", "cluster.preflight=off"),
+        ("optimizer.warmup_ratio=0.05", "optimizer.warmup_steps=10"),
+        ("training.batch_rampup=[{until_step: 1000, value: 32}]", "training.steps=1000"),
+        ("training.sequence_warmup=[{until_step: 10, value: 64}, {until_step: 20, value: 128}]", "training.steps=10"),
+        (
+            "training.balance_loss_schedule=[{until_step: 10, value: 1}, {until_step: 20, value: 2}]",
+            "training.steps=10",
+            "model=mixtral-tiny",
+        ),
+        ("data.blend_weights=epochs",),
+        ("training.sequence_warmup=[{until_step: 10, value: 256}]",),
+        ("evaluation.few_shot=3", "evaluation.every=100"),
+        ("cluster.choose_layout=planner",),
+        ("model.rope_factor=4", "model.rope_scaling=none"),
+        ("dedup.bands=8", "dedup.near=false", "stage=shard"),
+        ("dedup.url_field=a", "stage=shard"),
+        ("dedup.paragraph_characters=9", "stage=shard"),
+        ("clean.gopher.symbols=0.5", "clean.steps=[repair]", "stage=shard"),
+        ("stage.top_k=4", "stage=generate"),
+        ("stage.length_penalty=2", "stage=generate"),
+        ("stage.speculative_tokens=2", "stage=generate"),
+    ],
+)
+def test_a_key_that_other_settings_make_useless(words):
+    key = words[0].partition("=")[0]
+    said = [str(found) for found in check.violations(configured("stage=pretrain", "model=llama-tiny", *words), 1)]
+    assert any(text.startswith(key) and "no effect" in text for text in said), said

@@ -62,12 +62,12 @@ def test_a_search_of_jobs_must_wait_for_them(tmp_path: Path) -> None:
 
 def test_the_result_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "0", [5.0, 4.0, 3.0], {2: 2.5, 3: 3.5})
-    found = sweep_results.result(Row(tmp_path / "0", (), 3), ("a=1",))
+    found = sweep_results.result(Row(tmp_path / "0", (), 3), ("a=1",), per_byte=False)
     assert (found.status, found.return_value, found.overrides) == (JobStatus.COMPLETED, 3.5, ("a=1",))
     write_run(tmp_path / "1", [5.0], {1: 2.5}, finished=False)
     write_run(tmp_path / "2", [5.0], {})
     for number, steps, why in ((1, 3, "step 1 of 3"), (2, 1, "set training.validate_every"), (3, 1, "not started")):
-        found = sweep_results.result(Row(tmp_path / str(number), (), steps), ())
+        found = sweep_results.result(Row(tmp_path / str(number), (), steps), (), per_byte=False)
         assert found.status is JobStatus.FAILED
         with pytest.raises(RunFailed, match=why):
             _ = found.return_value

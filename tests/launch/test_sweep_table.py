@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from hydra.core.utils import JobReturn, JobStatus
+from omegaconf import OmegaConf
 
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
-from pipeline.launch import local_sweep, sweep_table
+from pipeline.launch import local_sweep, sweep_results, sweep_table
 from pipeline.launch.sweep_table import Point
 
 ALONE = Ranks(0, 1, 0, 1)
@@ -59,6 +60,28 @@ def test_the_best_run_comes_first(tmp_path):
     assert (rows[1]["best_validation_loss"], rows[1]["best_step"]) == (2.5, 2)
     markdown = (tmp_path / "table.md").read_text().splitlines()
     assert [line.count("|") for line in markdown] == [11] * 6 + [0, 0], "a bar in a cell does not end it"
+
+
+@pytest.mark.parametrize(
+    "words, params, per_byte",
+    [
+        (["optimizer.lr=choice(1,2)", "data.tokens=a"], {}, False),
+        (["tokenizer.path=choice(a,b)"], {}, True),
+        (["+data.tokens=a,b"], {}, True),
+        ([], {"model.vocab_size": "choice(512,2048)"}, True),
+        (["optimizer.lr=1"], None, False),
+    ],
+)
+def test_what_a_search_minimizes(tmp_path, words, params, per_byte):
+    config = OmegaConf.create({"hydra": {"overrides": {"task": words}, "sweeper": {"params": params}}})
+    assert sweep_results.per_byte(config) == per_byte
+    write_run(tmp_path / "0", [5.0], {1: 3.25})
+    point = Point(tmp_path / "0", (), 1)
+    assert sweep_results.result(point, [], per_byte=False).return_value == 3.25
+    assert "it has no bits per byte" in str(sweep_results.result(point, [], per_byte=True)._return_value)
+    lines = (tmp_path / "0/metrics.jsonl").read_text()
+    (tmp_path / "0/metrics.jsonl").write_text(lines.replace('"validation_loss": 3.25', '"validation_loss": 3.25, "bits_per_byte": 0.5'))
+    assert sweep_results.result(point, [], per_byte=True).return_value == 0.5
 
 
 def run(outcome: BaseException | None = None) -> JobReturn:

@@ -109,6 +109,35 @@ def test_which_run_is_best(tmp_path: Path, losses: dict, expected: str) -> None:
     assert expected in comparison.verdict(page.compared(compared(tmp_path, losses)))
 
 
+#: Fields of a validation that name its data: run -> losses, and what is expected of them.
+SAME, OTHER = {"validation_data": "text", "tokenizer": "t1"}, {"validation_data": "text", "tokenizer": "t2"}
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        (
+            {"x": {**SAME, "bits_per_byte": 1.6}, "y": {**OTHER, "bits_per_byte": 1.5}},
+            "run y has the lowest number of bits per byte of the validation split (1.5000; their tokenizers differ), lower by 0.1000",
+        ),
+        ({"x": {**SAME, "bits_per_byte": 1.501}, "y": {**OTHER, "bits_per_byte": 1.5}}, "1 of 1 others is within the noise"),
+        ({"x": {**SAME, "bits_per_byte": 1.6}, "y": OTHER}, "no run is called the best: their tokenizers differ, and not all have bits"),
+        ({"x": SAME, "y": {**SAME, "validation_data": "other"}}, "no run is called the best: their validation data differ"),
+        ({"x": SAME, "y": {**SAME, "validation_samples": 1}}, "no run is called the best: a validation of one sequence says too little"),
+        ({"x": {**SAME, "validation_samples": 2}, "y": {**SAME, "validation_loss_stderr": 0.0}}, "run x has the lowest validation loss"),
+        ({"x": {**SAME, "validation_loss_stderr": 0.0}, "y": {**SAME, "validation_loss_stderr": 0.0}}, "run y, on the full split"),
+        ({"x": SAME, "y": {}}, "run x has the lowest validation loss (3.0000), lower by 0.1000 than that of run y, more than 2"),
+    ],
+)
+def test_runs_whose_validations_cannot_be_compared(tmp_path: Path, fields: dict[str, dict], expected: str) -> None:
+    for name, loss in (("x", 3.0), ("y", 3.1)):
+        write(tmp_path / name, [*steps(1, 50), validation(50, loss, 0.01) | fields[name]], total=50, done=50)
+    found = page.compared([history.read(tmp_path / name) for name in "xy"])
+    said = comparison.verdict(found)
+    assert expected in said
+    assert all(place.behind is None for place in found) == said.startswith("no run")
+
+
 def test_the_page_of_several_runs(tmp_path: Path) -> None:
     compared(tmp_path / "sweep", {"0": (3.10, 0.01), "1": (3.00, 0.01), "2": (None, None)})
     events(tmp_path / "sweep/2", (0, "run_start", {"step": 0}), (5, "run_end", {"code": 1, "reason": "CUDA error"}), job=None)

@@ -123,10 +123,11 @@ def test_a_validation_is_written_with_its_size_and_by_corpus(tmp_path, caplog):
     state = TrainState(step=7, samples=0, updates=7)
     options = {"steps": 9, "tokens_per_sample": 8, "flops_per_token": 1.0, "peak_flops": None}
     with Metrics(tmp_path, TrackingConfig(wandb="disabled"), {}, 0, state, **options) as metrics:
-        metrics.validation(7, result)
+        metrics.validation(7, result, {"validation_data": "abc", "tokenizer": "def"})
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line.pop("corpora")["c11"] == {"validation_loss": None, "bits_per_byte": None, "validation_targets": 1}
-    sizes = {"validation_loss_stderr": 0.03125, "validation_targets": 4096}
+    sizes = {"validation_loss_stderr": 0.03125, "validation_targets": 4096, "validation_samples": 64}
+    sizes |= {"validation_data": "abc", "tokenizer": "def"}
     assert line == {"step": 7, "validation_loss": 2.5, "bits_per_byte": 0.9, "accuracy": 0.75, **sizes}
     assert (
         "step 7: validation loss 2.5000 +- 0.0312 on 4,096 targets (64 of 400 samples), 0.9000 bits per byte, accuracy 0.7500"

@@ -25,6 +25,7 @@ from pipeline.config.rules import (
     submit,
     tokenizer,
     training,
+    unread,
 )
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES, TRAINING_STAGES, Plan, Rehearse, plans_other_layouts
@@ -64,6 +65,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan | Rehearse) else config
     found += cluster.layout_violations(config)
     found += [*lora.stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
+    if name in ("shard", "generate"):
+        found += unread.violations(config)
     if name == "shard":
         found += [*clean.violations(config.clean), *dedup.violations(config.dedup)]
     if name == "train_tokenizer":
@@ -120,4 +123,5 @@ def _settings_violations(config: RunConfig) -> list[Violation]:
         *precision.violations(config),
         *lora.violations(config),
         *checkpoint.violations(config.checkpoint),
+        *unread.violations(config),
     ]

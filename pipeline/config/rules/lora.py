@@ -19,11 +19,6 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         rule = "are trained beside adapters, and there are none"
         fix = "set lora.rank, for example 16; training.frozen selects weights without adapters"
         yield Violation("lora.modules_to_save", ", ".join(lora.modules_to_save), rule, fix)
-    if not lora.rank and lora.adapter is None:
-        for key in ("alpha", "dropout", "targets", "rank_pattern", "alpha_pattern"):
-            if (value := getattr(lora, key)) != getattr(LoraConfig(), key):
-                rule = "has no effect without adapters: lora.rank=0 trains the weights themselves"
-                yield Violation(f"lora.{key}", value, rule, "set lora.rank, for example 16, or remove it")
     if lora.rank and rounding != "none":
         fix = f"remove it, or set training.fake_quantize=none instead of {rounding}"
         yield Violation("lora.rank", lora.rank, "is not supported with training.fake_quantize", fix)

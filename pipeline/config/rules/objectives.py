@@ -9,44 +9,16 @@ from pipeline.common.errors import Violation
 from pipeline.config.data import MaskingConfig
 from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig
-from pipeline.config.training import TrainingConfig
 from pipeline.models.config import MaskedModelConfig
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the rules of the configured objective that are violated."""
-    training, defaults = config.training, TrainingConfig()
-    for name in ("dpo_beta", "preference_loss", "simpo_margin") if config.objective != "dpo" else ():
-        if (value := getattr(training, name)) != getattr(defaults, name):
-            rule = f"has no effect with the objective {config.objective}"
-            yield Violation(f"training.{name}", value, rule, "set training.objective=dpo, or remove it")
+    training = config.training
     if training.head_z_loss and config.objective in ("classification", "dpo"):
         rule = f"has no effect with the objective {config.objective}, whose loss is not that of next tokens"
         yield Violation("training.head_z_loss", training.head_z_loss, rule, "remove it")
-    if training.diffusion_eps != defaults.diffusion_eps and config.objective != "masked_diffusion":
-        rule = f"has no effect with the objective {config.objective}"
-        yield Violation("training.diffusion_eps", training.diffusion_eps, rule, "set training.objective=masked_diffusion, or remove it")
-    if config.stage.name != "evaluate":  # whose settings are those of the run, with another objective
-        yield from _goldfish_without_effect(config)
-    if training.simpo_margin and training.preference_loss != "simpo":
-        rule = f"has no effect with training.preference_loss={training.preference_loss}"
-        yield Violation("training.simpo_margin", training.simpo_margin, rule, "set it to simpo, or remove the margin")
-    if config.data.instructions.reference is not None and not has_reference(config):
-        rule = "is not read by a loss without a reference model"
-        fix = "remove it, or set training.objective=dpo and another training.preference_loss than simpo and orpo"
-        yield Violation("data.instructions.reference", config.data.instructions.reference, rule, fix)
     yield from RULES[config.objective](config)
-
-
-def _goldfish_without_effect(config: RunConfig) -> Iterator[Violation]:
-    """Only the next-token loss of token shards drops targets."""
-    training = config.training
-    if training.goldfish_k and config.objective != "causal":
-        rule = f"has no effect with the objective {config.objective}"
-        yield Violation("training.goldfish_k", training.goldfish_k, rule, "remove it, or pretrain a decoder")
-    if not training.goldfish_k and training.goldfish_context != TrainingConfig().goldfish_context:
-        rule = "has no effect with training.goldfish_k=0"
-        yield Violation("training.goldfish_context", training.goldfish_context, rule, "remove it, or set training.goldfish_k, such as 4")
 
 
 def _causal(config: RunConfig) -> Iterator[Violation]:

@@ -9,33 +9,13 @@ from pipeline.config import warmup
 from pipeline.config.optimizer import OptimizerConfig
 from pipeline.config.schema import RunConfig
 
-#: Keys that only some optimizers read -> these optimizers.
-_READ_BY = {
-    "eps": ("adamw", "ademamix", "muon", "schedule_free"),
-    **dict.fromkeys(("beta3", "alpha", "slow_warmup_steps"), ("ademamix",)),
-    **dict.fromkeys(
-        ("muon_momentum", "muon_nesterov", "muon_steps", "muon_adjust_lr", "muon_lr_factor", "muon_per_head"),
-        ("muon",),
-    ),
-}
-
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield what does not fit together: warm-up, decays and length of the run, or a key that schedule or optimizer do not read."""
     optimizer, steps = config.optimizer, config.training.steps
-    if optimizer.schedule != "wsd":
-        for name in ("decay_steps", "decay_shape", "decay_ends"):
-            if (value := getattr(optimizer, name)) != getattr(OptimizerConfig(), name):
-                rule = f"has no effect with optimizer.schedule={optimizer.schedule}: it is that of the decays of wsd"
-                yield Violation(f"optimizer.{name}", value, rule, "remove it, or set optimizer.schedule=wsd")
     if steps and optimizer.warmup_steps + optimizer.decay_steps > steps:  # 0: known once the data is open
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")
-    for key, names in _READ_BY.items():
-        value = getattr(optimizer, key)
-        if optimizer.name not in names and value != getattr(OptimizerConfig(), key):
-            rule = f"has no effect with optimizer.name={optimizer.name}"
-            yield Violation(f"optimizer.{key}", value, rule, f"remove it, or set optimizer.name to {' or '.join(names)}")
     if getattr(config.model, "parametrization", "standard") == "mup":
         yield from _mup(optimizer)
     if optimizer.name == "muon":

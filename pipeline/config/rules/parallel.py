@@ -9,7 +9,6 @@ from pipeline.config import warmup, zero_group
 from pipeline.config.layout import Layout, may_compile, reused_weights, stages_per_rank
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES
 
 #: Optimizers whose state may be in host memory.
 OFFLOADED = ("adamw", "ademamix", "lion")
@@ -23,7 +22,6 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from pipeline(config)
     yield from _offload(config)
     yield from _zero_group(config)
-    yield from _without_effect(config)
 
 
 def tensor(config: RunConfig) -> Iterator[Violation]:
@@ -244,18 +242,6 @@ def zero_groups(config: RunConfig, world_size: int) -> Iterator[Violation]:
     else:
         rule = f"shards over the {found} data ranks of a node, which is no size of groups {axes} that divide these axes"
     yield Violation(_GROUP, value, rule, fix)
-
-
-def _without_effect(config: RunConfig) -> Iterator[Violation]:
-    """Settings of a pipeline, in a training job without one. Other stages may read a checkpoint with the settings of its run."""
-    parallel = config.parallel
-    if parallel.pipeline > 1 or config.stage.name not in TRAINING_STAGES:
-        return
-    for name, default in (("schedule", "1f1b"), ("stages_per_rank", None)):
-        value = getattr(parallel, name)
-        if value != default:
-            fix = "remove it, or set parallel.pipeline to 2 or more"
-            yield Violation(f"parallel.{name}", value, "has no effect with parallel.pipeline=1", fix)
 
 
 def ranks(parallel: ParallelConfig, world_size: int) -> Iterator[Violation]:

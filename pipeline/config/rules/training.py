@@ -38,6 +38,9 @@ def warmup_violations(training: TrainingConfig) -> Iterator[Violation]:
     for name in ("sequence_warmup", "batch_rampup"):
         yield from _order(f"training.{name}", getattr(training, name))
     for number, entry in enumerate(training.sequence_warmup):
+        if entry.value == training.sequence_length:
+            why = "is training.sequence_length, so that the entry has no effect"
+            yield Violation(f"training.sequence_warmup.{number}.value", entry.value, why, "choose a shorter length, or remove it")
         if training.sequence_length % entry.value or entry.value < 2:
             why = (
                 f"must divide training.sequence_length={training.sequence_length} and be at least 2: each sample is split into equal parts"
@@ -201,10 +204,6 @@ def _activation_budget(config: RunConfig) -> Iterator[Violation]:
     training = config.training
     if training.activation_budget is None:
         return
-    if training.activation_checkpointing != "selective":
-        rule = f"has no effect with training.activation_checkpointing={training.activation_checkpointing}"
-        fix = "set training.activation_checkpointing=selective"
-        yield Violation("training.activation_budget", training.activation_budget, rule, fix)
     unsupported = {"encoder_blocks": "encoder-decoders", "experts": "MoE models: the number of rows of an expert is not known before"}
     for rule in (f"is not supported by {models}" for attribute, models in unsupported.items() if hasattr(config.model, attribute)):
         yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")

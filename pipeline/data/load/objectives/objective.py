@@ -7,11 +7,13 @@ config/rules/objectives.py.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import xxhash
 
 from pipeline.data.load import blend
 from pipeline.data.load.sample_config import SampleConfig
@@ -85,6 +87,15 @@ class Objective(ABC):
     def documents(self) -> int:
         """Number of documents or examples of a validation split."""
         return int(self.samples.counts[0])
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a loss of this data is of, for metrics.jsonl: "validation_data", text or examples whatever their tokens; "tokenizer"."""
+        corpora = self.samples.corpora
+        entries = [shard.entry for corpus in corpora for shard in corpus.shards]
+        text: list[Any] = [[entry.get(name) for name in ("documents", "text_bytes", "content")] for entry in entries]
+        data = xxhash.xxh3_64_hexdigest(json.dumps(text or [corpus.fingerprint for corpus in corpora]).encode())
+        return {"validation_data": data, "tokenizer": str(corpora[0].totals.get("tokenizer", ""))}
 
     def validation_sample(self, size: int | None) -> np.ndarray:
         """The samples of a validation split that a validation reads; arguments and result as in validation_split.choose."""
