@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
+from pipeline.checkpoint import trained_tokenizer
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.checkpoint.trained_tokenizer import fingerprint_of
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
@@ -70,6 +71,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
     Raises:
         UserError: with one violation per difference.
     """
+    if not checkpoint.train_state.samples:
+        trained_tokenizer.check(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
     new, old = dataclasses.asdict(config), dict(checkpoint.config)
     old["training"] = dataclasses.asdict(TrainingConfig()) | old["training"]  # an older checkpoint lacks newer keys
     consumed = checkpoint.train_state.samples
@@ -103,7 +106,7 @@ def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingD
         UserError: the tokenizer is another one.
     """
     new, key, consumed = dataclasses.asdict(config), data.data_key, checkpoint.train_state.samples
-    before, now = fingerprint_of(checkpoint.config), fingerprint_of(new)
+    before, now = trained_tokenizer.fingerprint_of(checkpoint.config, checkpoint.path), trained_tokenizer.fingerprint_of(new)
     if None not in (before, now) and before != now:
         rule = f"is of another tokenizer than {key}={_value(checkpoint.config, key)} of {checkpoint.path}"
         raise UserError.of(key, _value(new, key), rule, "tokenize it with the tokenizer of that run")
@@ -117,7 +120,7 @@ def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingD
 def check_same_model(
     checkpoint: Checkpoint | MergedWeights, config: RunConfig, *, other_head: bool = False, context_factor: float = 1.0
 ) -> None:
-    """Refuse to load a checkpoint of another model.
+    """Refuse to load a checkpoint of another model or tokenizer.
 
     Args:
         checkpoint: to load.
@@ -128,6 +131,7 @@ def check_same_model(
     Raises:
         UserError: with one violation per difference.
     """
+    trained_tokenizer.check(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
     new = dataclasses.asdict(config)
     differences = _model_differences(new, checkpoint.config, context_factor)
     if other_head:

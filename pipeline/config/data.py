@@ -99,6 +99,10 @@ class InstructionsConfig:
         "later ones read; default: run_dir/reference if all weights are trained; none with adapters, the model without them computes them",
     )
     pack: bool = knob(True, "put several examples into a sequence, separated by a document mask")
+    repair: bool = knob(
+        False,
+        "chats: leave out answers before the first question, and join messages of one role in a row with a blank line; the log counts both",
+    )
     labels: list[str] = knob([], "classification: the labels; default: those of the checkpoint, or of the training files")
     too_long: str = knob(
         "truncate",
@@ -259,9 +263,23 @@ class TokenizerConfig:
     end_of_document: str = knob(
         "<|endoftext|>", "special token appended to every document; unset (auto): that of the run, or eos_token of the tokenizer's folder"
     )
+    bos: str = knob(
+        "auto",
+        "the beginning-of-sequence token before every document, and before prompts: that of the tokenizer (document), none, or as the run "
+        "and its tokens have it, and otherwise as the post-processor of the tokenizer does (auto)",
+        choices=("auto", "document", "none"),
+    )
+    spelled: str = knob(
+        "text",
+        "what prompts, completions, labeled texts and stage.tasks that spell a special token have: its characters (text), or the token, as "
+        "in transformers (token); documents and pairs of texts always have its characters, and chats the token",
+        choices=("text", "token"),
+    )
     special_tokens: list[str] = knob([], "additional special tokens")
     chat_template: str | None = knob(
-        None, "template of chats: chatml, llama3, plain (without special tokens), or a Jinja file; default: that of the tokenizer"
+        None,
+        "template of chats: chatml, deepseek, glm, gpt_oss, llama3, phi3, qwen3, plain (without special tokens), or a Jinja file; default: "
+        "that of the tokenizer",
     )
     report: bool = knob(True, "measure the tokenizer on the validation split; writes report.json and report.html to its folder")
     compare: list[str] = knob([], "Hugging Face tokenizer folders to include in the report for comparison")

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
+from pipeline.common.artifact import MANIFEST
 from pipeline.config import checkpoint_paths
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
 from pipeline.config.schema import RunConfig
@@ -28,6 +29,8 @@ AUTO = "auto"
 IMPORTED = "imported"
 #: Stages that use no tokenizer, or make one.
 _WITHOUT = ("shard", "train_tokenizer")
+#: Stages of a job of pretraining, whose token shards decide whether documents begin with a token.
+_OF_PRETRAINING = ("pretrain", "certify", "rehearse")
 
 
 def resolved(config: RunConfig) -> RunConfig:
@@ -38,30 +41,41 @@ def resolved(config: RunConfig) -> RunConfig:
     """
     tokenizer, defaults = config.tokenizer, TokenizerConfig()
     needed = config.stage.name not in _WITHOUT and not (isinstance(config.stage, Convert) and config.stage.input)
-    folder, end = None if tokenizer.path == AUTO else tokenizer.path, None
-    if needed and AUTO in (tokenizer.path, tokenizer.end_of_document) and (found := next(_recorded(config), None)):
+    folder, end, bos = None if tokenizer.path == AUTO else tokenizer.path, None, _bos_of_tokens(config)
+    if needed and AUTO in (tokenizer.path, tokenizer.end_of_document, tokenizer.bos) and (found := next(_recorded(config), None)):
         if folder is None:
             log.info("tokenizer.path=%s, that of the run", found[0])
-        folder, end = found if folder in (None, found[0]) else (folder, None)
+        folder, end = found[:2] if folder in (None, found[0]) else (folder, None)
+        bos = bos or (found[2] if folder == found[0] else AUTO)
     folder = folder or defaults.path
     if tokenizer.end_of_document != AUTO:
         end = tokenizer.end_of_document
     elif needed:
         end = end or end_of_document(Path(folder))
     start = config.data.decoder_start or (decoder_start(Path(folder)) if needed else None)
-    tokenizer = replace(tokenizer, path=folder, end_of_document=end or defaults.end_of_document)
+    bos = tokenizer.bos if tokenizer.bos != AUTO else bos or AUTO
+    tokenizer = replace(tokenizer, path=folder, end_of_document=end or defaults.end_of_document, bos=bos)
     return replace(config, tokenizer=tokenizer, data=replace(config.data, decoder_start=start))
 
 
-def _recorded(config: RunConfig) -> Iterator[tuple[str, str | None]]:
-    """Yield tokenizer.path and, if it is known, tokenizer.end_of_document of this run and of those that it starts from."""
+def _bos_of_tokens(config: RunConfig) -> str | None:
+    """Return tokenizer.bos of the token shards of a pretraining job; None without shards, or for a job that reads none."""
+    if config.stage.name not in _OF_PRETRAINING or config.data.pairs.train:
+        return None
+    folder = next((chosen.tokens for chosen in config.data.blend.values() if chosen.tokens), config.data.tokens)
+    totals = _object(Path(folder) / MANIFEST).get("totals")
+    return None if totals is None else "none" if totals.get("bos") is None else "document"
+
+
+def _recorded(config: RunConfig) -> Iterator[tuple[str, str | None, str]]:
+    """Yield tokenizer.path, tokenizer.end_of_document if it is known, and tokenizer.bos of this run and of those that it starts from."""
     for run_dir in _runs(config):
         settings = _settings(run_dir / "config.yaml")
         path, end = settings.get("path"), settings.get("end_of_document")
         if isinstance(path, str) and (Path(path) / "tokenizer.json").is_file():
-            yield path, end if isinstance(end, str) else None
+            yield path, end if isinstance(end, str) else None, settings["bos"]
         if (run_dir / IMPORTED / "tokenizer.json").is_file():
-            yield str(run_dir / IMPORTED), None
+            yield str(run_dir / IMPORTED), None, settings.get("bos", AUTO)
 
 
 def _runs(config: RunConfig) -> Iterator[Path]:
@@ -76,13 +90,16 @@ def _runs(config: RunConfig) -> Iterator[Path]:
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    """Return the group tokenizer of a run's config.yaml; empty without one."""
+    """Return the group tokenizer of a run's config.yaml; empty without one. Before there was a choice, documents had no BOS token."""
     try:
         content = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):  # the stages that need this file report it
         return {}
-    group = content.get("tokenizer") if isinstance(content, dict) else None
-    return group if isinstance(group, dict) else {}
+    if not isinstance(content, dict) or not isinstance(group := content.get("tokenizer"), dict):
+        return {}
+    stage = content.get("stage")
+    before = "none" if isinstance(stage, dict) and stage.get("name") == "pretrain" else AUTO
+    return {"bos": before, **group}
 
 
 def end_of_document(folder: Path) -> str | None:

@@ -25,7 +25,7 @@ from pipeline.conversion.stock_weights import SEPARATE
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate
-from pipeline.data.tokenize.tokenizer import load
+from pipeline.data.tokenize.tokenizer import TextEncoder, load, special_token
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import Shape, StockTensor
@@ -192,6 +192,7 @@ def write_configs(
     *,
     dtype: torch.dtype,
     end_of_document_id: int,
+    bos_id: int | None = None,
     padding_id: int | None = None,
     original: Original | None = None,
     quantization: dict[str, Any] | None = None,
@@ -199,8 +200,8 @@ def write_configs(
 ) -> None:
     """Write config.json and generation_config.json.
 
-    The end-of-document token is both the beginning- and the end-of-sequence token. An encoder-decoder's decoder starts with the padding
-    token if there is one. A model that started from a Hugging Face model keeps its config.json and its generation_config.json, if any.
+    The end-of-document token is the end-of-sequence token, and without `bos_id` also that of the beginning. An encoder-decoder's decoder
+    starts with the padding token if there is one. A model that started from a Hugging Face model keeps both files, if it has them.
     `quantization` becomes the key quantization_config. `training` is the group of the run, for the keys that configure training.
     """
     mapping = registry.mapping_of(config)
@@ -213,7 +214,7 @@ def write_configs(
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return
-    ids = {"bos_token_id": end_of_document_id, "eos_token_id": end_of_document_id}
+    ids = {"bos_token_id": end_of_document_id if bos_id is None else bos_id, "eos_token_id": end_of_document_id}
     if mapping.constants.get("is_encoder_decoder"):
         padding = end_of_document_id if padding_id is None else padding_id
         ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
@@ -232,6 +233,38 @@ def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_posi
             "model_max_length": max_positions,
         }
         _write_json(folder / "tokenizer_config.json", content)
+
+
+def write_bos(folder: Path, encoder: TextEncoder) -> None:
+    """Let an exported tokenizer begin texts as those of the training did (tokenizer.bos).
+
+    Without a token that begins texts, bos_token becomes the end-of-document token, which lm-eval puts before texts without context.
+    """
+    follows, bos = encoder.follows_tokenizer, encoder.end_of_document if encoder.bos is None else encoder.bos
+    vocabulary = load(folder).get_vocab(with_added_tokens=True)
+    text_of = {number: text for text, number in vocabulary.items()}
+    if follows and (encoder.bos is None or special_token(folder, "bos_token") == text_of[bos]):
+        return
+    changed = {"tokenizer_config.json": {"add_bos_token": encoder.bos is not None}, "special_tokens_map.json": {}}
+    for name, keys in changed.items():
+        if (folder / name).is_file():
+            settings = json.loads((folder / name).read_text(encoding="utf-8"))
+            _write_json(folder / name, {**settings, **keys, "bos_token": text_of[bos]})
+    if follows:
+        return
+    content = json.loads((path := folder / "tokenizer.json").read_text(encoding="utf-8"))
+    before, after = ([{"SpecialToken": {"id": text_of[token], "type_id": 0}} for token in side] for side in encoder.around)
+    one, two = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    names = [text_of[token] for side in encoder.around for token in side]
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*before, one, *after],
+        "pair": [*before, one, *after, *before, two, *after],
+        "special_tokens": {text: {"id": text, "ids": [vocabulary[text]], "tokens": [text]} for text in names},
+    }
+    old = content.get("post_processor") or {}
+    kept = [each for each in old.get("processors", [old]) if each.get("type") == "ByteLevel"]
+    _write_json(path, {**content, "post_processor": {"type": "Sequence", "processors": [*kept, template]}})
 
 
 def write_chat_template(folder: Path, template: ChatTemplate) -> None:

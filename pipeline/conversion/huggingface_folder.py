@@ -89,6 +89,7 @@ def write_settings(
         source.model,
         dtype=dtype,
         end_of_document_id=source.tokenizer.end_of_document,
+        bos_id=source.tokenizer.bos,
         padding_id=source.tokenizer.first_of([named] if named else DECODER_STARTS),
         original=source.original,
         quantization=quantization,
@@ -104,6 +105,7 @@ def copy_tokenizer(folder: Path, tokenizer: TokenizerConfig, source: Source) -> 
     huggingface_export.copy_tokenizer(
         Path(tokenizer.path), folder, end_of_document=tokenizer.end_of_document, max_positions=source.model.max_positions
     )
+    huggingface_export.write_bos(folder, source.tokenizer)
     chosen = tokenizer.chat_template or source.weights.config.get("tokenizer", {}).get("chat_template")
     if chosen is not None and (template := chat_template.of(tokenizer)) is not None:
         huggingface_export.write_chat_template(folder, template)
@@ -134,7 +136,7 @@ def settings_of(
         "stage.checkpoint": f"{checkpoint.name} {digest(checkpoint / INDEX)}",
         "stage.dtype": dtype,
         "stage.shard_gigabytes": shard_gigabytes,
-        "tokenizer.path": encoder.fingerprint,
+        **encoder.settings,
         "tokenizer.end_of_document": tokenizer.end_of_document,
         **averaged.settings_of(stage.weights),
     }

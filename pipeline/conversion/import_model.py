@@ -16,6 +16,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.conversion import full_weights, import_comparison, import_formats
 from pipeline.conversion.foreign_weights import ForeignWeights
 from pipeline.conversion.imported import FOLDER, copy_originals
+from pipeline.data.tokenize.tokenizer import load
 
 log = logging.getLogger("pipeline")
 
@@ -42,7 +43,11 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     if (complete := _find_complete(run_dir, source, opened.identity)) is not None:
         log.info("convert: %s is already imported, nothing to do; %s", source, _continue_with(run_dir, complete.totals["model"]))
         return
-    _, unused = collect_errors(lambda: _check_run(run_dir, opened.state.step), opened.weights.check)
+    _, _, unused = collect_errors(
+        lambda: _check_run(run_dir, opened.state.step),
+        lambda: _check_entries(source, opened.tokenizer, model.vocab_size),
+        opened.weights.check,
+    )
     import_formats.report(opened, unused)
     compared = import_comparison.compare_logits(opened.weights, opened.load_stock)
 
@@ -60,6 +65,17 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     if step := opened.state.step:
         log.info("convert: the run continues at step %d: set training.steps, which counts from the beginning, to more than that", step)
     log.info("convert: wrote %s (%s); %s", path, opened.tool, _continue_with(run_dir, overrides))
+
+
+def _check_entries(source: Path, tokenizer: Path, rows: int) -> None:
+    """Refuse a tokenizer with entries for which the model has no embedding."""
+    entries = max(load(tokenizer, "stage.input").get_vocab().values()) + 1 if (tokenizer / "tokenizer.json").is_file() else 0
+    if entries > rows:
+        rule = f"has a tokenizer of {entries} entries, and {rows} rows of the embedding"
+        resize = f"model.resize_token_embeddings({entries}) of transformers and save_pretrained give every entry a row"
+        raise UserError.of(
+            "stage.input", source, rule, f"remove the tokens that the model does not have from {tokenizer}, or resize: {resize}"
+        )
 
 
 def _find_complete(run_dir: Path, source: Path, identity: dict[str, Any]) -> artifact.Manifest | None:

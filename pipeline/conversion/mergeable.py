@@ -37,7 +37,7 @@ def check(checkpoints: Sequence[Checkpoint]) -> None:
             violations.append(Violation("PATH", other.path, f"has other weights than {first.path}: {', '.join(sorted(names)[:3])}", _FIX))
     if violations:
         raise UserError(violations)
-    tokenizers = {checkpoint.path: fingerprint_of(checkpoint.config) for checkpoint in checkpoints}
+    tokenizers = {checkpoint.path: fingerprint_of(checkpoint.config, checkpoint.path) for checkpoint in checkpoints}
     if unknown := [path for path, tokenizer in tokenizers.items() if tokenizer is None]:
         log.warning("whether all members have the same tokenizer is not known: the data of %s is gone", unknown[0])
 
@@ -49,7 +49,7 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         **{f"model.{name}": value for name, value in dataclasses.asdict(model).items()},
         **{f"lora.{name}": value for name, value in adapter.items()},
-        _TOKENIZER: fingerprint_of(checkpoint.config),
+        _TOKENIZER: fingerprint_of(checkpoint.config, checkpoint.path),
     }
 
 

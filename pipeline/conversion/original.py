@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.conversion.huggingface_import import read_config, read_generation_config
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_json, registry, stock_keys
 
 #: Keys of an imported config.json that are not exported: about its files, or about code of its repository.
@@ -78,14 +79,13 @@ class TokenIds:
     pad: int | None
 
 
-def token_ids(original: Original | None, end_of_document: int) -> TokenIds:
+def token_ids(original: Original | None, encoder: TextEncoder) -> TokenIds:
     """Return the tokens that an export of a decoder names: those of the imported model, or the end-of-document token for all."""
+    end = encoder.end_of_document
     if original is None:
-        return TokenIds(end_of_document, [end_of_document], end_of_document)
+        return TokenIds(end if encoder.bos is None else encoder.bos, [end], end)
     pad = original.token_id("pad_token_id")
-    return TokenIds(
-        original.token_id("bos_token_id"), original.ends or [end_of_document], pad if isinstance(pad, int) and pad >= 0 else None
-    )
+    return TokenIds(original.token_id("bos_token_id"), original.ends or [end], pad if isinstance(pad, int) and pad >= 0 else None)
 
 
 def read_original(folder: Path) -> Original:

@@ -1,9 +1,11 @@
-"""The tokenizer of a checkpoint: that of tokenizer.path, which must have ids for the rows of its embedding only."""
+"""The tokenizer of a checkpoint: that of tokenizer.path, which must be the one of its training."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.checkpoint import trained_tokenizer
+from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
 from pipeline.conversion import imported
@@ -20,20 +22,17 @@ def open_tokenizer(tokenizer: TokenizerConfig, run_dir: Path) -> TextEncoder:
     if not (path / "tokenizer.json").is_file() and (folder / "tokenizer.json").is_file():
         fix = f"set tokenizer.path={folder}, the tokenizer of the imported model, or the one of the training data"
         raise UserError.of("tokenizer.path", path, "holds no tokenizer.json", fix)
-    return TextEncoder(path, tokenizer.end_of_document)
+    return TextEncoder.of(tokenizer)
 
 
-def check_tokenizer(path: str, entries: int, vocab_size: int) -> None:
-    """Refuse a tokenizer with more ids than rows of the embedding.
-
-    Args:
-        path: tokenizer.path.
-        entries: number of ids of the tokenizer.
-        vocab_size: rows of the embedding.
+def check_tokenizer(tokenizer: TextEncoder, weights: MergedWeights, vocab_size: int) -> None:
+    """Refuse a tokenizer with more ids than the embedding has rows (vocab_size), and another one than that of the training.
 
     Raises:
-        UserError: it has more.
+        UserError: it does not fit.
     """
-    if entries > vocab_size:
-        rule = f"has {entries} entries, which exceeds model.vocab_size={vocab_size} of the checkpoint"
-        raise UserError.of("tokenizer.path", path, rule, "set it to the tokenizer of the training run")
+    folder = tokenizer.path.parent
+    if tokenizer.vocab_size > vocab_size:
+        rule = f"has {tokenizer.vocab_size} entries, which exceeds model.vocab_size={vocab_size} of the checkpoint"
+        raise UserError.of("tokenizer.path", folder, rule, "set it to the tokenizer of the training run")
+    trained_tokenizer.check(weights.path, weights.config, folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.chats import ChatError
-from pipeline.data.tokenize.tokenizer import TextEncoder, load
+from pipeline.data.tokenize.tokenizer import PromptEncoder, TextEncoder, load, special_token, warn_of_spelled
 from pipeline.evaluation.likelihood import Question, Scored
 from pipeline.generation.generator import Stopping
 from pipeline.generation.sampling import Sampling
@@ -31,22 +30,21 @@ Complete = Callable[[list[tuple[int, list[int]]], Sampling, dict[str, Any]], lis
 
 
 class Text:
-    """Encodes and decodes as stock transformers with the tokenizer of the export: text that spells a special token is that token.
+    """Encodes and decodes as stock transformers with the tokenizer of the export; in chats, text that spells a special token is that token.
 
     Attributes:
         end: the token that ends a text.
         ends: the tokens that end a completion: `end`, and those of an imported model.
         chats: the template of chats; None if questions are no chats.
-        beginning: the token before a text without context: bos_token of tokenizer_config.json if the tokenizer has it, else `end`.
+        beginning: the token before a text without context: that of tokenizer.bos, bos_token of tokenizer_config.json unless tokenizer.bos
+            differs from the tokenizer, or `end`.
     """
 
     def __init__(self, encoder: TextEncoder, ends: Iterable[int] = (), chats: ChatTemplate | None = None) -> None:
         self._tokenizer = load(encoder.path.parent)
-        self._tokenizer.encode_special_tokens = False
-        path = encoder.path.with_name("tokenizer_config.json")
-        named = json.loads(path.read_text(encoding="utf-8")).get("bos_token") if path.is_file() else None
-        named = named["content"] if isinstance(named, dict) else named
-        beginning = encoder.first_of([named]) if named else None
+        self.texts = PromptEncoder(load(encoder.path.parent), encoder.around, encoder.spelled if chats is None else "token")
+        named = special_token(encoder.path.parent, "bos_token") if encoder.follows_tokenizer else None
+        beginning = encoder.first_of([named]) if encoder.bos is None and named else encoder.bos
         self.end = encoder.end_of_document
         self.ends = frozenset((self.end, *ends))
         self.beginning = self.end if beginning is None else beginning
@@ -59,12 +57,11 @@ class Text:
 
         Args:
             text: the text.
-            special: add the special tokens of the post-processor; None adds them unless the text begins with one already.
+            special: add the special tokens around a text; None adds them unless the text begins with one already.
         """
         if special is None:
             special = not text.startswith(self._tokenizer.id_to_token(self.beginning) or "\0")
-        tokens: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
-        return tokens
+        return self.texts.encode([text], complete=special)[0]
 
     def decode(self, tokens: Any) -> str:
         """Return the text of tokens, without special tokens."""
@@ -128,6 +125,8 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
             system_instruction=stage.system_instruction,
             log_samples=False,
         )
+    if text.chats is None:
+        warn_of_spelled("stage.tasks", text.texts.spelled)
     return {task: _metrics(task, results) for task in results["results"]}
 
 

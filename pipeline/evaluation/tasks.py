@@ -9,7 +9,6 @@ import xxhash
 
 from pipeline.common.errors import UserError
 from pipeline.config.stages import Evaluate
-from pipeline.conversion.tokenizer import check_tokenizer
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness
@@ -37,28 +36,25 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTe
         "stage.task_folder": _digest(Path(stage.task_folder or "")),
         "stage.few_shot": stage.few_shot,
         "stage.limit": stage.limit,
-        "tokenizer.path": encoder.fingerprint,
+        **encoder.settings,
         "precision.dtype": dtype,
         **{f"stage.{key}": value for key, value in asked.items()},
     }
 
 
-def check_model(model: ModelConfig, run_dir: Path, tokenizer_path: str, entries: int) -> None:
-    """Refuse a model that does not predict the next token, and a tokenizer of another model.
+def check_model(model: ModelConfig, run_dir: Path) -> None:
+    """Refuse a model that does not predict the next token.
 
     Args:
         model: of the checkpoint.
         run_dir: for the message.
-        tokenizer_path: tokenizer.path.
-        entries: number of ids of the tokenizer.
 
     Raises:
-        UserError: one of them does not fit.
+        UserError: it does not.
     """
     if model.objective != "causal":
         rule = f"is of family {model.family}, which is not a decoder"
         raise UserError.of("run_dir", str(run_dir), rule, "evaluate tasks with a decoder, such as llama or gpt")
-    check_tokenizer(tokenizer_path, entries, model.vocab_size)
 
 
 def evaluate(stage: Evaluate, mesh: Mesh, local: LocalModel, model: ModelConfig, text: harness.Text) -> dict[str, Any]:

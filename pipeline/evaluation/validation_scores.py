@@ -100,7 +100,7 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
         corpora = Sliding.open_windows_of_corpora(config, share, stage.stride)
     if whole is None:
         raise _no_sample(config)
-    registry.check_vocabulary(config, whole)
+    registry.check_vocabulary(config, whole, share[0])
     registry.warn_of_few_documents(whole, share[0])
     corpora = corpora if len(corpora) > 1 else {}
     pseudo: dict[str, PseudoLikelihood | None] = {}

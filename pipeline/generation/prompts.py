@@ -102,6 +102,7 @@ class PromptReader:
         encoder: whether prompts are the input of an encoder: they end with the end-of-document token, and may fill the sequence.
         template: makes the prompts of lines with any fields.
         chats: the template of chats; None without one.
+        texts: encodes prompts that are no chats; default: PromptEncoder.
 
     Raises:
         UserError: the folder has no tokenizer.
@@ -117,12 +118,13 @@ class PromptReader:
         encoder: bool = False,
         template: PromptTemplate | None = None,
         chats: ChatTemplate | None = None,
+        texts: PromptEncoder | None = None,
     ) -> None:
         self.folder, self.max_positions, self.vocab_size = folder, max_positions, vocab_size
         self.end_of_document, self.encoder, self.template = end_of_document, encoder, template
         self.chats, self.tokenizer = chats, load(folder)
         self.chat_encoder = ChatEncoder(self.tokenizer)
-        self.text_encoder = PromptEncoder(self.tokenizer)
+        self.text_encoder = texts or PromptEncoder(self.tokenizer)
 
     @property
     def ends(self) -> list[int]:
@@ -160,6 +162,7 @@ class PromptReader:
         for number, line in prompts.largest():
             with suppress(BadLine):
                 found = max(found, self.parse(number, line).tokens, key=len)
+        self.text_encoder.spelled.clear()
         return found
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -180,7 +183,7 @@ class PromptReader:
         return self._encode_text(fields["prompt"])
 
     def _encode_text(self, text: str) -> list[int]:
-        """Encode a text with the special tokens of the tokenizer's post-processor; text that spells a special token is ordinary text."""
+        """Encode a text with the special tokens around it."""
         return self._complete(self.text_encoder.encode([text], complete=True)[0])
 
     def _encode_chat(self, fields: dict[str, Any]) -> list[int]:

@@ -43,8 +43,9 @@ def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: T
         UserError: an input does not exist, or the documents hold no text.
     """
     ids: list[int] = []
+    begin = [] if encoder.bos is None else [encoder.bos]
     for text in _texts(inputs, key, data):
-        ids += [*encoder.encode([text])[0].tolist(), encoder.end_of_document]
+        ids += [*begin, *encoder.encode([text])[0].tolist(), encoder.end_of_document]
         if len(ids) >= tokens:
             break
     ids = ids[:tokens]

@@ -32,7 +32,7 @@ def check(
     size = max(model.vocab_size, tokenizer.vocab_size)  # a larger tokenizer is refused elsewhere
     collect_errors(
         lambda: gguf_file.check(model, stage.quantize),
-        lambda: read_tokens(tokenizer.path.parent, size, token_ids(original, tokenizer.end_of_document)),
+        lambda: read_tokens(tokenizer, size, token_ids(original, tokenizer)),
         lambda: read_held_out(stage, data, weights, tokenizer),
     )
 
@@ -70,7 +70,7 @@ def write(
         UserError: a weight is too large for fp16.
         CheckFailed: the file does not hold the weights of the checkpoint, or transformers computes other logits from it.
     """
-    tokens = read_tokens(tokenizer.path.parent, model.vocab_size, token_ids(original, tokenizer.end_of_document))
+    tokens = read_tokens(tokenizer, model.vocab_size, token_ids(original, tokenizer))
     kind = stage.dtype if stage.quantize == "none" else stage.quantize
     parameters = gguf_file.write(folder, weights, model, tokens, kind=kind, name=name, writer=writer)
     if not writer.is_first:

@@ -12,7 +12,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.run_tokenizer import end_of_document
 from pipeline.conversion.original import TokenIds
 from pipeline.data.tokenize import chat_template
-from pipeline.data.tokenize.tokenizer import load
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.tokenize.tokenizer_training import split_pattern
 
 log = logging.getLogger("pipeline")
@@ -51,18 +51,19 @@ class Tokens:
     chat_template: str | None
 
 
-def read_tokens(folder: Path, vocab_size: int, named: TokenIds) -> Tokens:
+def read_tokens(encoder: TextEncoder, vocab_size: int, named: TokenIds) -> Tokens:
     """Read a tokenizer.
 
     Args:
-        folder: with tokenizer.json.
+        encoder: the tokenizer.
         vocab_size: rows of the embedding; ids without a token are unused.
         named: the tokens with which texts begin and end.
 
     Raises:
         UserError: it is not a byte-level BPE tokenizer, or does something that llama.cpp does not do.
     """
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    folder = encoder.path.parent
+    content = json.loads(encoder.path.read_text(encoding="utf-8"))
     split = _split(content)
     if split is None:
         rule = "is not a byte-level BPE tokenizer that splits words as GPT-2, Llama 3 or Qwen do, which stage.format=gguf requires"
@@ -75,10 +76,9 @@ def read_tokens(folder: Path, vocab_size: int, named: TokenIds) -> Tokens:
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
     ids = _ends({index: texts[index] for index in named.ends if index < vocab_size}, end_of_document(folder))
     ids |= {role: index for role, index in (("bos", named.bos), ("pad", named.pad)) if index is not None and index < vocab_size}
-    plain, added = (load(folder).encode("a", add_special_tokens=special).ids for special in (False, True))
-    begins, ends = "bos" in ids and added[:1] == [ids["bos"]], "eos" in ids and added[-1:] == [ids["eos"]]
-    if added != [ids["bos"]] * begins + plain + [ids["eos"]] * ends:
-        _refuse(folder, f"adds {[texts[index] for index in added if index not in plain]} to a text (post_processor)")
+    before, after = encoder.around
+    if before not in ([], [ids.get("bos")]) or after not in ([], [ids.get("eos")]):
+        _refuse(folder, f"adds {[texts[index] for index in (*before, *after)]} to a text (post_processor)")
     if normalizer := content.get("normalizer"):
         if normalizer.get("type") != "NFC":
             _refuse(folder, f"changes text before it splits it (normalizer {normalizer.get('type')})")
@@ -87,7 +87,7 @@ def read_tokens(folder: Path, vocab_size: int, named: TokenIds) -> Tokens:
         if found := [name for name in ("lstrip", "rstrip", "single_word") if token.get(name)]:
             _refuse(folder, f"has the token {token['content']} with {' and '.join(found)}")
     template = chat_template.load(folder)
-    return Tokens(texts, kinds, merges, split, ids, begins, ends, None if template is None else template.text)
+    return Tokens(texts, kinds, merges, split, ids, bool(before), bool(after), None if template is None else template.text)
 
 
 def _refuse(folder: Path, what: str) -> NoReturn:

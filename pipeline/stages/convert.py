@@ -124,7 +124,7 @@ def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> e
     weights, model, tokenizer = source.weights, source.model, source.tokenizer
     checks: list[Callable[[], object]] = [
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
-        lambda: check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size),
+        lambda: check_tokenizer(tokenizer, weights, model.vocab_size),
         lambda: huggingface_export.check_weights(weights, model, "stage.checkpoint", weights.path),
     ]
     if stage.format in ("huggingface", "gguf", "deepspeed_universal"):

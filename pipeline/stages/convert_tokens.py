@@ -46,9 +46,9 @@ def _export(config: RunConfig, output: Path, to: str, comm: Comm) -> None:
 
     settings = {"data.tokens": artifact.fingerprint(manifest), "stage.to": to}
     sizes = {part: sum(shards[name]["bytes"] for name in names) for part, names in groups.items()}
-    copied = ("vocab_size", "end_of_document", "tokenizer", "dtype", *token_shards.SPLITS, "corpora")
+    copied = ("vocab_size", "end_of_document", "bos", "tokenizer", "dtype", *token_shards.SPLITS, "corpora")
     made_as, resume = ("stage.output", "convert_tokens"), {"ids of data.shards": text is not None}
-    convert_parts(comm, output, made_as, settings, sizes, convert, lambda _: {key: manifest.totals[key] for key in copied}, resume)
+    convert_parts(comm, output, made_as, settings, sizes, convert, lambda _: {key: manifest.totals.get(key) for key in copied}, resume)
 
 
 def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
@@ -63,8 +63,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
         return {name: megatron.write_shard(dataset, first, stop, folder / name, encoder, metadata)}
 
     def totals(files: Files) -> dict[str, Any]:
-        vocabulary = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document}
-        return {**vocabulary, "tokenizer": encoder.fingerprint, "dtype": encoder.dtype.name, **token_shards.totals(files)}
+        return {**encoder.totals, "dtype": encoder.dtype.name, **token_shards.totals(files)}
 
     folder, prefixes = Path(config.data.tokens), [Path(name) for name in stage.input]
     datasets = comm.bcast({prefix.name: megatron_import.fingerprint(prefix) for prefix in prefixes} if comm.rank == 0 else None)
@@ -73,6 +72,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
         "tokenizer.path": encoder.fingerprint,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         "data.shard_megabytes": config.data.shard_megabytes,
+        **({} if encoder.bos is None else {"tokenizer.bos": "document"}),
     }
     sizes = {name: int(dataset.starts[stop] - dataset.starts[first]) for name, (dataset, first, stop, _) in plan.items()}
     convert_parts(comm, folder, ("data.tokens", "tokenize"), settings, sizes, convert, totals)

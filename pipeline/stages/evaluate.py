@@ -20,7 +20,7 @@ from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.conversion import imported
-from pipeline.conversion.tokenizer import open_tokenizer
+from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize import chat_template
 from pipeline.evaluation import checkpoint_selection, evaluated_config, harness, record, tasks, validation_scores
 from pipeline.generation import weights
@@ -116,7 +116,8 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
         for path in paths:
             checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)
             model = weights.model_of(checkpoint)
-            tasks.check_model(model, run_dir, config.tokenizer.path, encoder.vocab_size)
+            tasks.check_model(model, run_dir)
+            check_tokenizer(encoder, checkpoint, model.vocab_size)
             config = weights.for_generation(config, model)
             if violations := layout_violations(config):
                 raise UserError(violations)

@@ -29,7 +29,7 @@ from pipeline.conversion.huggingface_folder import Source, original_of
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatTemplate
-from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.data.tokenize.tokenizer import TextEncoder, warn_of_spelled
 from pipeline.evaluation import translation
 from pipeline.generation import decoding, draft, vllm_engine, weights
 from pipeline.generation.beam import BeamGenerator
@@ -80,10 +80,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             encoder=isinstance(model, EncoderDecoderSizes),
             template=template,
             chats=chats,
+            texts=tokenizer.prompts,
         )
         stops = decoding.stopping(stage, path, tokenizer.path.parent, reader.ends, reader.decode)
         decoding.check_model(model, stage, config.run_dir, config.parallel.pipeline)
-        check_tokenizer(config.tokenizer.path, tokenizer.vocab_size, model.vocab_size)
+        check_tokenizer(tokenizer, checkpoint, model.vocab_size)
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
         models = [(weights.for_generation(config, model), checkpoint)]
         if drafts is not None:
@@ -116,6 +117,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                         parts.add(completion)
                         progress.advance(len(completion.tokens))
                 if ranks.rank == 0:
+                    warn_of_spelled(f"stage.prompts={stage.prompts}", reader.text_encoder.spelled)
                     wait_for_parts(unfinished, prompts.parts)
                     _publish(folder, settings, unfinished, prompts.parts, began)
                     if isinstance(generator, SpeculativeGenerator) and generator.proposed:
@@ -152,7 +154,7 @@ def _settings(
     return {
         "stage.prompts": digest(Path(stage.prompts or "")),
         "stage.checkpoint": f"{checkpoint.path.name} {digest(checkpoint.path / INDEX)}",
-        "tokenizer.path": tokenizer.fingerprint,
+        **tokenizer.settings,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         **({} if (named := config.tokenizer.chat_template) is None else {"tokenizer.chat_template": named}),
         "data.decoder_start": config.data.decoder_start,

@@ -33,7 +33,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             prepare_examples.run(config, comm)
         return
     shards, folder = Path(config.data.shards), Path(config.data.tokens)
-    tokenizer = Path(config.tokenizer.path), config.tokenizer.end_of_document
+    tokenizer = Path(config.tokenizer.path), config.tokenizer.end_of_document, config.tokenizer.bos
     mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
         with suppress(UserError):  # all ranks load it in parallel; on failure, rank 0 reports the error in _read_inputs
@@ -59,28 +59,23 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 _encoder = cache(TextEncoder)
 
 
-def _read_inputs(shards: Path, tokenizer: Path, end_of_document: str) -> tuple[Manifest, dict[str, Any]]:
+def _read_inputs(shards: Path, tokenizer: Path, end_of_document: str, bos: str) -> tuple[Manifest, dict[str, Any]]:
     """Return the manifest of the text shards, and all settings that determine the token shards."""
     text, encoder = collect_errors(
         lambda: artifact.read(shards, key="data.shards", stage="shard"),
-        lambda: _encoder(tokenizer, end_of_document),
+        lambda: _encoder(tokenizer, end_of_document, bos),
     )
     return text, {
         "data.shards": artifact.fingerprint(text),
         "tokenizer.path": encoder.fingerprint,
         "tokenizer.end_of_document": end_of_document,
+        **({} if encoder.bos is None else {"tokenizer.bos": "document"}),  # none: as before there was a choice
     }
 
 
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:
     """Write the manifest after all shards are complete."""
-    totals = {
-        "vocab_size": encoder.vocab_size,
-        "end_of_document": encoder.end_of_document,
-        "tokenizer": encoder.fingerprint,
-        "dtype": encoder.dtype.name,
-        **token_shards.totals(files),
-    }
+    totals = {**encoder.totals, "dtype": encoder.dtype.name, **token_shards.totals(files)}
     artifact.write(folder, Manifest("tokenize", settings, files, totals))
     unfinished.clear()
     log.info("tokenize: wrote %s (%s)", folder, _summary(totals))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -10,16 +11,19 @@ import torch
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.checkpoint.trained_tokenizer import fingerprint_of
+from pipeline.common.atomic_files import digest
+from pipeline.common.errors import UserError
 from pipeline.conversion import merge
-from tests.helpers import load_tool
+from tests.helpers import load_tool, pipeline
 from tests.training.one_rank import lines, newest, run
 
 
 @pytest.fixture(scope="module")
-def trained(tokens, tmp_path_factory) -> Path:
+def trained(tokens, tokenizer, tmp_path_factory) -> Path:
     """Four steps, with an average of the weights."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    run("pretrain", folder, f"data.tokens={tokens}", "training.steps=4", "training.ema=0.75")
+    run("pretrain", folder, f"data.tokens={tokens}", f"tokenizer.path={tokenizer}", "training.steps=4", "training.ema=0.75")
     return folder
 
 
@@ -115,6 +119,61 @@ def test_what_is_refused(trained, tmp_path, capsys, words, said):
     assert tool(*(word.format(run=trained) for word in words), "--output", tmp_path / "merged") == 2
     assert said.format(run=trained) in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tokenizer, tmp_path_factory) -> dict[str, Path]:
+    """Tokenizers that differ from that of the tokens: in two ids, or only in a special token of its own."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    swapped = {**vocabulary, "a": vocabulary["b"], "b": vocabulary["a"]}
+    more = [*content["added_tokens"], {**content["added_tokens"][0], "id": 300, "content": "<|turn|>"}]
+    changes = {"other": {"model": {**content["model"], "vocab": swapped}}, "extended": {"added_tokens": more}}
+    for name, change in changes.items():
+        shutil.copytree(tokenizer, folder / name)
+        (folder / name / "tokenizer.json").write_text(json.dumps(content | change))
+    return {name: folder / name for name in changes}
+
+
+def test_every_stage_refuses_another_tokenizer_than_that_of_the_tokens(tokens, trained, tokenizers, tmp_path):
+    """A tokenizer with more special tokens gives text the same ids, so that weights may be used with it."""
+    other, data, start = f"tokenizer.path={tokenizers['other']}", f"data.tokens={tokens}", f"checkpoint.initialize_from={trained}"
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "ab", "completion": "ba"}\n' * 4)
+    train, prompts, where = (
+        f"data.instructions.train=[{tmp_path}/lines.jsonl]",
+        f"stage.prompts={tmp_path}/lines.jsonl",
+        f"stage.output={tmp_path}",
+    )
+    cases = [
+        ("pretrain", tmp_path / "begun", f"{tokens} was made with", data, "training.steps=1"),
+        ("evaluate", trained, f"{tokens} was made with", data),
+        ("convert", trained, "step-00000004 was made with", f"{where}/hf"),
+        ("generate", trained, "step-00000004 was made with", prompts, f"{where}/generated"),
+    ]
+    for stage, run_dir, said, *settings in cases:
+        with pytest.raises(UserError, match=re.escape(said)) as raised:
+            run(stage, run_dir, other, *settings)
+        assert [(found.key, str(found.value)) for found in raised.value.violations] == [("tokenizer.path", str(tokenizers["other"]))], stage
+    tuned = (
+        f"run_dir={tmp_path}/tuned",
+        start,
+        train,
+        "training.steps=1",
+        "training.sequence_length=32",
+        "precision=fp32",
+        "tracking=disabled",
+    )
+    assert "step-00000004 was made with" in pipeline("stage=finetune", other, *tuned, expect=2)
+    run("generate", trained, f"tokenizer.path={tokenizers['extended']}", prompts, f"{where}/generated", "stage.max_tokens=1")
+
+
+def test_the_tokenizer_of_an_imported_model_is_its_own(tokenizers, tmp_path):
+    """Not that of the default tokenizer.path of the import: merges of two imported models compare their tokenizers."""
+    shutil.copytree(tokenizers["other"], tmp_path / "run/imported")
+    config = {"stage": {"name": "convert"}, "tokenizer": {"path": str(tokenizers["extended"])}}
+    found = fingerprint_of(config, tmp_path / "run/checkpoints/step-00000000")
+    assert found == digest(tokenizers["other"] / "tokenizer.json")
 
 
 @pytest.mark.parametrize("words", [("--decay", "0.5"), ("--weights", "1;2"), ("--last", "2", "more")])

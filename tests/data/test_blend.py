@@ -196,12 +196,13 @@ def test_refused_before_work(corpora, overrides, said):
         assert text in str(refused.value)
 
 
-def test_another_tokenizer_is_refused(corpora, tmp_path):
+@pytest.mark.parametrize("name, value", [("tokenizer", "other"), ("bos", 7)])
+def test_another_tokenizer_is_refused(corpora, tmp_path, name, value):
     shutil.copytree(corpora / "more", tmp_path / "more")
     manifest = json.loads((tmp_path / "more" / MANIFEST).read_text())
-    manifest["totals"]["tokenizer"] = "other"
+    manifest["totals"][name] = value
     (tmp_path / "more" / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"data\.blend\.x=.*\n?.*another tokenizer than en"):
+    with pytest.raises(UserError, match=r"data\.blend\.x=.*\n?.*another tokenizer or tokenizer.bos than en"):
         blend.open_training(config_of(corpora, f"++data.blend={{en:{{}},x:{{tokens:{tmp_path}/more,corpus:code}}}}"))
 
 

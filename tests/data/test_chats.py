@@ -382,11 +382,77 @@ def test_a_shipped_template_without_its_special_tokens_is_refused(tmp_path):
     assert text[first:last] == "Kleid<|endoftext|>"
 
 
-@pytest.mark.parametrize("name, end", [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("plain", "<|endoftext|>")])
+ENDS = {
+    "chatml": "<|im_end|>",
+    "deepseek": "<|endoftext|>",
+    "glm": "<|user|>",
+    "gpt_oss": "<|return|>",
+    "llama3": "<|eot_id|>",
+    "phi3": "<|end|>",
+    "plain": "<|endoftext|>",
+    "qwen3": "<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name, end", ENDS.items())
 def test_generate_stops_where_the_template_ends_an_answer(folders, name, end):
     folder = folders["byte_level"]
     prompts = PromptReader(folder, max_positions=9, vocab_size=1000, end_of_document=1, chats=chat_template.load(folder, name))
     assert prompts.ends == [1, Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id(end)]
+
+
+#: As GLM-4.5's: nothing ends an answer but the token that begins the next message.
+FOLLOWED = (
+    "<|end|>{% for m in messages %}{{ ('<|im_start|>' if m.role == 'user' else '<|start_header_id|>') + '\n' + m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>{% endif %}"
+)
+
+
+def test_the_token_that_follows_an_answer_ends_it(folders, caplog):
+    folder = with_template(folders["byte_level"], FOLLOWED)
+    ((found,),) = read(folder, chat(USER, ANSWER, USER, ANSWER))
+    assert shown(folder, [found])[1] == "\nKleid<|im_start|>\nKleid<|endoftext|>"
+    prompts = PromptReader(folder, max_positions=99, vocab_size=1000, end_of_document=1, chats=chat_template.load(folder))
+    assert prompts.ends == [1, Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("<|im_start|>")]
+    assert not caplog.text
+    read(with_template(folder, SILENT.replace("<|end|>", "")), chat(USER, ANSWER, USER, ANSWER))
+    assert "no special token that ends an answer" in caplog.text
+
+
+@pytest.mark.parametrize("name", chat_template.SHIPPED)
+def test_shipped_templates_are_trained_with_every_answer_and_its_end(folders, name):
+    """Reasoning and functions are shown, or a chat with them is refused by name."""
+    compiled, folder = chat_template.load(folders["byte_level"], name, "<|endoftext|>"), folders["byte_level"]
+    reader = ExampleReader(folder, 0, 1000, template=compiled)
+    lines = [chat(message("system"), USER, ANSWER, USER, {**ANSWER, "content": "grün"}), chat(USER, {**ANSWER, "reasoning_content": "hm"})]
+    plain, reasoned = reader.read([json.dumps(line).encode() for line in lines])
+    learned = shown(folder, [plain])[1]
+    assert learned.index("Kleid") < learned.index(ENDS[name]) < learned.index("grün") < learned.rindex(ENDS[name]) or name == "glm"
+    assert learned.count("Kleid") == learned.count("grün") == 1
+    assert "Hi" not in learned
+    if compiled.names & {"thinking", "reasoning_content"}:
+        assert "hm" in shown(folder, [reasoned])[1]
+    else:
+        assert "reasoning" in str(reasoned)
+
+
+def test_chats_in_another_order_are_repaired(folders):
+    folder, joined = with_template(folders["byte_level"], SILENT), message("assistant", "Kleid\n\ngrün")
+    broken = [
+        [ANSWER, USER, ANSWER],
+        [message("system"), ANSWER, USER, ANSWER],
+        [USER, ANSWER, message("assistant", "grün")],
+        [USER, USER, ANSWER],
+    ]
+    mended = [[USER, ANSWER], [message("system"), USER, ANSWER], [USER, joined], [message("user", "Hi\n\nHi"), ANSWER]]
+    refused = read(folder, *(chat(*messages) for messages in broken))
+    assert all("data.instructions.repair=true" in str(line) for line in refused)
+    reader = ExampleReader(folder, 0, 1000, repair=True)
+    found, expected = (reader.read([json.dumps(chat(*messages)).encode() for messages in chats]) for chats in (broken, mended))
+    assert [line.tokens.tolist() for line in found] == [line.tokens.tolist() for line in expected]
+    assert reader.notes.ignored == {"messages.repaired": 4}
+    (left,) = reader.read([json.dumps(chat(USER, message("assistant", "a", weight=0), ANSWER)).encode()])
+    assert "after an answer comes user" in str(left), "one is learned, and the other is not"
 
 
 def test_a_lone_surrogate_is_refused_and_completions_with_one_are_published(tmp_path):

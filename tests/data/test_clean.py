@@ -52,6 +52,16 @@ CHANGES = {
         "Fish &amp; chips, `&amp;`\n\n    x = '&lt;'\n\n```\n&nbsp;\n```",
         "Fish & chips, `&amp;`\n\n    x = '&lt;'\n\n```\n&nbsp;\n```",
     ),
+    "entities beside a tag": ("repair", "Er sagt, da&szlig; A&amp;B<br>f&#252;r 5&nbsp;&euro;", "Er sagt, daß A&B<br>für 5\u00a0€"),
+    "entities in parentheses": ("repair", "Preis (&euro;) <br> AT&amp;T <a@b.de> a &amp;&amp; b", "Preis (€) <br> AT&T <a@b.de> a && b"),
+    "entities in a list": (
+        "repair",
+        "1.  da&szlig; das\n    Gro&szlig;e &sect; 5&nbsp;&amp;&quot;",
+        "1.  daß das\n    Große § 5\u00a0&amp;&quot;",
+    ),
+    "entities beside a comparison": ("repair", "Wei&szlig;t du, da&szlig; 2 < 3?", "Weißt du, daß 2 < 3?"),
+    "escaped code beside tags": ("repair", "gr&ouml;&szlig;er <b>if</b> a &lt; b &amp;amp; c", "größer <b>if</b> a &lt; b &amp;amp; c"),
+    "named entities": ("repair", 'Write the entity &szlig; in <p>, or "&auml;" there.', None),
     "entities as the subject": ("repair", "It encodes <p> as b'&lt;p&gt;'.", None),
     "escaped twice": ("repair", "Write &amp;lt; for a less-than sign", "Write &lt; for a less-than sign"),
     "source": ("repair", 'import html\nx = f("&amp;")\ny = x.replace("&quot;", q)\nreturn y', None),
@@ -70,6 +80,17 @@ CHANGES = {
         "# Logo\n<p align='center'><b>A</b></p>\n\n`<b>x</b>`\n```\n<b>y</b>\n```",
         "# Logo\nA\n\n`<b>x</b>`\n```\n<b>y</b>\n```",
     ),
+    "a client is no version": ("personal", "client 77.12.3.4 connected, player 91.4.7.22 left", "client <ip> connected, player <ip> left"),
+    "versions of clients": ("personal", "client 4.2.1.10, Flash Player 11.2.202.235", None),
+    "Spanish numbers": (
+        "personal",
+        "612 34 56 78, 91 123 45 67. Llámanos: 666 123 456. Llame al 912 345 678 para reservar.",
+        "<phone>, <phone>. Llámanos: <phone>. Llame al <phone> para reservar.",
+    ),
+    "numbers in threes": ("personal", "RCS Paris 732 829 320. Org.nr. 987 654 321, 612 345 678 habitantes", None),
+    "AT and DOT": ("personal", "jane.doe AT uni DOT de, jane AT cs DOT uni DOT de", "<email>, <email>"),
+    "AT in capitals": ("personal", "LOOK AT example.com, LOOK AT ALL DOT COM companies, meet AT 5 DOT", None),
+    "a list with zeros": ("personal", "Numbers 030 040 050 060, rooms 0301 0302 0303", None),
     "cells": ("boilerplate", "<table><tr><td>a</td><td>b</td></tr><tr><td>c</td></tr></table>", "a\tb\t\nc\t\n"),
     "subscripts": ("boilerplate", "The value x[i](y) is called; List<String> holds it. the <b> tag begins bold text, </b> ends it.", None),
     "calls": ("boilerplate", "Call f[0](x) twice. Use <b>, <i> and </b>, </i> for fonts.", None),
@@ -136,7 +157,8 @@ def test_texts_are_repaired(case):
     step, before, after = CHANGES[case]
     texts, counts = clean([PROSE, before], config(step))
     assert texts == [PROSE, before if after is None else after]
-    assert sum(counts[step].changed.values()) == (after is not None)
+    changed = sum(count for reason, count in counts[step].changed.items() if reason != "entities left")
+    assert changed == (after is not None)
 
 
 def test_the_next_step_processes_the_changed_text():

@@ -1,5 +1,7 @@
 """Documents within samples: best-fit packing, fill-in-the-middle, and document boundaries."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,6 +113,14 @@ def restored(document):
     if suffix == 1:  # SPM order: prefix and middle follow the middle sentinel
         return document[middle + 1 :] + document[suffix + 1 : middle]
     return document[1:suffix] + document[middle + 1 :] + document[suffix + 1 : middle]
+
+
+def test_infill_moves_nothing_before_the_token_that_begins_a_document():
+    source = np.array([[9, 1, 2, 3, 4, 0, 9, 5, 6, 7, 8, 0, 9, 1, 2, 3]], dtype=np.uint16)
+    plain, begun = infill().apply(source[:, 1:], np.array([4])), replace(infill(), bos=9).apply(source, np.array([4]))
+    assert begun[0, 0] == 9
+    assert begun[0, 1] == PREFIX == plain[0, 0]
+    assert all(document[:2] == [9, PREFIX] for document in split(begun[0].tolist()) if len(document) > 4)
 
 
 rows = st.lists(st.integers(0, 9), min_size=1, max_size=60)

@@ -16,6 +16,7 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
 from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.evaluation import harness
 from pipeline.generation.prompts import PromptReader
 from pipeline.training.epochs import with_steps
 from tests.conversion.test_huggingface_export import random_model, tokenizer_folder  # noqa: F401 - a fixture
@@ -117,6 +118,19 @@ def test_text_that_spells_an_entry_of_a_unigram_model_stays_text(tmp_path):
     prompts = PromptReader(tmp_path, max_positions=100, vocab_size=20, end_of_document=2)
     assert prompts.parse(1, json.dumps({"prompt": text}).encode()).tokens == [1, *spelled]
     assert prompts.parse(1, json.dumps({"prompt": "ab"}).encode()).tokens == [1, *(tokenizer.token_to_id(piece) for piece in "▁ab")]
+    # One key for all stages, and what stock transformers does.
+    stock = AutoTokenizer.from_pretrained(tmp_path)
+    for choice, around in (("text", spelled), ("token", stock(text, add_special_tokens=False)["input_ids"])):
+        encoder = TextEncoder(tmp_path, "</s>", spelled=choice)
+        one = ExampleReader(tmp_path, 2, 100, texts=encoder.prompts)
+        (example,) = one.read([json.dumps({"prompt": text, "completion": text}).encode()])
+        assert example.tokens[: 1 + 2 * len(around)].tolist() == [1, *around, *around]
+        assert one.notes.spelled == {"</s>": 2}
+        prompts = PromptReader(tmp_path, max_positions=100, vocab_size=20, end_of_document=2, texts=encoder.prompts)
+        assert prompts.parse(1, json.dumps({"prompt": text}).encode()).tokens == [1, *around]
+        assert harness.Text(encoder).encode(text) == [1, *around]
+        assert encoder.encode([text])[0].tolist() == spelled, "documents never have it"
+    assert encoder.prompts.encode(["<s> a"], complete=True) == [stock("<s> a", add_special_tokens=False)["input_ids"]], "not twice"
 
 
 def test_pairs_of_answers_are_two_examples(folder):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -14,8 +15,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import AutoTokenizer
 
 from pipeline.common.artifact import MANIFEST
+from pipeline.common.errors import UserError
+from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.tokenize.token_shards import share
+from pipeline.data.tokenize.tokenizer import TextEncoder
+from pipeline.evaluation import harness
 from tests.helpers import RAW, pipeline, same_files
+from tests.training.one_rank import run
 
 EOD = "<|endoftext|>"
 QUOTED = 'tokenizer.end_of_document="</s>"'  # Hydra requires quotes around <
@@ -214,3 +220,60 @@ def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokeniz
     wanted = {"data.shards": shards, "tokenizer.path": tokenizer, "data.tokens": tokens, key: other}
     printed = pipeline("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
     assert f"was created with {key}=" in printed
+
+
+BOS = "<|bos|>"
+
+
+@pytest.fixture(scope="module")
+def with_bos(tokenizer, tmp_path_factory) -> Path:
+    """The tokenizer with a token with which its post-processor begins texts, and token shards of either choice."""
+    folder = tmp_path_factory.mktemp("with_bos")
+    shutil.copytree(tokenizer, folder / "tokenizer")
+    new = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    new.add_special_tokens([BOS])
+    new.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, new.token_to_id(BOS))])
+    new.save(str(folder / "tokenizer/tokenizer.json"))
+    return folder
+
+
+def test_documents_begin_with_the_token_of_the_tokenizer(shards, tokens, with_bos, tmp_path, caplog):
+    """As tokenizer.bos says, and prompts, answers and exports of a run do as its tokens."""
+    path, bos = f"tokenizer.path={with_bos}/tokenizer", Tokenizer.from_file(f"{with_bos}/tokenizer/tokenizer.json").token_to_id(BOS)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab"}\n')
+    for choice, found in (("auto", "document"), ("none", "none")):
+        folder, run_dir = tmp_path / choice, tmp_path / f"run-{choice}"
+        run("tokenize", tmp_path, path, f"data.shards={shards}", f"data.tokens={folder}", f"tokenizer.bos={choice}")
+        totals = json.loads((folder / MANIFEST).read_text())["totals"]
+        begin = [bos] if found == "document" else []
+        assert totals["bos"] == (bos if begin else None)
+        for name in json.loads((folder / MANIFEST).read_text())["files"]:
+            _, lengths, ids = shard_of(folder, name)
+            _, plain_lengths, plain = shard_of(tokens, name)
+            documents = np.split(plain, np.cumsum(plain_lengths)[:-1])
+            assert ids.tolist() == [token for document in documents for token in (*begin, *document.tolist())]
+            assert lengths.tolist() == [len(document) + len(begin) for document in documents]
+        other = "none" if begin else "document"
+        with pytest.raises(UserError, match=f"was tokenized with tokenizer.bos={found}"):
+            run("pretrain", run_dir, path, f"data.tokens={folder}", "training.steps=1", f"tokenizer.bos={other}")
+        run("pretrain", run_dir, path, f"data.tokens={folder}", "training.steps=1")
+        output = f"stage.output={run_dir}/generated"
+        run("generate", run_dir, f"stage.prompts={tmp_path}/prompts.jsonl", output, "stage.max_tokens=1")
+        (line,) = (run_dir / "generated/completions.jsonl").read_text().splitlines()
+        expected = [*begin, *Tokenizer.from_file(f"{with_bos}/tokenizer/tokenizer.json").encode("ab", add_special_tokens=False).ids]
+        assert json.loads(line)["generated"]["prompt_tokens"] == len(expected)
+        run("convert", run_dir)
+        exported = AutoTokenizer.from_pretrained(run_dir / "hf")
+        assert exported("ab")["input_ids"] == expected
+        text = harness.Text(TextEncoder(with_bos / "tokenizer", EOD, found))
+        assert text.encode("ab") == expected
+        assert text.beginning == exported.bos_token_id == json.loads((run_dir / "hf/config.json").read_text())["bos_token_id"]
+        answered = ExampleReader(with_bos / "tokenizer", 0, 99, texts=TextEncoder(with_bos / "tokenizer", EOD, found).prompts)
+        (example,) = answered.read([b'{"prompt": "ab", "completion": "c"}'])
+        assert example.tokens[: len(expected)].tolist() == expected
+    assert "earlier version" not in caplog.text
+    manifest = json.loads((tmp_path / "none" / MANIFEST).read_text())
+    del manifest["totals"]["bos"]  # as an earlier version wrote it
+    (tmp_path / "none" / MANIFEST).write_text(json.dumps(manifest))
+    run("pretrain", tmp_path / "old", path, f"data.tokens={tmp_path}/none", "training.steps=1")
+    assert f"do not begin with token {bos}, as texts do" in caplog.text

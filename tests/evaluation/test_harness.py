@@ -38,7 +38,7 @@ def test_requests_have_the_results_of_the_stock_model(name, tmp_path, tokenizer_
     config = replace(CONFIGS[name], max_positions=40)
     model = random_model(config).eval()
     export(tmp_path, model, config, tokenizer_folder)
-    runner, text = Runner(model, 40), harness.Text(TextEncoder(tmp_path, "<|endoftext|>"))
+    runner, text = Runner(model, 40), harness.Text(TextEncoder(tmp_path, "<|endoftext|>", spelled="token"))
 
     def score(questions):
         return log_likelihoods(runner, config.vocab_size, questions)

@@ -21,8 +21,8 @@ from tests.quantization.built import build
 
 def write(folder: Path, config, tokenizer: Path, kind: str) -> torch.nn.Module:
     model = random_model(config).eval()
-    end = TextEncoder(tokenizer, "<|endoftext|>").end_of_document
-    tokens = read_tokens(tokenizer, config.vocab_size, TokenIds(end, [end], None))
+    encoder = TextEncoder(tokenizer, "<|endoftext|>")
+    tokens = read_tokens(encoder, config.vocab_size, TokenIds(encoder.end_of_document, [encoder.end_of_document], None))
     gguf_file.write(folder, InMemory(model), config, tokens, kind=kind, name="test")
     return model
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from pipeline.common.errors import UserError
 from pipeline.conversion.original import TokenIds
+from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.data.tokenize.tokenizer_training import split_pattern
 from pipeline.quantization import gguf_file
 from pipeline.quantization.gguf_tokens import read_tokens
@@ -165,7 +166,7 @@ CONFIG = replace(CONFIGS["llama-grouped"], vocab_size=440)
 @pytest.mark.parametrize("name", SAME)
 def test_llama_cpp_has_the_same_tokens(name, tmp_path):
     tokenizer = saved(tmp_path, *SAME[name])
-    tokens = read_tokens(tmp_path, CONFIG.vocab_size, IDS)
+    tokens = read_tokens(TextEncoder(tmp_path, END), CONFIG.vocab_size, IDS)
     gguf_file.write(tmp_path, InMemory(random_model(CONFIG)), CONFIG, tokens, kind="fp32", name="test")
     llama = LlamaCpp(tmp_path / gguf_file.FILE)
     assert {text: llama.tokens(text) for text in TEXTS} == {text: tokenizer.encode(text).ids for text in TEXTS}
@@ -176,10 +177,10 @@ def test_what_llama_cpp_does_not_do_is_refused(name, tmp_path):
     split, change, expected = REFUSED[name]
     saved(tmp_path, split, change)
     with pytest.raises(UserError, match=expected):
-        read_tokens(tmp_path, CONFIG.vocab_size, IDS)
+        read_tokens(TextEncoder(tmp_path, END), CONFIG.vocab_size, IDS)
 
 
 def test_composed_characters_are_warned_of(tmp_path, caplog):
     saved(tmp_path, "llama3 single", normalized(normalizers.NFC()))
-    read_tokens(tmp_path, CONFIG.vocab_size, IDS)
+    read_tokens(TextEncoder(tmp_path, END), CONFIG.vocab_size, IDS)
     assert "does not compose characters (NFC)" in caplog.text

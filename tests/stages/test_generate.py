@@ -165,6 +165,16 @@ def test_a_template_makes_prompts(run):
     assert "2 problems" in printed
 
 
+def test_a_tokenizer_with_more_entries_than_the_embedding_is_not_imported(run, tmp_path):
+    shutil.copytree(run / "stock", tmp_path / "stock")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "stock")
+    tokenizer.add_tokens([f"<extra {number}>" for number in range(CONFIGS["llama-grouped"].vocab_size)])
+    tokenizer.save_pretrained(tmp_path / "stock")
+    printed = pipeline("stage=convert", f"stage.input={tmp_path / 'stock'}", f"run_dir={tmp_path / 'run'}", expect=2)
+    assert f"has a tokenizer of {len(tokenizer)} entries, and {CONFIGS['llama-grouped'].vocab_size} rows of the embedding" in printed
+    assert not (tmp_path / "run/checkpoints").exists()
+
+
 def test_refusals(run, tmp_path):
     printed = pipeline(*settings(run, "stage.stop=['']", "parallel.context=2", "stage.top_p=0", "stage.metrics=[meteor]"), expect=2)
     assert "stage.metrics=['meteor']: must be one of bleu, chrf" in printed

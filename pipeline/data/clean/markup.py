@@ -41,7 +41,7 @@ _NOUN_BEFORE = re.compile(rf"(?:\b{_WORD}\s|{_CJK}\s?)$", re.IGNORECASE)
 _CONJUNCTION = r"(?:\s(?:and|or|to|with|und|oder|sowie|et|ou|y|o|e|и|или)\s)"
 _ENUMERATION = re.compile(rf"\s*[,/&]\s*|,?{_CONJUNCTION}", re.IGNORECASE)
 _PLACEHOLDER = re.compile(rf"\s*(?:\.{{3}}|…)\s*|{_CONJUNCTION}", re.IGNORECASE)
-_ENCLOSED = ('""', "''", "“”", "„“", "‘’", "«»", "»«", "()", "「」")
+ENCLOSED = ('""', "''", "“”", "„“", "‘’", "«»", "»«", "()", "「」")
 _NEEDS_ATTRIBUTES = frozenset({"img", "input", "link", "meta", "source"})
 
 _FRONT_MATTER = re.compile(r"\A---\r?\n(?:[\w-]+:.*\n|[ \t].*\n|- .*\n|\r?\n)+---\r?\n(?!\s*(?:[\w-]+:|-)\s)")
@@ -101,7 +101,7 @@ def _mentions(text: str) -> frozenset[int]:
 def _is_mention(text: str, tag: re.Match[str]) -> bool:
     start, end = tag.span()
     before = text[start - 1 : start]
-    if before == "\\" or (before and before + text[end : end + 1] in _ENCLOSED) or _is_no_tag(tag):
+    if before == "\\" or (before and before + text[end : end + 1] in ENCLOSED) or _is_no_tag(tag):
         return True
     noun = _NOUN_AFTER.match(text, end) or _NOUN_BEFORE.search(text, max(0, start - 20), start)
     return noun is not None and _stands_alone(text, tag)

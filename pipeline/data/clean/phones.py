@@ -26,8 +26,12 @@ _CANDIDATE = re.compile(
     # national, with the trunk prefix 0 and separators
     rf"|\(?0[1-9]\d{{0,4}}\)?(?:{_SEPARATOR}\d{{2,8}}){{1,5}}|\(0[1-9]\d{{0,4}}\)\d[\d -]{{4,10}}\d"
     # North America
-    rf"|(?:1[ .-])?(?:\([2-9]\d{{2}}\) ?|[2-9]\d{{2}}[ .-])\d{{3}}[.-]\d{{4}}){_END}"
+    rf"|(?:1[ .-])?(?:\([2-9]\d{{2}}\) ?|[2-9]\d{{2}}[ .-])\d{{3}}[.-]\d{{4}}"
+    # Spain
+    rf"|[6-9]\d{{2}}(?:(?:[ .-]\d{{2}}){{3}}|(?:[ -]\d{{3}}){{2}})|[89]\d[ .-]\d{{3}}(?:[ .-]\d{{2}}){{2}}){_END}"
 )
+#: Before a Spanish number in three groups of three, as other numbers are written, too.
+_CALL = re.compile(r"\b(?:al|ll[aá]m\w+|marc\w+|contact\w+|reserv\w+|consult\w+|cita)\b[^\d\n]{0,20}$", re.IGNORECASE)
 _NUMBER = re.compile(rf"\+?\(?\d[\d \u00a0()./-]{{5,18}}\d{_END}")
 _CUES = (
     "tel|telefon|telephone|telefono|teléfono|telefone|telefoon|téléphone|tél|phone|fon|mobile|mobil|handy|fax|whatsapp|тел|телефон"
@@ -80,6 +84,9 @@ def _is_cued(number: str) -> bool:
 
 def _is_number(text: str, match: re.Match[str]) -> bool:
     number = match[0][_unclosed(match[0]) :]
+    groups = re.findall(r"\d+", number)
+    if len(groups) > 2 and all(group[0] == "0" and len(group) == len(groups[0]) > 2 for group in groups):  # a list such as 030 040 050
+        return False
     if not 7 <= _digits(number) <= 15 or _DATE_OR_DECIMAL.match(number) or _in_a_row_of_numbers(text, *match.span()):
         return False
     if not number.startswith(("+", "00")) and numbers_a_thing(text, match.start()):
@@ -90,6 +97,9 @@ def _is_number(text: str, match: re.Match[str]) -> bool:
         return _is_possible(number)
     beside = _UNSPACED.search(text[max(0, match.start() - 1) : match.start()] + text[match.end() : match.end() + 1])
     if not number.lstrip("(").startswith("0"):
+        if _digits(number) == 9:  # in Spain
+            in_threes = [len(group) for group in groups] == [3, 3, 3]
+            return not beside and (not in_threes or _CALL.search(text, max(0, match.start() - 40), match.start()) is not None)
         return not beside
     return _is_national(number, _UNSPACED_REGIONS if beside else _REGIONS)
 

@@ -33,14 +33,14 @@ _IPV4 = re.compile(
 )
 _IPV6 = re.compile(rf"[23](?<!{_JOINED}.)(?<![:.].)[0-9a-fA-F]{{3}}(?::[0-9a-fA-F]{{0,4}}){{2,7}}(?!{_JOINED}|:|\.\d)")
 _VERSION = re.compile(
-    r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|update|patch|hotfix|bios|kernel|runtime|client|player"
+    r"(?:\b(?:v|ver|vers|version|versions|release|rev|revision|build|firmware|driver|update|patch|hotfix|bios|kernel|runtime"
     r"|section|sec|chapter|clause|abschnitt|abs|kapitel|article|art|figure|fig|abb|table|tab|tabelle|eq|paragraph|item|oid"
     r"|java|jdk|jre|se|windows|linux|android|ios|macos|chrome|firefox|safari|edge|opera|openssl|nginx|apache|mysql|php|python|oracle)"
     r"\b\W{0,3}|(?:版本?|バージョン|버전|第)\W{0,3}|§ ?|[A-Za-z_]\w*[-/+])$",
     re.I,
 )
 _ADDRESS = re.compile(
-    r"\b(?:ip|ipv4|ip-adresse|address|addr|adresse|host|server|dns|nameserver|resolver|gateway|proxy|client|ping|from|peer)\b[^\n.]{0,20}$",
+    r"\b(?:ip|ipv4|ip-adresse|address|addr|adresse|host|server|dns|nameserver|resolver|gateway|proxy|ping|from|peer)\b[^\n.]{0,20}$",
     re.I,
 )
 _PORT = re.compile(r":\d{2,5}\b|/\d{1,2}\b")
@@ -153,7 +153,7 @@ def _replaced(text: str, spans: Spans, kind: str) -> str:
 
 
 def _email_possible(words: Words) -> np.ndarray:
-    """Whether a text has an @, or an opening bracket before the first two letters of a word for it, with a space between them at most."""
+    """Whether a text has an @, the word AT, or an opening bracket before the first two letters of a word for it, with a space at most."""
     codes, last = words.codes, len(words.codes) - 1
     brackets = np.flatnonzero((codes == ord("(")) | (codes == ord("[")) | (codes == ord("{")) | (codes == ord("<")))
     first = brackets + 1  # the last character is a newline
@@ -162,7 +162,9 @@ def _email_possible(words: Words) -> np.ndarray:
     brackets, first = brackets[begins], first[begins]
     spelled_out = np.isin(codes[np.minimum(first + 1, last)], _AT_SECOND_LETTERS)
     signs = codes == ord("@") if codes.dtype == np.uint8 else (codes == ord("@")) | (codes == ord("＠"))
-    return (words.sum_texts(brackets[spelled_out]) > 0) | (words.sum_texts(np.flatnonzero(signs)) > 0)
+    bare = np.flatnonzero(codes[:-2] == ord("A")) + 1
+    bare = bare[(codes[bare] == ord("T")) & (codes[bare + 1] == ord(" ")) & (codes[bare - 2] == ord(" "))]
+    return (words.sum_texts(bare) > 0) | (words.sum_texts(brackets[spelled_out]) > 0) | (words.sum_texts(np.flatnonzero(signs)) > 0)
 
 
 def _ip_possible(words: Words) -> np.ndarray:

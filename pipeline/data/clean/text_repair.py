@@ -17,7 +17,9 @@ from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
 
 # UTF-8 decoded as Latin-1 or Windows-1252 is a LEAD followed by the characters that encode 80..BF there.
 _CONTINUATIONS = np.array(sorted({*range(0x80, 0xC0), *(ord(bytes([b]).decode("cp1252", "ignore") or "\x80") for b in range(0x80, 0xA0))}))
-_ENTITY = re.compile(r"&(?:#[0-9]{2,6}|#x[0-9a-fA-F]{2,5}|[a-zA-Z]{2,8}[0-9]{0,2});")
+_ENTITY = re.compile(r"&#?[0-9A-Za-z]{2,24};")
+_TYPOGRAPHY = "\u00a0§–—€„“”‚‘’…"
+_ABOUT = re.compile(r"\b(?:entit(?:y|ies|ät|äten|és?|à|dad|dades)|entidad\w*|character references?|zeichenreferenz\w*)\b", re.IGNORECASE)
 _FTFY = ftfy.TextFixerConfig(
     unescape_html=False,
     remove_terminal_escapes=False,
@@ -46,13 +48,40 @@ def repair(_: RepairStep) -> Step:
                 repaired = ""
                 for start, end in slices.of_lines(text):
                     repaired += ftfy.fix_text(text[start:end], _FTFY)
-            # A text with a literal < was not escaped, so that entities are its subject.
-            if "&" in repaired and "<" not in repaired and _ENTITY.search(repaired):
-                repaired = code_detection.outside(repaired, code_detection.protected(repaired), ftfy.fixes.unescape_html)
+            left: list[str] = []
+            if "&" in repaired and _ENTITY.search(repaired):
+                repaired = _decoded(repaired, left)
             if repaired != text:
-                yield Verdict(index, "encoding or entities repaired", repaired)
+                yield Verdict(index, "encoding or entities repaired" + (", some entities left" if left else ""), repaired)
+            elif left:
+                yield Verdict(index, "entities left", text)
 
     return step
+
+
+def _decoded(text: str, left: list[str]) -> str:
+    """Decode HTML entities once, and add those that stay to `left`.
+
+    They stay in fenced and inline code and in source files. In indented lines, which are code or lists, letters and typography are decoded.
+    A text with a literal < was not escaped as a whole: entities that stand for markup there, or that a sentence names, are its subject.
+    """
+    spans, is_literal = code_detection.protected(text), "<" in text
+    code = spans if spans == [(0, len(text))] else code_detection.marked(text)
+
+    def decoded(match: re.Match[str]) -> str:
+        character, (start, end) = str(ftfy.fixes.unescape_html(match[0])), match.span()
+        if character == match[0]:
+            return character
+        quotes = text[start - 1 : start] + text[end : end + 1]
+        is_escape = character in ("<", ">") or (character == "&" and _ENTITY.match("&" + text[end : end + 12]))
+        is_named = (quotes in markup.ENCLOSED and quotes != "()") or _ABOUT.search(text, max(0, start - 40), end + 40)
+        is_indented = code_detection.contains(spans, start) and not (character.isalpha() or character in _TYPOGRAPHY)
+        if is_indented or code_detection.contains(code, start) or (is_literal and (is_escape or is_named)):
+            left.append(match[0])
+            return match[0]
+        return character
+
+    return _ENTITY.sub(decoded, text)
 
 
 def _garbled(words: Words) -> np.ndarray:

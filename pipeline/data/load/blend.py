@@ -208,8 +208,8 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
         except UserError as error:
             problems.extend(error.violations)
     for corpus in corpora:
-        if corpus.totals["tokenizer"] != corpora[0].totals["tokenizer"]:
-            rule = f"was tokenized with another tokenizer than {corpora[0].name}"
+        if any(corpus.totals.get(key) != corpora[0].totals.get(key) for key in ("tokenizer", "bos")):
+            rule = f"was tokenized with another tokenizer or tokenizer.bos than {corpora[0].name}"
             problems.append(
                 Violation(
                     f"data.blend.{corpus.name}",
@@ -252,4 +252,4 @@ def _infill(config: SampleConfig, corpus: Corpus) -> Infill | None:
     names = ("prefix", "middle", "suffix")
     prefix, middle, suffix = special.find({f"data.infill.{name}": (getattr(infill, name), ()) for name in names})
     end = int(corpus.totals["end_of_document"])
-    return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed)
+    return Infill(infill.rate, infill.spm_rate, prefix, middle, suffix, end, config.training.seed, corpus.totals.get("bos"))

@@ -36,6 +36,7 @@ class PartNotes:
         unusable: (file, number of the line within the part's lines of this file, counted from 1, reason, whether its length is the reason).
         formats: file -> format -> records.
         ignored: file -> key that is not used -> records.
+        spelled: file -> special token -> texts that spell it.
         usable: lines with examples.
         cut: lines of which training.sequence_length cuts something.
         cut_tokens: tokens that are cut.
@@ -46,6 +47,7 @@ class PartNotes:
     unusable: list[tuple[str, int, str, bool]] = field(default_factory=list)
     formats: dict[str, dict[str, int]] = field(default_factory=dict)
     ignored: dict[str, dict[str, int]] = field(default_factory=dict)
+    spelled: dict[str, dict[str, int]] = field(default_factory=dict)
     usable: int = 0
     cut: int = 0
     cut_tokens: int = 0
@@ -135,7 +137,8 @@ def pack_part(
             notes.text_bytes += size
             progress(size)
         notes.lines[path] = notes.lines.get(path, 0) + number
-        notes.formats[path], notes.ignored[path] = dict(reader.notes.formats), dict(reader.notes.ignored)
+        found_in = reader.notes
+        notes.formats[path], notes.ignored[path], notes.spelled[path] = map(dict, (found_in.formats, found_in.ignored, found_in.spelled))
     lengths, all_tokens, is_answer = (np.concatenate(each) for each in (examples, tokens, answers))
     sequences = best_fit(lengths - 1, length) if pack and reader.per_line == 1 else np.arange(len(lengths)) // reader.per_line
     order = np.argsort(sequences, kind="stable")  # within a sequence, examples keep their order

@@ -13,6 +13,7 @@ from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError
 from pipeline.data.load.example_parts import PartNotes
 from pipeline.data.load.prompts_and_answers import ExampleReader
+from pipeline.data.tokenize.tokenizer import warn_of_spelled
 
 log = logging.getLogger("pipeline")
 
@@ -55,12 +56,14 @@ def check(
     """
     bad = _numbered(parts)
     formats, ignored = _added([notes.formats for notes in parts]), _added([notes.ignored for notes in parts])
+    spelled = _added([notes.spelled for notes in parts])
     for path, found in formats.items():
         if len(found) > 1:
             listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
             raise UserError.of(key, path, f"has records of several formats: {listed}", "write a file for each format")
         if folder is not None:
             _log_notes(key, path, found, ignored[path])
+            warn_of_spelled(f"{key}: {path}", spelled.get(path, {}))
     list_path = _write_list(folder, key, bad) if folder is not None else None
     unusable, usable = [line for line in bad if not line.left_out], sum(notes.usable for notes in parts)
     left_out, cut, cut_tokens = len(bad) - len(unusable), sum(notes.cut for notes in parts), sum(notes.cut_tokens for notes in parts)
@@ -108,6 +111,8 @@ def _log_notes(key: str, path: str, formats: Counter[str], ignored: Counter[str]
     """Log the format of a file, and the keys that are not used."""
     for name, count in formats.items():
         log.info("%s: %s: %s lines of the format: %s", key, path, f"{count:,}", name)
+    if repaired := ignored.pop("messages.repaired", 0):
+        log.info("%s: %s: %s chats are repaired (data.instructions.repair)", key, path, f"{repaired:,}")
     if ignored:
         found = ", ".join(f"{name} ({count:,})" for name, count in ignored.most_common())
         log.info("%s: %s: these keys are not used: %s", key, path, found)

@@ -137,9 +137,8 @@ def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dic
     arrays = {"sequences": part.counts.astype("<u4"), "answers": np.concatenate([np.zeros(0, np.uint8), *bits])}
     about = {"text_bytes": part.notes.text_bytes, "split": split, "corpus": "default"}
     about |= {"content": part.fingerprint, "answer_tokens": int(part.is_answer.sum())}
-    made_with = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
     with atomic_file(path) as handle:
         writer = token_shards.Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
         writer.add(part.tokens, part.lengths)
-        places = writer.close(arrays, **about, **made_with)
+        places = writer.close(arrays, **about, **encoder.totals)
     return artifact.entry(path, **places, **about, notes=asdict(part.notes))

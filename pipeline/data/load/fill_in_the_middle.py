@@ -25,6 +25,7 @@ class Infill:
         spm_rate: fraction of these in the order suffix, prefix, middle (SPM); the others are prefix, suffix, middle (PSM).
         prefix, middle, suffix: token ids of the sentinels.
         end_of_document: id of the token that closes every document.
+        bos: id of the token that begins every document, before which nothing is moved; None without one.
         seed: of the random numbers; the transform of a sample depends only on the seed and the index of the sample.
     """
 
@@ -35,6 +36,7 @@ class Infill:
     suffix: int
     end_of_document: int
     seed: int
+    bos: int | None = None
 
     def apply(self, tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """Transform samples. Each transformed document grows by three sentinels; tokens beyond the end of the sample are dropped.
@@ -63,7 +65,9 @@ class Infill:
             document = source[first : min(stop, first + space)]
             if chance < self.rate and len(document) > 0 and space > SENTINELS:
                 # Truncate before the split, so that every middle is complete.
-                document = self._permute_document(document[: space - SENTINELS], split_a, split_b, suffix_first=order < self.spm_rate)
+                first_of, text = np.split(document[: space - SENTINELS], [int(document[0] == self.bos)])
+                text = self._permute_document(text, split_a, split_b, suffix_first=order < self.spm_rate)
+                document = np.concatenate([first_of, text])
             closed = np.append(document, source[stop : stop + 1])[:space]
             row[filled : filled + len(closed)] = closed
             first, filled = stop + 1, filled + len(closed)

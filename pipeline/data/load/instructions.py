@@ -121,8 +121,7 @@ def open_files(
     parts = [example_parts.pack_part(part, reader, length, encoder.dtype, pack=pack) for part in example_parts.parts(files, megabytes)]
     notes, tokens = [part.notes for part in parts], sum(len(part.tokens) for part in parts)
     example_report.check(notes, type(reader), key=key, limit=limit, length=length, tokens=tokens, folder=report)
-    totals = {"tokenizer": encoder.fingerprint, "end_of_document": encoder.end_of_document, "vocab_size": encoder.vocab_size}
-    corpus = Corpus("", [], totals, content([part.fingerprint for part in parts]))
+    corpus = Corpus("", [], encoder.totals, content([part.fingerprint for part in parts]))
     opened = Instructions(ExamplesInMemory(parts), corpus, length, seed)
     if report is not None:
         opened.describe(key, reader.kind)
@@ -175,19 +174,24 @@ def made_with(config: SampleConfig, encoder: TextEncoder) -> dict[str, Any]:
     """
     chosen, template = config.data.instructions, chat_template.of(config.tokenizer)
     return {
-        "tokenizer.path": encoder.fingerprint,
+        **encoder.settings,
         "tokenizer.end_of_document": config.tokenizer.end_of_document,
         "tokenizer.chat_template": template and xxhash.xxh3_64_hexdigest(template.text.encode()),
         "training.objective": config.objective,
         "training.sequence_length": config.training.sequence_length,
         "data.instructions.pack": chosen.pack,
         "data.instructions.too_long": chosen.too_long,
+        **({"data.instructions.repair": True} if chosen.repair else {}),
     }
 
 
 def content(parts: Sequence[str]) -> str:
     """Return the fingerprint of a split from those of its parts: the same in memory and in shards."""
     return xxhash.xxh3_64_hexdigest("\n".join(parts).encode())
+
+
+#: Settings that manifests have only if they differ from what was done before there was a choice.
+_NEWER = {"tokenizer.bos", "tokenizer.spelled", "data.instructions.repair"}
 
 
 def _check_settings(config: SampleConfig, manifest: artifact.Manifest) -> None:
@@ -200,12 +204,12 @@ def _check_settings(config: SampleConfig, manifest: artifact.Manifest) -> None:
     if "training.objective" not in written:
         fix = "name a folder that stage=tokenize wrote from data.instructions.train"
         raise UserError.of("data.instructions.tokens", folder, "contains token shards of text, which have no answers", fix)
-    wanted = made_with(config, TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document))
+    wanted = made_with(config, TextEncoder.of(config.tokenizer))
     fix = "use that setting, or run stage=tokenize into another folder"
     problems = [
-        Violation(name, value, f"{folder} was written with {name}={written[name]}", fix)
-        for name, value in wanted.items()
-        if written[name] != value
+        Violation(name, wanted.get(name), f"{folder} was written with {name}={written.get(name)}", fix)
+        for name in dict.fromkeys([*wanted, *written.keys() & _NEWER])
+        if written.get(name) != wanted.get(name)
     ]
     if problems:
         raise UserError(problems)

@@ -15,12 +15,11 @@ from pipeline.common.json_lines import BadLine
 from pipeline.data.load import example_parts
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
 from pipeline.data.read.input_files import Span
+from pipeline.data.tokenize.tokenizer import PromptEncoder
 
 
 class LabelReader(ExampleReader):
     """Parses and tokenizes lines. The last token of an example is the number of its label.
-
-    Text that spells a special token is ordinary text.
 
     Args:
         folder: Hugging Face folder of the tokenizer.
@@ -29,6 +28,7 @@ class LabelReader(ExampleReader):
         labels: names of the labels.
         special: the token before the texts, those between two texts, and the one after them.
         too_long: data.instructions.too_long; texts are cut at the end, of a pair the longer one.
+        texts: as in ExampleReader.
     """
 
     kind = "texts"
@@ -43,8 +43,9 @@ class LabelReader(ExampleReader):
         special: tuple[int, tuple[int, ...], int],
         *,
         too_long: str,
+        texts: PromptEncoder | None = None,
     ) -> None:
-        super().__init__(folder, end_of_document, longest, too_long)
+        super().__init__(folder, end_of_document, longest, too_long, texts=texts)
         self._numbers = {label: number for number, label in enumerate(labels)}
         self._special = special
         self.template_text = ""  # of chats, which are not read
@@ -53,7 +54,7 @@ class LabelReader(ExampleReader):
         """See ExampleReader."""
         parsed = [self._texts(line) for line in lines]
         texts = [text for line in parsed if not isinstance(line, BadLine) for text in line[0]]
-        encoded = iter(self._text_encoder.encode(texts))
+        encoded = iter(self._tokens(texts))
         return [line if isinstance(line, BadLine) else self._joined([next(encoded) for _ in line[0]], line[1]) for line in parsed]
 
     def _texts(self, line: bytes) -> tuple[list[str], int] | BadLine:

@@ -91,13 +91,7 @@ def _publish(
     """Check what all ranks have found, and write the manifest."""
     notes = {name: PartNotes(**entry.pop("notes")) for name, entry in files.items()}
     reader, length = type(_opened(config)[1]), config.training.sequence_length
-    totals: dict[str, Any] = {
-        "vocab_size": encoder.vocab_size,
-        "end_of_document": encoder.end_of_document,
-        "tokenizer": encoder.fingerprint,
-        "dtype": encoder.dtype.name,
-        **token_shards.totals(files),
-    }
+    totals: dict[str, Any] = {**encoder.totals, "dtype": encoder.dtype.name, **token_shards.totals(files)}
     for split, key in _KEYS.items():
         entries = {name: entry for name, entry in files.items() if entry["split"] == split}
         if not entries:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,8 @@ from pipeline.data.tokenize.chat_encoding import ChatEncoder
 from pipeline.data.tokenize.chat_template import ChatTemplate, Span
 from pipeline.data.tokenize.chats import ChatError, chat_of
 from pipeline.data.tokenize.tokenizer import PromptEncoder, load
+
+log = logging.getLogger("pipeline")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class _Chat:
 class ExampleReader:
     """Parses and tokenizes lines.
 
-    Text of prompts and completions that spells a special token is ordinary text; a chat template writes special tokens as text. A prompt
-    gets the special tokens of the tokenizer's post-processor, as in stage=generate.
+    A prompt gets the special tokens around a text, as in stage=generate; a chat template writes its own. Where prompts and completions
+    spell special tokens, tokenizer.spelled decides.
 
     Args:
         folder: Hugging Face folder of the tokenizer.
@@ -60,6 +64,8 @@ class ExampleReader:
         longest: maximum number of tokens of an example.
         too_long: data.instructions.too_long.
         template: of chats; default: that of the folder.
+        texts: encodes prompts and completions; default: PromptEncoder.
+        repair: data.instructions.repair.
 
     Attributes:
         notes: formats and unused keys of the lines that were read; a caller may replace it.
@@ -69,14 +75,22 @@ class ExampleReader:
     """
 
     def __init__(
-        self, folder: Path, end_of_document: int, longest: int, too_long: str = "refuse", template: ChatTemplate | None = None
+        self,
+        folder: Path,
+        end_of_document: int,
+        longest: int,
+        too_long: str = "refuse",
+        template: ChatTemplate | None = None,
+        texts: PromptEncoder | None = None,
+        *,
+        repair: bool = False,
     ) -> None:
         self._folder, self._end, self._longest, self._too_long = folder, end_of_document, longest, too_long
         tokenizer = load(folder)
-        self._chats, self._text_encoder = ChatEncoder(tokenizer), PromptEncoder(tokenizer)
+        self._chats, self._text_encoder = ChatEncoder(tokenizer), texts or PromptEncoder(tokenizer)
         self._template = template or chat_template.load(folder)
         self.template_text = self._template.text if self._template else ""
-        self.notes = Notes()
+        self.notes, self._repair = Notes(), repair
 
     #: Examples of a line.
     per_line = 1
@@ -105,9 +119,12 @@ class ExampleReader:
         pairs = {number: line for number, line in enumerate(parsed) if isinstance(line, TextRecord)}
         encoded = self._chats.encode([(chat.text, chat.begins) for chat in chats.values()])
         for (number, chat), (tokens, places) in zip(chats.items(), encoded, strict=True):
-            examples[number] = self._finished(tokens, _in_spans(places, chat.answers), ends=chat.ends)
-        prompts = self._text_encoder.encode([pair.prompt for pair in pairs.values()], complete=True)
-        completions = self._text_encoder.encode([pair.completion for pair in pairs.values()])
+            is_answer = _in_spans(places, chat.answers)
+            for stop in np.flatnonzero(is_answer[:-1] & ~is_answer[1:]).tolist():  # what follows an answer ends it, unless it has an end
+                is_answer[stop + 1] = tokens[stop + 1] == self._turn != tokens[stop]
+            examples[number] = self._finished(tokens, is_answer, ends=chat.ends)
+        prompts = self._tokens([pair.prompt for pair in pairs.values()], complete=True)
+        completions = self._tokens([pair.completion for pair in pairs.values()])
         for number, prompt, completion in zip(pairs, prompts, completions, strict=True):
             before = prompt or [self._end]
             is_answer = np.arange(len(before) + len(completion)) >= len(before)
@@ -117,13 +134,28 @@ class ExampleReader:
                 self.notes.add(record.format, record.unused)
         return [examples[number] for number in range(len(records))]
 
+    @cached_property
+    def _turn(self) -> int | None:
+        """The token that ends an answer in the middle of a chat."""
+        found = None if self._template is None else chat_template.end_of_turn(self._template, self._chats)
+        if found is None:
+            log.warning("the chat template has no special token that ends an answer: only the last one of a chat learns to end")
+        return found
+
+    def _tokens(self, texts: Sequence[str], *, complete: bool = False) -> list[list[int]]:
+        """Encode texts, and note the special tokens that they spell."""
+        found = self._text_encoder.encode(texts, complete=complete)
+        self.notes.spelled.update(self._text_encoder.spelled)
+        self._text_encoder.spelled.clear()
+        return found
+
     def _rendered(self, record: ChatRecord) -> _Chat | BadLine:
         """Return a chat in the template of the tokenizer, or why it cannot be used; raises UserError without a template."""
         if self._template is None:
             rule = f"is required: the examples are chats, and the tokenizer of {self._folder} has no template"
             raise UserError.of("tokenizer.chat_template", None, rule, f"set it to {chat_template.NAMES}, or to a Jinja file")
         try:
-            chat = chat_of(record.messages, self._template.names, record.fields, answered=True, given=record.given)
+            chat = chat_of(record.messages, self._template.names, record.fields, answered=True, given=record.given, repair=self._repair)
             text, answers, learned = self._template.answers(chat)
         except ChatError as error:
             return error

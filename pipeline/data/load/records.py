@@ -81,10 +81,12 @@ class Notes:
     Attributes:
         formats: format -> number of records.
         ignored: key -> number of records with it.
+        spelled: special token -> number of prompts and completions that spell it.
     """
 
     formats: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    spelled: Counter[str] = field(default_factory=Counter)
 
     def add(self, name: str, unused: Iterable[str]) -> None:
         """Count a usable record."""

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, Violation
+from pipeline.data.tokenize.tokenizer import check_same
 
 
 class SpecialTokens:
@@ -28,9 +28,10 @@ class SpecialTokens:
             UserError: the folder contains no tokenizer, or another one.
         """
         self._path = folder / "tokenizer.json"
-        if not self._path.is_file() or digest(self._path) != fingerprint:
-            rule = "is not the tokenizer that data.tokens was made with" if self._path.is_file() else "contains no tokenizer.json"
-            raise UserError.of("tokenizer.path", folder, rule, "point tokenizer.path to the folder that stage=tokenize used")
+        fix = "point tokenizer.path to the folder that stage=tokenize used"
+        if not self._path.is_file():
+            raise UserError.of("tokenizer.path", folder, "contains no tokenizer.json", fix)
+        check_same(folder, fingerprint, "data.tokens", fix)
         added = json.loads(self._path.read_text(encoding="utf-8"))["added_tokens"]
         self.ids: dict[str, int] = {token["content"]: token["id"] for token in added if token["special"]}
         self._added: dict[str, int] = {token["content"]: token["id"] for token in added}

@@ -28,11 +28,16 @@ from pipeline.data.tokenize.tokenizer import load as load_tokenizer
 #: Name of a shipped template -> the special tokens that it needs.
 SHIPPED = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
+    "deepseek": ("<｜User｜>", "<｜Assistant｜>"),
+    "glm": ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"),
+    "gpt_oss": ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"),
     "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
     "plain": (),
+    "qwen3": ("<|im_start|>", "<|im_end|>"),
 }
 #: The shipped templates, for messages.
-NAMES = "chatml, llama3 or plain"
+NAMES = f"{', '.join(list(SHIPPED)[:-1])} or {list(SHIPPED)[-1]}"
 #: Name of a template in a tokenizer folder or a run directory.
 FILE = "chat_template.jinja"
 #: Files of a tokenizer; the last ones name its special tokens.
@@ -154,7 +159,7 @@ class ChatTemplate:
                 after = self._render(chat, chat.messages[: number + 1], add_generation_prompt=False)
                 if not whole.startswith(after) or not after.startswith(before):
                     rule = f"the chat template renders messages 1 to {number + 1} differently within the whole chat"
-                    raise ChatError(f"{rule}; mark answers in it with {{% generation %}}, or split the chat")
+                    raise ChatError(f"{rule}; set tokenizer.chat_template={NAMES}, mark answers with {{% generation %}}, or split the chat")
                 spans.append((number, (len(before), len(after))))
         return spans
 
@@ -229,7 +234,7 @@ def _named(folder: Path, named: str) -> str:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             rule = f"is neither the name of a template nor a file that can be read: {reason}"
             raise UserError.of("tokenizer.chat_template", named, rule, f"set it to {NAMES}, or to a Jinja file") from error
-    known = [token.content for token in load_tokenizer(folder).get_added_tokens_decoder().values() if token.special]
+    known = [token.content for token in load_tokenizer(folder).get_added_tokens_decoder().values()]
     if missing := [token for token in SHIPPED[named] if token not in known]:
         rule = f"needs the special tokens {', '.join(missing)}, which the tokenizer of {folder} lacks"
         wanted = ",".join(f'"{token}"' for token in SHIPPED[named])
@@ -256,15 +261,23 @@ def store(template: ChatTemplate, source: Path, folder: Path) -> None:
 
 
 def end_of_turn(template: ChatTemplate, encoder: ChatEncoder) -> int | None:
-    """Return the special token with which an answer ends in a template, None if it ends without one."""
-    chat = Chat([{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], [False, True])
-    try:
-        text, _, ((first, last),) = template.answers(chat)
-    except (ChatError, ValueError):  # a template that refuses such a chat, or has no answer in it
-        return None
-    ((tokens, places),) = encoder.encode([(text, [first])])
-    ends = (token for token, (begin, end) in zip(tokens, places.tolist(), strict=True) if first < end <= last and begin > first)
-    return next((token for token in ends if token in encoder.special), None)
+    """Return the special token with which an answer ends in a template, or the one that follows it; None if neither is one."""
+    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for turns in (2, 1):  # some templates shorten earlier answers
+        try:
+            text, _, ((first, last), *_) = template.answers(Chat(turn * turns, [False, True] * turns))
+            content = text.rindex("y", first, last)
+        except (ChatError, ValueError):  # a template that refuses such a chat, or has no answer in it
+            continue
+        ((tokens, places),) = encoder.encode([(text, [first])])
+        pieces = list(zip(tokens, places.tolist(), strict=True))
+        inside = (token for token, (begin, end) in pieces if content < begin and end <= last)
+        if (found := next((token for token in inside if token in encoder.special), None)) is not None:
+            return found
+        following = [token for token, (begin, _) in pieces if begin == last]
+        if following and following[0] in encoder.special:
+            return following[0]
+    return None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:

@@ -50,7 +50,9 @@ class Chat:
     ignored: Counter[str] = field(default_factory=Counter)
 
 
-def chat_of(messages: Any, names: frozenset[str], fields: Mapping[str, Any] | None = None, *, answered: bool, given: int = 0) -> Chat:
+def chat_of(
+    messages: Any, names: frozenset[str], fields: Mapping[str, Any] | None = None, *, answered: bool, given: int = 0, repair: bool = False
+) -> Chat:
     """Check the messages of a record.
 
     The order of roles is: optionally a system (or developer) message; then user and assistant in turn, beginning with user. After an
@@ -62,6 +64,7 @@ def chat_of(messages: Any, names: frozenset[str], fields: Mapping[str, Any] | No
         fields: the record, for TEMPLATE_KEYS.
         answered: whether the last message must be an answer; it must not be one otherwise.
         given: number of first messages that are the prompt, whose answers are not learned.
+        repair: data.instructions.repair; `ignored` counts it as "repaired".
 
     Raises:
         ChatError: the messages are not a chat, or have what the template does not read; names the message.
@@ -76,10 +79,30 @@ def chat_of(messages: Any, names: frozenset[str], fields: Mapping[str, Any] | No
             learned.append(_is_learned(message) and number > given)
         except ChatError as error:
             raise ChatError(f"message {number} {error}") from None
+    if repair:
+        checked, learned = _repaired(checked, learned, ignored)
     _check_order(checked, answered=answered)
     if answered and not any(learned):
         raise ChatError("has no answer to learn: every answer has weight 0")
     return Chat(checked, learned, _variables(fields or {}, names), ignored)
+
+
+def _repaired(messages: list[dict[str, Any]], learned: list[bool], ignored: Counter[str]) -> tuple[list[dict[str, Any]], list[bool]]:
+    """Leave out answers before the first question, and join messages of one role that are learned alike and call no tool."""
+    kept: list[tuple[dict[str, Any], bool]] = []
+    for message, learns in zip(messages, learned, strict=True):
+        role = message["role"]
+        if role == "assistant" and all(each["role"] in ("system", "developer") for each, _ in kept):
+            continue
+        last, before = kept[-1] if kept else ({"role": None}, learns)
+        plain = role != "tool" and not any(each.keys() - {"role", "content"} for each in (last, message))
+        if last["role"] == role and before == learns and plain:
+            kept[-1] = ({**last, "content": f"{last['content']}\n\n{message['content']}"}, learns)
+        else:
+            kept.append((message, learns))
+    if len(kept) < len(messages):
+        ignored["repaired"] += 1
+    return [message for message, _ in kept], [learns for _, learns in kept]
 
 
 def _message(message: Mapping[str, Any], names: frozenset[str], ignored: Counter[str]) -> dict[str, Any]:
@@ -182,7 +205,8 @@ def _check_order(messages: Sequence[Mapping[str, Any]], *, answered: bool) -> No
         role = message["role"]
         if role not in expected:
             wanted = " or ".join(name for name in expected if name != "developer")
-            raise ChatError(f"message {number} has the role {role}; after {before} comes {wanted}")
+            hint = "; data.instructions.repair=true repairs such chats" if role in ("assistant", "user") and answered else ""
+            raise ChatError(f"message {number} has the role {role}; after {before} comes {wanted}{hint}")
         if role == "assistant":
             before, expected = ("an answer with tool_calls", ["tool"]) if message.get("tool_calls") else ("an answer", ["user"])
         elif role == "tool":

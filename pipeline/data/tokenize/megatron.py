@@ -161,6 +161,5 @@ def write_shard(source: IndexedDataset, first: int, stop: int, path: Path, encod
             writer.add(ids, lengths)
             documents = np.split(ids, np.cumsum(lengths)[:-1]) if len(lengths) else []
             text_bytes += sum(len(text.encode()) for text in tokenizer.decode_batch([document[:-1].tolist() for document in documents]))
-        made_with = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
-        counts = writer.close(text_bytes=text_bytes, **about, **made_with)
+        counts = writer.close(text_bytes=text_bytes, **about, **encoder.totals)
     return artifact.entry(path, **counts, text_bytes=text_bytes, **about)

@@ -36,7 +36,7 @@ def plan_shards(
         )
     *indexed, encoder = collect_errors(
         *(lambda name=name: IndexedDataset(Path(name)) for name in datasets),
-        lambda: TextEncoder(Path(tokenizer.path), tokenizer.end_of_document),
+        lambda: TextEncoder(Path(tokenizer.path), tokenizer.end_of_document, "none" if tokenizer.bos == "auto" else tokenizer.bos),
     )
     plan: dict[str, ShardDocuments] = {}
     for dataset in indexed:

@@ -1,7 +1,8 @@
 """Token shards: WebDataset tar files whose tokens are one uncompressed numpy array, so that they can be read by file offset.
 
 A shard contains one sample of three members: `.tokens.npy` (uint16 or uint32, tokens) is the concatenation of the documents, each followed
-by the end-of-document token; `.lengths.npy` (uint32, documents) is the number of tokens of every document; `.json` contains the metadata.
+by the end-of-document token, and preceded by a token if tokenizer.bos says so; `.lengths.npy` (uint32, documents) is the number of tokens
+of every document; `.json` contains the metadata.
 The tokens are the first member and are written as they are produced, so that memory does not grow with the shard. The headers before them
 have a fixed size and are written at the end, when the number of tokens is known.
 
@@ -137,14 +138,22 @@ def write(
         with artifact.open_verified(shards, text, name) as shard:
             for batch in _batches(text_shards.texts(shard)):
                 ids, lengths = engine.encode([document.decode("utf-8") for document in batch])
-                writer.add(np.insert(ids.astype(encoder.dtype), np.cumsum(lengths), encoder.end_of_document), lengths + 1)
+                writer.add(*_closed(ids.astype(encoder.dtype), lengths, encoder))
                 done = sum(map(len, batch))
                 text_bytes += done
                 progress(done)
         about = {"text_bytes": text_bytes, "split": source["split"], "corpus": source["corpus"]}
-        made_with = {"vocab_size": encoder.vocab_size, "end_of_document": encoder.end_of_document, "tokenizer": encoder.fingerprint}
-        counts = writer.close(**about, **made_with)
+        counts = writer.close(**about, **encoder.totals)
     return artifact.entry(path, **counts, **about)
+
+
+def _closed(ids: np.ndarray, lengths: np.ndarray, encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray]:
+    """Put the tokens around documents: that of the begin, if there is one, and that of the end."""
+    stops = np.cumsum(lengths)
+    if encoder.bos is None:
+        return np.insert(ids, stops, encoder.end_of_document), lengths + 1
+    places = np.stack([stops - lengths, stops], axis=1).reshape(-1)
+    return np.insert(ids, places, np.tile([encoder.bos, encoder.end_of_document], len(lengths))), lengths + 2
 
 
 def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> list[str]:

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
+from pipeline.config.data import TokenizerConfig
+
+log = logging.getLogger("pipeline")
 
 _NO_TEXT = "\U0010ffff\ue000" * 8
 """Begins the names of entries that no text spells: characters without a meaning, in an order that no text has."""
 
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids of several texts: the concatenated ids, uint32 (tokens,), and the number of ids of each text, int64 (texts,)."""
+
+
+Affixes = tuple[list[int], list[int]]
+"""Token ids before and after a text."""
 
 
 def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
@@ -46,6 +57,29 @@ def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
     return tokenizer
+
+
+def check_same(folder: Path, fingerprint: str | None, source: str, fix: str, trained: Path | None = None) -> None:
+    """Refuse a tokenizer that gives text other ids than the one that tokens or weights were made with.
+
+    Args:
+        folder: of the tokenizer that a stage uses; without tokenizer.json there is nothing to compare.
+        fingerprint: checksum of the tokenizer.json of the tokens or weights; None if it is not known.
+        source: the tokens or weights, for the message.
+        fix: what to do.
+        trained: folder of the tokenizer of the weights. Other special tokens or another post-processor than there are no difference.
+
+    Raises:
+        UserError: it is another tokenizer.
+    """
+    path = folder / "tokenizer.json"
+    if fingerprint is None or not path.is_file() or digest(path) == fingerprint:
+        return
+    if trained is not None:
+        new, old = (json.loads(load(each).to_str()) for each in (folder, trained))
+        if all(new[part] == old[part] for part in ("model", "normalizer", "pre_tokenizer")):
+            return
+    raise UserError.of("tokenizer.path", folder, f"is not the tokenizer that {source} was made with", fix)
 
 
 def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
@@ -78,26 +112,62 @@ def without_pieces(tokenizer: Tokenizer, reserved: Iterable[int]) -> Tokenizer |
     return renamed
 
 
-class PromptEncoder:
-    """Encodes prompts and completions: text that spells a special token stays text, also where it is an entry of a Unigram model."""
+def affixes(tokenizer: Tokenizer) -> Affixes:
+    """The special tokens that the post-processor puts before and after a text."""
+    for text in ("a", "1", ".", "\n"):
+        plain, whole = (tokenizer.encode(text, add_special_tokens=special).ids for special in (False, True))
+        first = next((place for place in range(len(whole)) if whole[place : place + len(plain)] == plain), 0)
+        if plain:
+            return whole[:first], whole[first + len(plain) :]
+    return whole, []
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Keep a tokenizer of `load`, whose encode_special_tokens is set at each call."""
-        self._tokenizer = tokenizer
-        special = [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+
+class PromptEncoder:
+    """Encodes prompts, completions and other texts that are no documents.
+
+    Attributes:
+        spelled: special token -> number of encoded texts that spell it.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, around: Affixes | None = None, spelled: str = "text") -> None:
+        """Keep a tokenizer of `load`, whose encode_special_tokens is set at each call.
+
+        Args:
+            tokenizer: of `load`.
+            around: TextEncoder.around; default: as the post-processor of the tokenizer does.
+            spelled: tokenizer.spelled; text that spells a special token stays text also where it is an entry of a Unigram model.
+        """
+        self._tokenizer, self._around = tokenizer, affixes(tokenizer) if around is None else around
+        special = {number: token.content for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._reserved = set(special) - set(unknown_token(tokenizer))
-        self._plain = without_pieces(tokenizer, sorted(self._reserved))
+        self._stays_text, self.spelled = spelled == "text", Counter[str]()
+        self._plain = without_pieces(tokenizer, sorted(self._reserved)) if self._stays_text else None
+        self._spelled = re.compile("|".join(re.escape(special[number]) for number in sorted(self._reserved)) or "(?!)")
 
     def encode(self, texts: Sequence[str], *, complete: bool = False) -> list[list[int]]:
-        """The ids of each text; `complete` adds the special tokens of the tokenizer's post-processor."""
-        self._tokenizer.encode_special_tokens = True
-        if self._plain is None:
-            return [found.ids for found in self._tokenizer.encode_batch(list(texts), add_special_tokens=complete)]
-        found = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        """The ids of each text; `complete` adds the special tokens around a text."""
+        self._tokenizer.encode_special_tokens = self._stays_text
+        found = [each.ids for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         for number, text in enumerate(texts):
-            if not self._reserved.isdisjoint(found[number].ids):
-                found[number] = self._plain.encode(text, add_special_tokens=False)
-        return [self._tokenizer.post_process(each, None, complete).ids for each in found]
+            self.spelled.update(set(self._spelled.findall(text)))
+            if self._plain is not None and not self._reserved.isdisjoint(found[number]):
+                found[number] = self._plain.encode(text, add_special_tokens=False).ids
+        before, after = self._around if complete else ([], [])
+        return [[*(before if ids[: len(before)] != before else []), *ids, *after] for ids in found]  # a prompt may spell them
+
+
+def warn_of_spelled(where: str, spelled: Mapping[str, int]) -> None:
+    """Warn of special tokens that texts spell, if any do: token -> number of texts."""
+    if spelled:
+        found = ", ".join(f"{token} ({count:,})" for token, count in Counter(spelled).most_common(10))
+        log.warning("%s: texts spell special tokens, and have their characters or the token as tokenizer.spelled says: %s", where, found)
+
+
+def special_token(folder: Path, name: str) -> str | None:
+    """The text of bos_token or another special token in tokenizer_config.json; None if it names none."""
+    path = folder / "tokenizer_config.json"
+    token = json.loads(path.read_text(encoding="utf-8")).get(name) if path.is_file() else None
+    return token["content"] if isinstance(token, dict) else token
 
 
 def unknown_token(tokenizer: Tokenizer) -> list[int]:
@@ -119,17 +189,25 @@ class TextEncoder:
         path: of tokenizer.json.
         vocab_size: one more than the largest id.
         end_of_document: id of the token that is written after every document.
+        bos: id of the token that is written before every document; None without one.
+        around: ids of the tokens before and after a prompt, bos among them.
         special_tokens: the texts of all special tokens.
         fingerprint: checksum of tokenizer.json.
     """
 
     name = "huggingface"
 
-    def __init__(self, folder: Path, end_of_document: str) -> None:
+    def __init__(self, folder: Path, end_of_document: str, bos: str = "auto", spelled: str = "text") -> None:
         """Load the tokenizer.
 
+        Args:
+            folder: of tokenizer.json.
+            end_of_document: text of the token after every document.
+            bos: tokenizer.bos; auto follows the post-processor.
+            spelled: tokenizer.spelled.
+
         Raises:
-            UserError: the tokenizer is missing or cannot be read, or `end_of_document` is not one of its special tokens.
+            UserError: the tokenizer is missing or cannot be read, or lacks one of these special tokens.
         """
         self.path = path = folder / "tokenizer.json"
         self._tokenizer = load(folder)
@@ -147,6 +225,52 @@ class TextEncoder:
         if self.end_of_document in self.encode([end_of_document])[0].tolist():
             rule = f"is an ordinary token of {path}: a document whose text contains it would end there"
             raise UserError.of("tokenizer.end_of_document", end_of_document, rule, "choose one of its special tokens")
+        self.around, self.bos = self._begun(bos)
+        self.spelled = spelled
+
+    @classmethod
+    def of(cls, config: TokenizerConfig) -> Self:
+        """Load the tokenizer of a configuration; raises as the constructor."""
+        return cls(Path(config.path), config.end_of_document, config.bos, config.spelled)
+
+    @property
+    def prompts(self) -> PromptEncoder:
+        """A new encoder of prompts."""
+        return PromptEncoder(load(self.path.parent), self.around, self.spelled)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What manifests record of the encoding of prompts: nothing of keys as before there was a choice."""
+        bos = {} if self.follows_tokenizer else {"tokenizer.bos": "none" if self.bos is None else "document"}
+        spelled = {} if self.spelled == "text" else {"tokenizer.spelled": self.spelled}
+        return {"tokenizer.path": self.fingerprint, **bos, **spelled}
+
+    def _begun(self, choice: str) -> tuple[Affixes, int | None]:
+        """Return `around` and `bos`. What an encoder has around a text ([CLS] and [SEP]) is no token of the documents."""
+        before, after = affixes(self._tokenizer)
+        natural = before[0] if len(before) == 1 and not after and before != [self.end_of_document] else None
+        if choice == "auto" or (choice == "none" and natural is None):
+            return (before, after), natural
+        if choice == "none":
+            return ([], []), None
+        token = next(iter(before), None) if natural is None else natural
+        token = self.first_of([named]) if token is None and (named := special_token(self.path.parent, "bos_token")) else token
+        if token in (None, self.end_of_document):
+            rule = f"needs a token that begins a text, and {self.path.parent} names none but tokenizer.end_of_document"
+            raise UserError.of("tokenizer.bos", choice, rule, "name one as bos_token in its tokenizer_config.json, or set it to none")
+        assert token is not None
+        return ([token, *(each for each in before if each != token)], after), token
+
+    @property
+    def follows_tokenizer(self) -> bool:
+        """Whether the tokens around a prompt are those of the post-processor."""
+        return self.around == affixes(self._tokenizer)
+
+    @property
+    def totals(self) -> dict[str, Any]:
+        """What manifests of tokens record of the tokenizer."""
+        counts = {"vocab_size": self.vocab_size, "end_of_document": self.end_of_document, "bos": self.bos}
+        return {**counts, "tokenizer": self.fingerprint}
 
     def first_of(self, tokens: Iterable[str]) -> int | None:
         """The id of the first of `tokens` that is a special token of the tokenizer; None if none is."""

@@ -31,7 +31,7 @@ class Classification(Supervised):
     def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         model: Any = config.model
-        encoder = TextEncoder(folder, config.tokenizer.end_of_document)
+        encoder = TextEncoder.of(config.tokenizer)
         special, masking = SpecialTokens(folder, encoder.fingerprint), config.data.masking
         first, between = special.find(
             {
@@ -45,7 +45,8 @@ class Classification(Supervised):
         # Between the texts of a pair RoBERTa has two separators (Liu et al. 2019), and BERT another segment.
         separators = (between,) * (2 if model.family == "roberta" else 1)
         too_long, limit = config.data.instructions.too_long, config.data.quarantine_limit
-        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, (first, separators, between), too_long=too_long)
+        around_texts = (first, separators, between)
+        reader = LabelReader(folder, encoder.end_of_document, length, model.labels, around_texts, too_long=too_long, texts=encoder.prompts)
         report = Path(config.run_dir) if share[0] == 0 else None
         samples = open_files(paths, reader, encoder, key=key, length=length, pack=False, seed=seed, limit=limit, report=report)
         objective = cls(samples, length)

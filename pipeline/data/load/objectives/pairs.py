@@ -30,8 +30,7 @@ class TokenizedPairs(Dataset):
     def __init__(self, files: PairFiles, encoder: TextEncoder, seed: int | None) -> None:
         """Read pairs in file order if the seed is None."""
         self._files, self._encoder, self._seed = files, encoder, seed
-        totals = {"tokenizer": encoder.fingerprint, "end_of_document": encoder.end_of_document, "vocab_size": encoder.vocab_size}
-        self.corpora = [Corpus("", [], totals, files.fingerprint)]
+        self.corpora = [Corpus("", [], encoder.totals, files.fingerprint)]
         self.counts = np.array([files.pairs], dtype=np.int64)
         self.schedule = None
         self.vocab_size, self.end_of_document = encoder.vocab_size, encoder.end_of_document

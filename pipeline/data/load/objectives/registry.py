@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.data import few_documents
@@ -16,6 +18,7 @@ from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.span_corruption import SpanCorruption
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.sample_config import SampleConfig
+from pipeline.data.tokenize.tokenizer import affixes, check_same, load
 
 log = logging.getLogger("pipeline")
 
@@ -57,7 +60,7 @@ def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, 
         UserError: token shards are missing or damaged, or contain token ids outside the embedding.
     """
     training = open_training(config, share)
-    check_vocabulary(config, training)
+    check_vocabulary(config, training, share[0])
     validation = open_validation(config, share)
     if validation is not None:
         warn_of_few_documents(validation, share[0])
@@ -75,14 +78,32 @@ def warn_of_few_documents(validation: Objective, rank: int) -> None:
     few_documents.warn(validation.documents, fix)
 
 
-def check_vocabulary(config: SampleConfig, data: Objective) -> None:
-    """Refuse data with token ids outside the embedding.
+def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:
+    """Refuse data with token ids outside the embedding, and on rank 0 that of another tokenizer.
 
     Raises:
-        UserError: the vocabulary of the data is larger than the model's.
+        UserError: the vocabulary of the data is larger than the model's, or tokenizer.path is not the tokenizer of the data.
     """
+    if rank == 0 and data.data_key == "data.tokens":
+        _check_tokenizer(config, Path(config.tokenizer.path), data.samples.corpora[0].totals)
     vocab_size = data.samples.vocab_size
     if vocab_size > config.model.vocab_size:
         rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
         fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
+
+
+def _check_tokenizer(config: SampleConfig, folder: Path, totals: dict[str, Any]) -> None:
+    """Refuse token shards of another tokenizer or tokenizer.bos; warn of old ones, of which nobody has chosen how documents begin."""
+    source = "data.blend" if config.data.blend else f"data.tokens={config.data.tokens}"
+    fix = "set tokenizer.path to the folder that stage=tokenize used, or tokenize the text with this one"
+    check_same(folder, totals.get("tokenizer"), source, fix)
+    found, wanted = "none" if totals.get("bos") is None else "document", config.tokenizer.bos
+    if wanted not in ("auto", found):
+        rule = f"differs from {source}, which was tokenized with tokenizer.bos={found}"
+        raise UserError.of("tokenizer.bos", wanted, rule, f"set it to {found}, or run stage=tokenize into another folder")
+    if "bos" not in totals and (folder / "tokenizer.json").is_file():
+        before, after = affixes(load(folder))
+        if len(before) == 1 and not after and before != [totals["end_of_document"]]:
+            text = "%s is of an earlier version: its documents do not begin with token %d, as texts do in %s, nor do prompts and exports"
+            log.warning("%s of this run; stage=tokenize writes it", text % (source, before[0], folder))

@@ -63,10 +63,10 @@ class Supervised(Objective):
         Raises:
             UserError: the folder has no tokenizer, or its chat template cannot be compiled.
         """
-        folder, length = Path(config.tokenizer.path), config.training.sequence_length
-        encoder = TextEncoder(folder, config.tokenizer.end_of_document)
-        template = chat_template.of(config.tokenizer)
-        return encoder, cls.reader(folder, encoder.end_of_document, length + 1, config.data.instructions.too_long, template)
+        encoder, chosen = TextEncoder.of(config.tokenizer), config.data.instructions
+        folder, template, longest = encoder.path.parent, chat_template.of(config.tokenizer), config.training.sequence_length + 1
+        end, texts = encoder.end_of_document, encoder.prompts
+        return encoder, cls.reader(folder, end, longest, chosen.too_long, template, texts, repair=chosen.repair)
 
     @classmethod
     def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
