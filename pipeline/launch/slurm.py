@@ -35,7 +35,7 @@ def command(words: Sequence[str], environment: Mapping[str, str] | None = None, 
         SlurmError: see there.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
+        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{words[0]}: {error}") from error
     if done.returncode:
@@ -107,12 +107,12 @@ def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
     words = ["srun", "--overlap", "--mem=0", "--no-kill", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
     words += [f"--nodelist={','.join(nodes)}", "--cpus-per-task=1", "sh", "-c", "echo answers $SLURMD_NODENAME"]
     try:
-        printed = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=timeout, check=False).stdout
+        printed = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout, check=False).stdout
     except subprocess.TimeoutExpired as error:
-        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        printed = error.stdout or b""
     except OSError:
         return set(nodes)
-    return set(re.findall(r"^answers (\S+)$", printed, re.MULTILINE))
+    return set(re.findall(r"^answers (\S+)$", printed.decode(errors="replace"), re.MULTILINE))
 
 
 def requeue(job: str, exclude: Sequence[str] = ()) -> str:
