@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from pipeline.common.errors import STOPPED, UserError
 VARIABLE = "PIPELINE_ENDS"
 #: Most failures that are recorded.
 RECORDS = 8
+#: File of note_told.
+_TOLD = "told-to-end"
 #: Errors of a rank whose peer has ended: classes of torch.distributed, and texts of gloo, NCCL and the store.
 _PEER_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 _PEER_TEXTS = (
@@ -105,6 +108,18 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
         return next((place for place in range(RECORDS) if _written(Path(folder) / f"end-{place}.json", text)), None) if failed else None
     except OSError:  # the supervisor then has the exit code of srun
         return None
+
+
+def note_told() -> None:
+    """Note on rank 0 that SIGTERM has reached it: Slurm sends it to the steps of a job that it preempts, and not to its supervisor."""
+    if (folder := os.environ.get(VARIABLE)) and _rank() == 0:
+        with suppress(OSError):
+            (Path(folder) / _TOLD).touch()
+
+
+def was_told(folder: Path) -> bool:
+    """Return whether SIGTERM has reached rank 0."""
+    return (folder / _TOLD).is_file()
 
 
 def report(error: BaseException) -> None:

@@ -5,7 +5,7 @@ job holds its other nodes until its time limit, with nothing on them. The next j
 
 The supervisor starts a deputy on another node, as a step of its own:
 
-    python -m pipeline.launch.deputy JOB HOST PORT RUN_DIR
+    python -m pipeline.launch.deputy JOB HOST PORT RUN_DIR FEWEST_NODES
 
 It listens to the supervisor, and requeues or cancels the job when it has heard nothing for SILENCE seconds. Loads no torch.
 """
@@ -42,10 +42,11 @@ class Deputy:
     Args:
         job: id of the job.
         run_dir: for the event that the deputy writes.
+        fewest: nodes with which the job starts when it waits in the queue again.
     """
 
-    def __init__(self, job: str, run_dir: Path) -> None:
-        self._job, self._run_dir = job, run_dir
+    def __init__(self, job: str, run_dir: Path, fewest: int = 1) -> None:
+        self._job, self._run_dir, self._fewest = job, run_dir, fewest
         self._server = socket.create_server(("", 0))
         self._connections: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -88,6 +89,7 @@ class Deputy:
             host,
             str(self.port),
             str(self._run_dir.absolute()),
+            str(self._fewest),
         ]
         with suppress(OSError):
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -139,7 +141,7 @@ def listen(host: str, port: int, silence: float = SILENCE) -> bool:
     return False
 
 
-def main(job: str, host: str, port: str, run_dir: str) -> int:
+def main(job: str, host: str, port: str, run_dir: str, fewest: str) -> int:
     """Wait for the end of the supervisor; if it is lost, requeue the job, or cancel it if that is not allowed."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -149,12 +151,15 @@ def main(job: str, host: str, port: str, run_dir: str) -> int:
     if fields.get("JobState") != "RUNNING" or fields.get("Restarts") != (os.environ.get("SLURM_RESTART_COUNT") or "0"):
         return 0
     reason = f"{host}, the node of the batch script, does not answer"
-    with suppress(OSError):  # before the request: Slurm ends this process as well
+    with suppress(OSError):
         allocation.exclude(Path(run_dir), [host], reason)
     refused = "Requeue=0"
     if fields.get("Requeue", "1") == "1":
-        events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=[host])
-        if not (refused := slurm.requeue(job, [host])):
+        exclude = allocation.excluded_in_queue(Path(run_dir), fields, int(fewest))
+        events.record(Path(run_dir), "requeue_asked", reason=reason)
+        if not (refused := slurm.requeue(job)):
+            events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=exclude)
+            slurm.set_excluded(job, exclude)
             return 0
     action = "chain" if has_next(Path(run_dir), job) else "end"
     events.record(Path(run_dir), "action", action=action, reason=f"{reason}; not requeued: {refused}", code=1, exclude=[host])

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 
 from pipeline.common.errors import UserError
@@ -15,12 +17,42 @@ log = logging.getLogger("pipeline")
 
 #: Longest time of a command, seconds; the controller of a busy cluster can take a minute to answer.
 TIMEOUT = 90
-#: Attempts to exclude nodes from a job that was put back into the queue.
-_ATTEMPTS = 3
+#: Slurm ends all processes of a job that is preempted or requeued by SIGTERM, also these commands, which are then needed most.
+_SHELL = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+#: Longest time that a job waits for a controller that does not answer, and between two attempts, seconds. Steps cannot start meanwhile.
+PATIENCE, _PAUSE = 1800.0, 5.0
+#: What the commands print if the controller does not answer.
+_SILENT = re.compile("Unable to contact slurm controller|Socket timed out|Zero Bytes|Connection refused|connect failure|timed out after")
+#: Lines of `scontrol show job` that have a single field, whose value may have spaces.
+_TEXT = re.compile(r"^ *(Comment|Command|WorkDir|StdErr|StdIn|StdOut|AdminComment|SystemComment)=(.*?) *$", re.MULTILINE)
+#: States in which a node runs no job.
+_DOWN = re.compile(r"down|drain|fail|.*\*$")
 
 
 class SlurmError(Exception):
     """A command of Slurm failed, timed out or is not installed; the message has its output."""
+
+
+class Question:
+    """Asks for the fields of a job in a thread: the answer can take longer than the job has left, and the ranks need this process.
+
+    Args:
+        job: id of the job.
+    """
+
+    def __init__(self, job: str) -> None:
+        self._fields: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._ask, args=(job,), daemon=True)
+        self._thread.start()
+
+    def _ask(self, job: str) -> None:
+        self._fields = facts(job)
+
+    def answer(self, *, wait: bool = False) -> dict[str, str]:
+        """Return the fields; empty if there is no answer, with `wait` after TIMEOUT at most."""
+        if wait:
+            self._thread.join()
+        return {} if self._thread.is_alive() else self._fields
 
 
 def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> str:
@@ -35,7 +67,9 @@ def command(words: Sequence[str], environment: Mapping[str, str] | None = None, 
         SlurmError: see there.
     """
     try:
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment)
+        done = subprocess.run(
+            [*_SHELL, *words], capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise SlurmError(f"{words[0]}: {error}") from error
     if done.returncode:
@@ -43,18 +77,38 @@ def command(words: Sequence[str], environment: Mapping[str, str] | None = None, 
     return done.stdout
 
 
-def facts(job: str) -> dict[str, str]:
-    """Return the fields of a job, as `scontrol show job` prints them; without their values if Slurm does not answer."""
+def facts(job: str, patience: float = 0.0) -> dict[str, str]:
+    """Return the fields of a job, as `scontrol show job` prints them; empty if Slurm does not answer.
+
+    Args:
+        job: its id.
+        patience: seconds to wait for a controller that does not answer.
+    """
     try:
-        return parse_facts(command(["scontrol", "show", "job", "--oneliner", job]))
+        return parse_facts(patient(["scontrol", "show", "job", job], patience))
     except SlurmError as error:
         log.warning("the fields of job %s are unknown: %s", job, error)
         return {}
 
 
+def patient(words: Sequence[str], patience: float) -> str:
+    """As command, again and again while the controller does not answer, for `patience` seconds at most."""
+    deadline, said = time.monotonic() + patience, False
+    while True:
+        try:
+            return command(words)
+        except SlurmError as error:
+            if not _SILENT.search(str(error)) or time.monotonic() > deadline:
+                raise
+            if not said:
+                log.warning("Slurm does not answer: waiting up to %.0f minutes (%s)", patience / 60, error)
+            said = True
+        time.sleep(_PAUSE)
+
+
 def parse_facts(printed: str) -> dict[str, str]:
-    """Return the fields of one line of `scontrol show job --oneliner`."""
-    return dict(re.findall(r"(?:^|\s)([\w/:]+)=(\S*)", printed))
+    """Return the fields that `scontrol show job` prints."""
+    return dict(re.findall(r"(?:^|\s)([\w/:]+)=(\S*)", _TEXT.sub("", printed))) | dict(_TEXT.findall(printed))
 
 
 def seconds_of(moment: str) -> float | None:
@@ -80,6 +134,11 @@ def is_out_of_time(fields: Mapping[str, str]) -> bool:
     return fields.get("Reason") == "TimeLimit"
 
 
+def is_canceled(fields: Mapping[str, str], restarts: int) -> bool:
+    """Return whether somebody has canceled a job that got SIGTERM; not without its fields."""
+    return bool(fields) and not (is_preempted(fields) or is_requeued(fields, restarts) or is_out_of_time(fields))
+
+
 def hosts(nodelist: str) -> list[str]:
     """Return the nodes of a node list, empty for none or for one that cannot be read."""
     try:
@@ -88,15 +147,24 @@ def hosts(nodelist: str) -> list[str]:
         return []
 
 
-def down() -> set[str]:
-    """Return the nodes that Slurm calls down, drained, failed or not responding; empty if it does not answer."""
+def states(partition: str = "") -> dict[str, str]:
+    """Return the nodes of Slurm, or of a partition, with their states; empty if it does not answer."""
     try:
-        printed = command(["sinfo", "--noheader", "--Node", "--format=%N %T"])
+        printed = command(["sinfo", "--noheader", "--Node", "--format=%N %T", *([f"--partition={partition}"] if partition else [])])
     except SlurmError as error:
         log.warning("the state of the nodes is unknown: %s", error)
-        return set()
-    states = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
-    return {node for node, state in states.items() if state.endswith("*") or re.match(r"down|drained|draining|fail", state)}
+        return {}
+    return dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
+
+
+def down() -> set[str]:
+    """Return the nodes that Slurm calls down, drained, failed or not responding; empty if it does not answer."""
+    return {node for node, state in states().items() if is_down(state)}
+
+
+def is_down(state: str) -> bool:
+    """Return whether a node in a state of `states` runs no job."""
+    return _DOWN.match(state) is not None
 
 
 def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
@@ -115,31 +183,37 @@ def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
     return set(re.findall(r"^answers (\S+)$", printed.decode(errors="replace"), re.MULTILINE))
 
 
-def requeue(job: str, exclude: Sequence[str] = ()) -> str:
-    """Put this job back into the queue under its id, without some nodes; Slurm then ends it.
+def requeue(job: str, patience: float = 0.0) -> str:
+    """Put this job back into the queue under its id; Slurm then ends it.
+
+    Args:
+        job: its id.
+        patience: as in facts.
 
     Returns:
         Why Slurm refused it; empty if it did not.
     """
     try:
-        command(["scontrol", "requeue", job])
+        patient(["scontrol", "requeue", job], patience)
     except SlurmError as error:
         return str(error)
-    if exclude and (refused := _updated(job, f"ExcNodeList={','.join(sorted(exclude))}")):  # possible only for a job that waits
-        log.warning("job %s may run on %s again: %s", job, ", ".join(sorted(exclude)), refused)
     return ""
+
+
+def set_excluded(job: str, nodes: Iterable[str]) -> None:
+    """Set the nodes that a job which waits shall not get, all of them; an error is logged."""
+    listed = ",".join(sorted(nodes))
+    if refused := _updated(job, f"ExcNodeList={listed}"):
+        log.warning("job %s has still the excluded nodes of before, and not %s: %s", job, listed or "none", refused)
 
 
 def _updated(job: str, *fields: str) -> str:
     """Change a job that waits, also this one after it was requeued. Returns why it was not changed, empty if it was."""
-    reason = ""
-    for _ in range(_ATTEMPTS):
-        try:
-            command(["scontrol", "update", f"JobId={job}", *fields])
-            return ""
-        except SlurmError as error:  # Slurm ends all processes of this job by SIGTERM, also the first attempt
-            reason = str(error)
-    return reason
+    try:
+        command(["scontrol", "update", f"JobId={job}", *fields])
+    except SlurmError as error:
+        return str(error)
+    return ""
 
 
 def resize(job: str, fewest: int, most: int, tasks_per_node: int | None) -> None:

@@ -37,7 +37,7 @@ def test_a_supervisor_that_is_silent_is_lost():
     "requeue, next_job, refusal, actions, commands",
     [
         (1, None, 0, ["requeue"], ["requeue 7"]),
-        (1, None, 1, ["requeue", "end"], ["requeue 7", "cancel 7"]),
+        (1, None, 1, ["end"], ["requeue 7", "cancel 7"]),
         (0, None, 0, ["end"], ["cancel 7"]),
         (0, "8", 0, ["chain"], ["cancel 7"]),
     ],
@@ -68,7 +68,7 @@ def test_a_job_without_its_first_node_does_not_hold_the_others(
     events.record(tmp_path, "chain", next=next_job)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     try:
-        code = deputy.main("7", "n1", "1", str(tmp_path))
+        code = deputy.main("7", "n1", "1", str(tmp_path), "1")
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
