@@ -121,9 +121,19 @@ def report_disk_full(folder: Path, key: str = "output folder", then: str = "comp
 
 def _fix_of(error: OSError, then: str = "completed parts are kept") -> str:
     """Advice for an output that cannot be written."""
-    if error.errno in _UNWRITABLE and error.errno != errno.EROFS:
-        return f"free disk space and run the same command again; {then}"
-    return "choose a folder with write permission"
+    return advice(os.strerror(error.errno or 0), then)
+
+
+def is_full(reason: str) -> bool:
+    """Return whether a reason is that of a full disk, a quota or a file-size limit, by what the system says."""
+    return any(os.strerror(number) in reason for number in _UNWRITABLE if number != errno.EROFS)
+
+
+def advice(reason: str, then: str) -> str:
+    """Return the fix for an output that cannot be written, by what the system says; `then` is what the same command does afterwards."""
+    if is_full(reason):
+        return f"free disk space or quota and run the same command again; {then}"
+    return f"choose a folder with write permission, or restore it and run the same command again; {then}"
 
 
 def _unwritable(error: BaseException) -> tuple[OSError, str] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from pipeline.common import events
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
-from pipeline.launch import job, moldable, slurm
+from pipeline.launch import allocation, job, moldable, slurm
 from pipeline.launch.allocation import Allocation
 
 log = logging.getLogger("pipeline")
@@ -37,16 +38,43 @@ _FROM_VARIABLES = {
     "mem": "SLURM_MEM_PER_NODE",
     "mem-per-cpu": "SLURM_MEM_PER_CPU",
 }
-#: And from its fields: option, name in `scontrol show job`. Slurm does not tell --signal and some others.
-_FROM_FIELDS = (
-    ("time", "TimeLimit"),
-    ("output", "StdOut"),
-    ("nodelist", "ReqNodeList"),
-    ("exclude", "ExcNodeList"),
-    ("constraint", "Features"),
-    ("reservation", "Reservation"),
-    ("comment", "Comment"),
-)
+#: And from its fields: option, name in `scontrol show job`. Slurm does not tell --signal and some others; cluster.sbatch can have them.
+_FROM_FIELDS = {
+    "time": "TimeLimit",
+    "time-min": "TimeMin",
+    "deadline": "Deadline",
+    "output": "StdOut",
+    "error": "StdErr",
+    "nice": "Nice",
+    "nodelist": "ReqNodeList",
+    "exclude": "ExcNodeList",
+    "constraint": "Features",
+    "reservation": "Reservation",
+    "comment": "Comment",
+    "mail-user": "MailUser",
+    "mail-type": "MailType",
+    "licenses": "Licenses",
+    "network": "Network",
+    "core-spec": "CoreSpec",
+    "switches": "Switches",
+    "tmp": "MinTmpDiskNode",
+    "wckey": "WCKey",
+    "bb": "BurstBuffer",
+    "power": "Power",
+}
+#: Fields of GPUs and other resources, "gres:gpu:2", in newer versions "gres/gpu:2": option with what follows gres, or the number of GPUs.
+_OF_RESOURCES = {
+    "TresPerNode": "gres",
+    "TresPerJob": "gpus",
+    "TresPerTask": "gpus-per-task",
+    "TresPerSocket": "gpus-per-socket",
+    "CpusPerTres": "cpus-per-gpu",
+    "MemPerTres": "mem-per-gpu",
+}
+#: Values of OverSubscribe, and of Contiguous.
+_FLAGS = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs", "YES": "--oversubscribe", "1": "--contiguous"}
+#: Values of fields that are not set.
+_UNSET = ("(null)", "N/A", "*", "0", "")
 
 
 def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
@@ -58,19 +86,27 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         fields: of this job, from slurm.facts.
         environment: of this job.
     """
-    found = [f"--{name}={environment[variable]}" for name, variable in _FROM_VARIABLES.items() if environment.get(variable)]
+    given = {name: environment.get(variable, "") for name, variable in _FROM_VARIABLES.items()}
+    if "TresPerNode" in fields:  # has --gpus-per-node, too
+        del given["gpus-per-node"]
+    given |= {name: fields.get(field, "") for name, field in _FROM_FIELDS.items()}
+    for field, name in _OF_RESOURCES.items():
+        value = re.sub(r"\bgres[:/]", "", fields.get(field, ""))
+        given[name] = value if name == "gres" else "".join(re.findall(r"\bgpu[:=](?:.*[:=])?(\w+)", value)[:1])
+    threads = fields.get("ReqB:S:C:T", "").rpartition(":")[2]
+    found = [f"--{name}={value}" for name, value in (given | {"threads-per-core": threads}).items() if value not in _UNSET]
+    found += [flag for field in ("OverSubscribe", "Contiguous") if (flag := _FLAGS.get(fields.get(field, "")))]
     if moldable.follows_nodes(config):
         found += moldable.size_options(config, len(granted.nodes), granted.tasks_per_node)
     else:
         found += [f"--nodes={len(granted.nodes)}"]
         found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
         found += ["--no-kill"] * (config.cluster.spares > 0)
-    found += [f"--{name}={fields[field]}" for name, field in _FROM_FIELDS if fields.get(field, "(null)") != "(null)"]
     found += ["--no-requeue"] * (fields.get("Requeue") == "0")  # slurm/STAGE.sbatch has --requeue
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 
-def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> NextJob | None:
+def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str], fewest: int) -> NextJob | None:
     """Submit the next job of the chain, unless it waits already; returns None if Slurm refuses it, which is logged.
 
     Args:
@@ -78,11 +114,14 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         arguments: of `python -m pipeline`; the first one is the stage.
         granted: the nodes of this job.
         fields: of this job, from slurm.facts.
+        fewest: nodes with which the next job starts.
     """
     if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):
         return NextJob(granted.job, before)
     script = f"{batch_scripts(Path.cwd()) or 'slurm'}/{config.stage.name}.sbatch"
     kept = [argument for argument in arguments if not argument.startswith("stage=")]
+    nodes = allocation.excluded_in_queue(Path(config.run_dir), fields, fewest)
+    fields = {**fields, "ExcNodeList": ",".join(nodes)}
     command = ["sbatch", "--parsable", *options(config, granted, fields, os.environ), script, *kept]
     try:
         number = slurm.command(command, job.outside(os.environ)).strip().partition(";")[0]
@@ -205,13 +244,9 @@ class NextJob:
         slurm.cancel(self.number)
 
     def hand_over(self, exclude: Sequence[str]) -> None:
-        """Let the next job continue the run, without some nodes."""
+        """Let the next job continue the run; `exclude` has all nodes that it shall not get."""
         self._move(self._current, self.number)
-        if exclude:
-            try:
-                slurm.command(["scontrol", "update", f"JobId={self.number}", f"ExcNodeList={','.join(exclude)}"])
-            except slurm.SlurmError as error:
-                log.warning("job %s continues, and may run on %s: %s", self.number, ", ".join(exclude), error)
+        slurm.set_excluded(self.number, exclude)
 
     def _move(self, job: str, successor: str) -> bool:
         """Let jobs that wait for one job wait for another one; returns whether that succeeded."""

@@ -121,7 +121,7 @@ class Supervisor:
         if (action := self._preflight()) is not None:
             return self._leave(action)
         if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
-            submit = partial(chain.submit, self._config, self._arguments, self._granted, self._fields)
+            submit = partial(chain.submit, self._config, self._arguments, self._granted, self._fields, self._placement.asked()[0])
             self._next = chain.Chain(submit, lambda number: self._record("chain", next=number))
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
         if self._run_dir is not None and no_kill:
