@@ -37,7 +37,10 @@ _PEER_TEXTS = (
     "Timed out waiting",
 )
 #: Errors of a start that succeeds at another port or a little later.
-_START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "client socket has timed out", "waiting for clients")
+_START_TEXTS = (
+    *("Address already in use", "EADDRINUSE", "failed to listen"),
+    *("client socket has timed out", "waiting for clients", "have not started"),
+)
 #: What the watchdog says of a rank whose process does nothing at all, which is not the fault of the program.
 NO_ANSWER = ("does not respond", "does not answer")
 #: Errors of a device or a host, which another node does not have.
@@ -130,6 +133,14 @@ def report(error: BaseException) -> None:
         print(f"rank {_rank()} on {host_name()} ends after another one: {reason} at {place}", file=sys.stderr, flush=True)
         return
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def tell_torchrun(text: str) -> None:
+    """Write why this rank ends where torchrun looks for it, which prints it as the last lines of its own traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": int(time.time())}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def where(error: BaseException) -> str:
