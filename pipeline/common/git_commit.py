@@ -26,22 +26,18 @@ def commit() -> str | None:
     return None if described is None else described.decode(errors="replace").strip()
 
 
+@functools.cache
 def git(*words: str) -> bytes | None:
-    """Return the output of a git command in the repository of this package; None if it fails, which is logged once."""
+    """Return the output of a git command in the repository of this package; None if it fails, which is logged."""
     root = PACKAGE.parent
     own = ("-c", f"safe.directory={root}")  # git refuses the clone of another user, whose code runs here all the same
     try:
         return subprocess.run(["git", "-C", str(root), *own, *words], capture_output=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
-        _warn(f"the commit and the changes of {root} are not recorded: {' '.join(said.decode(errors='replace').split()) or error}")
+        reason = " ".join(said.decode(errors="replace").split()) or error
+        log.warning("the commit and the changes of %s are not recorded: %s", root, reason)
         return None
-
-
-@functools.cache
-def _warn(text: str) -> None:
-    """Log a line, once in this process."""
-    log.warning("%s", text)
 
 
 def version() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -192,7 +193,7 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
     )
     hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
     world_size, node = number["SLURM_STEP_NUM_TASKS"], number["SLURM_NODEID"]
-    if world_size > 1 and "SLURM_PTY_PORT" in environment and _has_terminal():  # steps started in that shell have none
+    if world_size > 1 and "SLURM_PTY_PORT" in environment and sys.stdin.isatty():  # not in a step that is started in that shell
         rule = f"is that of a shell of srun --pty, one of {world_size} tasks: it would wait for the other ones"
         fix = "start the ranks with srun --overlap in it, or a shell for one process with srun --pty --ntasks=1"
         raise UserError.of("SLURM_PTY_PORT", environment["SLURM_PTY_PORT"], rule, fix)
@@ -211,15 +212,6 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
             launcher="srun",
         )
     )
-
-
-def _has_terminal() -> bool:
-    """Whether this process has a controlling terminal."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 def _numbers(environment: Mapping[str, str], required: set[str], optional: dict[str, int]) -> dict[str, int]:

@@ -91,12 +91,10 @@ def excluded_in_queue(run_dir: Path, fields: Mapping[str, str], fewest: int) -> 
     """
     of_user = set(slurm.hosts(fields.get("ExcNodeList", ""))) - _noted(run_dir).keys()
     failed = excluded(run_dir).keys()
-    states = slurm.states(fields.get("Partition", "")) if failed else {}
-    usable = {node for node, state in states.items() if not slurm.is_down(state)} - of_user
-    if states and len(usable - failed) < fewest:
-        log.warning(
-            "%d nodes can run the job without %s, and it needs %d: none is excluded", len(usable - failed), ", ".join(failed), fewest
-        )
+    nodes = slurm.usable(fields.get("Partition", "")) if failed else {}
+    left = [node for node, works in nodes.items() if works and node not in {*of_user, *failed}]
+    if nodes and len(left) < fewest:
+        log.warning("without %s, %d nodes can run the job, and it needs %d: none is excluded", ", ".join(failed), len(left), fewest)
         return sorted(of_user)
     return sorted(of_user | failed)
 

@@ -114,7 +114,7 @@ class Placement:
         if self._config is None:
             return list(self.granted.nodes)
         if self.bad or self._config.cluster.spares:
-            self.exclude(slurm.down(), "Slurm calls it down")
+            self.exclude((node for node, works in slurm.usable().items() if not works), "Slurm calls it down")
         good, least = self.good(), self.fewest(self.most())
         if len(good) < least:  # a node that failed in an earlier job is better than none
             good += [node for node in self.granted.nodes if node in self.bad][: least - len(good)]

@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 
 from pipeline.common.errors import UserError
@@ -25,34 +26,12 @@ PATIENCE, _PAUSE = 1800.0, 5.0
 _SILENT = re.compile("Unable to contact slurm controller|Socket timed out|Zero Bytes|Connection refused|connect failure|timed out after")
 #: Lines of `scontrol show job` that have a single field, whose value may have spaces.
 _TEXT = re.compile(r"^ *(Comment|Command|WorkDir|StdErr|StdIn|StdOut|AdminComment|SystemComment)=(.*?) *$", re.MULTILINE)
-#: States in which a node runs no job.
+#: States in which a node runs no job: down, drained, failed, or not responding (*).
 _DOWN = re.compile(r"down|drain|fail|.*\*$")
 
 
 class SlurmError(Exception):
     """A command of Slurm failed, timed out or is not installed; the message has its output."""
-
-
-class Question:
-    """Asks for the fields of a job in a thread: the answer can take longer than the job has left, and the ranks need this process.
-
-    Args:
-        job: id of the job.
-    """
-
-    def __init__(self, job: str) -> None:
-        self._fields: dict[str, str] = {}
-        self._thread = threading.Thread(target=self._ask, args=(job,), daemon=True)
-        self._thread.start()
-
-    def _ask(self, job: str) -> None:
-        self._fields = facts(job)
-
-    def answer(self, *, wait: bool = False) -> dict[str, str]:
-        """Return the fields; empty if there is no answer, with `wait` after TIMEOUT at most."""
-        if wait:
-            self._thread.join()
-        return {} if self._thread.is_alive() else self._fields
 
 
 def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> str:
@@ -89,6 +68,13 @@ def facts(job: str, patience: float = 0.0) -> dict[str, str]:
     except SlurmError as error:
         log.warning("the fields of job %s are unknown: %s", job, error)
         return {}
+
+
+def ask(job: str) -> Future[dict[str, str]]:
+    """Ask for the facts of a job in a thread: the answer can take longer than the job has left, and the ranks need this process."""
+    answer: Future[dict[str, str]] = Future()
+    threading.Thread(target=lambda: answer.set_result(facts(job)), daemon=True).start()
+    return answer
 
 
 def patient(words: Sequence[str], patience: float) -> str:
@@ -147,24 +133,14 @@ def hosts(nodelist: str) -> list[str]:
         return []
 
 
-def states(partition: str = "") -> dict[str, str]:
-    """Return the nodes of Slurm, or of a partition, with their states; empty if it does not answer."""
+def usable(partition: str = "") -> dict[str, bool]:
+    """Return the nodes of Slurm, or of a partition, and whether jobs can run on them; empty if it does not answer."""
     try:
         printed = command(["sinfo", "--noheader", "--Node", "--format=%N %T", *([f"--partition={partition}"] if partition else [])])
     except SlurmError as error:
         log.warning("the state of the nodes is unknown: %s", error)
         return {}
-    return dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
-
-
-def down() -> set[str]:
-    """Return the nodes that Slurm calls down, drained, failed or not responding; empty if it does not answer."""
-    return {node for node, state in states().items() if is_down(state)}
-
-
-def is_down(state: str) -> bool:
-    """Return whether a node in a state of `states` runs no job."""
-    return _DOWN.match(state) is not None
+    return {words[0]: not _DOWN.match(words[1]) for line in printed.splitlines() if len(words := line.split()) == 2}
 
 
 def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
@@ -184,15 +160,7 @@ def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
 
 
 def requeue(job: str, patience: float = 0.0) -> str:
-    """Put this job back into the queue under its id; Slurm then ends it.
-
-    Args:
-        job: its id.
-        patience: as in facts.
-
-    Returns:
-        Why Slurm refused it; empty if it did not.
-    """
+    """Put this job back into the queue under its id; Slurm then ends it. Returns why Slurm refused it, empty if it did not."""
     try:
         patient(["scontrol", "requeue", job], patience)
     except SlurmError as error:

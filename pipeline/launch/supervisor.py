@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,6 @@ from pipeline.launch.allocation import Allocation
 from pipeline.launch.deputy import Deputy
 from pipeline.launch.placement import Placement
 from pipeline.launch.recovery import Action, Kind, Situation
-from pipeline.launch.slurm import Question
 from pipeline.training import request_files
 
 log = logging.getLogger("pipeline")
@@ -73,8 +73,8 @@ class Supervisor:
         self._can_requeue = config is not None and self._fields.get("Requeue", "1") == "1"
         self._asked = 0.0
         self._folder: Path | None = None
-        self._told: Question | None = None  # asked when the job is told to end
-        self._end: Question | None = None  # asked when the time seems to end
+        self._told: Future[dict[str, str]] | None = None  # asked when the job is told to end
+        self._end: Future[dict[str, str]] | None = None  # asked when the time seems to end
         self._claims = ExitStack()
 
     def run(self) -> int:
@@ -235,7 +235,7 @@ class Supervisor:
 
     def _facts(self) -> dict[str, str]:
         """The fields of the job after its ranks have ended: as asked when it was told to end, else now; waits for a silent controller."""
-        fields = {} if self._told is None else self._told.answer(wait=True)
+        fields = {} if self._told is None else self._told.result()
         fields = fields or slurm.facts(self._granted.job, self._patience())
         self._renew_limit(fields)
         self._fields = fields or self._fields
@@ -257,17 +257,17 @@ class Supervisor:
         """Pass on signals that reached this process, and ask for a checkpoint before the time limit."""
         told = signal.SIGTERM in signals.received or (self._folder is not None and ends.was_told(self._folder))
         if told and self._told is None:
-            self._told = Question(self._granted.job)
+            self._told = slurm.ask(self._granted.job)
         if self._next is not None:
-            fields = {} if self._told is None else self._told.answer()
-            if signal.SIGTERM in signals.received and slurm.is_canceled(fields, self._granted.restarts):
+            answered = signal.SIGTERM in signals.received and self._told is not None and self._told.done()
+            if answered and self._told is not None and slurm.is_canceled(self._told.result(), self._granted.restarts):
                 self._next.cancel()  # at once: a job that is canceled may be killed before its ranks have ended
             self._next.look()
         now = time.time()
         if self._trains and self._limit - now < 2 * LEAD and self._end is None:
-            self._end = Question(self._granted.job)
-        if self._end is not None and (fields := self._end.answer()):
-            self._renew_limit(fields)
+            self._end = slurm.ask(self._granted.job)
+        if self._end is not None and self._end.done():
+            self._renew_limit(self._end.result())
         late = self._limit - now < LEAD and self._trains
         if (late or signal.SIGUSR1 in signals.received) and now - self._asked > REPEAT:
             self._asked = now

@@ -165,7 +165,10 @@ def test_the_commit_of_a_clone_of_another_user(tmp_path: Path, monkeypatch: pyte
     if os.geteuid() == 0:
         for path in (clone, *clone.rglob("*")):
             os.chown(path, 65534, 65534)
+    git_commit.git.cache_clear()
     assert len(git_commit.commit() or "") == 40
+    git_commit.git.cache_clear()
     (clone / ".git/HEAD").unlink()
     assert git_commit.commit() is git_commit.commit() is None
     assert [message.partition(": ")[0] for message in caplog.messages] == [f"the commit and the changes of {clone} are not recorded"]
+    git_commit.git.cache_clear()
