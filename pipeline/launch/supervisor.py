@@ -266,9 +266,9 @@ class Supervisor:
         now = time.time()
         if self._trains and self._limit - now < 2 * LEAD and self._end is None:
             self._end = slurm.ask(self._granted.job)
-        if self._end is not None and self._end.done():
+        if self._end is not None and (answered := self._end.done()):
             self._renew_limit(self._end.result())
-        late = self._limit - now < LEAD and self._trains
+        late = self._end is not None and self._limit - now < (LEAD if answered else LEAD / 2)
         if (late or signal.SIGUSR1 in signals.received) and now - self._asked > REPEAT:
             self._asked = now
             process.send_signal(signal.SIGUSR1)
