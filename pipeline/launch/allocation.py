@@ -79,15 +79,9 @@ def excluded(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def excluded_in_queue(run_dir: Path, fields: Mapping[str, str], fewest: int) -> list[str]:
-    """Return the nodes that a job of the run shall not get from the queue.
+    """Return the nodes that the next job of a run shall not get: those that its user excluded, and those on which the run failed.
 
-    They are those that its user excluded, and those on which the run failed in the last 24 hours; the latter not where the job could not
-    start without them.
-
-    Args:
-        run_dir: the run directory.
-        fields: of the job, or of the one before (slurm.facts).
-        fewest: nodes with which it starts.
+    `fields` are those of this job (slurm.facts). With fewer than `fewest` other nodes that work, only those of the user are excluded.
     """
     of_user = set(slurm.hosts(fields.get("ExcNodeList", ""))) - _noted(run_dir).keys()
     failed = excluded(run_dir).keys()

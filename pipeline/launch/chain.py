@@ -18,7 +18,7 @@ from pathlib import Path
 from pipeline.common import events
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
-from pipeline.launch import allocation, job, moldable, slurm
+from pipeline.launch import job, moldable, slurm
 from pipeline.launch.allocation import Allocation
 
 log = logging.getLogger("pipeline")
@@ -106,22 +106,19 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 
-def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str], fewest: int) -> NextJob | None:
+def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> NextJob | None:
     """Submit the next job of the chain, unless it waits already; returns None if Slurm refuses it, which is logged.
 
     Args:
         config: of the run.
         arguments: of `python -m pipeline`; the first one is the stage.
         granted: the nodes of this job.
-        fields: of this job, from slurm.facts.
-        fewest: nodes with which the next job starts.
+        fields: of this job, from slurm.facts, with the nodes that the next one shall not get.
     """
     if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):
         return NextJob(granted.job, before)
     script = f"{batch_scripts(Path.cwd()) or 'slurm'}/{config.stage.name}.sbatch"
     kept = [argument for argument in arguments if not argument.startswith("stage=")]
-    nodes = allocation.excluded_in_queue(Path(config.run_dir), fields, fewest)
-    fields = {**fields, "ExcNodeList": ",".join(nodes)}
     command = ["sbatch", "--parsable", *options(config, granted, fields, os.environ), script, *kept]
     try:
         number = slurm.command(command, job.outside(os.environ)).strip().partition(";")[0]

@@ -5,7 +5,7 @@ job holds its other nodes until its time limit, with nothing on them. The next j
 
 The supervisor starts a deputy on another node, as a step of its own:
 
-    python -m pipeline.launch.deputy JOB HOST PORT RUN_DIR FEWEST_NODES
+    python -m pipeline.launch.deputy JOB HOST PORT RUN_DIR
 
 It listens to the supervisor, and requeues or cancels the job when it has heard nothing for SILENCE seconds. Loads no torch.
 """
@@ -42,11 +42,10 @@ class Deputy:
     Args:
         job: id of the job.
         run_dir: for the event that the deputy writes.
-        fewest: nodes with which the job starts when it waits in the queue again.
     """
 
-    def __init__(self, job: str, run_dir: Path, fewest: int = 1) -> None:
-        self._job, self._run_dir, self._fewest = job, run_dir, fewest
+    def __init__(self, job: str, run_dir: Path) -> None:
+        self._job, self._run_dir = job, run_dir
         self._server = socket.create_server(("", 0))
         self._connections: list[socket.socket] = []
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,20 +76,8 @@ class Deputy:
         self._node = others[0]
         words = ["srun", "--overlap", "--mem=0", "--gres=none", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--nodelist={self._node}"]
         python = os.environ.get("PIPELINE_PYTHON") or "python"
-        words += [
-            "sh",
-            "-c",
-            _FOR_RANKS,
-            "sh",
-            python,
-            "-m",
-            "pipeline.launch.deputy",
-            self._job,
-            host,
-            str(self.port),
-            str(self._run_dir.absolute()),
-            str(self._fewest),
-        ]
+        words += ["sh", "-c", _FOR_RANKS, "sh", python, "-m", "pipeline.launch.deputy", self._job, host, str(self.port)]
+        words.append(str(self._run_dir.absolute()))
         with suppress(OSError):
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -141,7 +128,7 @@ def listen(host: str, port: int, silence: float = SILENCE) -> bool:
     return False
 
 
-def main(job: str, host: str, port: str, run_dir: str, fewest: str) -> int:
+def main(job: str, host: str, port: str, run_dir: str) -> int:
     """Wait for the end of the supervisor; if it is lost, requeue the job, or cancel it if that is not allowed."""
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -155,7 +142,7 @@ def main(job: str, host: str, port: str, run_dir: str, fewest: str) -> int:
         allocation.exclude(Path(run_dir), [host], reason)
     refused = "Requeue=0"
     if fields.get("Requeue", "1") == "1":
-        exclude = allocation.excluded_in_queue(Path(run_dir), fields, int(fewest))
+        exclude = allocation.excluded_in_queue(Path(run_dir), fields, int(fields.get("NumNodes", "1").partition("-")[0]))
         events.record(Path(run_dir), "requeue_asked", reason=reason)
         if not (refused := slurm.requeue(job)):
             events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=exclude)
@@ -163,8 +150,7 @@ def main(job: str, host: str, port: str, run_dir: str, fewest: str) -> int:
             return 0
     action = "chain" if has_next(Path(run_dir), job) else "end"
     events.record(Path(run_dir), "action", action=action, reason=f"{reason}; not requeued: {refused}", code=1, exclude=[host])
-    with suppress(slurm.SlurmError):  # ends this process as well
-        slurm.command(["scancel", job])
+    slurm.cancel(job)  # ends this process as well
     return 1
 
 

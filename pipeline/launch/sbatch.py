@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError, Violation
@@ -142,15 +142,6 @@ def is_pending(name: str, environment: Mapping[str, str] | None = None) -> bool:
         raise UserError.of("job", name, f"squeue failed: {error}", "try again later") from error
 
 
-def cancel(jobs: Iterable[int]) -> bool:
-    """Cancel jobs and return whether scancel succeeded. Completed jobs are not an error."""
-    try:
-        slurm.command(["scancel", *map(str, jobs)])
-    except slurm.SlurmError:
-        return False
-    return True
-
-
 def absent() -> list[Violation]:
     """Return why no job can be submitted here: a command is missing, or a variable of Slurm is empty; empty if nothing is known."""
     found = []
@@ -238,7 +229,7 @@ def submit_all(
     except BaseException as error:
         if job_ids and limit and isinstance(error, UserError) and re.search(limit, str(error)):
             return job_ids
-        if job_ids and not cancel(job_ids):
+        if job_ids and not slurm.cancel(*job_ids):
             submitted = " ".join(map(str, job_ids))
             rule = "were submitted before the error and could not be canceled"
             remain = Violation("jobs", submitted, rule, f"run scancel {submitted}")

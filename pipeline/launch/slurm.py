@@ -34,37 +34,38 @@ class SlurmError(Exception):
     """A command of Slurm failed, timed out or is not installed; the message has its output."""
 
 
-def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> str:
+def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT, patience: float = 0.0) -> str:
     """Run a command of Slurm and return what it prints.
 
     Args:
         words: the command.
         environment: its variables; those of this process when None.
         timeout: seconds.
+        patience: seconds in which it is repeated while the controller does not answer.
 
     Raises:
         SlurmError: see there.
     """
-    try:
-        done = subprocess.run(
-            [*_SHELL, *words], capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmError(f"{words[0]}: {error}") from error
-    if done.returncode:
-        raise SlurmError(f"{words[0]} {words[1] if len(words) > 1 else ''}: {' '.join(done.stderr.split()) or done.returncode}")
-    return done.stdout
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            call = [*_SHELL, *words]
+            done = subprocess.run(call, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment)
+            if not done.returncode:
+                return done.stdout
+            failure = f"{' '.join(words[:2])}: {' '.join(done.stderr.split()) or done.returncode}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failure = f"{words[0]}: {error}"
+        if time.monotonic() >= deadline or not _SILENT.search(failure):
+            raise SlurmError(failure)
+        log.warning("Slurm does not answer, and is asked again for %.0f s: %s", deadline - time.monotonic(), failure)
+        time.sleep(_PAUSE)
 
 
 def facts(job: str, patience: float = 0.0) -> dict[str, str]:
-    """Return the fields of a job, as `scontrol show job` prints them; empty if Slurm does not answer.
-
-    Args:
-        job: its id.
-        patience: seconds to wait for a controller that does not answer.
-    """
+    """Return the fields of a job, as `scontrol show job` prints them; empty if Slurm does not answer in `patience` seconds."""
     try:
-        return parse_facts(patient(["scontrol", "show", "job", job], patience))
+        return parse_facts(command(["scontrol", "show", "job", job], patience=patience))
     except SlurmError as error:
         log.warning("the fields of job %s are unknown: %s", job, error)
         return {}
@@ -75,21 +76,6 @@ def ask(job: str) -> Future[dict[str, str]]:
     answer: Future[dict[str, str]] = Future()
     threading.Thread(target=lambda: answer.set_result(facts(job)), daemon=True).start()
     return answer
-
-
-def patient(words: Sequence[str], patience: float) -> str:
-    """As command, again and again while the controller does not answer, for `patience` seconds at most."""
-    deadline, said = time.monotonic() + patience, False
-    while True:
-        try:
-            return command(words)
-        except SlurmError as error:
-            if not _SILENT.search(str(error)) or time.monotonic() > deadline:
-                raise
-            if not said:
-                log.warning("Slurm does not answer: waiting up to %.0f minutes (%s)", patience / 60, error)
-            said = True
-        time.sleep(_PAUSE)
 
 
 def parse_facts(printed: str) -> dict[str, str]:
@@ -162,49 +148,40 @@ def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
 def requeue(job: str, patience: float = 0.0) -> str:
     """Put this job back into the queue under its id; Slurm then ends it. Returns why Slurm refused it, empty if it did not."""
     try:
-        patient(["scontrol", "requeue", job], patience)
+        command(["scontrol", "requeue", job], patience=patience)
     except SlurmError as error:
         return str(error)
     return ""
 
 
 def set_excluded(job: str, nodes: Iterable[str]) -> None:
-    """Set the nodes that a job which waits shall not get, all of them; an error is logged."""
-    listed = ",".join(sorted(nodes))
-    if refused := _updated(job, f"ExcNodeList={listed}"):
-        log.warning("job %s has still the excluded nodes of before, and not %s: %s", job, listed or "none", refused)
-
-
-def _updated(job: str, *fields: str) -> str:
-    """Change a job that waits, also this one after it was requeued. Returns why it was not changed, empty if it was."""
-    try:
-        command(["scontrol", "update", f"JobId={job}", *fields])
-    except SlurmError as error:
-        return str(error)
-    return ""
+    """Set all nodes that a waiting job, also this one after it was requeued, shall not get; an error is logged."""
+    _update(job, f"ExcNodeList={','.join(sorted(nodes))}")
 
 
 def resize(job: str, fewest: int, most: int, tasks_per_node: int | None) -> None:
-    """Change the nodes that a waiting job asks for; an error is logged, and the job gets as many as before.
-
-    Args:
-        job: its id.
-        fewest: nodes.
-        most: nodes.
-        tasks_per_node: of a job that was submitted with --ntasks-per-node.
-    """
+    """Change the nodes that a waiting job asks for, submitted with tasks_per_node; an error is logged."""
     size = [f"NumNodes={fewest}-{most}"]  # a single number is the least alone, and refused above the most
     size += [f"NumTasks={most * tasks_per_node}"] if fewest == most and tasks_per_node is not None else []
-    if refused := _updated(job, *size):
-        log.warning("job %s was not changed to %d nodes: %s", job, most, refused)
+    _update(job, *size)
 
 
-def cancel(job: str) -> None:
-    """Cancel a job; an error is logged."""
+def _update(job: str, *fields: str) -> None:
+    """Change a job that waits; an error is logged."""
     try:
-        command(["scancel", job])
+        command(["scontrol", "update", f"JobId={job}", *fields])
     except SlurmError as error:
-        log.warning("job %s was not canceled: %s", job, error)
+        log.warning("job %s was not changed to %s: %s", job, " ".join(fields), error)
+
+
+def cancel(*jobs: object) -> bool:
+    """Cancel jobs, of which some may have ended, and return whether that succeeded; an error is logged."""
+    try:
+        command(["scancel", *map(str, jobs)])
+    except SlurmError as error:
+        log.warning("job %s was not canceled: %s", " ".join(map(str, jobs)), error)
+        return False
+    return True
 
 
 def move_dependents(job: str, successor: str) -> None:

@@ -95,9 +95,7 @@ class Supervisor:
             if self._deputy is not None:
                 self._deputy.close()
             if not isinstance(error, UserError | CheckFailed | ToBeContinued):  # a defect, or a run directory that was damaged meanwhile
-                self._record(
-                    "action", action=str(Kind.END), reason=f"{type(error).__name__}: {error}".partition("\n")[0], code=1, exclude=[]
-                )
+                self._record_action(Action(Kind.END, 1, f"{type(error).__name__}: {error}".partition("\n")[0]))
             raise
 
     def _run(self) -> int:
@@ -121,11 +119,12 @@ class Supervisor:
         if (action := self._preflight()) is not None:
             return self._leave(action)
         if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
-            submit = partial(chain.submit, self._config, self._arguments, self._granted, self._fields, self._placement.asked()[0])
+            fields = {**self._fields, "ExcNodeList": ",".join(self._excluded())}
+            submit = partial(chain.submit, self._config, self._arguments, self._granted, fields)
             self._next = chain.Chain(submit, lambda number: self._record("chain", next=number))
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
         if self._run_dir is not None and no_kill:
-            self._deputy = Deputy(self._granted.job, self._run_dir, self._placement.asked()[0])
+            self._deputy = Deputy(self._granted.job, self._run_dir)
         while True:
             action = self._launch()
             if action.kind is not Kind.RESTART:
@@ -277,9 +276,8 @@ class Supervisor:
         """Do what ends this job, record it, and return the exit code."""
         if self._deputy is not None:
             self._deputy.close()
-        if action.kind in (Kind.REQUEUE, Kind.CHAIN) and self._run_dir is not None:
-            nodes = allocation.excluded_in_queue(self._run_dir, self._fields, self._placement.asked()[0])
-            action = replace(action, exclude=tuple(nodes))
+        if action.kind in (Kind.REQUEUE, Kind.CHAIN):
+            action = replace(action, exclude=self._excluded())
         if action.kind is Kind.REQUEUE:
             return self._requeue(action)
         if self._next is not None and action.kind is Kind.CHAIN:
@@ -292,6 +290,12 @@ class Supervisor:
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
             run_state.remove_if_unused(self._run_dir)
         return action.code
+
+    def _excluded(self) -> tuple[str, ...]:
+        """The nodes that the run shall not get from the queue."""
+        if self._run_dir is None:
+            return tuple(slurm.hosts(self._fields.get("ExcNodeList", "")))
+        return tuple(allocation.excluded_in_queue(self._run_dir, self._fields, self._placement.asked()[0]))
 
     def _requeue(self, action: Action) -> int:
         """Put the job back into the queue; it ends if Slurm refuses."""

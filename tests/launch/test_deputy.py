@@ -68,7 +68,7 @@ def test_a_job_without_its_first_node_does_not_hold_the_others(
     events.record(tmp_path, "chain", next=next_job)
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)}
     try:
-        code = deputy.main("7", "n1", "1", str(tmp_path), "1")
+        code = deputy.main("7", "n1", "1", str(tmp_path))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

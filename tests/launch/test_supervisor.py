@@ -82,7 +82,8 @@ def test_preemption_is_asked_for_at_the_signal_and_a_refusal_is_recorded(command
 
 def test_an_extended_time_limit_is_read(commands: Commands, tmp_path: Path) -> None:
     """The ranks would be asked for a checkpoint 30 s before the first end."""
-    first, second = (datetime.fromtimestamp(time.time() + more).isoformat(timespec="seconds") for more in (28, 900))
+    second = datetime.fromtimestamp(time.time() + 900).isoformat(timespec="seconds")
+    first = "$(date -d '+28 seconds' +%FT%T)"  # of the first question
     commands.write(
         scontrol=f'[ -e {tmp_path}/begun ] && end={second} || end={first}; echo "JobId=7 JobState=RUNNING EndTime=$end"',
         srun=f'touch {tmp_path}/begun; trap "touch {tmp_path}/asked" USR1; for n in $(seq 20); do sleep 0.1; done; exit 0',
