@@ -37,10 +37,7 @@ _PEER_TEXTS = (
     "Timed out waiting",
 )
 #: Errors of a start that succeeds at another port or a little later.
-_START_TEXTS = (
-    *("Address already in use", "EADDRINUSE", "failed to listen"),
-    *("client socket has timed out", "waiting for clients", "have not started"),
-)
+_START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "socket has timed out", "waiting for clients", "not started")
 #: What the watchdog says of a rank whose process does nothing at all, which is not the fault of the program.
 NO_ANSWER = ("does not respond", "does not answer")
 #: Errors of a device or a host, which another node does not have.

@@ -28,12 +28,7 @@ _LAST_WRITE = "which writes the last checkpoint of that job"
 
 @contextmanager
 def claimed(
-    folder: Path,
-    key: str,
-    array: str | None = None,
-    prepare: Callable[[], None] = lambda: None,
-    minutes: float = MINUTES,
-    file: str = FILE,
+    folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] | None = None, minutes: float = MINUTES, file: str = FILE
 ) -> Iterator[int]:
     """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
 
@@ -67,7 +62,8 @@ def claimed(
     try:
         if first:
             path.write_text(f"{name}, process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-            prepare()
+            if prepare is not None:
+                prepare()
         if array:
             fcntl.flock(handle, fcntl.LOCK_SH)
         yield handle

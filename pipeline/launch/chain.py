@@ -28,52 +28,26 @@ _MOVES = (0.0, 20.0, 60.0, 600.0)
 #: Seconds after which a submission that failed is tried again: Slurm may be busy, or the user may have as many jobs as allowed.
 _AGAIN = 300.0
 #: sbatch options that the next job takes from the variables of this one.
-_FROM_VARIABLES = {
-    "job-name": "SLURM_JOB_NAME",
-    "partition": "SLURM_JOB_PARTITION",
-    "account": "SLURM_JOB_ACCOUNT",
-    "qos": "SLURM_JOB_QOS",
-    "cpus-per-task": "SLURM_CPUS_PER_TASK",
-    "gpus-per-node": "SLURM_GPUS_PER_NODE",
-    "mem": "SLURM_MEM_PER_NODE",
-    "mem-per-cpu": "SLURM_MEM_PER_CPU",
-}
+_FROM_VARIABLES = (
+    *(("job-name", "SLURM_JOB_NAME"), ("partition", "SLURM_JOB_PARTITION"), ("account", "SLURM_JOB_ACCOUNT"), ("qos", "SLURM_JOB_QOS")),
+    *(("cpus-per-task", "SLURM_CPUS_PER_TASK"), ("gpus-per-node", "SLURM_GPUS_PER_NODE")),
+    *(("mem", "SLURM_MEM_PER_NODE"), ("mem-per-cpu", "SLURM_MEM_PER_CPU")),
+)
 #: And from its fields: option, name in `scontrol show job`. Slurm does not tell --signal and some others; cluster.sbatch can have them.
-_FROM_FIELDS = {
-    "time": "TimeLimit",
-    "time-min": "TimeMin",
-    "deadline": "Deadline",
-    "output": "StdOut",
-    "error": "StdErr",
-    "nice": "Nice",
-    "nodelist": "ReqNodeList",
-    "exclude": "ExcNodeList",
-    "constraint": "Features",
-    "reservation": "Reservation",
-    "comment": "Comment",
-    "mail-user": "MailUser",
-    "mail-type": "MailType",
-    "licenses": "Licenses",
-    "network": "Network",
-    "core-spec": "CoreSpec",
-    "switches": "Switches",
-    "tmp": "MinTmpDiskNode",
-    "wckey": "WCKey",
-    "bb": "BurstBuffer",
-    "power": "Power",
-}
+_FROM_FIELDS = (
+    *(("time", "TimeLimit"), ("time-min", "TimeMin"), ("deadline", "Deadline"), ("output", "StdOut"), ("error", "StdErr")),
+    *(("nodelist", "ReqNodeList"), ("exclude", "ExcNodeList"), ("constraint", "Features"), ("reservation", "Reservation")),
+    *(("comment", "Comment"), ("nice", "Nice"), ("mail-user", "MailUser"), ("mail-type", "MailType"), ("licenses", "Licenses")),
+    *(("network", "Network"), ("core-spec", "CoreSpec"), ("switches", "Switches"), ("tmp", "MinTmpDiskNode"), ("bb", "BurstBuffer")),
+    *(("wckey", "WCKey"), ("power", "Power")),
+)
 #: Fields of GPUs and other resources, "gres:gpu:2", in newer versions "gres/gpu:2": option with what follows gres, or the number of GPUs.
-_OF_RESOURCES = {
-    "TresPerNode": "gres",
-    "TresPerJob": "gpus",
-    "TresPerTask": "gpus-per-task",
-    "TresPerSocket": "gpus-per-socket",
-    "CpusPerTres": "cpus-per-gpu",
-    "MemPerTres": "mem-per-gpu",
-}
-#: Values of OverSubscribe, and of Contiguous.
+_OF_RESOURCES = (
+    *(("gres", "TresPerNode"), ("gpus", "TresPerJob"), ("gpus-per-task", "TresPerTask"), ("gpus-per-socket", "TresPerSocket")),
+    *(("cpus-per-gpu", "CpusPerTres"), ("mem-per-gpu", "MemPerTres")),
+)
+#: Options by the values of OverSubscribe and Contiguous, and values of fields that are not set.
 _FLAGS = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs", "YES": "--oversubscribe", "1": "--contiguous"}
-#: Values of fields that are not set.
 _UNSET = ("(null)", "N/A", "*", "0", "")
 
 
@@ -86,11 +60,11 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         fields: of this job, from slurm.facts.
         environment: of this job.
     """
-    given = {name: environment.get(variable, "") for name, variable in _FROM_VARIABLES.items()}
+    given = {name: environment.get(variable, "") for name, variable in _FROM_VARIABLES}
     if "TresPerNode" in fields:  # has --gpus-per-node, too
         del given["gpus-per-node"]
-    given |= {name: fields.get(field, "") for name, field in _FROM_FIELDS.items()}
-    for field, name in _OF_RESOURCES.items():
+    given |= {name: fields.get(field, "") for name, field in _FROM_FIELDS}
+    for name, field in _OF_RESOURCES:
         value = re.sub(r"\bgres[:/]", "", fields.get(field, ""))
         given[name] = value if name == "gres" else "".join(re.findall(r"\bgpu[:=](?:.*[:=])?(\w+)", value)[:1])
     threads = fields.get("ReqB:S:C:T", "").rpartition(":")[2]

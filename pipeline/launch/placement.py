@@ -99,10 +99,7 @@ class Placement:
             slurm.resize(job, *self.asked(), self.granted.tasks_per_node)
 
     def lost(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Return the nodes that do not answer, of those that the ranks had and of the spares.
-
-        This process runs on the first node: if that does not answer, Slurm started no step, which tells nothing of the others.
-        """
+        """Return the nodes that do not answer, of those that the ranks had and of the spares; none if that of this process does not."""
         here, *others = (node for node in self.granted.nodes if node in {self.granted.nodes[0], *nodes, *self.good()})
         answering = slurm.answering([here, *others]) if others else set()
         if others and here not in answering:

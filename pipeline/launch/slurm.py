@@ -26,8 +26,6 @@ PATIENCE, _PAUSE = 1800.0, 5.0
 _SILENT = re.compile("Unable to contact slurm controller|Socket timed out|Zero Bytes|Connection refused|connect failure|timed out after")
 #: Lines of `scontrol show job` that have a single field, whose value may have spaces.
 _TEXT = re.compile(r"^ *(Comment|Command|WorkDir|StdErr|StdIn|StdOut|AdminComment|SystemComment)=(.*?) *$", re.MULTILINE)
-#: States in which a node runs no job: down, drained, failed, or not responding (*).
-_DOWN = re.compile(r"down|drain|fail|.*\*$")
 
 
 class SlurmError(Exception):
@@ -126,7 +124,7 @@ def usable(partition: str = "") -> dict[str, bool]:
     except SlurmError as error:
         log.warning("the state of the nodes is unknown: %s", error)
         return {}
-    return {words[0]: not _DOWN.match(words[1]) for line in printed.splitlines() if len(words := line.split()) == 2}
+    return {words[0]: not re.match(r"down|drain|fail|.*\*$", words[1]) for line in printed.splitlines() if len(words := line.split()) == 2}
 
 
 def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:

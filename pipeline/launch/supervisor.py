@@ -81,8 +81,7 @@ class Supervisor:
         """Run the ranks until the stage is finished or another job continues; returns the exit code of the job.
 
         Raises:
-            UserError: the configuration is illegal for these nodes, another job writes the run directory, or what the preflight finds is
-                no fault of a node.
+            UserError: the configuration is illegal for these nodes, run_dir is in use, or what the preflight finds is no fault of a node.
             CheckFailed: the preflight cannot start a step.
             ToBeContinued: a signal came while this job waited for the run directory.
         """
@@ -217,16 +216,9 @@ class Supervisor:
         first = ended.first
         self._exclude(set(action.exclude) & set(lost), "it does not answer")
         self._exclude(set(action.exclude) - set(lost), action.reason if first is None else f"rank {first.rank}: {first.reason}")
-        self._record(
-            "ranks_end",
-            code=ended.code,
-            seconds=round(ended.ended - ended.started, 1),
-            step=step,
-            progress=progress,
-            failed=counts,
-            lost=list(lost),
-            **({} if first is None else {"rank": first.rank, "host": first.host, "reason": first.reason, "where": first.where}),
-        )
+        named = {} if first is None else {"rank": first.rank, "host": first.host, "reason": first.reason, "where": first.where}
+        named |= {"seconds": round(ended.ended - ended.started, 1), "lost": list(lost)}
+        self._record("ranks_end", code=ended.code, step=step, progress=progress, failed=counts, **named)
         if failed:
             stage = self._arguments[0].partition("=")[2] if self._config is None else self._config.stage.name
             print("\n".join(explanation.lines(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
@@ -234,8 +226,7 @@ class Supervisor:
 
     def _facts(self) -> dict[str, str]:
         """The fields of the job after its ranks have ended: as asked when it was told to end, else now; waits for a silent controller."""
-        fields = {} if self._told is None else self._told.result()
-        fields = fields or slurm.facts(self._granted.job, self._patience())
+        fields = (self._told.result() if self._told else {}) or slurm.facts(self._granted.job, self._patience())
         self._renew_limit(fields)
         self._fields = fields or self._fields
         return fields

@@ -23,8 +23,6 @@ from pipeline.parallel.serial_gloo import SERIAL_GLOO
 
 #: Loading and saving of checkpoints on a slow shared file system may take this many times the timeout of a step.
 INPUT_OUTPUT = 6.0
-#: At the start, ranks wait for each other for this share of it.
-START = 0.5
 #: Default of training.timeout_minutes.
 MINUTES = 10.0
 
@@ -126,7 +124,7 @@ def init_distributed(
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         if init_method.startswith(("tcp://", "env://")):
-            store = rendezvous.meet(rank, world_size, local_rank, init_method, 60 * minutes * START)
+            store = rendezvous.meet(rank, world_size, local_rank, init_method, 60 * minutes / 2)
             store.set_timeout(timeout)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         else:

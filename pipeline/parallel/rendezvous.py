@@ -17,10 +17,8 @@ from pipeline.common.errors import RunFailed, ToBeContinued, UserError
 
 log = logging.getLogger("pipeline")
 
-#: Seconds between two lines about ranks that are missing, between two looks at most, and by how many others wait longer than rank 0.
-SAY, LOOK, LONGER = 30.0, 2.0, 10.0
-#: Most ranks that a line names.
-_NAMED = 16
+#: Seconds between two lines about missing ranks, between two looks, by which others wait longer than rank 0; most ranks that a line names.
+SAY, LOOK, LONGER, _NAMED = 30.0, 2.0, 10.0, 16
 
 
 def meet(rank: int, world_size: int, local_rank: int, init_method: str, seconds: float) -> Store:

@@ -56,9 +56,7 @@ def runs_below(folder: Path, depth: int = DEPTH, above: tuple[str, ...] = ()) ->
             return []
         with os.scandir(folder) as entries:
             inside = [entry.name for entry in entries if entry.name not in _NEVER and entry.name[0] != "." and entry.is_dir()]
-    except FileNotFoundError:  # removed in the meantime
-        return []
-    except OSError as error:  # a folder of someone else
+    except OSError as error:  # a folder of someone else, or one that was removed in the meantime
         log.warning("%s: cannot be read (%s): runs in it are left out", folder, error.strerror)
         return []
     names = sorted(inside, key=lambda name: (len(name), name))
