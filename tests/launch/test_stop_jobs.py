@@ -44,7 +44,7 @@ def test_a_stopped_job_is_not_continued(tokens: Path, tmp_path: Path, continuati
         successor = str([event["next"] for event in events.read(run) if event["event"] == "chain"][-1])
         shown = [commands.parse_facts(command("scontrol", "show", "job", job)) for job in (str(number), successor)]
         assert [{name: fields.get(name) for name in KEPT} for fields in shown] == [{name: shown[0][name] for name in KEPT}] * 2
-        second = sbatch(tmp_path / "second", "--ntasks=1", "slurm/pretrain.sbatch", *words)
+        second = sbatch(tmp_path / "second", "--nodes=2", "--ntasks-per-node=1", "slurm/pretrain.sbatch", *words)
         before = [event["job"] for event in events.read(run)]
         assert ended(second)["ExitCode"] == "2:0"
         assert f"run_dir={run}: is being written by another job: job {number}, " in (tmp_path / "second").read_text()
