@@ -212,6 +212,7 @@ def run_one(composed: object, command: Command | None = None) -> None:
         report(error)
     except CheckFailed as failed:
         ends.record(1, str(failed).partition("\n")[0], final=True)
+        ends.tell_torchrun(str(failed))
         print(failed, file=sys.stderr, flush=True)
         sys.exit(1)
     except RunFailed as failed:
@@ -235,6 +236,7 @@ def report_failure(failed: RunFailed) -> None:
 
     reason, _, more = str(failed).partition("\n")
     is_first = ends.is_first(ends.record(1, reason, where=failed.where))
+    ends.tell_torchrun(str(failed))
     print(reason, file=sys.stderr, flush=True)
     for line in itertools.chain(more.splitlines(), failed.details()) if is_first else ():
         print(line, file=sys.stderr, flush=True)

@@ -27,8 +27,23 @@ if ! "${PIPELINE_PYTHON:-python}" -c 'import importlib.util as u, sys; sys.exit(
 fi
 
 # Runs a stage on all tasks of the job. The supervisor starts the ranks with srun; after a failure, or when the time ends, it starts them again or puts
-# the job back into the queue. Its exit code, that of the ranks, is the exit code of the job.
+# the job back into the queue. Its exit code, that of the ranks, is the exit code of the job. If it is killed itself, as by the host's out-of-memory
+# killer, the job goes back to the queue here, unless that happens again and again at the start.
 run_stage() {
+  local told="" code=0 supervisor
   export SLURM_EXPORT_ENV=ALL # sbatch --export=NONE would also keep the environment from the ranks
-  exec "${PIPELINE_PYTHON:-python}" -m pipeline.launch.supervisor "$@"
+  "${PIPELINE_PYTHON:-python}" -m pipeline.launch.supervisor "$@" &
+  supervisor=$!
+  trap 'told=1; kill -TERM "$supervisor" 2>/dev/null || true' TERM
+  trap 'kill -USR1 "$supervisor" 2>/dev/null || true' USR1
+  while :; do # a signal ends wait, and the supervisor goes on
+    code=0
+    wait "$supervisor" || code=$?
+    kill -0 "$supervisor" 2>/dev/null || break
+  done
+  if [ "$code" = 137 ] && [ -z "$told" ] && { [ "${SLURM_RESTART_COUNT:-0}" -lt 3 ] || [ "$SECONDS" -gt 600 ]; }; then
+    echo "site.sh: the supervisor of the ranks was killed: job $SLURM_JOB_ID goes back to the queue" >&2
+    if scontrol requeue "$SLURM_JOB_ID"; then sleep 300; fi # Slurm ends this script
+  fi
+  exit "$code"
 }

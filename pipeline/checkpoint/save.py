@@ -17,6 +17,7 @@ from pipeline.checkpoint.host_buffers import host_bytes
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.records import write_record
 from pipeline.checkpoint.save_plan import Share, plan
+from pipeline.common.atomic_files import advice
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
 from pipeline.parallel.mesh import on_rank_0
@@ -25,7 +26,7 @@ log = logging.getLogger("pipeline")
 
 #: Bytes of weights at which a file of full weights is written.
 _MOST = 512 << 20
-_FIX = "free some space or quota and run again: checkpoint.resume=auto continues"
+_THEN = "checkpoint.resume=auto continues"
 
 
 def file_name(rank: int) -> str:
@@ -73,7 +74,7 @@ def save(
     def finish() -> Path:
         try:
             if failures:
-                raise UserError.of("run_dir", folder, failures[0], _FIX)
+                raise UserError.of("run_dir", folder, failures[0], advice(failures[0], _THEN))
             return _reported(run_dir, lambda: commit.commit(run_dir))
         except UserError:
             _abandon(run_dir)
@@ -109,7 +110,7 @@ def _reported(run_dir: Path, call: Callable[[], Path]) -> Path:
     try:
         return call()
     except (OSError, ValueError) as error:
-        raise UserError.of("run_dir", run_dir, f"the checkpoint could not be written: {error}", _FIX) from error
+        raise UserError.of("run_dir", run_dir, f"the checkpoint could not be written: {error}", advice(str(error), _THEN)) from error
 
 
 def _check_finite(fragments: Sequence[Fragment], step: int) -> None:

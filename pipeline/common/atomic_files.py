@@ -91,7 +91,7 @@ def make_folder(folder: Path, key: str = "output folder") -> None:
         with tempfile.TemporaryFile(dir=folder):  # permission bits tell nothing of a read-only file system, or of /proc
             pass
     except OSError as error:
-        raise UserError.of(key, folder, f"cannot be written: {error.strerror}", _fix_of(error)) from error
+        raise UserError.of(key, folder, f"cannot be written: {error.strerror}", advice(os.strerror(error.errno or 0))) from error
 
 
 @contextmanager
@@ -116,14 +116,19 @@ def report_disk_full(folder: Path, key: str = "output folder", then: str = "comp
         cause, reason = found
         if isinstance(cause.filename, str) and not Path(cause.filename).resolve().is_relative_to(folder.resolve().parent):
             folder = Path(cause.filename).parent
-        raise UserError.of(key, folder, f"cannot be written: {reason}", _fix_of(cause, then)) from error
+        raise UserError.of(key, folder, f"cannot be written: {reason}", advice(os.strerror(cause.errno or 0), then)) from error
 
 
-def _fix_of(error: OSError, then: str = "completed parts are kept") -> str:
-    """Advice for an output that cannot be written."""
-    if error.errno in _UNWRITABLE and error.errno != errno.EROFS:
-        return f"free disk space and run the same command again; {then}"
-    return "choose a folder with write permission"
+def is_full(reason: str) -> bool:
+    """Return whether a reason is that of a full disk, a quota or a file-size limit, by what the system says."""
+    return any(os.strerror(number) in reason for number in _UNWRITABLE if number != errno.EROFS)
+
+
+def advice(reason: str, then: str = "completed parts are kept") -> str:
+    """Return the fix for an output that cannot be written, by what the system says; `then` is what the same command does afterwards."""
+    if is_full(reason):
+        return f"free disk space or quota and run the same command again; {then}"
+    return f"choose a folder with write permission, or restore it and run the same command again; {then}"
 
 
 def _unwritable(error: BaseException) -> tuple[OSError, str] | None:

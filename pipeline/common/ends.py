@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from pipeline.common.errors import STOPPED, UserError
 VARIABLE = "PIPELINE_ENDS"
 #: Most failures that are recorded.
 RECORDS = 8
+#: File of note_told.
+_TOLD = "told-to-end"
 #: Errors of a rank whose peer has ended: classes of torch.distributed, and texts of gloo, NCCL and the store.
 _PEER_CLASSES = {"DistBackendError", "DistNetworkError", "DistStoreError", "DistError"}
 _PEER_TEXTS = (
@@ -34,7 +37,7 @@ _PEER_TEXTS = (
     "Timed out waiting",
 )
 #: Errors of a start that succeeds at another port or a little later.
-_START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "client socket has timed out", "waiting for clients")
+_START_TEXTS = ("Address already in use", "EADDRINUSE", "failed to listen", "socket has timed out", "waiting for clients", "not started")
 #: What the watchdog says of a rank whose process does nothing at all, which is not the fault of the program.
 NO_ANSWER = ("does not respond", "does not answer")
 #: Errors of a device or a host, which another node does not have.
@@ -107,6 +110,18 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
         return None
 
 
+def note_told() -> None:
+    """Note on rank 0 that SIGTERM has reached it: Slurm sends it to the steps of a job that it preempts, and not to its supervisor."""
+    if (folder := os.environ.get(VARIABLE)) and _rank() == 0:
+        with suppress(OSError):
+            (Path(folder) / _TOLD).touch()
+
+
+def was_told(folder: Path) -> bool:
+    """Return whether SIGTERM has reached rank 0."""
+    return (folder / _TOLD).is_file()
+
+
 def report(error: BaseException) -> None:
     """Record an error that ends this rank and print its traceback; one line of it if another rank has failed before."""
     reason = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
@@ -115,6 +130,14 @@ def report(error: BaseException) -> None:
         print(f"rank {_rank()} on {host_name()} ends after another one: {reason} at {place}", file=sys.stderr, flush=True)
         return
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def tell_torchrun(text: str) -> None:
+    """Write why this rank ends where torchrun looks for it, which prints it as the last lines of its own traceback."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        extra = {"py_callstack": text, "timestamp": int(time.time())}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": extra}}), encoding="utf-8")
 
 
 def where(error: BaseException) -> str:

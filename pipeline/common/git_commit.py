@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import subprocess
 import tomllib
 from pathlib import Path
+
+log = logging.getLogger("pipeline")
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -18,10 +22,21 @@ def commit() -> str | None:
         return (PACKAGE / "COMMIT").read_text(encoding="ascii").strip()
     if not (PACKAGE.parent / ".git").exists():  # another repository may be above the environment that has the package
         return None
-    command = ["git", "-C", str(PACKAGE), "describe", "--always", "--dirty", "--abbrev=40"]
+    described = git("describe", "--always", "--dirty", "--abbrev=40")
+    return None if described is None else described.decode(errors="replace").strip()
+
+
+@functools.cache
+def git(*words: str) -> bytes | None:
+    """Return the output of a git command in the repository of this package; None if it fails, which is logged."""
+    root = PACKAGE.parent
+    own = ("-c", f"safe.directory={root}")  # git refuses the clone of another user, whose code runs here all the same
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(["git", "-C", str(root), *own, *words], capture_output=True, check=True, timeout=60).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
+        reason = " ".join(said.decode(errors="replace").split()) or error
+        log.warning("the commit and the changes of %s are not recorded: %s", root, reason)
         return None
 
 

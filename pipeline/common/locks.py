@@ -18,6 +18,8 @@ from pipeline.common.errors import ToBeContinued, UserError
 
 log = logging.getLogger("pipeline")
 
+#: Name of the lock file of a folder, and of that which the supervisor of a Slurm job holds in a run directory.
+FILE, OF_JOB = ".lock", ".job-lock"
 #: Most time to wait for the last checkpoint of a job that has ended.
 MINUTES = 30.0
 #: End of the text of a lock file whose job has ended.
@@ -26,7 +28,7 @@ _LAST_WRITE = "which writes the last checkpoint of that job"
 
 @contextmanager
 def claimed(
-    folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] = lambda: None, minutes: float = MINUTES
+    folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] | None = None, minutes: float = MINUTES, file: str = FILE
 ) -> Iterator[int]:
     """Lock the folder against other jobs while the block runs. The kernel releases the lock (flock) when the process exits or is killed.
 
@@ -38,6 +40,7 @@ def claimed(
         array: the job array that this process is a task of; tasks of one array share the lock.
         prepare: prepares the folder; the first task calls it before any other task of the array continues.
         minutes: most time to wait for the last checkpoint of a job that has ended.
+        file: name of the lock file.
 
     Yields:
         The file descriptor of the lock.
@@ -47,7 +50,7 @@ def claimed(
         ToBeContinued: a signal announced the end of this job while it waited for that.
     """
     make_folder(folder)
-    path = folder / ".lock"
+    path = folder / file
     name = f"job array {array}" if array else f"job {os.environ.get('SLURM_JOB_ID', 'without a scheduler')}"
     handle, first = _locked(path, fcntl.LOCK_EX), True
     if array and handle is None:
@@ -55,13 +58,12 @@ def claimed(
     elif handle is None:
         handle = _after_last_write(path, key, minutes)
     if handle is None:
-        owner = _owner(path).strip()
-        fix = f"wait until that job has ended, or choose another {key}"
-        raise UserError.of(key, folder, f"is being written by another job: {owner or 'unknown owner'}", fix)
+        raise _in_use(folder, key, _owner(path).strip())
     try:
         if first:
             path.write_text(f"{name}, process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-            prepare()
+            if prepare is not None:
+                prepare()
         if array:
             fcntl.flock(handle, fcntl.LOCK_SH)
         yield handle
@@ -73,18 +75,30 @@ def claimed(
 def holder(folder: Path) -> str | None:
     """Return the owner that the lock of a folder names if a process holds it, as far as this host can see; None if none does."""
     try:
-        handle = os.open(folder / ".lock", os.O_RDONLY)
+        handle = os.open(folder / FILE, os.O_RDONLY)
     except OSError:
         return None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _owner(folder / ".lock").strip()
+        return _owner(folder / FILE).strip()
     except OSError:  # a file system without locks
         return None
     finally:
         os.close(handle)
     return None
+
+
+def refuse_held(folder: Path, key: str) -> None:
+    """Refuse a folder whose lock a process holds that goes on, as far as this host can see; arguments and errors as those of claimed."""
+    owner = holder(folder)
+    if owner is not None and not _lets_go(owner):
+        raise _in_use(folder, key, owner)
+
+
+def _in_use(folder: Path, key: str, owner: str) -> UserError:
+    fix = f"wait until that job has ended, or choose another {key}"
+    return UserError.of(key, folder, f"is being written by another job: {owner or 'unknown owner'}", fix)
 
 
 def _remove_if_free(path: Path) -> None:
@@ -121,7 +135,7 @@ def _after_last_write(path: Path, key: str, minutes: float) -> int | None:
     said, deadline = False, time.monotonic() + minutes * 60
     while (handle := _locked(path, fcntl.LOCK_EX)) is None:
         owner = _owner(path).strip()
-        if not (owner.endswith(_LAST_WRITE) or _has_ended(owner)):
+        if not _lets_go(owner):
             return None
         if not said:
             log.warning("%s: the job before has ended; waiting until its last checkpoint is written (%s)", path.parent, owner)
@@ -134,6 +148,12 @@ def _after_last_write(path: Path, key: str, minutes: float) -> int | None:
             raise UserError.of(key, path.parent, rule, fix)
         time.sleep(0.1)
     return handle
+
+
+def _lets_go(owner: str) -> bool:
+    """Whether the owner of a lock writes the last checkpoint, has ended on this host, or is this job before it was requeued."""
+    before = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and owner.startswith(f"job {os.environ.get('SLURM_JOB_ID')},")
+    return before or owner.endswith(_LAST_WRITE) or _has_ended(owner)
 
 
 def _has_ended(owner: str) -> bool:

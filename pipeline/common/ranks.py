@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -192,6 +193,10 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
     )
     hosts = expand_hosts(environment.get("SLURM_STEP_NODELIST", ""))
     world_size, node = number["SLURM_STEP_NUM_TASKS"], number["SLURM_NODEID"]
+    if world_size > 1 and "SLURM_PTY_PORT" in environment and sys.stdin.isatty():  # not in a step that is started in that shell
+        rule = f"is that of a shell of srun --pty, one of {world_size} tasks: it would wait for the other ones"
+        fix = "start the ranks with srun --overlap in it, or a shell for one process with srun --pty --ntasks=1"
+        raise UserError.of("SLURM_PTY_PORT", environment["SLURM_PTY_PORT"], rule, fix)
     tasks = expand_tasks(environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if len(tasks) != len(hosts) or sum(tasks) != world_size:
         rule = f"is inconsistent with {world_size} tasks (SLURM_STEP_NUM_TASKS) on {len(hosts)} nodes (SLURM_STEP_NODELIST)"

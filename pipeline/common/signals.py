@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -19,14 +19,19 @@ received: set[int] = set()
 _SAME_INTERRUPT = 1.0
 
 
-def record(number: signal.Signals) -> None:
-    """Record a signal instead of ending the process. Training then writes a checkpoint and stops."""
-    signal.signal(number, lambda number, _: received.add(number))
+def record(number: signal.Signals, then: Callable[[], None] = lambda: None) -> None:
+    """Record a signal instead of ending the process, and call a function. Training then writes a checkpoint and stops."""
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.add(number)
+        then()
+
+    signal.signal(number, note)
 
 
-def record_end() -> None:
-    """Record SIGTERM and SIGHUP; nohup ignores SIGHUP, and it stays ignored."""
-    record(signal.SIGTERM)
+def record_end(then: Callable[[], None] = lambda: None) -> None:
+    """Record SIGTERM, with a function that it calls, and SIGHUP; nohup ignores SIGHUP, and it stays ignored."""
+    record(signal.SIGTERM, then)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         record(signal.SIGHUP)
 

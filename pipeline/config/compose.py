@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.common import ends
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import ladder, planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
@@ -226,5 +227,6 @@ def exit_with_error(error: UserError, *, after: float | None = 0) -> None:
     """
     if after is not None:
         time.sleep(after)
+        ends.tell_torchrun(str(error))
         print(error, file=sys.stderr, flush=True)
     sys.exit(2)

@@ -85,6 +85,12 @@ class CheckpointConfig:
     max_failures: int = knob(
         3, "stop the run after so many checkpoints in a row that could not be written (disk full, quota); each is tried once", at_least=1
     )
+    failing_minutes: float = knob(
+        10.0,
+        "a full disk: least time from the first to the last of these failures",
+        unit="minutes",
+        at_least=0,
+    )
     skip_damaged: bool = knob(False, "with resume=auto, continue from the newest checkpoint that is whole, set aside newer ones")
 
 

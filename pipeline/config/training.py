@@ -166,7 +166,7 @@ class TrainingConfig:
     timeout_minutes: float = knob(
         10.0,
         "time without progress after which the run ends and names the slowest rank; a collective of a step fails one minute later; loading "
-        "and saving may take 6 times as long",
+        "and saving may take 6 times as long; at the start, ranks wait for each other for half of it",
         unit="minutes",
         above=0,
         at_most=600,

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.launch import slurm
+
+log = logging.getLogger("pipeline")
 
 #: Nodes on which the run failed, in the run directory: name -> {reason, time}.
 EXCLUDED = "excluded_nodes.json"
@@ -64,15 +68,35 @@ class Allocation:
 
 def exclude(run_dir: Path, nodes: Iterable[str], reason: str) -> None:
     """Note nodes on which the run shall not continue."""
-    known = excluded(run_dir) | {node: {"reason": reason, "time": time.time()} for node in nodes}
+    known = _noted(run_dir) | {node: {"reason": reason, "time": time.time()} for node in nodes}
     with atomic_file(run_dir / EXCLUDED, "w") as handle:
         json.dump(known, handle, indent=1)
 
 
-def excluded(run_dir: Path) -> dict[str, dict[str, object]]:
-    """Return the nodes that were noted in the last 24 hours, with the reason; empty for a damaged file."""
+def excluded(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """Return the nodes that were noted in the last 24 hours, with the reason."""
+    return {node: entry for node, entry in _noted(run_dir).items() if time.time() - entry["time"] < _EXCLUDED_FOR}
+
+
+def excluded_in_queue(run_dir: Path, fields: Mapping[str, str], fewest: int) -> list[str]:
+    """Return the nodes that the next job of a run shall not get: those that its user excluded, and those on which the run failed.
+
+    `fields` are those of this job (slurm.facts). With fewer than `fewest` other nodes that work, only those of the user are excluded.
+    """
+    of_user = set(slurm.hosts(fields.get("ExcNodeList", ""))) - _noted(run_dir).keys()
+    failed = excluded(run_dir).keys()
+    nodes = slurm.usable(fields.get("Partition", "")) if failed else {}
+    left = [node for node, works in nodes.items() if works and node not in {*of_user, *failed}]
+    if nodes and len(left) < fewest:
+        log.warning("without %s, %d nodes can run the job, and it needs %d: none is excluded", ", ".join(failed), len(left), fewest)
+        return sorted(of_user)
+    return sorted(of_user | failed)
+
+
+def _noted(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The nodes that were ever noted; empty for a damaged file."""
     try:
         known = json.loads((run_dir / EXCLUDED).read_text(encoding="utf-8"))
-        return {node: entry for node, entry in known.items() if time.time() - entry["time"] < _EXCLUDED_FOR}
+        return {node: entry for node, entry in known.items() if isinstance(entry["time"], int | float)}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = frozenset(
         *("training.validation_batches", "training.token_budget", "training.check_replicas_every"),
         "training.recompute_every",
         *("data.prefetch", "data.verify"),
-        *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.every_minutes", "checkpoint.max_failures"),
+        *("checkpoint.keep", "checkpoint.keep_every", "checkpoint.every_minutes", "checkpoint.max_failures", "checkpoint.failing_minutes"),
         *("checkpoint.skip_damaged", "checkpoint.resume"),
     )
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,26 +28,27 @@ _MOVES = (0.0, 20.0, 60.0, 600.0)
 #: Seconds after which a submission that failed is tried again: Slurm may be busy, or the user may have as many jobs as allowed.
 _AGAIN = 300.0
 #: sbatch options that the next job takes from the variables of this one.
-_FROM_VARIABLES = {
-    "job-name": "SLURM_JOB_NAME",
-    "partition": "SLURM_JOB_PARTITION",
-    "account": "SLURM_JOB_ACCOUNT",
-    "qos": "SLURM_JOB_QOS",
-    "cpus-per-task": "SLURM_CPUS_PER_TASK",
-    "gpus-per-node": "SLURM_GPUS_PER_NODE",
-    "mem": "SLURM_MEM_PER_NODE",
-    "mem-per-cpu": "SLURM_MEM_PER_CPU",
-}
-#: And from its fields: option, name in `scontrol show job`. Slurm does not tell --signal and some others.
-_FROM_FIELDS = (
-    ("time", "TimeLimit"),
-    ("output", "StdOut"),
-    ("nodelist", "ReqNodeList"),
-    ("exclude", "ExcNodeList"),
-    ("constraint", "Features"),
-    ("reservation", "Reservation"),
-    ("comment", "Comment"),
+_FROM_VARIABLES = (
+    *(("job-name", "SLURM_JOB_NAME"), ("partition", "SLURM_JOB_PARTITION"), ("account", "SLURM_JOB_ACCOUNT"), ("qos", "SLURM_JOB_QOS")),
+    *(("cpus-per-task", "SLURM_CPUS_PER_TASK"), ("gpus-per-node", "SLURM_GPUS_PER_NODE")),
+    *(("mem", "SLURM_MEM_PER_NODE"), ("mem-per-cpu", "SLURM_MEM_PER_CPU")),
 )
+#: And from its fields: option, name in `scontrol show job`. Slurm does not tell --signal and some others; cluster.sbatch can have them.
+_FROM_FIELDS = (
+    *(("time", "TimeLimit"), ("time-min", "TimeMin"), ("deadline", "Deadline"), ("output", "StdOut"), ("error", "StdErr")),
+    *(("nodelist", "ReqNodeList"), ("exclude", "ExcNodeList"), ("constraint", "Features"), ("reservation", "Reservation")),
+    *(("comment", "Comment"), ("nice", "Nice"), ("mail-user", "MailUser"), ("mail-type", "MailType"), ("licenses", "Licenses")),
+    *(("network", "Network"), ("core-spec", "CoreSpec"), ("switches", "Switches"), ("tmp", "MinTmpDiskNode"), ("bb", "BurstBuffer")),
+    *(("wckey", "WCKey"), ("power", "Power")),
+)
+#: Fields of GPUs and other resources, "gres:gpu:2", in newer versions "gres/gpu:2": option with what follows gres, or the number of GPUs.
+_OF_RESOURCES = (
+    *(("gres", "TresPerNode"), ("gpus", "TresPerJob"), ("gpus-per-task", "TresPerTask"), ("gpus-per-socket", "TresPerSocket")),
+    *(("cpus-per-gpu", "CpusPerTres"), ("mem-per-gpu", "MemPerTres")),
+)
+#: Options by the values of OverSubscribe and Contiguous, and values of fields that are not set.
+_FLAGS = {"NO": "--exclusive", "USER": "--exclusive=user", "MCS": "--exclusive=mcs", "YES": "--oversubscribe", "1": "--contiguous"}
+_UNSET = ("(null)", "N/A", "*", "0", "")
 
 
 def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], environment: Mapping[str, str]) -> list[str]:
@@ -58,14 +60,22 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         fields: of this job, from slurm.facts.
         environment: of this job.
     """
-    found = [f"--{name}={environment[variable]}" for name, variable in _FROM_VARIABLES.items() if environment.get(variable)]
+    given = {name: environment.get(variable, "") for name, variable in _FROM_VARIABLES}
+    if "TresPerNode" in fields:  # has --gpus-per-node, too
+        del given["gpus-per-node"]
+    given |= {name: fields.get(field, "") for name, field in _FROM_FIELDS}
+    for name, field in _OF_RESOURCES:
+        value = re.sub(r"\bgres[:/]", "", fields.get(field, ""))
+        given[name] = value if name == "gres" else "".join(re.findall(r"\bgpu[:=](?:.*[:=])?(\w+)", value)[:1])
+    threads = fields.get("ReqB:S:C:T", "").rpartition(":")[2]
+    found = [f"--{name}={value}" for name, value in (given | {"threads-per-core": threads}).items() if value not in _UNSET]
+    found += [flag for field in ("OverSubscribe", "Contiguous") if (flag := _FLAGS.get(fields.get(field, "")))]
     if moldable.follows_nodes(config):
         found += moldable.size_options(config, len(granted.nodes), granted.tasks_per_node)
     else:
         found += [f"--nodes={len(granted.nodes)}"]
         found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
         found += ["--no-kill"] * (config.cluster.spares > 0)
-    found += [f"--{name}={fields[field]}" for name, field in _FROM_FIELDS if fields.get(field, "(null)") != "(null)"]
     found += ["--no-requeue"] * (fields.get("Requeue") == "0")  # slurm/STAGE.sbatch has --requeue
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
@@ -77,7 +87,7 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         config: of the run.
         arguments: of `python -m pipeline`; the first one is the stage.
         granted: the nodes of this job.
-        fields: of this job, from slurm.facts.
+        fields: of this job, from slurm.facts, with the nodes that the next one shall not get.
     """
     if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):
         return NextJob(granted.job, before)
@@ -205,13 +215,9 @@ class NextJob:
         slurm.cancel(self.number)
 
     def hand_over(self, exclude: Sequence[str]) -> None:
-        """Let the next job continue the run, without some nodes."""
+        """Let the next job continue the run; `exclude` has all nodes that it shall not get."""
         self._move(self._current, self.number)
-        if exclude:
-            try:
-                slurm.command(["scontrol", "update", f"JobId={self.number}", f"ExcNodeList={','.join(exclude)}"])
-            except slurm.SlurmError as error:
-                log.warning("job %s continues, and may run on %s: %s", self.number, ", ".join(exclude), error)
+        slurm.set_excluded(self.number, exclude)
 
     def _move(self, job: str, successor: str) -> bool:
         """Let jobs that wait for one job wait for another one; returns whether that succeeded."""

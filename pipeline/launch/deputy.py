@@ -76,19 +76,8 @@ class Deputy:
         self._node = others[0]
         words = ["srun", "--overlap", "--mem=0", "--gres=none", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--nodelist={self._node}"]
         python = os.environ.get("PIPELINE_PYTHON") or "python"
-        words += [
-            "sh",
-            "-c",
-            _FOR_RANKS,
-            "sh",
-            python,
-            "-m",
-            "pipeline.launch.deputy",
-            self._job,
-            host,
-            str(self.port),
-            str(self._run_dir.absolute()),
-        ]
+        words += ["sh", "-c", _FOR_RANKS, "sh", python, "-m", "pipeline.launch.deputy", self._job, host, str(self.port)]
+        words.append(str(self._run_dir.absolute()))
         with suppress(OSError):
             self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
@@ -149,17 +138,19 @@ def main(job: str, host: str, port: str, run_dir: str) -> int:
     if fields.get("JobState") != "RUNNING" or fields.get("Restarts") != (os.environ.get("SLURM_RESTART_COUNT") or "0"):
         return 0
     reason = f"{host}, the node of the batch script, does not answer"
-    with suppress(OSError):  # before the request: Slurm ends this process as well
+    with suppress(OSError):
         allocation.exclude(Path(run_dir), [host], reason)
     refused = "Requeue=0"
     if fields.get("Requeue", "1") == "1":
-        events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=[host])
-        if not (refused := slurm.requeue(job, [host])):
+        exclude = allocation.excluded_in_queue(Path(run_dir), fields, int(fields.get("NumNodes", "1").partition("-")[0]))
+        events.record(Path(run_dir), "requeue_asked", reason=reason)
+        if not (refused := slurm.requeue(job)):
+            events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=exclude)
+            slurm.set_excluded(job, exclude)
             return 0
     action = "chain" if has_next(Path(run_dir), job) else "end"
     events.record(Path(run_dir), "action", action=action, reason=f"{reason}; not requeued: {refused}", code=1, exclude=[host])
-    with suppress(slurm.SlurmError):  # ends this process as well
-        slurm.command(["scancel", job])
+    slurm.cancel(job)  # ends this process as well
     return 1
 
 

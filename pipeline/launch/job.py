@@ -115,8 +115,14 @@ def node_range(cluster: ClusterConfig, stage: str, nodes: int) -> tuple[int, int
 
 
 def placed(cluster: ClusterConfig, stage: str, nodes: int) -> ClusterConfig:
-    """Return the options of a job with the partition, QoS and time of the first queue that fits (queues.placed)."""
-    return queues.placed(cluster, *node_range(cluster, stage, nodes))
+    """Return the options of a job with the partition, QoS and time of the first queue that fits (queues.placed).
+
+    Of a stage that does not train, cluster.time=longest is at most the time in slurm/STAGE.sbatch.
+    """
+    script = (batch_scripts(Path.cwd()) or Path("slurm")) / f"{stage}.sbatch"
+    text = script.read_text(encoding="utf-8") if stage not in TRAINING_STAGES and script.is_file() else ""
+    own = re.search(r"^#SBATCH --time=(\S+)$", text, re.MULTILINE)
+    return queues.placed(cluster, *node_range(cluster, stage, nodes), own[1] if own else None)
 
 
 def requeue_option(cluster: ClusterConfig) -> str:

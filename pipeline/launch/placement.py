@@ -86,24 +86,32 @@ class Placement:
         nodes = layouts.nodes_of_phase(self._config, step)
         return None if nodes == layouts.nodes_of_phase(self._config, max(before, 0)) else nodes
 
+    def asked(self) -> tuple[int, int]:
+        """Return the fewest and the most nodes that a job asks for which waits to continue the run."""
+        if self._config is None or not (self._config.cluster.min_nodes or layouts.has_phases(self._config.training)):
+            return len(self.granted.nodes), len(self.granted.nodes)
+        cluster = moldable.cluster_at(self._config)
+        return (cluster.min_nodes or cluster.nodes) + cluster.spares, cluster.nodes + cluster.spares
+
     def resize(self, job: str) -> None:
         """Ask for the nodes of the phase in which a waiting job continues the run."""
         if self._config is not None and layouts.has_phases(self._config.training):
-            cluster = moldable.cluster_at(self._config)
-            most, least = cluster.nodes + cluster.spares, (cluster.min_nodes or cluster.nodes) + cluster.spares
-            slurm.resize(job, least, most, self.granted.tasks_per_node)
+            slurm.resize(job, *self.asked(), self.granted.tasks_per_node)
 
     def lost(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """Return the nodes that do not answer, of those that the ranks had and of the spares."""
-        others = [node for node in self.granted.nodes[1:] if node in {*nodes, *self.good()}]  # this process runs on the first one
-        return tuple(sorted(set(others) - slurm.answering(others))) if others else ()
+        """Return the nodes that do not answer, of those that the ranks had and of the spares; none if that of this process does not."""
+        here, *others = (node for node in self.granted.nodes if node in {self.granted.nodes[0], *nodes, *self.good()})
+        answering = slurm.answering([here, *others]) if others else set()
+        if others and here not in answering:
+            log.warning("no node answers, not even this one: Slurm starts no steps, and no node counts as lost")
+        return tuple(sorted(set(others) - answering)) if here in answering else ()
 
     def _nodes(self) -> list[str]:
         """The nodes on which the ranks may run: the first good ones, as many as the job has without its spares."""
         if self._config is None:
             return list(self.granted.nodes)
         if self.bad or self._config.cluster.spares:
-            self.exclude(slurm.down(), "Slurm calls it down")
+            self.exclude((node for node, works in slurm.usable().items() if not works), "Slurm calls it down")
         good, least = self.good(), self.fewest(self.most())
         if len(good) < least:  # a node that failed in an earlier job is better than none
             good += [node for node in self.granted.nodes if node in self.bad][: least - len(good)]

@@ -78,7 +78,7 @@ class PlannedLayouts:
             size = [f"cluster.nodes={nodes}", f"cluster.tasks_per_node={self._tasks_per_node}", "cluster.min_nodes=null"]
             words = ["stage=plan", *self._overrides, *size, "cluster.choose_layout=configured", "stage.search=true", f"stage.out={out}"]
             command = [sys.executable, "-m", "pipeline", *words]
-            done = subprocess.run(command, env=job.outside(os.environ), capture_output=True, text=True, check=False)
+            done = subprocess.run(command, env=job.outside(os.environ), capture_output=True, text=True, errors="replace", check=False)
             if done.returncode == 0:
                 choices = json.loads(out.read_text(encoding="utf-8"))[:KEPT]
                 return [_complete(choice["settings"]) for choice in choices]

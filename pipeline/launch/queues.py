@@ -14,18 +14,19 @@ from pipeline.config.cluster import ClusterConfig, QueueConfig
 LONGEST = "longest"
 
 
-def placed(cluster: ClusterConfig, least: int, most: int) -> ClusterConfig:
+def placed(cluster: ClusterConfig, least: int, most: int, enough: str | None = None) -> ClusterConfig:
     """Return the options of a job with its partition, QoS and time; unchanged if no queue fits or none is known (`violations` says so).
 
     Args:
         cluster: options of the job.
         least: fewest nodes that it accepts.
         most: most nodes that it accepts.
+        enough: time that cluster.time=longest does not exceed.
     """
     queue = _first_fit(cluster, least, most)
     if queue is None:
         return cluster
-    time = queue.max_time if cluster.time == LONGEST and queue.max_time else cluster.time
+    time = min(filter(None, (queue.max_time, enough)), key=seconds) if cluster.time == LONGEST and queue.max_time else cluster.time
     return dataclasses.replace(cluster, partition=cluster.partition or queue.partition, qos=cluster.qos or queue.qos, time=time)
 
 

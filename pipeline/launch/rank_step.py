@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ TERMINATION = 5.0
 INTERVAL = 0.5
 #: Most messages of srun that are kept: each task may have one.
 _LINES = 10_000
+#: Last lines of the ranks that are kept, and the first problem of the message of a UserError in them.
+_SAID, _PROBLEM = 200, re.compile(r"^\d+ problems?:\n  - (.*)$", re.MULTILINE)
 #: What srun prints of a task that a signal has ended, and the exit code that stands for it.
 _SIGNALS = {"Killed": 137, "Out Of Memory": 137, "Segmentation fault": 139, "Bus error": 135, "Aborted": 134, "Terminated": 143}
 _TASK = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<task>\d+)\S*: (?P<cause>[A-Z][\w ]*)")
@@ -84,12 +87,15 @@ def run(command: Sequence[str], folder: Path | None, on_look: Callable[[subproce
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment)
     assert process.stderr is not None
     lines: list[str] = []
-    reader = threading.Thread(target=_forward, args=(process.stderr, lines), daemon=True)
+    said: deque[str] = deque(maxlen=_SAID)
+    reader = threading.Thread(target=_forward, args=(process.stderr, lines, said), daemon=True)
     reader.start()
     _wait(process, folder, on_look)
     reader.join(timeout=10)  # a process that a rank left behind may keep the pipe open
     failures, rank_0 = ([], None) if folder is None else ends.read(folder)
     code, first = judge(process.returncode, failures, rank_0, lines)
+    if code == 2 and first is None and (problem := _PROBLEM.search("\n".join(said))):  # a full disk: no rank could record why
+        first = End(-1, "", time.time(), code, problem[1], final=True)
     return StepEnd(code, first, started, time.time(), lines)
 
 
@@ -115,13 +121,14 @@ def _wait(process: subprocess.Popen[bytes], folder: Path | None, on_look: Callab
             return
 
 
-def _forward(stream: BinaryIO, lines: list[str]) -> None:
-    """Copy standard error, without the messages of srun and of the daemons of Slurm, which are kept."""
+def _forward(stream: BinaryIO, lines: list[str], said: deque[str]) -> None:
+    """Copy standard error, whose last lines are kept, without the messages of srun and of the daemons of Slurm, which are kept, too."""
     for line in stream:
         if line.startswith((b"srun: ", b"slurmstepd")):
             if len(lines) < _LINES:
                 lines.append(line.decode(errors="replace").rstrip())
         else:
+            said.append(line.decode(errors="replace").rstrip())
             sys.stderr.buffer.write(line)
             sys.stderr.buffer.flush()
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from pipeline.checkpoint import native
-from pipeline.common import events
+from pipeline.common import events, locks
 from pipeline.launch import snapshot
 from pipeline.launch.allocation import Allocation
 
@@ -21,9 +21,9 @@ def newest_step(run_dir: Path | None) -> int:
 
 
 def failures_in_a_row(run_dir: Path) -> int:
-    """Return the failures of the run, in all of its jobs, since its last progress."""
+    """Return the failures of the run, in all of its jobs, since its last progress; settings that the ranks refused (code 2) are none."""
     found = 0
-    for event in reversed([event for event in events.read(run_dir) if event["event"] == "ranks_end"]):
+    for event in reversed([event for event in events.read(run_dir) if event["event"] == "ranks_end" and event.get("code") != 2]):
         if event.get("progress") or not event.get("failed"):
             break
         found += 1
@@ -61,5 +61,5 @@ def remove_leftovers(run_dir: Path, job: str) -> None:
 
 def remove_if_unused(run_dir: Path) -> None:
     """Remove a run directory that this job has made for a run that never began."""
-    if all(path.name in (events.FILE, snapshot.FOLDER) for path in run_dir.iterdir()):
+    if all(path.name in (events.FILE, snapshot.FOLDER, locks.OF_JOB) for path in run_dir.iterdir()):
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError, Violation
@@ -45,24 +45,22 @@ def submit(text: str, environment: Mapping[str, str] | None = None, timeout: flo
     Raises:
         UserError: sbatch is not installed, timed out, or rejected the job; the message contains the output of sbatch.
     """
-    return int(run(text, ["--parsable"], environment, timeout).stdout.strip().split(";")[0])  # "job id" or "job id;cluster"
+    return int(run(text, ["--parsable"], environment, timeout).strip().split(";")[0])  # "job id" or "job id;cluster"
 
 
-def run(
-    text: str, options: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT
-) -> subprocess.CompletedProcess[str]:
-    """Run sbatch with a script; arguments and errors as those of submit."""
+def run(text: str, options: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> str:
+    """Run sbatch with a script, and return what it prints; arguments and errors as those of submit."""
     command, variables = ["sbatch", *options], _environment(text, environment)
     try:
-        result = subprocess.run(command, input=text, capture_output=True, text=True, timeout=timeout, check=False, env=variables)
+        result = subprocess.run(command, input=os.fsencode(text), capture_output=True, timeout=timeout, check=False, env=variables)
     except FileNotFoundError as error:
         raise UserError([_NO_SLURM]) from error
     except subprocess.TimeoutExpired as error:
         rule = f"sbatch did not respond within {timeout:.0f} s"
         raise UserError.of("slurm", "sbatch", rule, "check with squeue whether the job was submitted, and try again later") from error
     if result.returncode != 0:
-        raise UserError([rejection(result.stderr or f"exit code {result.returncode}", text)])
-    return result
+        raise UserError([rejection(result.stderr.decode(errors="replace") or f"exit code {result.returncode}", text)])
+    return result.stdout.decode(errors="replace")
 
 
 #: What Slurm says -> the key that it is about, and the option of sbatch.
@@ -142,15 +140,6 @@ def is_pending(name: str, environment: Mapping[str, str] | None = None) -> bool:
         return bool(slurm.command(words, environment).split())
     except slurm.SlurmError as error:
         raise UserError.of("job", name, f"squeue failed: {error}", "try again later") from error
-
-
-def cancel(jobs: Iterable[int]) -> bool:
-    """Cancel jobs and return whether scancel succeeded. Completed jobs are not an error."""
-    try:
-        slurm.command(["scancel", *map(str, jobs)])
-    except slurm.SlurmError:
-        return False
-    return True
 
 
 def absent() -> list[Violation]:
@@ -240,7 +229,7 @@ def submit_all(
     except BaseException as error:
         if job_ids and limit and isinstance(error, UserError) and re.search(limit, str(error)):
             return job_ids
-        if job_ids and not cancel(job_ids):
+        if job_ids and not slurm.cancel(*job_ids):
             submitted = " ".join(map(str, job_ids))
             rule = "were submitted before the error and could not be canceled"
             remain = Violation("jobs", submitted, rule, f"run scancel {submitted}")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 
 from pipeline.common.errors import UserError
@@ -15,46 +18,67 @@ log = logging.getLogger("pipeline")
 
 #: Longest time of a command, seconds; the controller of a busy cluster can take a minute to answer.
 TIMEOUT = 90
-#: Attempts to exclude nodes from a job that was put back into the queue.
-_ATTEMPTS = 3
+#: Slurm ends all processes of a job that is preempted or requeued by SIGTERM, also these commands, which are then needed most.
+_SHELL = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
+#: Longest time that a job waits for a controller that does not answer, and between two attempts, seconds. Steps cannot start meanwhile.
+PATIENCE, _PAUSE = 1800.0, 5.0
+#: What the commands print if the controller does not answer.
+_SILENT = re.compile("Unable to contact slurm controller|Socket timed out|Zero Bytes|Connection refused|connect failure|timed out after")
+#: Lines of `scontrol show job` that have a single field, whose value may have spaces.
+_TEXT = re.compile(r"^ *(Comment|Command|WorkDir|StdErr|StdIn|StdOut|AdminComment|SystemComment)=(.*?) *$", re.MULTILINE)
 
 
 class SlurmError(Exception):
     """A command of Slurm failed, timed out or is not installed; the message has its output."""
 
 
-def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT) -> str:
+def command(words: Sequence[str], environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT, patience: float = 0.0) -> str:
     """Run a command of Slurm and return what it prints.
 
     Args:
         words: the command.
         environment: its variables; those of this process when None.
         timeout: seconds.
+        patience: seconds in which it is repeated while the controller does not answer.
 
     Raises:
         SlurmError: see there.
     """
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, check=False, env=environment)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SlurmError(f"{words[0]}: {error}") from error
-    if done.returncode:
-        raise SlurmError(f"{words[0]} {words[1] if len(words) > 1 else ''}: {' '.join(done.stderr.split()) or done.returncode}")
-    return done.stdout
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            call = [*_SHELL, *words]
+            done = subprocess.run(call, capture_output=True, text=True, errors="replace", timeout=timeout, check=False, env=environment)
+            if not done.returncode:
+                return done.stdout
+            failure = f"{' '.join(words[:2])}: {' '.join(done.stderr.split()) or done.returncode}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            failure = f"{words[0]}: {error}"
+        if time.monotonic() >= deadline or not _SILENT.search(failure):
+            raise SlurmError(failure)
+        log.warning("Slurm does not answer, and is asked again for %.0f s: %s", deadline - time.monotonic(), failure)
+        time.sleep(_PAUSE)
 
 
-def facts(job: str) -> dict[str, str]:
-    """Return the fields of a job, as `scontrol show job` prints them; without their values if Slurm does not answer."""
+def facts(job: str, patience: float = 0.0) -> dict[str, str]:
+    """Return the fields of a job, as `scontrol show job` prints them; empty if Slurm does not answer in `patience` seconds."""
     try:
-        return parse_facts(command(["scontrol", "show", "job", "--oneliner", job]))
+        return parse_facts(command(["scontrol", "show", "job", job], patience=patience))
     except SlurmError as error:
         log.warning("the fields of job %s are unknown: %s", job, error)
         return {}
 
 
+def ask(job: str) -> Future[dict[str, str]]:
+    """Ask for the facts of a job in a thread: the answer can take longer than the job has left, and the ranks need this process."""
+    answer: Future[dict[str, str]] = Future()
+    threading.Thread(target=lambda: answer.set_result(facts(job)), daemon=True).start()
+    return answer
+
+
 def parse_facts(printed: str) -> dict[str, str]:
-    """Return the fields of one line of `scontrol show job --oneliner`."""
-    return dict(re.findall(r"(?:^|\s)([\w/:]+)=(\S*)", printed))
+    """Return the fields that `scontrol show job` prints."""
+    return dict(re.findall(r"(?:^|\s)([\w/:]+)=(\S*)", _TEXT.sub("", printed))) | dict(_TEXT.findall(printed))
 
 
 def seconds_of(moment: str) -> float | None:
@@ -80,6 +104,11 @@ def is_out_of_time(fields: Mapping[str, str]) -> bool:
     return fields.get("Reason") == "TimeLimit"
 
 
+def is_canceled(fields: Mapping[str, str], restarts: int) -> bool:
+    """Return whether somebody has canceled a job that got SIGTERM; not without its fields."""
+    return bool(fields) and not (is_preempted(fields) or is_requeued(fields, restarts) or is_out_of_time(fields))
+
+
 def hosts(nodelist: str) -> list[str]:
     """Return the nodes of a node list, empty for none or for one that cannot be read."""
     try:
@@ -88,15 +117,14 @@ def hosts(nodelist: str) -> list[str]:
         return []
 
 
-def down() -> set[str]:
-    """Return the nodes that Slurm calls down, drained, failed or not responding; empty if it does not answer."""
+def usable(partition: str = "") -> dict[str, bool]:
+    """Return the nodes of Slurm, or of a partition, and whether jobs can run on them; empty if it does not answer."""
     try:
-        printed = command(["sinfo", "--noheader", "--Node", "--format=%N %T"])
+        printed = command(["sinfo", "--noheader", "--Node", "--format=%N %T", *([f"--partition={partition}"] if partition else [])])
     except SlurmError as error:
         log.warning("the state of the nodes is unknown: %s", error)
-        return set()
-    states = dict(line.split() for line in printed.splitlines() if len(line.split()) == 2)
-    return {node for node, state in states.items() if state.endswith("*") or re.match(r"down|drained|draining|fail", state)}
+        return {}
+    return {words[0]: not re.match(r"down|drain|fail|.*\*$", words[1]) for line in printed.splitlines() if len(words := line.split()) == 2}
 
 
 def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
@@ -107,62 +135,51 @@ def answering(nodes: Sequence[str], timeout: float = 40) -> set[str]:
     words = ["srun", "--overlap", "--mem=0", "--no-kill", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1"]
     words += [f"--nodelist={','.join(nodes)}", "--cpus-per-task=1", "sh", "-c", "echo answers $SLURMD_NODENAME"]
     try:
-        printed = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=timeout, check=False).stdout
+        printed = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout, check=False).stdout
     except subprocess.TimeoutExpired as error:
-        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        printed = error.stdout or b""
     except OSError:
         return set(nodes)
-    return set(re.findall(r"^answers (\S+)$", printed, re.MULTILINE))
+    return set(re.findall(r"^answers (\S+)$", printed.decode(errors="replace"), re.MULTILINE))
 
 
-def requeue(job: str, exclude: Sequence[str] = ()) -> str:
-    """Put this job back into the queue under its id, without some nodes; Slurm then ends it.
-
-    Returns:
-        Why Slurm refused it; empty if it did not.
-    """
+def requeue(job: str, patience: float = 0.0) -> str:
+    """Put this job back into the queue under its id; Slurm then ends it. Returns why Slurm refused it, empty if it did not."""
     try:
-        command(["scontrol", "requeue", job])
+        command(["scontrol", "requeue", job], patience=patience)
     except SlurmError as error:
         return str(error)
-    if exclude and (refused := _updated(job, f"ExcNodeList={','.join(sorted(exclude))}")):  # possible only for a job that waits
-        log.warning("job %s may run on %s again: %s", job, ", ".join(sorted(exclude)), refused)
     return ""
 
 
-def _updated(job: str, *fields: str) -> str:
-    """Change a job that waits, also this one after it was requeued. Returns why it was not changed, empty if it was."""
-    reason = ""
-    for _ in range(_ATTEMPTS):
-        try:
-            command(["scontrol", "update", f"JobId={job}", *fields])
-            return ""
-        except SlurmError as error:  # Slurm ends all processes of this job by SIGTERM, also the first attempt
-            reason = str(error)
-    return reason
+def set_excluded(job: str, nodes: Iterable[str]) -> None:
+    """Set all nodes that a waiting job, also this one after it was requeued, shall not get; an error is logged."""
+    _update(job, f"ExcNodeList={','.join(sorted(nodes))}")
 
 
 def resize(job: str, fewest: int, most: int, tasks_per_node: int | None) -> None:
-    """Change the nodes that a waiting job asks for; an error is logged, and the job gets as many as before.
-
-    Args:
-        job: its id.
-        fewest: nodes.
-        most: nodes.
-        tasks_per_node: of a job that was submitted with --ntasks-per-node.
-    """
+    """Change the nodes that a waiting job asks for, submitted with tasks_per_node; an error is logged."""
     size = [f"NumNodes={fewest}-{most}"]  # a single number is the least alone, and refused above the most
     size += [f"NumTasks={most * tasks_per_node}"] if fewest == most and tasks_per_node is not None else []
-    if refused := _updated(job, *size):
-        log.warning("job %s was not changed to %d nodes: %s", job, most, refused)
+    _update(job, *size)
 
 
-def cancel(job: str) -> None:
-    """Cancel a job; an error is logged."""
+def _update(job: str, *fields: str) -> None:
+    """Change a job that waits; an error is logged."""
     try:
-        command(["scancel", job])
+        command(["scontrol", "update", f"JobId={job}", *fields])
     except SlurmError as error:
-        log.warning("job %s was not canceled: %s", job, error)
+        log.warning("job %s was not changed to %s: %s", job, " ".join(fields), error)
+
+
+def cancel(*jobs: object) -> bool:
+    """Cancel jobs, of which some may have ended, and return whether that succeeded; an error is logged."""
+    try:
+        command(["scancel", *map(str, jobs)])
+    except SlurmError as error:
+        log.warning("job %s was not canceled: %s", " ".join(map(str, jobs)), error)
+        return False
+    return True
 
 
 def move_dependents(job: str, successor: str) -> None:

@@ -10,7 +10,6 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +21,7 @@ from omegaconf import OmegaConf
 from pipeline.common import git_commit
 from pipeline.common.atomic_files import atomic_folder, report_disk_full
 from pipeline.common.errors import UserError
+from pipeline.common.git_commit import git
 from pipeline.config.schema import RunConfig
 
 log = logging.getLogger("pipeline")
@@ -129,11 +129,13 @@ def _facts(arguments: Sequence[str]) -> dict[str, Any]:
 def _code(partial: Path) -> dict[str, Any]:
     """Write what differs from the commit, and return what was left out: bytes of the difference, and untracked files."""
     root = git_commit.PACKAGE.parent
-    if not (root / ".git").exists() or (difference := _git("diff", "--binary", "HEAD")) is None:
+    if not (root / ".git").exists() or (difference := git("--no-optional-locks", "diff", "--binary", "HEAD")) is None:
         return {}
     if difference:
         _write(partial / "changes.diff", difference[:DIFF_BYTES])
-    untracked = (_git("ls-files", "--others", "--exclude-standard", "-z") or b"").decode(errors="surrogateescape").split("\0")
+    untracked = (
+        (git("--no-optional-locks", "ls-files", "--others", "--exclude-standard", "-z") or b"").decode(errors="surrogateescape").split("\0")
+    )
     left_out: list[str] = []
     copied = 0
     for file in filter(None, untracked):
@@ -145,15 +147,6 @@ def _code(partial: Path) -> dict[str, Any]:
         elif len(left_out) < UNTRACKED_FILES:
             left_out.append(file.encode(errors="replace").decode())
     return {"changes_left_out": max(0, len(difference) - DIFF_BYTES), "untracked_left_out": left_out}
-
-
-def _git(*words: str) -> bytes | None:
-    """The output of a git command in the repository of this package; None if it fails."""
-    try:
-        command = ["git", "-C", str(git_commit.PACKAGE.parent), "--no-optional-locks", *words]
-        return subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
 
 
 def _write(file: Path, content: bytes) -> None:

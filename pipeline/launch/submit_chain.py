@@ -15,7 +15,7 @@ from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_f
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import ring_kernels
 from pipeline.config.schema import RunConfig
-from pipeline.launch import conf_copy, in_use, job, moldable, queues, sbatch, site, snapshot, stage_chain
+from pipeline.launch import conf_copy, in_use, job, moldable, queues, sbatch, site, slurm, snapshot, stage_chain
 from pipeline.launch.stage_chain import Link
 
 log = logging.getLogger("pipeline")
@@ -116,7 +116,7 @@ def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -
             json.dump(content, handle, indent=1)
             handle.write("\n")
     except BaseException:
-        sbatch.cancel(job_ids)
+        slurm.cancel(*job_ids)
         raise
 
 

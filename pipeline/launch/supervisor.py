@@ -16,13 +16,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from pipeline.common import events, signals
-from pipeline.common.errors import CONTINUE, STOPPED, CheckFailed, UserError
+from pipeline.common import ends, events, locks, signals
+from pipeline.common.errors import CONTINUE, STOPPED, CheckFailed, ToBeContinued, UserError
 from pipeline.common.git_commit import commit
 from pipeline.common.progress import set_up_logging
 from pipeline.config import layout
@@ -66,30 +68,33 @@ class Supervisor:
         self._next: chain.Chain | None = None
         self._made_run_dir = False
         self._deputy: Deputy | None = None
-        self._fields = slurm.facts(granted.job)
+        self._fields = slurm.facts(granted.job, patience=slurm.PATIENCE)
         self._limit = slurm.seconds_of(self._fields.get("EndTime", "")) or float("inf")
         self._can_requeue = config is not None and self._fields.get("Requeue", "1") == "1"
         self._asked = 0.0
-        self._told_to_end = False
+        self._folder: Path | None = None
+        self._told: Future[dict[str, str]] | None = None  # asked when the job is told to end
+        self._end: Future[dict[str, str]] | None = None  # asked when the time seems to end
+        self._claims = ExitStack()
 
     def run(self) -> int:
         """Run the ranks until the stage is finished or another job continues; returns the exit code of the job.
 
         Raises:
-            UserError: the configuration is illegal for these nodes, or what the preflight finds is no fault of a node.
+            UserError: the configuration is illegal for these nodes, run_dir is in use, or what the preflight finds is no fault of a node.
             CheckFailed: the preflight cannot start a step.
+            ToBeContinued: a signal came while this job waited for the run directory.
         """
         try:
-            return self._run()
+            with self._claims:
+                return self._run()
         except Exception as error:
             if self._next is not None:
                 self._next.close()
             if self._deputy is not None:
                 self._deputy.close()
-            if not isinstance(error, UserError | CheckFailed):  # a defect, or a run directory that was damaged meanwhile
-                self._record(
-                    "action", action=str(Kind.END), reason=f"{type(error).__name__}: {error}".partition("\n")[0], code=1, exclude=[]
-                )
+            if not isinstance(error, UserError | CheckFailed | ToBeContinued):  # a defect, or a run directory that was damaged meanwhile
+                self._record_action(Action(Kind.END, 1, f"{type(error).__name__}: {error}".partition("\n")[0]))
             raise
 
     def _run(self) -> int:
@@ -98,13 +103,14 @@ class Supervisor:
         site.prepare(self._config)
         if self._run_dir is not None:
             self._made_run_dir = not self._run_dir.exists()
-            self._run_dir.mkdir(parents=True, exist_ok=True)
+            self._claims.enter_context(locks.claimed(self._run_dir, "run_dir", file=locks.OF_JOB))  # else nothing is written or removed
+            locks.refuse_held(self._run_dir, "run_dir")
             run_state.remove_leftovers(self._run_dir, self._granted.job)
             if not self._granted.restarts:  # a request to this job holds while it waits in the queue again
                 request_files.remove(self._run_dir / request_files.STOP)
             self._failures = run_state.failures_in_a_row(self._run_dir)
             self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
-            names = (("started", "StartTime"), ("limit", "EndTime"))
+            names = (("started", "StartTime"), ("limit", "EndTime"), ("queued", "SubmitTime" if self._granted.restarts else "EligibleTime"))
             times = {name: slurm.seconds_of(self._fields.get(field, "")) for name, field in names}
             self._record("job_start", nodes=self._granted.nodes, restarts=self._granted.restarts, commit=commit(), **times)
             if self._config is not None:
@@ -112,16 +118,17 @@ class Supervisor:
         if (action := self._preflight()) is not None:
             return self._leave(action)
         if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
-            submit = partial(chain.submit, self._config, self._arguments, self._granted, self._fields)
+            fields = {**self._fields, "ExcNodeList": ",".join(self._excluded())}
+            submit = partial(chain.submit, self._config, self._arguments, self._granted, fields)
             self._next = chain.Chain(submit, lambda number: self._record("chain", next=number))
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
         if self._run_dir is not None and no_kill:
             self._deputy = Deputy(self._granted.job, self._run_dir)
         while True:
             action = self._launch()
-            self._record("action", action=str(action.kind), reason=action.reason, code=action.code, exclude=list(action.exclude))
             if action.kind is not Kind.RESTART:
                 return self._leave(action)
+            self._record_action(action)
             log.warning("starting the ranks again, %s", f"without {', '.join(action.exclude)}" if action.exclude else "on the same nodes")
 
     def _check(self) -> None:
@@ -160,10 +167,11 @@ class Supervisor:
         if self._deputy is not None:
             self._deputy.watch(self._placement.good(), self._granted.nodes[0])
         before = run_state.newest_step(self._run_dir)
-        folder = run_state.folder(self._run_dir, self._granted, f"ranks-{self._launches}")
+        folder = self._folder = run_state.folder(self._run_dir, self._granted, f"ranks-{self._launches}")
         options = site.srun_options(self._config, self._granted.tasks_per_node)
         options += self._granted.step_options(nodes, again=self._launches > 0)
         self._launches += 1
+        self._told = None
         self._record("ranks_start", nodes=nodes, step=before, layout=shape.layout)
         ended = rank_step.run(rank_step.words(options, site.rank_command(self._config, shape.overrides)), folder, self._look)
         if folder is not None:
@@ -171,7 +179,7 @@ class Supervisor:
         step = run_state.newest_step(self._run_dir)
         progress = step > before
         stopped = run_state.was_stopped(self._run_dir, ended.started)
-        fields = {} if ended.code == 0 else slurm.facts(self._granted.job)
+        fields = {} if ended.code == 0 else self._facts()
         preempted, requeued = slurm.is_preempted(fields), slurm.is_requeued(fields, self._granted.restarts)
         if slurm.is_out_of_time(fields) and not preempted:  # it came before the ranks could end
             ended = replace(ended, code=CONTINUE, first=None)
@@ -208,57 +216,96 @@ class Supervisor:
         first = ended.first
         self._exclude(set(action.exclude) & set(lost), "it does not answer")
         self._exclude(set(action.exclude) - set(lost), action.reason if first is None else f"rank {first.rank}: {first.reason}")
-        self._record(
-            "ranks_end",
-            code=ended.code,
-            seconds=round(ended.ended - ended.started, 1),
-            step=step,
-            progress=progress,
-            failed=counts,
-            lost=list(lost),
-            **({} if first is None else {"rank": first.rank, "host": first.host, "reason": first.reason, "where": first.where}),
-        )
+        named = {} if first is None else {"rank": first.rank, "host": first.host, "reason": first.reason, "where": first.where}
+        named |= {"seconds": round(ended.ended - ended.started, 1), "lost": list(lost)}
+        self._record("ranks_end", code=ended.code, step=step, progress=progress, failed=counts, **named)
         if failed:
             stage = self._arguments[0].partition("=")[2] if self._config is None else self._config.stage.name
             print("\n".join(explanation.lines(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
         return action
 
+    def _facts(self) -> dict[str, str]:
+        """The fields of the job after its ranks have ended: as asked when it was told to end, else now; waits for a silent controller."""
+        fields = (self._told.result() if self._told else {}) or slurm.facts(self._granted.job, self._patience())
+        self._renew_limit(fields)
+        self._fields = fields or self._fields
+        return fields
+
+    def _patience(self) -> float:
+        """Seconds to wait for a controller that does not answer."""
+        return min(max(self._limit - time.time() - LEAD / 2, 0.0), slurm.PATIENCE)
+
+    def _renew_limit(self, fields: Mapping[str, str]) -> None:
+        """Read the end of the job again, which `scontrol update TimeLimit` changes."""
+        limit = slurm.seconds_of(fields.get("EndTime", ""))
+        if limit is not None and limit != self._limit and fields.get("JobState") == "RUNNING":
+            log.info("the time limit of job %s is now %s", self._granted.job, fields["EndTime"])
+            self._record("limit", limit=limit)
+            self._limit, self._end = limit, None
+
     def _look(self, process: subprocess.Popen[bytes]) -> None:
         """Pass on signals that reached this process, and ask for a checkpoint before the time limit."""
-        if self._next is not None and signal.SIGTERM in signals.received and not self._told_to_end:
-            self._told_to_end = True
-            fields = slurm.facts(self._granted.job)
-            if not (slurm.is_preempted(fields) or slurm.is_requeued(fields, self._granted.restarts) or slurm.is_out_of_time(fields)):
-                self._next.cancel()  # at once: a job that is canceled may be killed before its ranks have ended
+        told = signal.SIGTERM in signals.received or (self._folder is not None and ends.was_told(self._folder))
+        if told and self._told is None:
+            self._told = slurm.ask(self._granted.job)
         if self._next is not None:
+            answered = signal.SIGTERM in signals.received and self._told is not None and self._told.done()
+            if answered and self._told is not None and slurm.is_canceled(self._told.result(), self._granted.restarts):
+                self._next.cancel()  # at once: a job that is canceled may be killed before its ranks have ended
             self._next.look()
         now = time.time()
-        late = self._limit - now < LEAD and self._trains
+        if self._trains and self._limit - now < 2 * LEAD and self._end is None:
+            self._end = slurm.ask(self._granted.job)
+        if self._end is not None and (answered := self._end.done()):
+            self._renew_limit(self._end.result())
+        late = self._end is not None and self._limit - now < (LEAD if answered else LEAD / 2)
         if (late or signal.SIGUSR1 in signals.received) and now - self._asked > REPEAT:
             self._asked = now
             process.send_signal(signal.SIGUSR1)
 
     def _leave(self, action: Action) -> int:
-        """Do what ends this job, and return its exit code."""
+        """Do what ends this job, record it, and return the exit code."""
         if self._deputy is not None:
             self._deputy.close()
+        if action.kind in (Kind.REQUEUE, Kind.CHAIN):
+            action = replace(action, exclude=self._excluded())
         if action.kind is Kind.REQUEUE:
-            log.info("requeueing job %s: %s", self._granted.job, action.reason)
-            if refused := slurm.requeue(self._granted.job, action.exclude):
-                log.error("job %s could not be requeued (%s): the same command continues", self._granted.job, refused)
-                return action.code
-            self._placement.resize(self._granted.job)
-            time.sleep(REQUEUED)  # Slurm ends this process
-            return action.code
+            return self._requeue(action)
         if self._next is not None and action.kind is Kind.CHAIN:
             number = self._next.hand_over(action.exclude)
             self._placement.resize(number)
             log.info("job %s continues: %s", number, action.reason)
-        elif self._next is not None and action.kind is not Kind.REQUEUED:
+        self._record_action(action)
+        if self._next is not None and action.kind not in (Kind.CHAIN, Kind.REQUEUED):
             (self._next.finish if action.code == 0 else self._next.close)()
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
             run_state.remove_if_unused(self._run_dir)
         return action.code
+
+    def _excluded(self) -> tuple[str, ...]:
+        """The nodes that the run shall not get from the queue."""
+        if self._run_dir is None:
+            return tuple(slurm.hosts(self._fields.get("ExcNodeList", "")))
+        return tuple(allocation.excluded_in_queue(self._run_dir, self._fields, self._placement.asked()[0]))
+
+    def _requeue(self, action: Action) -> int:
+        """Put the job back into the queue; it ends if Slurm refuses."""
+        log.info("requeueing job %s: %s", self._granted.job, action.reason)
+        self._record("requeue_asked", reason=action.reason)  # Slurm may end this process before it answers
+        if refused := slurm.requeue(self._granted.job, self._patience()):
+            log.error("job %s could not be requeued (%s): the same command continues", self._granted.job, refused)
+            self._record_action(Action(Kind.END, action.code, f"{action.reason}; not requeued: {refused}"))
+            return action.code
+        self._record_action(action)
+        if set(action.exclude) != set(slurm.hosts(self._fields.get("ExcNodeList", ""))):
+            slurm.set_excluded(self._granted.job, action.exclude)
+        self._placement.resize(self._granted.job)
+        time.sleep(REQUEUED)  # Slurm ends this process
+        return action.code
+
+    def _record_action(self, action: Action) -> None:
+        """Record what the job does."""
+        self._record("action", action=str(action.kind), reason=action.reason, code=action.code, exclude=list(action.exclude))
 
     def _exclude(self, nodes: Collection[str], reason: str) -> None:
         """Leave out nodes, in this job and in later ones of the run."""
@@ -310,6 +357,8 @@ def main(arguments: Sequence[str]) -> int:
     except CheckFailed as failed:
         print(failed, file=sys.stderr, flush=True)
         return 1
+    except ToBeContinued as stopped:
+        return stopped.code
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
-from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, moldable, sbatch, snapshot
+from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, moldable, sbatch, slurm, snapshot
 from pipeline.launch.sweep_manifest import Entry, Manifest
 
 log = logging.getLogger("pipeline")
@@ -156,7 +156,7 @@ def submit(
         try:
             manifest.write()
         except BaseException:  # the jobs would be unknown to the next command
-            sbatch.cancel(numbers)
+            slurm.cancel(*numbers)
             raise
     return manifest
 

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout
-from pipeline.parallel import cpu_affinity, open_files, rehearsed_group
+from pipeline.parallel import cpu_affinity, open_files, rehearsed_group, rendezvous
 from pipeline.parallel import device as rank_device
 from pipeline.parallel.serial_gloo import SERIAL_GLOO
 
@@ -109,6 +109,7 @@ def init_distributed(
 
     Raises:
         UserError: another rank uses the GPU of this one, or rank 0 may not open a connection to every rank.
+        RunFailed, ToBeContinued: as rendezvous.meet.
     """
     timeout = timedelta(minutes=minutes * INPUT_OUTPUT)
     device = device or rank_device.choose(local_rank)
@@ -122,7 +123,12 @@ def init_distributed(
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
-        dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
+        if init_method.startswith(("tcp://", "env://")):
+            store = rendezvous.meet(rank, world_size, local_rank, init_method, 60 * minutes / 2)
+            store.set_timeout(timeout)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        else:
+            dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=timeout)
         rank_device.claim(device, rank, dist.distributed_c10d._get_default_store())
     return device
 

@@ -69,7 +69,9 @@ def exceeded_quotas(folder: Path) -> list[str]:
     for command in (["quota", "-w"], ["lfs", "quota", "-q", "-u", str(os.getuid()), str(folder)]):
         if shutil.which(command[0]):
             try:
-                printed = subprocess.run(command, capture_output=True, text=True, timeout=_QUOTA_SECONDS, check=False).stdout
+                printed = subprocess.run(
+                    command, capture_output=True, text=True, errors="replace", timeout=_QUOTA_SECONDS, check=False
+                ).stdout
             except (OSError, subprocess.TimeoutExpired):
                 continue
             lines += [" ".join(line.split()) for line in printed.splitlines() if marks_excess(line)]

@@ -28,7 +28,7 @@ def query(seconds: float) -> dict[str, Any] | None:
     if shutil.which("nvidia-smi") is None:
         return None
     try:
-        done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return {"error": f"nvidia-smi did not answer within {seconds:.0f} s"}
     except OSError as error:

@@ -19,6 +19,8 @@ from pipeline.report.starts import Life, Start, life_of
 LOSS_STEPS, SPEED_STEPS = 20, 100
 #: Minutes besides training.timeout_minutes after which a run that writes nothing is not alive: its watchdog would have ended it.
 GRACE_MINUTES = 2.0
+#: Seconds after the end of rank 0, or a question to Slurm, in which what follows is recorded.
+LEAVING = 180.0
 #: training.timeout_minutes of runs that do not tell it.
 _TIMEOUT_MINUTES = 10.0
 
@@ -226,6 +228,10 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
     goes_on = (start is not None and start.end is None) or (job is not None and job.end is None)
     if goes_on or last_sign is None or not (life.starts or life.jobs):
         age = math.inf if last_sign is None else now - last_sign
+        if age > LEAVING and job is not None and job.end is None and (job.asked or (start is not None and start.leaves)):
+            asked = f"Slurm was asked to put job {job.id} back into the queue ({job.asked}), and no answer is recorded"
+            ended = "" if start is None else f"the ranks have ended ({start.reason}), and what follows is not recorded"
+            return State.SILENT, f"{asked if job.asked else ended}: squeue tells whether job {job.id} waits"
         if age > patience:
             return State.SILENT, f"wrote nothing for {duration(age)}, and no end is recorded" if last_sign else "its files have no step yet"
         began = 0.0 if start is None else start.ready or start.begin
@@ -234,7 +240,7 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
         return State.RUNNING, f"last written {duration(age)} ago"
     if job is not None and (start is None or start.job is not None or job.begin > start.begin):
         if job.action in ("requeue", "chain"):
-            return State.QUEUED, job.reason
+            return State.QUEUED, f"{job.reason}; not on {', '.join(job.exclude)}" if job.exclude else job.reason
         code, reason = job.code, job.reason
     else:
         assert start is not None

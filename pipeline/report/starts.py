@@ -25,6 +25,8 @@ class Job:
         code: its exit code.
         reason: of the action.
         next: id of the next job of a chain.
+        exclude: nodes that it shall not get when it waits in the queue, or the next job of the chain.
+        asked: reason for which Slurm was asked to put it back into the queue, without a recorded answer.
     """
 
     id: str
@@ -36,6 +38,8 @@ class Job:
     code: int | None = None
     reason: str = ""
     next: str | None = None
+    exclude: tuple[str, ...] = ()
+    asked: str = ""
 
 
 @dataclass
@@ -60,6 +64,7 @@ class Start:
         reason: why they ended.
         place: node and line of the error.
         unrecorded: whether its end is not recorded, and only that it wrote something until `end` is known.
+        leaves: whether rank 0 has ended, so that the end of all ranks, and what follows, should be recorded soon.
     """
 
     begin: float
@@ -79,6 +84,7 @@ class Start:
     reason: str = ""
     place: str = ""
     unrecorded: bool = False
+    leaves: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,9 @@ class _Reader:
             case "chain":
                 if (job := self._job(event)) is not None:
                     job.next = _text(event, "next") or None
+            case "limit" | "requeue_asked":
+                if (job := self._job(event)) is not None:
+                    job.limit, job.asked = _number(event, "limit") or job.limit, _text(event, "reason")
             case "ranks_start":
                 self._start(event)
             case "run_start":
@@ -156,9 +165,11 @@ class _Reader:
         return self._starts[-1] if self._starts and self._starts[-1].end is None else None
 
     def _job_start(self, event: dict[str, Any]) -> None:
-        """A job begins; an open one was killed with its supervisor."""
-        if self._jobs and self._jobs[-1].end is None:
-            self._abandon(f"job {self._jobs[-1].id} ended without a record: killed, or its first node was lost")
+        """A job begins; an open one was killed with its supervisor, and Slurm tells when its nodes were free, if it continues here."""
+        if self._jobs and (before := self._jobs[-1]).end is None:
+            continues = str(event.get("job")) in (before.id, before.next)
+            why = f": {before.asked}" if before.asked else " without a record: killed, or its first node was lost"
+            self._abandon(f"job {before.id} ended{why}", _number(event, "queued") if continues else None)
         begin = _number(event, "started")
         nodes = event.get("nodes")
         size = len(nodes) if isinstance(nodes, list) else 1
@@ -207,7 +218,7 @@ class _Reader:
             code = int(_number(event, "code") or 0)
             self._close(start, event, code, failed=code in (1, 2))
         else:
-            start.reason, start.place = _text(event, "reason"), _text(event, "where")
+            start.reason, start.place, start.leaves = _text(event, "reason"), _text(event, "where"), True
 
     def _extend(self, start: Start, last_written: float | None) -> None:
         """A start whose end is not recorded lasted at least until metrics.jsonl was written, as the next start found it."""
@@ -244,10 +255,12 @@ class _Reader:
         job = self._jobs[-1] if self._jobs else None
         if kind in _LAST_ACTIONS and job is not None and job.end is None:
             job.end, job.action, job.reason, job.code = event["time"], kind, reason, int(_number(event, "code") or 0)
+            job.exclude = tuple(map(str, event.get("exclude") or ()))
 
-    def _abandon(self, why: str) -> None:
-        """An end was not recorded: it is the last event before."""
-        self._problems.append(f"{why}; its node-hours are counted up to what it wrote last")
+    def _abandon(self, why: str, ended: float | None = None) -> None:
+        """An end was not recorded: of a job it is what Slurm tells, else the last event before."""
+        if ended is None:
+            self._problems.append(f"{why}; its node-hours are counted up to what it wrote last")
         self._cause = why
         start = self._open()
         if start is not None:
@@ -255,7 +268,7 @@ class _Reader:
         if self._jobs and self._jobs[-1].end is None and why.startswith("job"):
             job = self._jobs[-1]
             last = [one.last for one in self._starts if one.job is job]
-            job.end, job.reason = max([job.begin, *last]), why
+            job.end, job.reason = max([job.begin, *last, *([] if ended is None else [ended])]), why
 
 
 def _text(event: dict[str, Any], name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import math
 import os
 from collections import Counter
@@ -17,6 +18,8 @@ from pipeline.report import comparison, run_files
 from pipeline.report import run as runs
 from pipeline.report.answers import short
 from pipeline.report.run import Run, State, duration
+
+log = logging.getLogger("pipeline")
 
 #: Columns of CSV and JSON: attributes of Run.
 COLUMNS = (
@@ -48,6 +51,8 @@ _THREADS = 16
 def runs_below(folder: Path, depth: int = DEPTH, above: tuple[str, ...] = ()) -> list[Path]:
     """Return the run directories in a folder, in the order of their names; the folder itself if it is one. No run is looked into.
 
+    A folder that cannot be read is named in the log.
+
     Args:
         folder: which exists.
         depth: levels of subfolders.
@@ -55,14 +60,15 @@ def runs_below(folder: Path, depth: int = DEPTH, above: tuple[str, ...] = ()) ->
     """
     if (real := os.path.realpath(folder)) in above:
         return []
-    if run_files.is_run(folder):
-        return [folder]
-    if depth == 0:
-        return []
     try:
+        if run_files.is_run(folder):
+            return [folder]
+        if depth == 0:
+            return []
         with os.scandir(folder) as entries:
             inside = [entry.name for entry in entries if entry.name not in _NEVER and entry.name[0] != "." and entry.is_dir()]
-    except OSError:  # a folder of someone else, or one that was removed in the meantime
+    except OSError as error:  # a folder of someone else, or one that was removed in the meantime
+        log.warning("%s: cannot be read (%s): runs in it are left out", folder, error.strerror)
         return []
     names = sorted(inside, key=lambda name: (len(name), name))
     return [found for name in names for found in runs_below(folder / name, depth - 1, (*above, real))]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import catalog, native
 from pipeline.checkpoint.native import TrainState
-from pipeline.common import signals
+from pipeline.common import ends, signals
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.cluster import ClusterConfig
@@ -80,7 +80,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             or a checkpoint cannot be written.
         ToBeContinued: a signal or the file `stop` ended the job, or the run needs other nodes, and a checkpoint has been written.
     """
-    signals.record_end()
+    signals.record_end(ends.note_told)
     check_nodes(config, ranks)
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)

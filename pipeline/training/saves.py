@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeline.checkpoint import handover, native
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.common.atomic_files import advice, is_full
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
@@ -34,7 +36,7 @@ from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 
-_SPACE = "free some space or quota and run again: checkpoint.resume=auto continues from the newest checkpoint"
+_THEN = "checkpoint.resume=auto continues from the newest checkpoint"
 
 
 class Saves:
@@ -72,7 +74,7 @@ class Saves:
         self._settings: dict[str, Any] | None = None
         self.failures = 0
         self.complete = -1
-        self._in_a_row = 0
+        self._in_a_row, self._failing_since = 0, 0.0
         self._last: Outcome | None = None
         self._failed = False
         self._fatal: UserError | None = None
@@ -150,7 +152,7 @@ class Saves:
                 time.sleep(wait)
                 self.begin(state)
         folder = native.folder_of(Path(self._config.run_dir), state.step)
-        raise UserError.of("run_dir", folder, f"the checkpoint could not be written: {reason}", _SPACE)
+        raise UserError.of("run_dir", folder, f"the checkpoint could not be written: {reason}", advice(reason, _THEN))
 
     def settle(self, step: int) -> None:
         """Wait until no checkpoint is being written, at a step after which the run returns to an older one; every rank calls this.
@@ -202,11 +204,13 @@ class Saves:
             return
         self.failures += 1
         self._in_a_row += 1
+        self._failing_since = time.monotonic() if self._in_a_row == 1 else self._failing_since
+        minutes = (time.monotonic() - self._failing_since) / 60 if is_full(outcome.reason) else math.inf
         text = "step %d: the checkpoint could not be written (failure %d in a row, checkpoint.max_failures=%d): %s"
         log.warning(text, outcome.step, self._in_a_row, most, outcome.reason)
-        if self._in_a_row >= most and self._fatal is None:
+        if self._in_a_row >= most and minutes >= self._config.checkpoint.failing_minutes and self._fatal is None:
             rule = f"{self._in_a_row} checkpoints in a row could not be written, the last one: {outcome.reason}"
-            self._fatal = UserError.of("checkpoint.max_failures", most, rule, _SPACE)
+            self._fatal = UserError.of("checkpoint.max_failures", most, rule, advice(outcome.reason, _THEN))
 
     def _commit(self, state: TrainState, counters: HostCopy) -> Commit:
         """What rank 0 adds to a save; in the thread of the snapshot."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from pipeline.common import ends
+from pipeline.common import ends, signals
+from pipeline.common.errors import UserError
+from pipeline.config import compose
 
 
 @pytest.fixture
@@ -108,3 +112,26 @@ def test_only_the_first_rank_prints_its_traceback(folder: Path) -> None:
     assert len(second.splitlines()) == 1
     assert "on n2 ends after another one: ValueError: of 2" in second
     assert [end.host for end in ends.read(folder)[0]] == ["n5", "n2"]
+
+
+def test_torchrun_ends_with_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its table of failures is the last that it prints; the file is that which its own error handler writes."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        compose.exit_with_error(UserError.of("training.steps", 0, "must be at least 1", "set it"))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    lines = ChildFailedError("pipeline", {0: failure}).format_msg().splitlines()
+    assert [line.strip() for line in lines[-4:-1]] == ["traceback : 1 problem:", "- training.steps=0: must be at least 1", "fix: set it"]
+
+
+def test_a_rank_tells_the_supervisor_of_sigterm(folder: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    signals.record_end(ends.note_told)
+    try:
+        assert not ends.was_told(folder)
+        signal.raise_signal(signal.SIGTERM)
+        assert ends.was_told(folder)
+    finally:
+        signals.received.clear()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -37,7 +37,7 @@ def test_a_supervisor_that_is_silent_is_lost():
     "requeue, next_job, refusal, actions, commands",
     [
         (1, None, 0, ["requeue"], ["requeue 7"]),
-        (1, None, 1, ["requeue", "end"], ["requeue 7", "cancel 7"]),
+        (1, None, 1, ["end"], ["requeue 7", "cancel 7"]),
         (0, None, 0, ["end"], ["cancel 7"]),
         (0, "8", 0, ["chain"], ["cancel 7"]),
     ],

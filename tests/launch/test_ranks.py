@@ -106,6 +106,15 @@ def test_srun() -> None:
     assert detect(SRUN, host_suffix="i").rendezvous() == f"tcp://n1i:{ranks.master_port}"
 
 
+def test_a_shell_of_several_tasks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its variables are those of the first of the tasks; a step that is started in it has them, too, but no terminal."""
+    assert detect({**SRUN, "SLURM_PTY_PORT": "1"}).launcher == "srun"
+    monkeypatch.setattr("sys.stdin", open("/dev/null"))  # noqa: SIM115
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    with pytest.raises(UserError, match="shell of srun --pty, one of"):
+        detect({**SRUN, "SLURM_PTY_PORT": "1"})
+
+
 def test_srun_with_uneven_nodes() -> None:
     uneven = {**SRUN, "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "3(x2),2", "SLURM_LOCALID": "0"}
     assert detect({**uneven, "SLURM_PROCID": "6", "SLURM_NODEID": "2"}).local_size == 2

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 
+from pipeline.common import git_commit
 from pipeline.common.ends import End
-from pipeline.launch import rank_step, slurm
+from pipeline.launch import rank_step, sbatch, slurm
 from pipeline.launch.recovery import Kind, Situation, decide
+from pipeline.preflight import file_system
 
 ERROR = End(3, "n2", 0.0, 1, "ValueError: x", "loop.py:3")
 LOST_PEER = End(0, "n1", 0.0, 1, "RuntimeError: Connection closed by peer", follows=True)
@@ -135,3 +140,35 @@ def test_fields_of_a_job() -> None:
     assert slurm.is_preempted(fields)
     assert not slurm.is_preempted({"PreemptTime": "None"})
     assert not slurm.is_preempted({})
+
+
+def test_a_byte_that_is_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Latin-1 byte in the name of a job of someone, in what any of these commands print."""
+    for name in ("scontrol", "squeue", "srun", "sbatch", "quota"):
+        (tmp_path / name).write_text("#!/bin/sh\nprintf 'answers n1 5* \\374ber\\nJobState=RUNNING'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert slurm.facts("7")["JobState"] == "RUNNING"
+    assert slurm.command(["squeue"]).startswith("answers n1 5* \ufffdber")
+    assert slurm.answering(["n1"]) == set()
+    assert sbatch.run("#!/bin/sh\n# \udcfc", []).startswith("answers n1")
+    assert file_system.exceeded_quotas(tmp_path)[0] == "answers n1 5* \ufffdber"
+
+
+def test_the_commit_of_a_clone_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    clone = tmp_path / "clone"
+    (clone / "pipeline").mkdir(parents=True)
+    monkeypatch.setattr(git_commit, "PACKAGE", clone / "pipeline")
+    git = ["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "--quiet"], ["commit", "--quiet", "--allow-empty", "-m", "one"]):
+        subprocess.run([*git, *words], check=True)
+    if os.geteuid() == 0:
+        for path in (clone, *clone.rglob("*")):
+            os.chown(path, 65534, 65534)
+    git_commit.git.cache_clear()
+    assert len(git_commit.commit() or "") == 40
+    git_commit.git.cache_clear()
+    (clone / ".git/HEAD").unlink()
+    assert git_commit.commit() is git_commit.commit() is None
+    assert [message.partition(": ")[0] for message in caplog.messages] == [f"the commit and the changes of {clone} are not recorded"]
+    git_commit.git.cache_clear()

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.checkpoint import native
 from pipeline.common import events
+from pipeline.launch import slurm as commands
 from tests.launch.test_slurm_jobs import MODEL, command, ended, sbatch, slurm, training_steps  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
@@ -18,6 +19,9 @@ TRAINING = (
     *("training.steps=100000", "optimizer.warmup_steps=1", "training.global_batch_size=8", "training.micro_batch_size=2"),
     *("training.sequence_length=32", "training.validation_batches=1", "checkpoint.every=0", "parallel.pipeline=2", "cluster=devcluster"),
 )
+
+
+KEPT = ("TresPerNode", "OverSubscribe", "Nice", "MailType", "MailUser", "Comment", "TimeLimit", "StdOut", "Partition", "ExcNodeList")
 
 
 def wait_until(condition: Callable[[], bool], log: Path) -> None:
@@ -32,8 +36,19 @@ def wait_until(condition: Callable[[], bool], log: Path) -> None:
 def test_a_stopped_job_is_not_continued(tokens: Path, tmp_path: Path, continuation: str) -> None:
     run, log = tmp_path / "run", tmp_path / "log"
     words = (*MODEL, *TRAINING, f"data.tokens={tokens}", f"run_dir={run}", f"cluster.continuation={continuation}")
-    number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "--requeue", "slurm/pretrain.sbatch", *words)
+    more = ("--gres=gpu:1", "--exclusive", "--nice=50", "--mail-type=END,FAIL", "--mail-user=a@b.c", "--comment=two words", "--time=30")
+    number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "--requeue", *more, "slurm/pretrain.sbatch", *words)
     wait_until(lambda: (run / "metrics.jsonl").is_file() and bool(training_steps(run)), log)
+    if continuation == "chain":
+        wait_until(lambda: any(event["event"] == "chain" for event in events.read(run)), log)
+        successor = str([event["next"] for event in events.read(run) if event["event"] == "chain"][-1])
+        shown = [commands.parse_facts(command("scontrol", "show", "job", job)) for job in (str(number), successor)]
+        assert [{name: fields.get(name) for name in KEPT} for fields in shown] == [{name: shown[0][name] for name in KEPT}] * 2
+        second = sbatch(tmp_path / "second", "--nodes=2", "--ntasks-per-node=1", "slurm/pretrain.sbatch", *words)
+        before = [event["job"] for event in events.read(run)]
+        assert ended(second)["ExitCode"] == "2:0"
+        assert f"run_dir={run}: is being written by another job: job {number}, " in (tmp_path / "second").read_text()
+        assert {*before, *(event["job"] for event in events.read(run))} == {str(number)}, "the refused job leaves no event"
     (run / "stop").touch()
     facts = ended(number)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "75:0", "0"), log.read_text()

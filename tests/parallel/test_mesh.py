@@ -1,6 +1,8 @@
 """The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
 
 import resource
+import signal
+import socket
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -11,10 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.common.errors import UserError
+from pipeline.common import signals
+from pipeline.common.errors import RunFailed, ToBeContinued, UserError
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel import open_files, serial_gloo
+from pipeline.parallel import open_files, rendezvous, serial_gloo
 from pipeline.parallel.rehearsed_store import CountingStore
 from pipeline.parallel.serial_gloo import SERIAL_GLOO
 from tests.world import causal, share, tiny, trainer
@@ -109,6 +112,34 @@ def test_the_rank_that_hosts_the_store_compares_its_limit_before_it_connects(mon
     with pytest.raises(UserError):
         meshes.init_distributed(0, 1_000_000, 0, "tcp://127.0.0.1:1")
     assert asked == [1_000_000]
+
+
+@pytest.fixture
+def port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        found = server.getsockname()[1]
+    signals.received.clear()
+    yield found
+    signals.received.clear()
+
+
+@pytest.mark.parametrize("rank, missing", [(0, "rank 1 on n1, 2 on n2"), (1, "rank 0 at 127.0.0.1:{}: Connection refused")])
+def test_a_rank_says_for_which_ranks_it_waits_and_does_not_wait_for_ever(port, monkeypatch, caplog, rank, missing):
+    monkeypatch.setattr(rendezvous, "SAY", 0.1)
+    monkeypatch.setattr(rendezvous, "LONGER", 0.1)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2,1")
+    with pytest.raises(RunFailed, match=f"have not started within 1 s .*: {missing.format(port)}"):
+        meshes.init_distributed(rank, 3, 0, f"tcp://127.0.0.1:{port}", minutes=1 / 30)
+    assert f" s for {missing.format(port)}" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_ends_a_rank_that_waits(port, rank):
+    signals.received.add(signal.SIGTERM)
+    with pytest.raises(ToBeContinued) as stopped:
+        meshes.init_distributed(rank, 2, 0, f"tcp://127.0.0.1:{port}")
+    assert stopped.value.code == 143
 
 
 #: 1,024 ranks, with every axis larger than 1.

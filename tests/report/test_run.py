@@ -83,6 +83,24 @@ RANKS = (1, "ranks_start", {"nodes": ["a"], "step": -1, "layout": ""})
         ([(0, "run_start", {"step": 0})], 9, State.RUNNING, None),
         ([], 9, State.RUNNING, None),
         ([], 1e6, State.SILENT, None),
+        (
+            [JOB, RANKS, (9, "ranks_end", {"code": 75}), (9, "action", {"action": "requeue", "reason": "a node", "exclude": ["n2"]})],
+            1e6,
+            State.QUEUED,
+            "a node; not on n2",
+        ),
+        (
+            [JOB, RANKS, (9, "run_end", {"code": 143, "reason": "asked to stop by a signal"})],
+            400,
+            State.SILENT,
+            "the ranks have ended (asked to stop by a signal), and what follows is not recorded: squeue tells whether job 7 waits",
+        ),
+        (
+            [JOB, RANKS, (9, "ranks_end", {"code": 143}), (9, "requeue_asked", {"reason": "preempted"})],
+            400,
+            State.SILENT,
+            "Slurm was asked to put job 7 back into the queue (preempted), and no answer is recorded: squeue tells whether job 7 waits",
+        ),
         ([JOB, (2, "something_new", {"of": "a later version"}), RANKS], 9, State.RUNNING, None),
     ],
 )
@@ -162,6 +180,21 @@ def test_a_killed_start_lasted_until_it_wrote_last(tmp_path: Path) -> None:
     events(tmp_path, (90, "job_start", {"nodes": ["a"]}), (100, "ranks_start", {"nodes": ["a"]}), (100, "run_start", again), job="8")
     events(tmp_path, (160, "ranks_end", {"code": 0, "step": 100}), (160, "action", {"action": "end", "code": 0}), job="8")
     assert [((job.end or 0) - job.begin) for job in run.read(tmp_path).life.jobs] == [60, 70]
+
+
+@pytest.mark.parametrize("by_chain", [False, True])
+def test_a_lost_job_lasted_until_slurm_gave_its_nodes_back(tmp_path: Path, by_chain: bool) -> None:
+    """The node of its supervisor was lost at 100 s, and Slurm noticed it at 400 s: its accounting has 400 s of two nodes, and 50 s more."""
+    write(tmp_path, steps(1, 10))
+    events(tmp_path, (5, "job_start", {"nodes": ["a", "b"], "started": BEGIN}), (6, "ranks_start", {"nodes": ["a", "b"]}))
+    events(tmp_path, (100, "chain", {"next": "8"}), (101, "limit", {"limit": BEGIN + 9000}))
+    job = "8" if by_chain else "7"
+    events(tmp_path, (460, "job_start", {"nodes": ["a", "c"], "started": BEGIN + 450, "queued": BEGIN + 400}), job=job)
+    events(tmp_path, (500, "action", {"action": "end", "code": 0}), job=job)
+    found = run.read(tmp_path, now=BEGIN + 600)
+    assert found.node_hours == pytest.approx(2 * (400 + 50) / 3600)
+    assert not [problem for problem in found.problems if "node-hours are counted up" in problem]
+    assert found.life.jobs[0].limit == BEGIN + 9000
 
 
 def test_the_time_that_is_left_and_the_limit_of_the_job(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.report import table
 from tests.helpers import ROOT, environment
 from tests.report.builder import BEGIN, events, restarted, steps, validation, write
 
@@ -135,3 +136,18 @@ def test_watch_on_a_terminal_draws_the_view_again(runs: Path) -> None:
     assert done.returncode == 0
     assert text.startswith("\033[H\033[2J")
     assert "What changed at the last restart?" in text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="requires root, to become another user")
+def test_runs_of_another_user_that_cannot_be_read(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder for its owner alone (umask 077) is named, and the others are listed."""
+    (runs / "now").chmod(0o700)
+    for folder in (runs, *list(runs.parents)[:3]):
+        folder.chmod(0o755)
+    os.seteuid(65534)
+    try:
+        found = table.runs_below(runs)
+    finally:
+        os.seteuid(0)
+    assert [path.name for path in found] == ["done", "10"]
+    assert caplog.messages == [f"{runs}/now: cannot be read (Permission denied): runs in it are left out"]

@@ -72,10 +72,11 @@ def group():
 class Run:
     """A run of one rank, with a scripted saver."""
 
-    def __init__(self, *outcomes: str) -> None:
+    def __init__(self, *outcomes: str, minutes: float = 0.0) -> None:
         self.events: list[str] = []
         self.gone = False
-        config = configured("stage=pretrain", "model=gpt-tiny", "checkpoint.max_failures=3", "run_dir=runs/never")
+        settings = ("checkpoint.max_failures=3", f"checkpoint.failing_minutes={minutes}", "run_dir=runs/never")
+        config = configured("stage=pretrain", "model=gpt-tiny", *settings)
         counters = torch.tensor([5.0, 0.0, 0.0], dtype=torch.float64)
         engine = SimpleNamespace(counters=lambda: counters, fragments=list)
         trainer: Any = SimpleNamespace(mesh=SimpleNamespace(rank=0), engine=engine)
@@ -117,6 +118,29 @@ def test_failures_in_a_row_end_the_run_with_the_reason():
     assert "checkpoint.max_failures=3: 3 checkpoints in a row could not be written, the last one: no space for the index" in str(
         raised.value
     )
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_end_a_fast_run():
+    run = Run(*["No space left on device"] * 8, "", minutes=10.0)
+    for number in range(1, 11):
+        run.step(number)
+    assert (run.saves.failures, run.saves.complete) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    "reason, fix",
+    [
+        ("No space left on device", "free disk space"),
+        ("Permission denied", "write permission"),
+        ("Read-only file system", "write permission"),
+    ],
+)
+def test_the_fix_is_that_of_the_reason(reason: str, fix: str):
+    run = Run(*[reason] * 3)
+    for number in range(1, 5):
+        run.step(number)
+    with pytest.raises(UserError, match=f"fix: .*{fix}"):
+        run.step(5)
 
 
 def test_the_last_checkpoint_is_tried_several_times(caplog, monkeypatch):

@@ -90,7 +90,7 @@ def _topology(setup: Setup) -> Row:
     """The links between GPUs and network adapters, as nvidia-smi prints them."""
     if shutil.which("nvidia-smi") is None:
         return Row.skipped(SECTION, "topology", "nvidia-smi is not installed")
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
     if done.returncode:
         text = " ".join((done.stdout + done.stderr).split())
         return Row.failed(SECTION, "topology", text) if setup.cuda else Row.skipped(SECTION, "topology", text)
