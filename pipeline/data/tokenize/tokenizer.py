@@ -248,7 +248,16 @@ class TextEncoder:
     def _begun(self, choice: str) -> tuple[Affixes, int | None]:
         """Return `around` and `bos`. What an encoder has around a text ([CLS] and [SEP]) is no token of the documents."""
         before, after = affixes(self._tokenizer)
-        natural = before[0] if len(before) == 1 and not after and before != [self.end_of_document] else None
+        encoder = special_token(self.path.parent, "mask_token") is not None
+        natural = before[0] if len(before) == 1 and before != [self.end_of_document] and (not after or not encoder) else None
+        if natural is not None and after == [self.end_of_document]:
+            after = []  # it follows a document anyway, and no prompt
+        if choice == "auto" and natural is None and before and not encoder:
+            log.warning(
+                "tokenizer.bos=auto: documents begin without what the tokenizer writes before a text (ids %s): a BOS is one token, and "
+                "not tokenizer.end_of_document",
+                before,
+            )
         if choice == "auto" or (choice == "none" and natural is None):
             return (before, after), natural
         if choice == "none":
