@@ -113,8 +113,8 @@ optimizer.weight_decay optimizer.gradient_clipping optimizer.qk_clip optimizer.s
 optimizer.min_lr_ratio parallel.tensor parallel.pipeline parallel.context parallel.expert parallel.zero_stage parallel.zero_group
 parallel.offload parallel.deepspeed precision.dtype precision.fp8 precision.reduce_dtype checkpoint.every checkpoint.every_minutes
 checkpoint.keep checkpoint.keep_every checkpoint.files checkpoint.resume checkpoint.fork checkpoint.initialize_from
-checkpoint.async_save checkpoint.max_failures checkpoint.failing_minutes checkpoint.skip_damaged evaluation.every certify.required tracking.wandb
-tracking.log_every dry_run.enabled dry_run.rank
+checkpoint.async_save checkpoint.max_failures checkpoint.skip_damaged evaluation.every certify.required tracking.wandb
+tracking.log_every checkpoint.failing_minutes dry_run.enabled dry_run.rank
 """
 #: Keys that pretrain accepts without effect: they belong to other stages of the same file or chain, or are prepared for another value.
 REASONS = {
