@@ -17,7 +17,7 @@ from pipeline.certification.shrink import Shrunk
 from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, SIGNS, largest_drift
 from pipeline.common import knobs
 from pipeline.common.progress import Progress
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import PrecisionConfig, RunConfig
 
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
 #: rounding, or a token whose experts are equally likely, changes gradients by more.
@@ -55,9 +55,9 @@ def reordered_runs(config: RunConfig) -> int:
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
-    """Return the configuration with another precision.dtype, and without fp8."""
+    """Return the configuration with another precision.dtype, and without what only the planned one reads."""
     reduced = config.precision.reduce_dtype if dtype == "bf16" else "fp32"
-    return dataclasses.replace(config, precision=dataclasses.replace(config.precision, dtype=dtype, fp8="none", reduce_dtype=reduced))
+    return dataclasses.replace(config, precision=PrecisionConfig(dtype=dtype, reduce_dtype=reduced))
 
 
 def with_small_updates(config: RunConfig) -> RunConfig:

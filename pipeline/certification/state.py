@@ -174,7 +174,14 @@ def other_layout(config: RunConfig) -> tuple[RunConfig, int]:
     zero = 2 if config.parallel.zero_stage in (0, 3) else 0
     for size, axes in ((2 * tensor, {"tensor": tensor, "zero_stage": zero}), (2, {"zero_stage": zero}), (1, {"zero_stage": 0})):
         one: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "schedule": "1f1b", "offload": "none"}
-        one |= {"stages_per_rank": None, "layers_per_stage": [], "balance": "layers", "zero_group": "job", "expert_tensor": None}
+        one |= {
+            "stages_per_rank": None,
+            "layers_per_stage": [],
+            "balance": "flops",
+            "context_kind": "ring",
+            "zero_group": "job",
+            "expert_tensor": None,
+        }
         parallel = dataclasses.replace(config.parallel, **{**one, **axes})
         other = dataclasses.replace(config, parallel=parallel)
         if not check.violations(other, size):

@@ -256,7 +256,6 @@ def test_a_key_is_refused_unless_it_is_read(key):
         ("data.blend_weights=epochs",),
         ("training.sequence_warmup=[{until_step: 10, value: 256}]",),
         ("evaluation.few_shot=3", "evaluation.every=100"),
-        ("cluster.choose_layout=planner",),
         ("model.rope_factor=4", "model.rope_scaling=none"),
         ("dedup.bands=8", "dedup.near=false", "stage=shard"),
         ("dedup.url_field=a", "stage=shard"),

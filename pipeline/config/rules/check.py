@@ -78,7 +78,7 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         if name in ("plan", "rehearse") and job.stage.name == "finetune":
             return found  # its other rules are checked once its model is complete
         if not plans_other_layouts(config.stage):
-            found += [*_settings_violations(job), *size_violations(job, world_size)]
+            found += [*_settings_violations(job), *unread.unread(job, unread.LAYOUT_ROWS), *size_violations(job, world_size)]
         found += objectives.violations(job)
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, cast
 
@@ -45,15 +45,19 @@ def _of(group: str, *keys: str) -> tuple[str, ...]:
     return tuple(f"{group}.{key}" for key in keys)
 
 
+#: Of the layout that the user names. They may be set for several layouts, of which a job or a search chooses one that does not read them.
+LAYOUT_ROWS = (
+    Row("parallel.pipeline", _of("parallel", "balance", "layers_per_stage"), lambda c: c.parallel.pipeline > 1, "set it to 2 or more"),
+    Row("parallel.context", ("parallel.context_kind",), lambda config: config.parallel.context > 1, "set it to 2 or more"),
+)
 _MASKING = ("masked", "masked_diffusion", "classification")
 ROWS = (
     Row(
         "parallel.pipeline",
-        _of("parallel", "schedule", "stages_per_rank", "balance", "layers_per_stage"),
+        _of("parallel", "schedule", "stages_per_rank"),
         lambda config: config.parallel.pipeline > 1,
         "set it to 2 or more",
     ),
-    Row("parallel.context", ("parallel.context_kind",), lambda config: config.parallel.context > 1, "set it to 2 or more"),
     Row("precision.dtype", _of("precision", "initial_loss_scale", "loss_scale_window"), lambda c: c.precision.dtype == "fp16", "set fp16"),
     Row("precision.fp8", ("precision.fp8_exclude_layers",), lambda config: config.precision.fp8 != "none", "set precision=fp8"),
     _optimizer(("adamw", "ademamix", "muon", "schedule_free"), ("eps",)),
@@ -128,7 +132,6 @@ ROWS = (
         lambda config: bool(config.evaluation.tasks) or not config.evaluation.every,
         "name tasks of lm-eval",
     ),
-    Row("cluster.min_nodes", ("cluster.choose_layout",), lambda c: c.cluster.min_nodes is not None, "set cluster.min_nodes"),
     Row(
         "model.rope_scaling",
         ("model.rope_factor",),
@@ -177,12 +180,7 @@ def _generate(config: RunConfig) -> Generate:
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the settings that the stage ignores."""
-    for row in ROWS:
-        for key in row.keys if config.stage.name in row.stages and not row.read(config) else ():
-            value, default = _value_and_default(config, key)
-            if value != default:
-                rule = f"has no effect with {row.switch}={_value_and_default(config, row.switch)[0]}"
-                yield Violation(key, value, rule, f"remove it, or {row.fix}")
+    yield from unread(config, ROWS)
     if config.stage.name not in (*TRAINING_STAGES, "certify"):
         return
     yield from _beyond_the_end(config)
@@ -190,6 +188,16 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         rule = "is not read by a loss without a reference model"
         fix = "remove it, or set training.objective=dpo and another training.preference_loss than simpo and orpo"
         yield Violation("data.instructions.reference", config.data.instructions.reference, rule, fix)
+
+
+def unread(config: RunConfig, rows: Iterable[Row]) -> Iterator[Violation]:
+    """Yield the keys of rows that are set and not read."""
+    for row in rows:
+        for key in row.keys if config.stage.name in row.stages and not row.read(config) else ():
+            value, default = _value_and_default(config, key)
+            if value != default:
+                rule = f"has no effect with {row.switch}={_value_and_default(config, row.switch)[0]}"
+                yield Violation(key, value, rule, f"remove it, or {row.fix}")
 
 
 def _beyond_the_end(config: RunConfig) -> Iterator[Violation]:
