@@ -171,7 +171,8 @@ def test_a_run_returns_to_the_checkpoint_before_a_spike_and_skips_its_samples(st
 
 
 def test_without_the_rule_the_run_trains_on(blend, straight, tmp_path):
-    pipeline(*TINY, *blend, "training.spike_factor=0", f"run_dir={tmp_path}/run")
+    unread = ("training.spike_window=128", "training.spike_patience=2", "training.max_rewinds=10")  # the defaults
+    pipeline(*TINY, *blend, "training.spike_factor=0", *unread, f"run_dir={tmp_path}/run")
     lines = exact(tmp_path / "run")
     assert lines[:25] == exact(straight[0])[:25]
     assert lines[26][2] > 2 * lines[25][2], "the spike is planted"
