@@ -22,6 +22,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
+from pipeline.config.rules import unread
 from pipeline.config.schema import PrecisionConfig, RunConfig
 from pipeline.data.load import blend, stage_in
 from pipeline.data.load.objectives import registry
@@ -91,6 +92,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     config = epochs.with_steps(config, training_data, ranks.rank)
     hooks = hooks_of(config)
     blend.check_epochs(config.data, config.training, training_data.samples)
+    for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
+        log.warning(line)
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     if config.training.deterministic:
         determinism.enable()

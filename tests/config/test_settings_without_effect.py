@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.common import knobs
-from pipeline.config.rules import check
+from pipeline.config.rules import check, unread
 from tests.world import configured
 
 ZBV = ("parallel.schedule=zbv", "parallel.pipeline=2", "training.micro_batch_size=2", "training.global_batch_size=32")
@@ -246,13 +246,6 @@ def test_a_key_is_refused_unless_it_is_read(key):
         ("training.goldfish_k=4", "model=bert-tiny"),
         ("cluster.preflight_seconds=60", "cluster.preflight=off"),
         ("optimizer.warmup_ratio=0.05", "optimizer.warmup_steps=10"),
-        ("training.batch_rampup=[{until_step: 1000, value: 32}]", "training.steps=1000"),
-        ("training.sequence_warmup=[{until_step: 10, value: 64}, {until_step: 20, value: 128}]", "training.steps=10"),
-        (
-            "training.balance_loss_schedule=[{until_step: 10, value: 1}, {until_step: 20, value: 2}]",
-            "training.steps=10",
-            "model=mixtral-tiny",
-        ),
         ("data.blend_weights=epochs",),
         ("training.sequence_warmup=[{until_step: 10, value: 256}]",),
         ("evaluation.few_shot=3", "evaluation.every=100"),
@@ -270,3 +263,15 @@ def test_a_key_that_other_settings_make_useless(words):
     key = words[0].partition("=")[0]
     said = [str(found) for found in check.violations(configured("stage=pretrain", "model=llama-tiny", *words), 1)]
     assert any(text.startswith(key) and "no effect" in text for text in said), said
+
+
+def test_warm_ups_beyond_the_end_are_named():
+    """And not refused: the run may be continued with more steps."""
+    words = (
+        "training.batch_rampup=[{until_step: 1000, value: 32}]",
+        "training.sequence_warmup=[{until_step: 10, value: 64}, {until_step: 1020, value: 128}]",
+        "training.z_loss_schedule=[{until_step: 10, value: 1}, {until_step: 20, value: 2}]",
+    )
+    config = configured("stage=pretrain", "model=mixtral-tiny", "training.steps=1000", *words)
+    assert [line.partition(" ")[0] for line in unread.beyond_the_end(config)] == ["training.batch_rampup", "training.sequence_warmup"]
+    assert not check.violations(config, 1)

@@ -168,6 +168,8 @@ def test_llama_cpp_has_the_same_tokens(name, tmp_path):
     tokenizer = saved(tmp_path, *SAME[name])
     tokens = read_tokens(TextEncoder(tmp_path, END), CONFIG.vocab_size, IDS)
     gguf_file.write(tmp_path, InMemory(random_model(CONFIG)), CONFIG, tokens, kind="fp32", name="test")
+    if name == "bos and eos":  # which stands behind documents, and behind no prompt (tokenizer.bos)
+        template(f"{BEGIN} $A")(tokenizer)
     llama = LlamaCpp(tmp_path / gguf_file.FILE)
     assert {text: llama.tokens(text) for text in TEXTS} == {text: tokenizer.encode(text).ids for text in TEXTS}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, cast
@@ -183,7 +182,6 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from unread(config, ROWS)
     if config.stage.name not in (*TRAINING_STAGES, "certify"):
         return
-    yield from _beyond_the_end(config)
     if config.data.instructions.reference is not None and not preferences.has_reference(config):
         rule = "is not read by a loss without a reference model"
         fix = "remove it, or set training.objective=dpo and another training.preference_loss than simpo and orpo"
@@ -200,19 +198,13 @@ def unread(config: RunConfig, rows: Iterable[Row]) -> Iterator[Violation]:
                 yield Violation(key, value, rule, f"remove it, or {row.fix}")
 
 
-def _beyond_the_end(config: RunConfig) -> Iterator[Violation]:
-    """Entries of a warm-up that begin after the last step, and a full batch or length that is never reached."""
+def beyond_the_end(config: RunConfig) -> Iterator[str]:
+    """Yield what a training job says of warm-ups that its last step does not reach. It may be continued with more steps."""
     steps, training = config.training.steps, config.training
-    full = {"batch_rampup": "training.global_batch_size", "sequence_warmup": "training.sequence_length"}
-    for name in (*full, *(f"{name}_schedule" for name in loss_weights.NAMES)) if steps else ():  # 0: known once the data is open
+    for name in ("batch_rampup", "sequence_warmup", *(f"{name}_schedule" for name in loss_weights.NAMES)):
         entries: Any = getattr(training, name)
-        for number, (before, entry) in enumerate(itertools.pairwise(entries), 1):
-            if before.until_step >= steps:
-                rule = f"has no effect with training.steps={steps}: it begins after step {before.until_step}"
-                yield Violation(f"training.{name}.{number}", entry, rule, "remove it, or increase training.steps")
-        if name in full and entries and entries[-1].until_step >= steps:
-            rule = f"lasts until step {entries[-1].until_step}, and the run until training.steps={steps}: {full[name]} has no effect"
-            yield Violation(f"training.{name}", f"{len(entries)} entries", rule, "reduce until_step, or increase training.steps")
+        if entries and entries[-1].until_step >= steps:
+            yield f"training.{name} lasts until step {entries[-1].until_step}: what follows it has no effect with training.steps={steps}"
 
 
 def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
