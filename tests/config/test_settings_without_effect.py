@@ -64,7 +64,7 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((QWEN3_NEXT, "model.linear_value_heads=6"), "model.linear_value_heads=6: must be a multiple of model.linear_key_heads=4"),
         ((QWEN3_NEXT, "model.partial_rotary_factor=0.1"), "model.partial_rotary_factor=0.1: rotates 3 of the 32 dims of a head"),
         ((QWEN3_NEXT,), None),
-        (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with objective=causal"),
+        (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
         (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect with lora.rank=0"),
         (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect with lora.rank=0"),
         (("lora.rank=4", "++lora.rank_pattern={a:2}", "++lora.alpha_pattern={a:2}"), None),

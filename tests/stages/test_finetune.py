@@ -389,7 +389,7 @@ def test_preferences_are_learned_by_all_weights(base, tmp_path):
     printed = pipeline(*settings(base, tmp_path / "no", *tuned, "training.preference_loss=orpo", shared), expect=2)
     assert "is not read by a loss without a reference model" in printed
     printed = pipeline(*settings(base, tmp_path / "no", "training.preference_loss=ipo"), expect=2)
-    assert "training.preference_loss=ipo: has no effect with objective=supervised" in printed
+    assert "training.preference_loss=ipo: has no effect with the objective supervised" in printed
 
 
 @pytest.mark.slow

@@ -194,8 +194,12 @@ def unread(config: RunConfig, rows: Iterable[Row]) -> Iterator[Violation]:
         for key in row.keys if config.stage.name in row.stages and not row.read(config) else ():
             value, default = _value_and_default(config, key)
             if value != default:
-                rule = f"has no effect with {row.switch}={_value_and_default(config, row.switch)[0]}"
-                yield Violation(key, value, rule, f"remove it, or {row.fix}")
+                switch = (
+                    f"{row.switch}={_value_and_default(config, row.switch)[0]}"
+                    if "." in row.switch
+                    else f"the objective {config.objective}"
+                )
+                yield Violation(key, value, f"has no effect with {switch}", f"remove it, or {row.fix}")
 
 
 def beyond_the_end(config: RunConfig) -> Iterator[str]:
