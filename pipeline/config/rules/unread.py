@@ -19,7 +19,7 @@ class Row:
 
     Attributes:
         switch: the key that decides; "objective" is that of the run.
-        keys: dotted, in the group before the first dot; each is refused if its value is not the default of its field.
+        keys: dotted; each is refused if its value is not the default of its field.
         read: whether a configuration reads them.
         fix: what makes them read.
         stages: those to which it applies. Others may have the settings of a file or of a run.
@@ -38,6 +38,11 @@ def _optimizer(names: tuple[str, ...], keys: tuple[str, ...]) -> Row:
 
 def _objective(names: tuple[str, ...], keys: tuple[str, ...], fix: str) -> Row:
     return Row("objective", keys, lambda config: config.objective in names, fix)
+
+
+def _step(name: str) -> Row:
+    keys = _of(f"clean.{name}", *(field.name for field in fields(getattr(CleanConfig(), name))))
+    return Row("clean.steps", keys, lambda config: name in config.clean.steps, f"add {name} to clean.steps", ("shard",))
 
 
 def _of(group: str, *keys: str) -> tuple[str, ...]:
@@ -148,17 +153,7 @@ ROWS = (
     ),
     Row("dedup.url", ("dedup.url_field",), lambda config: config.dedup.url, "set dedup.url=true", ("shard",)),
     Row("dedup.paragraphs", ("dedup.paragraph_characters",), lambda c: c.dedup.paragraphs, "set dedup.paragraphs=true", ("shard",)),
-    *(
-        Row(
-            "clean.steps",
-            _of(f"clean.{step.name}", *(field.name for field in fields(getattr(CleanConfig(), step.name)))),
-            lambda config, name=step.name: name in config.clean.steps,  # type: ignore[misc]
-            f"add {step.name} to clean.steps",
-            ("shard",),
-        )
-        for step in fields(CleanConfig)
-        if step.name in STEPS and is_dataclass(getattr(CleanConfig(), step.name))
-    ),
+    *(_step(step.name) for step in fields(CleanConfig) if step.name in STEPS and is_dataclass(getattr(CleanConfig(), step.name))),
     Row("stage.temperature", _of("stage", "top_k", "top_p", "min_p"), lambda c: _generate(c).temperature > 0, "set one", ("generate",)),
     Row("stage.beams", ("stage.length_penalty",), lambda c: _generate(c).beams > 1, "set it to 2 or more", ("generate",)),
     Row("stage.draft", ("stage.draft_tokenizer",), lambda c: _generate(c).draft is not None, "name a draft model", ("generate",)),
