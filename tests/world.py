@@ -144,6 +144,17 @@ def trainer(*overrides: str) -> tuple[Any, Any]:
     return config, Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
+def queued(number: int, **values: Any) -> Any:
+    """Step number `number` as callbacks see it; `values` of Step that a test reads."""
+    from pipeline.checkpoint.native import TrainState
+    from pipeline.training.callback import Step
+    from pipeline.training.engine import StepResult
+
+    zero = torch.zeros(())
+    given = {"tokens": zero, "batch": {}, "loss": zero, "result": StepResult(zero, zero, zero), "more": {}} | values
+    return Step(TrainState(number, 16 * number, number), samples=16, seconds=1.0, last=False, since=0.0, **given)
+
+
 def share(trainer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return this rank's samples of tensors of the global batch."""
     layout = trainer.mesh.layout

@@ -87,7 +87,6 @@ class Saving:
         data, metrics = cast(Objective, _RandomTokens()), cast(Metrics, _NoMetrics())
         watchdog = Watchdog(config.training.timeout_minutes)
         self._saves = Saves(config, trainer, data, metrics, watchdog, CheckpointHooks(), self._saver)
-        trainer.before_update = self._saves.before_update
         self._steps = saved_steps(config)
 
     def after_step(self, step: int, _: StepResult) -> None:

@@ -33,9 +33,12 @@ from pipeline.rehearsal.observed import RECORDED, ObservedTrainer, Seen
 from pipeline.rehearsal.random_data import RandomTokens
 from pipeline.rehearsal.start_up import StartUp
 from pipeline.training import loop
+from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics
+from pipeline.training.saves import Saves
 from pipeline.training.step_control import StepControl
+from pipeline.training.validation import Validations
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
@@ -151,15 +154,13 @@ def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: 
     tracking = replace(config.tracking, wandb="disabled")
     short = replace(config, run_dir=str(folder), training=training, checkpoint=checkpoint, tracking=tracking)
     state = TrainState(step=0, samples=0, updates=0)
-    length = training.sequence_length
-    rank, control = trainer.mesh.rank, StepControl(trainer.mesh.rank, 0.0, training.max_skipped_steps)
-    with Metrics(
-        folder, tracking, {}, rank, state, steps=saved + 1, tokens_per_sample=length, flops_per_token=1.0, peak_flops=None
-    ) as metrics:
-        watchdog = Watchdog(training.timeout_minutes)
-        level = log.getEffectiveLevel()
-        log.setLevel(logging.WARNING)  # losses and rates mean nothing here
-        try:
-            loop.train(short, trainer, data, data, state, metrics, control, watchdog, CheckpointHooks(), saver)
-        finally:
-            log.setLevel(level)
+    rank, watchdog, level = trainer.mesh.rank, Watchdog(training.timeout_minutes), log.getEffectiveLevel()
+    log.setLevel(logging.WARNING)  # losses and rates mean nothing here
+    try:
+        with Metrics(short, rank, state) as metrics:
+            saves = Saves(short, trainer, data, metrics, watchdog, CheckpointHooks(), saver)
+            validations = Validations(short, trainer, data, metrics.validation, watchdog.report)
+            loader = BatchLoader(data, training, trainer.mesh, config.data.prefetch)
+            loop.train(state, loader, trainer, [metrics, StepControl(short, rank), saves, validations], watchdog.report)
+    finally:
+        log.setLevel(level)

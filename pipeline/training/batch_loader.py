@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -37,28 +38,38 @@ class BatchLoader:
         training: sequence length and batch sizes.
         mesh: this rank's process groups.
         prefetch: batches that are loaded ahead, each in a thread.
+        skipped: samples that no batch of training has.
 
     Attributes:
+        steps: training.steps.
         stalls: number of batches that were not ready when requested, including the first one of a run.
     """
 
-    def __init__(self, objective: Objective, training: TrainingConfig, mesh: Mesh, prefetch: int) -> None:
+    def __init__(self, objective: Objective, training: TrainingConfig, mesh: Mesh, prefetch: int, skipped: SkippedSamples = NONE) -> None:
         self._objective, self._training, self._device, self._ahead = objective, training, mesh.device, prefetch
+        self._skipped, self.steps = skipped, training.steps
         self._rank, self._ranks = mesh.layout.batch_shard(mesh.coordinates), mesh.layout.batch_shards
         self.stalls = 0
 
-    def remaining(self, state: TrainState, skipped: SkippedSamples = NONE) -> Iterator[DeviceBatch]:
-        """Yield the batches of the steps that a run in this state has not made; arguments as in training."""
-        return self.training(state.samples, range(state.step, self._training.steps), skipped)
+    def batch_size(self, step: int) -> int:
+        """Return the number of samples in the global batch of a step; `step` of them precede it."""
+        return warmup.batch_size(self._training, step)
 
-    def training(self, first: int, steps: range, skipped: SkippedSamples = NONE) -> Iterator[DeviceBatch]:
-        """Yield the batches of these steps; the first one starts at sample `first`, and `skipped` are in none of them."""
+    def after(self, state: TrainState) -> TrainState:
+        """Return the state after one step more."""
+        return replace(state, step=state.step + 1, samples=self._skipped.after(state.samples, self.batch_size(state.step)))
+
+    def remaining(self, state: TrainState) -> Iterator[DeviceBatch]:
+        """Yield the batches of the steps that a run in this state has not made."""
+        return self.training(state.samples, range(state.step, self.steps))
+
+    def training(self, first: int, steps: range) -> Iterator[DeviceBatch]:
+        """Yield the batches of these steps; the first one starts at sample `first`."""
 
         def requests(first: int) -> Iterator[tuple[np.ndarray, int, int]]:
             for step in steps:
-                size = warmup.batch_size(self._training, step)
-                samples = skipped.take(first, size)
-                yield samples, size, warmup.sequence_length(self._training, step)
+                samples = self._skipped.take(first, self.batch_size(step))
+                yield samples, len(samples), warmup.sequence_length(self._training, step)
                 first = int(samples[-1]) + 1
 
         return self._prefetch(requests(first))

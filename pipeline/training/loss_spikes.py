@@ -21,7 +21,6 @@ from typing import Any
 
 from pipeline.common import metrics_file
 from pipeline.config.training import TrainingConfig
-from pipeline.parallel.mesh import on_rank_0
 
 #: Steps from the last one of a spike to the step after which all ranks act on it: rank 0 reads the metrics of a step when the next one is
 #: queued, sends its request with the one after that, and its sum is read when a further one is queued.
@@ -85,11 +84,6 @@ class LossSpikes:
         self._steps.append((step, _logarithm(line["loss"]), -math.inf if self._scaled and norm == math.inf else norm))
         if self.found is None and len(self._steps) == self._steps.maxlen:
             self.found = self._judge()
-
-    def found_on_rank_0(self) -> bool:
-        """Whether rank 0 has found a spike; collective."""
-        found: bool = on_rank_0(lambda: self.found is not None)
-        return found
 
     def _judge(self) -> Spike | None:
         """Return the spike that the last `patience` steps are, None if they are none."""

@@ -8,20 +8,20 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import metrics_file, wandb_run
 from pipeline.common.errors import ToBeContinued, UserError
-from pipeline.config.schema import TrackingConfig
-from pipeline.training.engine import StepResult
+from pipeline.common.progress import Progress
+from pipeline.config.schema import RunConfig
+from pipeline.training.callback import Callback, Step
 from pipeline.training.metrics_writer import MetricsWriter, keep_steps
 from pipeline.training.noise_scale import NoiseScale
 from pipeline.training.step_control import HostCopy
@@ -43,23 +43,20 @@ class _Pending:
     samples: int
     seconds: float
     names: tuple[str, ...]
-    extra: dict[str, float]
+    more: dict[str, float]
+    memory: dict[str, float]
 
 
-class Metrics:
+class Metrics(Callback):
     """Writes one JSON object per step.
 
     The metrics of a step are copied to the host asynchronously and written when the next step has been queued, so the host
     stays ahead of the device. On resume, lines of steps that did not lead to the checkpoint are removed first.
 
     Args:
-        run_dir: the run directory.
-        tracking: Weights & Biases, and how often a line is logged.
-        settings: the configuration as Weights & Biases shows it.
+        config: of the run.
         rank: only rank 0 writes.
         resumed: the state that the run continues from.
-        steps: training.steps.
-        tokens_per_sample: sequence length of a sample.
         flops_per_token: forward and backward FLOPs of the full model.
         peak_flops: peak of all devices of the job in FLOP/s, None if unknown (a CPU); mfu is null then.
         first_step: first step of this run directory; lines of earlier ones are those of another run.
@@ -70,52 +67,45 @@ class Metrics:
 
     def __init__(
         self,
-        run_dir: Path,
-        tracking: TrackingConfig,
-        settings: dict[str, Any],
+        config: RunConfig,
         rank: int,
         resumed: TrainState,
         *,
-        steps: int,
-        tokens_per_sample: int,
-        flops_per_token: float,
-        peak_flops: float | None,
+        flops_per_token: float = 0.0,
+        peak_flops: float | None = None,
         first_step: int = 1,
     ) -> None:
+        run_dir, tracking, steps = Path(config.run_dir), config.tracking, config.training.steps
         self._run_dir, self._rank, self._log_every = run_dir, rank, tracking.log_every
-        self._tokens_per_sample, self._flops_per_token, self._peak_flops = tokens_per_sample, flops_per_token, peak_flops
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._tokens_per_sample = config.training.sequence_length
         self._skipped_before = resumed.step - resumed.updates
         self._noise = NoiseScale(run_dir)
         self._pending: _Pending | None = None
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = steps, {}  # type: int, dict[str, Any]
+        self._bar = Progress(steps - resumed.step, config.stage.name, "step", rank, every=math.inf)
         self._wandb: Any = None
         if rank == 0:
             self._path = run_dir / FILE
             keep_steps(self._path, first_step, resumed.step)
             self._file = MetricsWriter(self._path)
             if tracking.wandb != "disabled":
-                settings = {**settings, "resumed_at": resumed.step}
+                settings = {**asdict(config), "resumed_at": resumed.step}
                 self._wandb = wandb_run.start(run_dir, run_dir, tracking.wandb, tracking.project, tracking.name, settings)
 
-    def add(self, state: TrainState, loss: Tensor, result: StepResult, samples: int, seconds: float, extra: dict[str, float]) -> None:
-        """Record a step that was just queued, and write the previous one.
-
-        Args:
-            state: after the step.
-            loss: mean loss of the global batch, 0-dim.
-            result: result of the step.
-            samples: size of its global batch.
-            seconds: time between the ends of queuing the previous step and this one.
-            extra: further metrics of the line, known on the host.
-        """
+    def after_step(self, step: Step) -> None:
+        """Record a step that was just queued, and write the previous one."""
         if self._rank > 0:
             return
+        result = step.result
         numbers = (result.gradient_norm, result.lr, result.skipped, *result.more.values())
-        values = torch.stack([loss.detach().float(), *(number.to(loss.device) for number in numbers)])
-        previous, self._pending = self._pending, _Pending(state, HostCopy(values), samples, seconds, tuple(result.more), extra)
+        values = HostCopy(torch.stack([step.loss.detach().float(), *(number.to(step.loss.device) for number in numbers)]))
+        previous = self._pending
+        self._pending = _Pending(step.state, values, step.samples, step.seconds, tuple(result.more), step.more, memory_used())
         if previous is not None:
             self._write(previous)
+        self._bar.advance(1, f"loss {self._last['loss']:.3f}" if self._last else "")
 
     def flush(self) -> None:
         """Write the pending step and lines that could not be written before, so that the file contains all completed steps."""
@@ -197,7 +187,8 @@ class Metrics:
             "tokens_per_second": rate,
             "mfu": None if self._peak_flops is None else rate * self._flops_per_token / self._peak_flops,
             **self._noise.added(dict(zip(pending.names, more, strict=True)), pending.samples),
-            **pending.extra,
+            **pending.more,
+            **pending.memory,
         }
         self._emit(self._last)
         if skipped:
@@ -216,9 +207,11 @@ class Metrics:
             self._wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def __enter__(self) -> Metrics:
+        self._bar.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.__exit__(kind, error, trace)
         if self._rank > 0:
             return
         if kind is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -13,7 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.common.atomic_files import atomic_file
+from pipeline.config.schema import RunConfig
 from pipeline.training import trace_report
+from pipeline.training.callback import Callback
 
 log = logging.getLogger("pipeline")
 
@@ -23,28 +25,28 @@ FOLDER = "profile"
 _OPERATIONS = 10
 
 
-class Profiler:
+class Profiler(Callback):
     """Profiles steps of a rank.
 
     Args:
-        run_dir: the run directory.
-        steps: training.profile.
-        ranks: training.profile_ranks.
+        config: of the run.
         rank: of this process.
     """
 
-    def __init__(self, run_dir: Path, steps: Collection[int], ranks: Collection[int], rank: int) -> None:
-        self._folder, self._rank = run_dir / FOLDER, rank
-        self._steps = frozenset(steps) if rank in ranks else frozenset()
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self._folder, self._rank = Path(config.run_dir) / FOLDER, rank
+        self._steps = frozenset(config.training.profile) if rank in config.training.profile_ranks else frozenset()
 
     @contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def during_step(self, number: int) -> Iterator[None]:
         """Return a context for a step, which is profiled if that is asked for. A report that cannot be written does not end the run."""
         if number not in self._steps:
             yield
             return
         _synchronize()  # the step before
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         with profile(activities=activities, profile_memory=True, acc_events=True) as found:
             yield
             _synchronize()

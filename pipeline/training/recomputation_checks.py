@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
+from pipeline.training.callback import Callback, Step
 from pipeline.training.trainer import Trainer
 from pipeline.training.weight_copies import digest, on_any_rank
 
@@ -27,7 +28,7 @@ KEY = "training.recompute_every"
 _NAMED = 8
 
 
-class RecomputationChecks:
+class RecomputationChecks(Callback):
     """Compares forward passes every training.recompute_every steps.
 
     Args:
@@ -40,18 +41,15 @@ class RecomputationChecks:
         self._every, self._training = config.training.recompute_every, config.training
         self._trainer, self._mesh, self._hosts = trainer, trainer.mesh, hosts
 
-    def after_step(self, step: int, tokens: Tensor, batch: Batch) -> None:
+    def after_step(self, step: Step) -> None:
         """Check the ranks after a step if it is due. Collective.
-
-        Args:
-            step: steps with this one.
-            tokens, batch: this rank's share of its global batch, as in Trainer.train.
 
         Raises:
             UserError: bits differ. No checkpoint of this state is to be written.
         """
-        if not self._every or step % self._every:
+        if not self._every or step.state.step % self._every:
             return
+        tokens, batch = step.tokens, step.batch
         rows = self._rows(tokens)
         inputs = {"tokens": tokens[:rows], **{name: cast(Tensor, value)[:rows] for name, value in batch.items()}}
         first, second = self._digests(inputs), self._digests(inputs)
@@ -61,7 +59,7 @@ class RecomputationChecks:
             flags.append((self._digests({name: self._from_other(value) for name, value in inputs.items()}) != expected).any())
         own = torch.stack(flags)
         if any(on_any_rank(self._mesh, own)):
-            raise self._error(step, own.tolist())
+            raise self._error(step.state.step, own.tolist())
 
     def _rows(self, tokens: Tensor) -> int:
         """The sequences of a micro-batch; all of the step if there are pipeline stages, whose schedules need several micro-batches."""

@@ -19,6 +19,7 @@ from pipeline.checkpoint.native import EMA
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.pieces import Piece
+from pipeline.training.callback import Callback, Step
 from pipeline.training.engine import StepResult
 from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.trainer import Trainer
@@ -52,7 +53,7 @@ class _Entry:
         return self.piece.name, self.kind, self.piece.box
 
 
-class ReplicaChecks:
+class ReplicaChecks(Callback):
     """Compares the copies of weights, optimizer state and numbers of a step: every training.check_replicas_every steps, before every save.
 
     Args:
@@ -76,21 +77,25 @@ class ReplicaChecks:
         self._untrained = UntrainedWeights(config, trainer)
         self._equal_until: int | None = None
 
-    def after_step(self, step: int, result: StepResult, *, saving: bool) -> None:
+    def after_step(self, step: Step) -> None:
         """Check the state after a step if it is due. Collective.
-
-        Args:
-            step: steps with this one.
-            result: of the step.
-            saving: whether a checkpoint of this state is written next.
 
         Raises:
             UserError: copies differ. No checkpoint of this state is to be written.
         """
-        due = bool(self._every) and step % self._every == 0
-        if not due and not (self._every and saving):
-            return
-        entries = self._entries if due else self._at_saves
+        number = step.state.step
+        if self._every and number % self._every == 0:
+            digests = self._check(number, step.result, self._entries)
+            weights = [index for index, entry in enumerate(self._entries) if entry.trained and entry.kind == "weight"]
+            self._untrained.check(number, [self._entries[index].piece.name for index in weights], digests[weights], step.result)
+
+    def before_save(self, step: Step) -> None:
+        """Check the state that is saved, unless after_step has; raises as that."""
+        if self._every and step.state.step % self._every:
+            self._check(step.state.step, step.result, self._at_saves)
+
+    def _check(self, step: int, result: StepResult, entries: list[_Entry]) -> Tensor:
+        """Compare entries after a step, and return their digests, int64 (entries,). Collective; raises as after_step."""
         digests = self._digests(entries)
         unequal = self._unequal(entries, digests)
         of_step = [value.to(self._mesh.device, torch.float64) for value in (result.gradient_norm, result.lr, result.skipped)]
@@ -99,9 +104,7 @@ class ReplicaChecks:
         if copies or scalars:
             raise self._error(step, entries, unequal, numbers, scalars=scalars)
         self._equal_until = step
-        if due:
-            weights = [index for index, entry in enumerate(entries) if entry.trained and entry.kind == "weight"]
-            self._untrained.check(step, [entries[index].piece.name for index in weights], digests[weights], result)
+        return digests
 
     def _digests(self, entries: list[_Entry]) -> Tensor:
         """The digests of entries, int64 (entries,): those of partitions are of this rank's elements."""

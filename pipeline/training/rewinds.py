@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -26,9 +27,12 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
 from pipeline.training import resume, skipped_samples
+from pipeline.training.callback import Callback, Step
 from pipeline.training.loss_spikes import DELAY, LossSpikes, Spike
+from pipeline.training.metrics import Metrics
+from pipeline.training.saves import Saves
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
-from pipeline.training.starting_checkpoint import starting_checkpoint
+from pipeline.training.starting_checkpoint import FORK, starting_checkpoint
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -47,21 +51,53 @@ class SpikeFoundError(Exception):
         self.state, self.spike = state, spike
 
 
-def detector(config: RunConfig, *, is_fork: bool) -> LossSpikes | None:
-    """Return what finds the loss spikes of a run, with the steps of metrics.jsonl; None if training.spike_factor is 0.
+class SpikeWatch(Callback):
+    """Ends the training loop after a loss spike, on all ranks, if training.spike_factor is set.
 
     A spike begins two steps after the first checkpoint of the run at the earliest; the checkpoint of a fork precedes all of its steps.
 
     Args:
         config: configuration of the run.
-        is_fork: whether the run began with a checkpoint of another one.
+        state: with which the loop begins.
+        metrics, saves: callbacks before this one.
+        parent: Index.parent of the checkpoints.
+
+    Raises:
+        SpikeFoundError: the last steps of the job before this one, in metrics.jsonl, have spiked.
     """
-    if not config.training.spike_factor:
-        return None
-    spikes = LossSpikes(config.training, 0 if is_fork else config.checkpoint.every + 2, scaled=config.precision.dtype == "fp16")
-    if dist.get_rank() == 0:
-        spikes.restore(Path(config.run_dir))
-    return spikes
+
+    def __init__(self, config: RunConfig, state: TrainState, metrics: Metrics, saves: Saves, parent: dict[str, Any] | None = None) -> None:
+        self._metrics, self._saves, self._is_on = metrics, saves, config.training.spike_factor > 0
+        earliest = 0 if parent is not None and parent["how"] == FORK else config.checkpoint.every + 2
+        self._spikes = LossSpikes(config.training, earliest, scaled=config.precision.dtype == "fp16")
+        if self._is_on and dist.get_rank() == 0:
+            self._spikes.restore(Path(config.run_dir))
+        if self._is_on and self._found_on_rank_0():
+            raise SpikeFoundError(state, self._spikes.found)
+
+    def requests(self) -> Collection[str]:
+        """See Callback."""
+        return () if self._spikes.found is None else ("rewind",)
+
+    def after_step(self, step: Step) -> None:
+        """Judge the step before.
+
+        Raises:
+            SpikeFoundError: all ranks have learned of a spike, and no checkpoint is being written.
+        """
+        if not self._is_on:
+            return
+        if step.last:
+            self._metrics.flush()
+        self._spikes.observe(self._metrics.last)
+        if step.decision.rewind or (step.last and self._found_on_rank_0()):
+            self._saves.settle(step.state.step)
+            raise SpikeFoundError(step.state, self._spikes.found)
+
+    def _found_on_rank_0(self) -> bool:
+        """Whether rank 0 has found a spike; collective."""
+        found: bool = on_rank_0(lambda: self._spikes.found is not None)
+        return found
 
 
 def train(

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import socket
 from collections.abc import Callable
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipeline.config.rules import unread
 from pipeline.config.schema import PrecisionConfig, RunConfig
 from pipeline.data.load import blend, stage_in
 from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
@@ -42,17 +43,20 @@ from pipeline.training import (
     run_events,
     shard_verification,
 )
+from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.recomputation_checks import RecomputationChecks
 from pipeline.training.replica_checks import ReplicaChecks
-from pipeline.training.request_files import RequestFiles
+from pipeline.training.rewinds import SpikeWatch
+from pipeline.training.saves import Saves
 from pipeline.training.skipped_samples import SkippedSamples
-from pipeline.training.starting_checkpoint import FORK, first_step_of, initial_checkpoint, parent_of, with_loss_weights
+from pipeline.training.starting_checkpoint import first_step_of, initial_checkpoint, parent_of, with_loss_weights
 from pipeline.training.step_control import StepControl
 from pipeline.training.stragglers import Stragglers
 from pipeline.training.trainer import Trainer
+from pipeline.training.validation import Validations
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
@@ -85,16 +89,8 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     check_nodes(config, ranks)
     if config.checkpoint.initialize_from is not None:
         initial_checkpoint(config.checkpoint.initialize_from)
-    key = registry.objective_of(config).data_key
-    staged = key in ("data.tokens", "data.instructions.train")
-    read = dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
-    training_data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
-    config = epochs.with_steps(config, training_data, ranks.rank)
-    hooks = hooks_of(config)
-    blend.check_epochs(config.data, config.training, training_data.samples)
-    for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
-        log.warning(line)
-    run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
+    config, data, validation_data = _open_data(config, ranks)
+    hooks, first, run_dir, minutes = hooks_of(config), ranks.rank == 0, Path(config.run_dir), config.training.timeout_minutes
     if config.training.deterministic:
         determinism.enable()
     process = choose_saver.start_writer(config.checkpoint, ranks)
@@ -104,67 +100,52 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
         with ExitStack() as claims, Watchdog(minutes) as watchdog:
             begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims, minutes))
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
-            if ranks.rank == 0:
+            if first:
                 hooks.written()  # for checkpoints of an earlier job
             config = with_loss_weights(config, begin)
             layout = Layout.of(config, ranks.world_size)
             check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
-            state = resume.begin(config, trainer, begin, training_data)
-            reference_answers.attach(config, trainer, begin, state, training_data, validation_data, watchdog.report)
+            state = resume.begin(config, trainer, begin, data)
+            reference_answers.attach(config, trainer, begin, state, data, validation_data, watchdog.report)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))
-                if ranks.rank == 0:
+                if first:
                     hooks.finished()
                 return
-            changed: list[tuple[str, Any, Any]] = []
-            if ranks.rank == 0:
+            recorded: AbstractContextManager[None] = nullcontext()
+            if first:
                 with run_directory.disk_errors(run_dir):
                     changed = run_directory.begin_training(config, begin)
-            length, peak = config.training.sequence_length, peak_flops(config.cluster, config.precision, device)
-            flops = family_of(config.model).costs_per_token(config.model, length, training_data.decoder_length).total
-            if peak is not None and ranks.rank == 0:
-                log.info("mfu in %s: share of %s", FILE, peak)
-            writer = partial(
-                Metrics,
-                run_dir,
-                config.tracking,
-                dataclasses.asdict(config),
-                ranks.rank,
-                steps=config.training.steps,
-                tokens_per_sample=length,
-                flops_per_token=flops,
-                peak_flops=None if peak is None else peak.tflops * 1e12 * ranks.world_size,
-                first_step=first_step_of(parent),
-            )
-            saver = choose_saver.choose(config, ranks, trainer, process, lock if ranks.rank == 0 else None)
-            events = (
-                run_events.recorded(config, layout, hosts, state.step, training_data.samples, parent, changed)
-                if ranks.rank == 0
-                else nullcontext()
-            )
-            stages = list(trainer.model.stage_modules())
-            stragglers = Stragglers(run_dir, trainer.mesh, stages, hosts, config.cluster.slow_factor, config.tracking.log_every)
-            profiler = Profiler(run_dir, config.training.profile, config.training.profile_ranks, ranks.rank)
-            is_fork = parent is not None and parent["how"] == FORK
+                recorded = run_events.recorded(config, layout, hosts, state.step, data.samples, parent, changed)
+            metrics_of = _metrics_of(config, ranks, data, parent, peak_flops(config.cluster, config.precision, device))
+            saver = choose_saver.choose(config, ranks, trainer, process, lock if first else None)
+            stragglers = Stragglers(config, trainer, hosts)  # outside of attempts: it registers hooks
 
             def attempt(state: TrainState, skipped: SkippedSamples) -> TrainState:
-                with writer(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if ranks.rank == 0 else ""):
-                    files = RequestFiles(run_dir)
-                    control = StepControl(ranks.rank, config.checkpoint.every_minutes, config.training.max_skipped_steps, files)
-                    spikes = rewinds.detector(config, is_fork=is_fork)
-                    last_step = node_phases.last_step(config, state.step, ranks)
-                    return loop.train(
-                        *(config, trainer, training_data, validation_data, state, metrics, control, watchdog, hooks, saver),
-                        *(parent, last_step, spikes, skipped, stragglers, profiler),
-                        *(ReplicaChecks(config, trainer, hosts), RecomputationChecks(config, trainer, hosts)),
-                    )
+                """Train from a state; the list has what happens besides the steps."""
+                loader = BatchLoader(data, config.training, trainer.mesh, config.data.prefetch, skipped)
+                with metrics_of(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if first else ""):
+                    control = StepControl(config, ranks.rank, node_phases.last_step(config, state.step, ranks))
+                    saves = Saves(config, trainer, data, metrics, watchdog, hooks, saver, parent, control.complete)
+                    callbacks = [
+                        stragglers,
+                        Profiler(config, ranks.rank),
+                        metrics,
+                        control,
+                        saves,
+                        SpikeWatch(config, state, metrics, saves, parent),
+                        Validations(config, trainer, validation_data, metrics.validation, watchdog.report),
+                        ReplicaChecks(config, trainer, hosts),
+                        RecomputationChecks(config, trainer, hosts),
+                    ]
+                    return loop.train(state, loader, trainer, callbacks, watchdog.report)
 
-            with events, closing(saver), run_directory.disk_errors(run_dir):
-                state = rewinds.train(config, trainer, training_data, state, attempt)
-            unverified = shard_verification.finish([training_data, validation_data])
-            if ranks.rank == 0:
+            with recorded, closing(saver), run_directory.disk_errors(run_dir):
+                state = rewinds.train(config, trainer, data, state, attempt)
+            unverified = shard_verification.finish([data, validation_data])
+            if first:
                 run_directory.finish(config, state, hosts, parent, unverified)
                 hooks.finished()
     except ToBeContinued:
@@ -174,6 +155,34 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
         if process is not None:
             process.close()
         meshes.destroy_process_group()
+
+
+def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, Objective | None]:
+    """Open the training and the validation split, staged in if that is configured. The returned configuration has training.steps.
+
+    Raises:
+        UserError: token shards are missing or do not fit the configuration.
+    """
+    key = registry.objective_of(config).data_key
+    staged = key in ("data.tokens", "data.instructions.train")
+    read = dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
+    data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
+    config = epochs.with_steps(config, data, ranks.rank)
+    blend.check_epochs(config.data, config.training, data.samples)
+    for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
+        log.warning(line)
+    return config, data, validation_data
+
+
+def _metrics_of(
+    config: RunConfig, ranks: Ranks, data: Objective, parent: dict[str, Any] | None, peak: Peak | None
+) -> Callable[[TrainState], Metrics]:
+    """Return what opens metrics.jsonl for a run that continues from a state."""
+    if peak is not None and ranks.rank == 0:
+        log.info("mfu in %s: share of %s", FILE, peak)
+    costs = family_of(config.model).costs_per_token(config.model, config.training.sequence_length, data.decoder_length)
+    flops = None if peak is None else peak.tflops * 1e12 * ranks.world_size
+    return partial(Metrics, config, ranks.rank, flops_per_token=costs.total, peak_flops=flops, first_step=first_step_of(parent))
 
 
 def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:

@@ -32,15 +32,13 @@ from pipeline.training import rewinds
 from pipeline.training.metrics import FILE
 from pipeline.training.metrics_writer import last_loss
 from pipeline.training.request_files import STOP, remove
+from pipeline.training.saves import LAST_WAITS
 from pipeline.training.starting_checkpoint import initial_checkpoint, starting_checkpoint
 
 log = logging.getLogger("pipeline")
 
 #: Folder of the tokenizer with the chat template of the run, in its run directory.
 TOKENIZER = "tokenizer"
-
-#: Seconds between the attempts to write what a run ends with, its last checkpoint and its manifest: a disk may be full for a moment only.
-LAST_WAITS = (2.0, 20.0)
 
 
 def disk_errors(run_dir: Path) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import math
 import time
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,20 +27,22 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
 from pipeline.training import schedule_free
+from pipeline.training.callback import Callback, Step
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.metrics import Metrics
-from pipeline.training.run_directory import LAST_WAITS
 from pipeline.training.step_control import HostCopy
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 
 log = logging.getLogger("pipeline")
 
+#: Seconds between the attempts to write what a run ends with, its last checkpoint and its manifest: a disk may be full for a moment only.
+LAST_WAITS = (2.0, 20.0)
 _THEN = "checkpoint.resume=auto continues from the newest checkpoint"
 
 
-class Saves:
+class Saves(Callback):
     """Begins checkpoints and follows them to their end.
 
     Args:
@@ -51,10 +54,10 @@ class Saves:
         hooks: further checkpoints, and what follows them.
         saver: writes the checkpoints.
         parent: Index.parent of the checkpoints.
+        on_complete: called on rank 0 with the step of a checkpoint that has become complete.
 
     Attributes:
         failures: number of checkpoints that could not be written, on rank 0.
-        complete: step of the newest checkpoint that has become complete, on rank 0; -1 for none.
     """
 
     def __init__(
@@ -67,22 +70,52 @@ class Saves:
         hooks: CheckpointHooks,
         saver: Saver,
         parent: dict[str, Any] | None = None,
+        on_complete: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._config, self._trainer, self._data, self._metrics = config, trainer, data, metrics
         self._watchdog, self._hooks, self._saver, self._parent = watchdog, hooks, saver, parent
         self._rank = trainer.mesh.rank
         self._settings: dict[str, Any] | None = None
         self.failures = 0
-        self.complete = -1
+        self._on_complete = on_complete
         self._in_a_row, self._failing_since = 0, 0.0
         self._last: Outcome | None = None
         self._failed = False
         self._fatal: UserError | None = None
+        trainer.before_update = self.before_update
 
-    def requests(self) -> tuple[bool, bool]:
-        """What this rank tells the others with a step: (rank 0 has to be told that its part of a checkpoint failed, the run must end)."""
+    def requests(self) -> Collection[str]:
+        """See Callback: rank 0 has to be told that this rank's part of a checkpoint failed; the run must end."""
         failed, self._failed = self._failed, False
-        return failed, self._fatal is not None
+        return [name for name, is_made in (("failed", failed), ("fatal", self._fatal is not None)) if is_made]
+
+    def after_step(self, step: Step) -> None:
+        """Learn what has become of the checkpoint that is being written, and act on the requests of all ranks.
+
+        Raises:
+            UserError: the run must end; the same on all ranks.
+        """
+        step.more["save_failures"] = self.failures
+        self.poll()
+        if step.decision.failed:
+            self._saver.abandon("a rank could not write its part; the log has the reason")
+        if step.decision.fatal:
+            raise UserError(self._gather_fatal())
+
+    def wants_save(self, step: Step) -> bool:
+        """See Callback: the last step, those of the configuration, and further ones."""
+        number, every = step.state.step, self._config.checkpoint.every
+        scheduled = bool(every and number % every == 0) or number in self._config.optimizer.decay_ends
+        return step.last or scheduled or self._hooks.writes(number)
+
+    def save(self, step: Step) -> None:
+        """See Callback."""
+        self.begin(step.state)
+        step.since = time.monotonic()
+
+    def end(self, step: Step) -> None:
+        """Wait until the checkpoint of the last step is complete; raises as finish."""
+        step.state = self.finish(step.state)
 
     def begin(self, state: TrainState) -> None:
         """Begin the checkpoint of a state: the weights are copied while the next step computes its gradients."""
@@ -112,25 +145,11 @@ class Saves:
             if outcome.reason:
                 self._count(outcome)
             elif outcome.folder is not None:
-                self._in_a_row, self.complete = 0, outcome.step
+                self._in_a_row = 0
+                self._on_complete(outcome.step)
                 log.info("step %d: wrote %s", outcome.step, outcome.folder)
                 if self._hooks.writes(outcome.step):
                     self._hooks.written()
-
-    def act(self, *, failed: bool, fatal: bool) -> None:
-        """Act on the requests of all ranks.
-
-        Args:
-            failed: a rank could not write its part of the checkpoint, and could not say so in the file system.
-            fatal: the run must end.
-
-        Raises:
-            UserError: the run must end; the same on all ranks.
-        """
-        if failed:
-            self._saver.abandon("a rank could not write its part; the log has the reason")
-        if fatal:
-            raise UserError(self._gather_fatal())
 
     def finish(self, state: TrainState) -> TrainState:
         """Wait until the checkpoint of a state, which has begun, is complete; every rank calls this.

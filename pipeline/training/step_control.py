@@ -9,112 +9,103 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pipeline.common import signals
-from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
-from pipeline.training.engine import StepResult
+from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED, ToBeContinued
+from pipeline.config.schema import RunConfig
+from pipeline.training.callback import REQUESTS, Callback, Decision, Step
 from pipeline.training.request_files import RequestFiles
 from pipeline.training.skipped_steps import SkippedSteps
 
 log = logging.getLogger("pipeline")
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What all ranks do after a step.
-
-    Attributes:
-        save: write a checkpoint.
-        stop: exit code of the run, which stops after writing a checkpoint; None if it goes on.
-        asked: a user asked it to stop, by the file `stop`.
-        failed: a rank could not write its part of a checkpoint.
-        fatal: the run must end with an error, whose reason a rank knows.
-        rewind: the loss has spiked: the run returns to a checkpoint.
-    """
-
-    save: bool = False
-    stop: int | None = None
-    asked: bool = False
-    failed: bool = False
-    fatal: bool = False
-    rewind: bool = False
-
-
-class StepControl:
-    """Collects the requests of this rank and turns those of all ranks into decisions.
+class StepControl(Callback):
+    """Turns the requests of all ranks into decisions, and ends the job.
 
     Args:
-        rank: the clock of rank 0 decides when a checkpoint is due.
-        save_minutes: checkpoint.every_minutes.
-        max_skipped: training.max_skipped_steps.
-        files: by which a user asks for something; rank 0 looks for them.
+        config: of the run.
+        rank: the clock of rank 0 decides when a checkpoint is due, and rank 0 looks for files by which a user asks for something.
+        last_step: number of steps after which this job ends, since the run needs other nodes; None if it trains up to training.steps.
     """
 
-    def __init__(self, rank: int, save_minutes: float, max_skipped: int, files: RequestFiles | None = None) -> None:
+    def __init__(self, config: RunConfig, rank: int, last_step: int | None = None) -> None:
         self._rank = rank
-        self._save_seconds = save_minutes * 60
+        self._save_seconds = config.checkpoint.every_minutes * 60
         self._saved = time.monotonic()
-        self._skipped = SkippedSteps(max_skipped)
-        self._files = files if rank == 0 else None
+        self._skipped = SkippedSteps(config.training.max_skipped_steps)
+        self._files = RequestFiles(Path(config.run_dir)) if rank == 0 else None
+        self._last_step = last_step
         self._pending: HostCopy | None = None
         self._has_saved = False
 
-    def requests(self, *, failed: bool = False, fatal: bool = False, rewind: bool = False) -> tuple[bool, ...]:
-        """This rank's requests.
-
-        They are: save a checkpoint, stop as the time ends, stop as the job was canceled, stop by Ctrl-C, stop by a file, failed, fatal,
-        rewind.
-
-        Args:
-            failed: this rank could not write its part of a checkpoint.
-            fatal: the run must end with an error.
-            rewind: the loss has spiked; rank 0 knows.
-        """
+    def requests(self) -> Collection[str]:
+        """See Callback: those of the clock, of signals and of files."""
         due = self._rank == 0 and self._save_seconds > 0 and time.monotonic() - self._saved >= self._save_seconds
         save, stop = (False, False) if self._files is None else self._files.look()
         time_ends, interrupted = (number in signals.received for number in (signal.SIGUSR1, signal.SIGINT))
-        return due or save, time_ends, signals.is_canceled(), interrupted, stop, failed, fatal, rewind
+        made = {"save": due or save, "time": time_ends, "canceled": signals.is_canceled(), "interrupted": interrupted, "stop": stop}
+        return [name for name, is_made in made.items() if is_made]
 
-    def saving(self, step: int) -> None:
-        """Note that the checkpoint of a step has begun, which all requests until now asked for."""
-        self._saved, self._has_saved = time.monotonic(), True
-        if self._files is not None:
-            self._files.saving(step)
-
-    def complete(self, step: int) -> None:
-        """Note the step of the newest complete checkpoint that this rank knows of."""
-        if self._files is not None:
-            self._files.complete(step)
-
-    def stopped(self) -> None:
-        """Note that the run ends, and its checkpoint is complete."""
-        if self._files is not None:
-            self._files.stopped()
-
-    def after_step(self, result: StepResult, *, last: bool) -> Decision:
+    def after_step(self, step: Step) -> None:
         """Decide on the requests of the previous step; of this step, too, if it is the last one.
-
-        Args:
-            result: of this step, to which this rank sent requests().
-            last: whether no step follows.
 
         Raises:
             UserError: too many steps in a row were skipped.
         """
+        result = step.result
         previous, self._pending = self._pending, HostCopy(torch.stack([*result.requests, result.skipped.to(result.requests)]))
-        known = [copy.values() for copy in (previous, self._pending if last else None) if copy is not None]
+        known = [copy.values() for copy in (previous, self._pending if step.last else None) if copy is not None]
         for *_, skipped in known:
             self._skipped.count(skipped=bool(skipped))
-        if not known:
-            return Decision()
-        due, time_ends, canceled, interrupted, asked, failed, fatal, rewind, _ = (any(values) for values in zip(*known, strict=True))
-        due, self._has_saved = due and not self._has_saved, False
-        stop = TERMINATED if canceled else INTERRUPTED if interrupted else CONTINUE if time_ends or asked else None
-        return Decision(due, stop, asked, failed, fatal, rewind)
+        made = {name for counts in known for name, count in zip(REQUESTS, counts, strict=False) if count}
+        stop, reason = None, ""
+        if "canceled" in made:
+            stop = TERMINATED
+        elif "interrupted" in made:
+            stop = INTERRUPTED
+        elif "time" in made or "stop" in made:
+            stop = CONTINUE
+        if stop is None and step.state.step == self._last_step and not step.last:
+            stop, reason = CONTINUE, "phase"
+        if "stop" in made:
+            reason = "stop"
+        save = "save" in made and not self._has_saved
+        self._has_saved = self._has_saved and not known
+        step.decision = Decision(save, stop, reason, "failed" in made, "fatal" in made, "rewind" in made)
+
+    def wants_save(self, step: Step) -> bool:
+        """See Callback."""
+        return step.decision.save or step.decision.stop is not None
+
+    def save(self, step: Step) -> None:
+        """Note that a checkpoint has begun: the next one by the clock, or by a request of this step, is not due."""
+        self._saved, self._has_saved = time.monotonic(), True
+        if self._files is not None:
+            self._files.saving(step.state.step)
+
+    def complete(self, step: int) -> None:
+        """Note that the checkpoint of a step is complete."""
+        if self._files is not None:
+            self._files.complete(step)
+
+    def end(self, step: Step) -> None:
+        """End the job, whose checkpoint is complete.
+
+        Raises:
+            ToBeContinued: the run is not complete.
+        """
+        if self._files is not None:
+            self._files.stopped()
+        if step.decision.stop is not None and not step.last:
+            other = " on other nodes" if step.decision.reason == "phase" else ""
+            log.info("stopped after step %d; the same command continues%s", step.state.step, other)
+            raise ToBeContinued(step.decision.stop, step.decision.reason)
 
 
 class HostCopy:

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 
 from pipeline.common import events
 from pipeline.config.layout import Layout
-from pipeline.parallel.mesh import Mesh
+from pipeline.config.schema import RunConfig
+from pipeline.training.callback import Callback
 from pipeline.training.step_control import HostCopy
+from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
 
@@ -84,33 +86,25 @@ class StageTimer:
         return event
 
 
-class Stragglers:
+class Stragglers(Callback):
     """Names the slow nodes of a job, on rank 0.
 
     Args:
-        run_dir: whose events.jsonl gets an event.
-        mesh: this rank's process groups.
-        stages: of this rank.
+        config: of the run.
+        trainer: whose forward passes are timed.
         hosts: host name of each rank.
-        slow_factor: cluster.slow_factor.
-        every: tracking.log_every.
     """
 
-    def __init__(
-        self, run_dir: Path, mesh: Mesh, stages: Sequence[nn.Module], hosts: Sequence[str], slow_factor: float, every: int
-    ) -> None:
-        self._run_dir, self._mesh, self._every = run_dir, mesh, every
-        self._timer = StageTimer(stages, mesh.device) if mesh.layout.world_size > 1 else None
-        self._judge = SlowNodes(mesh.layout, hosts, slow_factor)
+    def __init__(self, config: RunConfig, trainer: Trainer, hosts: Sequence[str]) -> None:
+        self._run_dir, self._mesh, self._every = Path(config.run_dir), trainer.mesh, config.tracking.log_every
+        stages = list(trainer.model.stage_modules())
+        self._timer = StageTimer(stages, trainer.mesh.device) if trainer.mesh.layout.world_size > 1 else None
+        self._judge = SlowNodes(trainer.mesh.layout, hosts, config.cluster.slow_factor)
         self._pending: tuple[int, HostCopy] | None = None
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Time a step, and every `every` steps exchange the times: one fp32 number a rank, in a sum over all ranks. Collective.
-
-        Args:
-            step: steps with this one.
-        """
+    def during_step(self, number: int) -> Iterator[None]:
+        """Time a step, and every `every` steps exchange the times: one fp32 number a rank, in a sum over all ranks. Collective."""
         if self._timer is None:
             yield
             return
@@ -119,9 +113,9 @@ class Stragglers:
         self._pending = None
         self._timer.arm()
         yield
-        if step % self._every == 0:
+        if number % self._every == 0:
             own = self._timer.seconds()
-            self._pending = step, HostCopy(self._gather(median(own) if own else 0.0))
+            self._pending = number, HostCopy(self._gather(median(own) if own else 0.0))
 
     def _gather(self, seconds: float) -> Tensor:
         """Return the time of every rank, fp32 (ranks,), in sums over the groups of the mesh: no communicator of all ranks is needed."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pipeline.common.progress import Progress
+from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.training.batch_loader import BatchLoader
+from pipeline.training.callback import Callback, Step
 from pipeline.training.trainer import Trainer
 
 
@@ -103,6 +107,41 @@ def validate(
         corpora=_by_corpus(data.parts, samples, losses, targets, text),
         sums=sums,
     )
+
+
+class Validations(Callback):
+    """Validates every training.validate_every steps, and after the last one.
+
+    Args:
+        config: of the run.
+        trainer: computes the losses.
+        data: the validation split; None if there is none.
+        record: called with step, result and Objective.identity, as Metrics.validation.
+        report: called with what is done next, as Watchdog.report.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Trainer,
+        data: Objective | None,
+        record: Callable[[int, Validation, Mapping[str, str]], None],
+        report: Callable[[str], None],
+    ) -> None:
+        self._trainer, self._data, self._training, self._prefetch = trainer, data, config.training, config.data.prefetch
+        self._record, self._report = record, report
+
+    def after_step(self, step: Step) -> None:
+        """See Callback."""
+        number, every = step.state.step, self._training.validate_every
+        if self._data is None or not (step.last or (every and number % every == 0)):
+            return
+        report = partial(self._report, f"validation after step {number}")
+        report()
+        batches = self._training.validation_batches
+        found = validate(self._trainer, self._data, self._training, batches=batches, prefetch=self._prefetch, on_batch=report)
+        self._record(number, found, self._data.identity)
+        step.since = time.monotonic()
 
 
 def _by_corpus(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeline.config.rules.check import violations
 from tests.helpers import run_directory
-from tests.world import causal, configured, share, tiny, trainer
+from tests.world import causal, configured, queued, share, tiny, trainer
 
 MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1")
 DEEPSEEK = (
@@ -304,15 +304,13 @@ def test_statistics_are_in_the_metrics(tmp_path):
     import json
 
     from pipeline.checkpoint.native import TrainState
-    from pipeline.config.schema import TrackingConfig
     from pipeline.training.engine import StepResult
     from pipeline.training.metrics import Metrics
 
-    tracking = TrackingConfig(wandb="disabled")
-    numbers = {"steps": 1, "tokens_per_sample": 8, "flops_per_token": 1.0, "peak_flops": None}
+    config = configured("stage=pretrain", "model=mixtral-tiny", "tracking=disabled", f"run_dir={tmp_path}")
     more = {"aux_loss": torch.tensor(0.5), "router_load_max": torch.tensor(1.25)}
     result = StepResult(torch.tensor(2.0), torch.tensor(0.0), torch.tensor(0.1), more)
-    with Metrics(tmp_path, tracking, {}, 0, TrainState(), **numbers) as metrics:
-        metrics.add(TrainState(1, 16, 1), torch.tensor(3.0), result, 16, 1.0, {"data_seconds": 0.25})
+    with Metrics(config, 0, TrainState()) as metrics:
+        metrics.after_step(queued(1, loss=torch.tensor(3.0), result=result, more={"data_seconds": 0.25}))
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert [line[key] for key in ("loss", "grad_norm", "aux_loss", "router_load_max", "data_seconds")] == [3.0, 2.0, 0.5, 1.25, 0.25]

@@ -64,7 +64,8 @@ def test_profiled_steps_of_a_run(tokens: Path, tmp_path: Path) -> None:
 
 def test_a_profile_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / profiling.FOLDER).write_text("a file")
-    with caplog.at_level(logging.WARNING), profiling.Profiler(tmp_path, [1], [0], 0).step(1):
+    config = configured("stage=pretrain", "model=gpt-tiny", "training.profile=[1]", "training.profile_ranks=[0]", f"run_dir={tmp_path}")
+    with caplog.at_level(logging.WARNING), profiling.Profiler(config, 0).during_step(1):
         pass
     assert "step 1: the profile was not written" in caplog.text
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.layers.batch import Batch
+from pipeline.training.callback import Step
 from pipeline.training.recomputation_checks import RecomputationChecks
-from tests.world import causal, share, tiny, trainer
+from tests.world import causal, queued, share, tiny, trainer
 
 HOSTS = [f"n{rank}" for rank in range(4)]
 #: Layouts of four ranks -> ranks that are named if rank 1 computes other bits the second time, and if it always computes other bits.
@@ -49,14 +50,14 @@ def checked(*settings: str) -> list[str]:
     for spoiled_passes in (), (2,), (1, 2, 3):
         passes = 0
         wrong.update(spoiled_passes)
-        assert raised(checks, 1, inputs, batch) == "", "not due"
-        said.append(raised(checks, 2, inputs, batch))
+        assert raised(checks, queued(1, tokens=inputs, batch=batch)) == "", "not due"
+        said.append(raised(checks, queued(2, tokens=inputs, batch=batch)))
     return said
 
 
-def raised(checks: RecomputationChecks, *arguments) -> str:
+def raised(checks: RecomputationChecks, step: Step) -> str:
     try:
-        checks.after_step(*arguments)
+        checks.after_step(step)
     except UserError as error:
         return str(error)
     return ""

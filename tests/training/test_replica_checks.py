@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.training.engine import StepResult
 from pipeline.training.replica_checks import ReplicaChecks
 from pipeline.training.trainer import Trainer
-from tests.world import causal, share, tiny, trainer
+from tests.world import causal, queued, share, tiny, trainer
 
 NORM, MATRIX, TABLE = "blocks.0.mlp_norm.weight", "blocks.1.attention.output.weight", "embed.tokens.weight"
 #: Layouts of four ranks -> (weight, rank that is spoiled, axis along which it has copies).
@@ -34,7 +34,10 @@ HOSTS = [f"n{rank}" for rank in range(4)]
 def raised(checks: ReplicaChecks, step: int, result: StepResult, *, saving: bool = False) -> str:
     """What a check says; empty if it finds nothing."""
     try:
-        checks.after_step(step, result, saving=saving)
+        made = queued(step, result=result)
+        checks.after_step(made)
+        if saving:
+            checks.before_save(made)
     except UserError as error:
         return str(error)
     return ""
@@ -107,7 +110,7 @@ def still(settings: tuple[str, ...], run_dir: str) -> None:
                 before = kept.setdefault(f"{fragment.piece.box}{fragment.start}", fragment.tensors["weight"].clone())
                 fragment.tensors["weight"].copy_(before)
         trained.engine.loaded(trained.engine.updates())
-        checks.after_step(step, result, saving=False)
+        checks.after_step(queued(step, result=result))
 
 
 @pytest.mark.parametrize("settings", [("parallel.tensor=2", "parallel.zero_stage=2"), ("parallel.pipeline=2", "model.layers=4")], ids=str)

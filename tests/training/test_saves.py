@@ -16,9 +16,10 @@ from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.parallel import mesh as meshes
 from pipeline.training import run_directory
+from pipeline.training.callback import Decision
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.saves import Saves
-from tests.world import configured
+from tests.world import configured, queued
 
 
 class Scripted(Saver):
@@ -85,7 +86,8 @@ class Run:
         hooks = CheckpointHooks(writes=lambda step: step % 2 == 0, written=lambda: self.events.append("written"))
         data: Any = SimpleNamespace()
         self.saver = Scripted(self.events, list(outcomes))
-        self.saves = Saves(config, trainer, data, metrics, watchdog, hooks, self.saver)
+        self.complete: list[int] = []
+        self.saves = Saves(config, trainer, data, metrics, watchdog, hooks, self.saver, on_complete=self.complete.append)
 
     def _check_file(self) -> None:
         if self.gone:
@@ -93,11 +95,11 @@ class Run:
 
     def step(self, number: int) -> None:
         """A step, as the loop makes it, with a checkpoint after it."""
-        failed, fatal = self.saves.requests()
+        requests = self.saves.requests()
+        step = queued(number, decision=Decision(failed="failed" in requests, fatal="fatal" in requests))
         self.saves.before_update()
-        self.saves.poll()
-        self.saves.act(failed=failed, fatal=fatal)
-        self.saves.begin(TrainState(number))
+        self.saves.after_step(step)
+        self.saves.save(step)
 
 
 def test_failures_are_counted_and_logged_and_training_goes_on(caplog):
@@ -124,7 +126,7 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_a_fast_run():
     run = Run(*["No space left on device"] * 8, "", minutes=10.0)
     for number in range(1, 11):
         run.step(number)
-    assert (run.saves.failures, run.saves.complete) == (8, 9)
+    assert (run.saves.failures, run.complete) == (8, [9])
 
 
 @pytest.mark.parametrize(
@@ -205,7 +207,7 @@ def test_nothing_is_saved_once_the_run_directory_is_gone():
 
 def test_a_part_of_another_rank_that_failed_gives_up_the_checkpoint():
     run = Run()
-    run.saves.act(failed=True, fatal=False)
+    run.saves.after_step(queued(1, decision=Decision(failed=True)))
     assert any(event.startswith("abandon: a rank could not write its part") for event in run.events)
 
 

@@ -76,16 +76,16 @@ def test_a_large_job_has_a_short_message(tmp_path, caplog):
 
 def train_with_a_slow_rank(run_dir: Path, slow: int, settings: tuple[str, ...]) -> tuple[list[dict[str, Any]], int]:
     """Make seven steps with an exchange every second one; returns the events, and the number of steps whose times are kept."""
-    _, own = trainer(*tiny(*settings))
+    config, own = trainer(*tiny(*settings, f"run_dir={run_dir}", "tracking.log_every=2", "cluster.slow_factor=1.5"))
     ranks = own.mesh.layout.world_size
     stages = list(own.model.stage_modules())
-    watched = Stragglers(run_dir, own.mesh, stages, [f"n{rank}" for rank in range(ranks)], 1.5, every=2)
+    watched = Stragglers(config, own, [f"n{rank}" for rank in range(ranks)])
     for stage in stages:
         stage.register_forward_pre_hook(lambda *_: time.sleep(0.15 if own.mesh.rank == slow else 0.02))
     tokens, batch = causal(torch.arange(16 * 9).reshape(16, 9) % 67)
     (tokens, targets) = share(own, tokens, batch["targets"])
     for step in range(1, 8):
-        with watched.step(step):
+        with watched.during_step(step):
             own.train(tokens, {"targets": targets}, (), step - 1)
     return events.read(run_dir), len(watched._timer._pending)
 

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 
 from pipeline.certification.initial_weights import initialize
 from pipeline.checkpoint.native import TrainState
-from pipeline.config.schema import TrackingConfig
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.shard_checksums import Shard
@@ -121,8 +120,7 @@ def test_a_validation_is_written_with_its_size_and_by_corpus(tmp_path, caplog):
         2.5, 0.9, 4096, standard_error=0.03125, samples=64, available=400, measures={"accuracy": 0.75}, corpora=corpora, sums=np.zeros(0)
     )
     state = TrainState(step=7, samples=0, updates=7)
-    options = {"steps": 9, "tokens_per_sample": 8, "flops_per_token": 1.0, "peak_flops": None}
-    with Metrics(tmp_path, TrackingConfig(wandb="disabled"), {}, 0, state, **options) as metrics:
+    with Metrics(configured("stage=pretrain", "model=gpt-tiny", "tracking=disabled", f"run_dir={tmp_path}"), 0, state) as metrics:
         metrics.validation(7, result, {"validation_data": "abc", "tokenizer": "def"})
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line.pop("corpora")["c11"] == {"validation_loss": None, "bits_per_byte": None, "validation_targets": 1}

@@ -43,10 +43,12 @@ from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
 from pipeline.planner.flops import flops_per_token
 from pipeline.training import gradient_clipping, loop
+from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.elementwise_optimizers import EagerAdamW
 from pipeline.training.metrics import Metrics
 from pipeline.training.optimizers import adamw
+from pipeline.training.saves import Saves
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
@@ -213,14 +215,10 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
     for stage in trainer.model.stage_modules():
         timer.count_as_model(stage, "forward")
     (Path(config.run_dir) / "checkpoints").mkdir(parents=True)
-    numbers = {"steps": training.steps, "tokens_per_sample": training.sequence_length, "flops_per_token": 0.0, "peak_flops": None}
-    control = StepControl(0, config.checkpoint.every_minutes, training.max_skipped_steps)
-    with (
-        Metrics(Path(config.run_dir), config.tracking, {}, 0, TrainState(), **numbers) as metrics,
-        Watchdog(training.timeout_minutes) as watchdog,
-    ):
-        saver = SyncSaver(Path(config.run_dir), "rank")
-        loop.train(config, trainer, samples, None, TrainState(), metrics, control, watchdog, CheckpointHooks(), saver)
+    with Metrics(config, 0, TrainState()) as metrics, Watchdog(training.timeout_minutes) as watchdog:
+        saves = Saves(config, trainer, samples, metrics, watchdog, CheckpointHooks(), SyncSaver(Path(config.run_dir), "rank"))
+        loader = BatchLoader(samples, training, trainer.mesh, config.data.prefetch)
+        loop.train(TrainState(), loader, trainer, [metrics, StepControl(config, 0), saves], watchdog.report)
     meshes.destroy_process_group()
     lines = (Path(config.run_dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return statistics.mean(json.loads(line)["loss"] for line in lines)
