@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.config.schema import RunConfig
 from pipeline.layers.moe import MoE, moe_layers
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
@@ -15,16 +16,15 @@ class RouterStatistics:
     """Aggregates the routing records of all MoE layers. Collective: every rank calls it after each step.
 
     Args:
+        config: configuration of the run.
         model: this rank's stages.
         mesh: this rank's process groups.
-        experts: number of experts per MoE layer; 0 for a dense model.
-        update_biases: whether the biases of the routers are trained.
     """
 
-    def __init__(self, model: LocalModel, mesh: Mesh, experts: int, *, update_biases: bool = True) -> None:
+    def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         self._moe_layers: list[MoE] = list(moe_layers(model))
-        self._updates = update_biases
-        self._mesh, self._experts = mesh, experts
+        self._updates = config.lora.rank == 0  # with adapters, the biases of the routers are not trained
+        self._mesh, self._experts = mesh, getattr(config.model, "experts", 0)  # 0: a dense model
 
     @torch.no_grad()
     def after_step(self, skipped: Tensor) -> dict[str, Tensor]:

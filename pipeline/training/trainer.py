@@ -12,20 +12,19 @@ from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
 from pipeline.config import loss_weights
-from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import set_z_loss
-from pipeline.layers.lora import without_adapters
 from pipeline.layers.loss import IGNORE
-from pipeline.layers.preference import PREFERENCE_SUMS, PreferenceLoss
+from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
 from pipeline.training.engine import StepResult, build_engine
 from pipeline.training.matrix_rule import MatrixRule
+from pipeline.training.preference_answers import PreferenceAnswers, rewards
 from pipeline.training.qk_clip import QKClip
 from pipeline.training.router_statistics import RouterStatistics
 
@@ -44,18 +43,15 @@ class Trainer:
         self.model = model or parallelize(config, mesh)
         rule = MatrixRule.of(config.optimizer, config.model)
         self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision, rule)
-        self._routing = RouterStatistics(self.model, mesh, getattr(config.model, "experts", 0), update_biases=config.lora.rank == 0)
+        self._statistics: list[RouterStatistics | QKClip] = [RouterStatistics(config, self.model, mesh)]
+        if config.optimizer.qk_clip is not None:
+            self._statistics.append(QKClip(config.optimizer.qk_clip, self.engine, mesh))
+        self._preferences = PreferenceAnswers(config, mesh, self.model) if config.objective == "dpo" else None
         self._config = config
-        self._clip = None if config.optimizer.qk_clip is None else QKClip(config.optimizer.qk_clip, self.engine, mesh)
-        if self._clip is not None:
-            self.engine.after_update(self._clip.after_update)
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
-        self._reference: Pipeline | None = None
         self._loss_weights: dict[str, float] = {}
-        training = config.training
         for stage in self.model.stage_modules():
-            set_z_loss(stage, training.head_z_loss)
-            stage.preference = PreferenceLoss(training.preference_loss, training.dpo_beta, training.simpo_margin)
+            set_z_loss(stage, config.training.head_z_loss)
         #: Called before every update of the optimizer: a checkpoint may be copying the weights.
         self.before_update: Callable[[], None] = lambda: None
 
@@ -86,14 +82,12 @@ class Trainer:
             loss = pipeline.train(tokens, batch, factor)
         self.before_update()
         result = self.engine.step()
-        mean, counted, rewards = self._global_mean(loss, requests, self._measured(PREFERENCE_SUMS) if "choices" in batch else None)
-        more = result.more | self._routing.after_step(result.skipped) | ({} if factor is None else {"loss_scale": factor})
-        if self._clip is not None:
-            more["attention_logit_max"] = self._clip.largest
-        if "choices" in batch:
-            chosen, rejected, accuracy = (rewards[:3] / rewards[3].clamp(min=1)).unbind()
-            more |= {"rewards_chosen": chosen, "rewards_rejected": rejected}
-            more |= {"rewards_margin": chosen - rejected, "rewards_accuracy": accuracy}
+        mean, counted, sums = self._global_mean(loss, requests, None if self._preferences is None else self._measured(PREFERENCE_SUMS))
+        more = result.more | ({} if factor is None else {"loss_scale": factor})
+        for statistics in self._statistics:
+            more |= statistics.after_step(result.skipped)
+        if self._preferences is not None:
+            more |= rewards(sums)
         return mean, replace(result, requests=counted, more=more)
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -153,34 +147,21 @@ class Trainer:
         """
         if self._config.lora.dropout:
             self.model.eval()
+        assert self._preferences is not None, "the objective has answers"
         with full_attention(self.model) if full else nullcontext():
-            found = self._answers(tokens, batch)
+            found = self._preferences.answers(tokens, batch)
         if self._config.lora.dropout:
             self.model.train()
         counts = torch.zeros(len(tokens), device=tokens.device)
         return torch.stack([self._gather_sequences(column, counts)[0] for column in found.unbind(dim=1)], dim=1)
 
     def _with_reference(self, tokens: Tensor, batch: Batch) -> Batch:
-        """Add Batch.reference to a batch of preferences that lacks it: the log-probabilities of the answers without adapters, or 0."""
-        if "choices" not in batch:
+        """Add what a batch of preferences lacks, and forget what was measured before."""
+        if self._preferences is None:
             return batch
-        if "reference" in batch:
-            self._forget_measured()
-            return batch
-        if has_reference(self._config):
-            assert self._config.lora.rank, "training/reference_answers.py gives the log-probabilities to the data"
-            with without_adapters(self.model):
-                reference = self._answers(tokens, batch)
-        else:
-            reference = torch.zeros(len(tokens), 2, device=tokens.device)
+        batch = self._preferences.with_reference(tokens, batch)
         self._forget_measured()
-        return {**batch, "reference": reference}
-
-    def _answers(self, tokens: Tensor, batch: Batch) -> Tensor:
-        """Return the log-probabilities of the answers of this rank's sequences, fp32 (sequences, 2); zeros without the last stage."""
-        if self._reference is None:
-            self._reference = Pipeline(self.model.stages, self._config, self.mesh, tuple(tokens.shape), values=2)
-        return self._reference.evaluate(tokens, batch).float()
+        return batch
 
     def _measured(self, size: int) -> Tensor:
         """Return the sums of Stack.measured over the micro-batches of a step, fp32 (size,); zeros on ranks without the last stage."""
