@@ -46,6 +46,11 @@ class RandomTokens(Objective):
         """See Objective: one global batch."""
         return [("", self._config.training.global_batch_size)]
 
+    @property
+    def identity(self) -> dict[str, str]:
+        """See Objective."""
+        return {"validation_data": "random", "tokenizer": ""}
+
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective."""
         training, model = self._config.training, self._config.model

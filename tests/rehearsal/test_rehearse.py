@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline import __main__
+from pipeline.checkpoint import native
+from pipeline.checkpoint.sync_save import SyncSaver
 from pipeline.config.layout import Layout
+from pipeline.parallel import mesh as meshes
 from pipeline.planner.plan import hardware_of, plan
 from pipeline.rehearsal import interpreter
+from pipeline.rehearsal import rehearse as rehearsal
+from pipeline.rehearsal.observed import RECORDED
 from pipeline.rehearsal.random_data import RandomTokens
+from pipeline.training.trainer import Trainer
 from tests.helpers import python
 from tests.world import configured
 
@@ -85,6 +93,24 @@ def test_random_tokens_are_those_of_the_objective(model: str) -> None:
     assert arrays["tokens"].shape == arrays["targets"].shape == (3, 16)
     assert ("decoder_tokens" in arrays) == (model == "t5-tiny")
     assert 0 <= arrays["tokens"].min() <= arrays["tokens"].max() < config.model.vocab_size
+
+
+@pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny", "t5-tiny"])
+def test_the_loop_of_a_rehearsal_trains_validates_and_saves_on_a_cpu(model: str, tmp_path: Path) -> None:
+    meshes.init_distributed(0, 1, 0, "")
+    try:
+        sizes = ("training.sequence_length=16", "training.global_batch_size=4", "training.micro_batch_size=2", "parallel.zero_stage=0")
+        config = configured("stage=pretrain", f"model={model}", *sizes)
+        own = Trainer(config, meshes.build_mesh(Layout.of(config, 1), torch.device("cpu")))
+        with closing(SyncSaver(tmp_path, "rank")) as saver:
+            (tmp_path / "checkpoints").mkdir()
+            rehearsal._train(config, own, RandomTokens(config), saver, steps=2, folder=tmp_path)
+    finally:
+        meshes.destroy_process_group()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, 2 + RECORDED + 2))
+    assert lines[-1]["validation_data"] == "random"
+    assert [folder.name for folder in native.complete(tmp_path)] == [f"step-{2 + RECORDED:08d}", f"step-{3 + RECORDED:08d}"]
 
 
 def cuda_python() -> str:
