@@ -16,9 +16,9 @@ from torch import Tensor
 from pipeline.certification.batches import RandomBatch, Rows, random_batches, split
 from pipeline.certification.layout_training import begin, gather, train_steps
 from pipeline.certification.parts import PartReport
-from pipeline.certification.plain_optimizers import moment_of
 from pipeline.certification.reference import micro_batches_of
 from pipeline.config.layout import Layout
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 
@@ -51,7 +51,7 @@ def _first_moments(config: RunConfig, factor: int) -> dict[str, Tensor]:
     precision = dataclasses.replace(config.precision, initial_loss_scale=config.precision.initial_loss_scale * factor)
     trainer = begin(dataclasses.replace(config, precision=precision))
     train_steps(trainer, [(0, _of_equal_parts(config, factor))], ())
-    return gather(trainer.engine.fragments(), {moment_of(config.optimizer): "moment"}, trainer.model.fixed_names())["moment"]
+    return gather(trainer.engine.fragments(), {OPTIMIZERS[config.optimizer.name].moment: "moment"}, trainer.model.fixed_names())["moment"]
 
 
 def _of_equal_parts(config: RunConfig, factor: int) -> RandomBatch:

@@ -30,6 +30,7 @@ from pipeline.certification.shrink import Shrunk, shrink
 from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low, largest_drift
 from pipeline.common.progress import Progress
 from pipeline.config.layout import Layout
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 
 
@@ -71,7 +72,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     saved = None if "state" in skip else (low or ["fp32"])[-1]
     # The plain loop for the clipping threshold, in fp32 and fp64, with reordered sums, and the ranks; in the job's precision ranks, plain
     # loop and perturbed ones.
-    passes = 4 + reordered_runs(planned) + (planned.optimizer.name == "lion") + (3 + PERTURBED) * len(low)
+    passes = 4 + reordered_runs(planned) + OPTIMIZERS[planned.optimizer.name].moves_by_signs + (3 + PERTURBED) * len(low)
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
     if "bounds" not in skip:

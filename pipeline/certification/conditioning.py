@@ -17,6 +17,7 @@ from pipeline.certification.shrink import Shrunk
 from pipeline.certification.tolerances import FP32_CEILING, FP32_FACTOR, FP32_FLOOR, SIGNS, largest_drift
 from pipeline.common import knobs
 from pipeline.common.progress import Progress
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import PrecisionConfig, RunConfig
 
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor. A ReLU whose input is zero up to
@@ -47,11 +48,8 @@ HALVED, BOUND_STEPS = 24, 2
 
 
 def reordered_runs(config: RunConfig) -> int:
-    """Return the number of plain loops with another order of sums; none for AdamW, whose updates amplify few rounding errors.
-
-    Newton-Schulz moves small singular values to 1, and with them the rounding errors of a gradient; Lion takes signs.
-    """
-    return 0 if config.optimizer.name == "adamw" else REORDERED
+    """Return the number of plain loops with another order of sums; none for AdamW, whose updates amplify few rounding errors."""
+    return REORDERED if OPTIMIZERS[config.optimizer.name].amplifies else 0
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
@@ -140,7 +138,7 @@ def well_conditioned(planned: RunConfig, small: Shrunk, progress: Progress) -> P
         progress.extend((2 + reordered_runs(small.config)) * small.config.training.steps)
         gentle = dataclasses.replace(small, config=with_small_updates(small.config))
         best = min(best, _best_seed(planned, gentle, progress), key=_order)
-    return _with_signs(planned, best, progress) if best.small.config.optimizer.name == "lion" else best
+    return _with_signs(planned, best, progress) if OPTIMIZERS[best.small.config.optimizer.name].moves_by_signs else best
 
 
 def _with_signs(planned: RunConfig, run: PlainRun, progress: Progress) -> PlainRun:

@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from pipeline.certification.batches import RandomBatch, random_batches, split, to_device
 from pipeline.certification.comparison import Outcome
-from pipeline.certification.plain_optimizers import moment_of
 from pipeline.certification.reference import initial_noise
 from pipeline.checkpoint.fragments import Fragment, insert_fragment
 from pipeline.checkpoint.native import EMA
 from pipeline.config.layout import Layout
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import device as rank_device
 from pipeline.parallel import mesh as meshes
@@ -49,7 +49,7 @@ def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[Af
         trainer: from `begin`.
         after_step: called after every step, in order.
     """
-    fixed, moment = trainer.model.fixed_names(), moment_of(config.optimizer)
+    fixed, moment = trainer.model.fixed_names(), OPTIMIZERS[config.optimizer.name].moment
     gradients: dict[str, torch.Tensor] = {}
 
     def keep_first_moments(step: int, _: StepResult) -> None:
@@ -63,7 +63,7 @@ def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[Af
 
 
 def first_gradient(config: RunConfig, name: str, moment: torch.Tensor) -> torch.Tensor:
-    """Return the first gradient of a weight, from its moment (`moment_of`) after its first update; of schedule-free AdamW without its sign.
+    """Return the first gradient of a weight, from its moment (OptimizerKind.moment) after its first update; without its sign if squared.
 
     Args:
         config: of the run.
@@ -71,11 +71,10 @@ def first_gradient(config: RunConfig, name: str, moment: torch.Tensor) -> torch.
         moment: of the full weight.
     """
     optimizer = config.optimizer
-    if optimizer.name == "schedule_free":
-        return (moment / (1 - optimizer.beta2)).sqrt()
     if MatrixRule.of(optimizer, config.model).matrices(name, tuple(moment.shape)) is not None:
         return moment / (1 - optimizer.muon_momentum)
-    return moment / (1 - (optimizer.beta2 if optimizer.name == "lion" else optimizer.beta1))  # Lion keeps another average than it moves by
+    gradient: torch.Tensor = OPTIMIZERS[optimizer.name].first_gradient(moment, optimizer)
+    return gradient
 
 
 def train_steps(

@@ -13,10 +13,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.schema import RunConfig
 from pipeline.models import mup, registry
-from pipeline.models.config import ModelConfig
 from pipeline.models.vectors import is_matrix
 
 
@@ -31,7 +30,7 @@ class PlainOptimizer(Protocol):
 
     @property
     def state(self) -> Any:
-        """Weight -> its tensors, with that of `moment_of`."""
+        """Weight -> its tensors, with OptimizerKind.moment."""
         ...
 
     def step(self) -> Any:
@@ -41,11 +40,6 @@ class PlainOptimizer(Protocol):
     def zero_grad(self) -> None:
         """Clear the gradients."""
         ...
-
-
-def moment_of(optimizer: OptimizerConfig) -> str:
-    """The key in the state of the moment that is compared: the first one, where the optimizer has it."""
-    return "exp_avg_sq" if optimizer.name == "schedule_free" else "exp_avg"
 
 
 def trained(optimizer: PlainOptimizer, master: nn.Parameter) -> Tensor:
@@ -62,20 +56,11 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = F
         masters: name of a weight -> its master weight.
         tied: Lion takes one other sign of every weight in the first update, as rounding errors may: of the number that is closest to 0.
     """
-    optimizer = config.optimizer
-    if optimizer.name == "adamw":
-        return _adamw(optimizer, masters, partial(registry.family_of(config.model).rate, config.model))
-    if optimizer.name == "muon":
-        low = masters and config.precision.dtype != "fp32" and next(iter(masters.values())).dtype == torch.float32
-        return _Muon(optimizer, config.model, masters, torch.bfloat16 if low else None)
-    if optimizer.name == "schedule_free":
-        return _ScheduleFree(optimizer, list(masters.values()))
-    rule = (
-        partial(_lion, tied)
-        if optimizer.name == "lion"
-        else _ademamix(optimizer, optimizer.slow_warmup_steps or max(config.training.steps, 1))
-    )
-    return _Elementwise(optimizer, masters, rule)
+    return PLAIN[config.optimizer.name](config, masters, tied)
+
+
+def _plain_adamw(config: RunConfig, masters: dict[str, nn.Parameter], _: bool) -> PlainOptimizer:
+    return _adamw(config.optimizer, masters, partial(registry.family_of(config.model).rate, config.model))
 
 
 def _adamw(optimizer: OptimizerConfig, weights: dict[str, nn.Parameter], rate_of: Callable[[str], float]) -> torch.optim.AdamW:
@@ -92,12 +77,13 @@ Rule = Callable[[OptimizerConfig, int, dict[str, Tensor], Tensor], Tensor]
 
 
 class _Elementwise:
-    """An optimizer whose rule reads the gradient and the state of a weight."""
+    """An optimizer whose rule reads the gradient and the state of a weight, which begins at zero."""
 
-    def __init__(self, optimizer: OptimizerConfig, masters: dict[str, nn.Parameter], rule: Rule) -> None:
-        self._optimizer, self._masters, self._rule, self._updates = optimizer, masters, rule, 0
+    def __init__(self, config: RunConfig, masters: dict[str, nn.Parameter], rule: Rule) -> None:
+        self._optimizer, self._masters, self._rule, self._updates = config.optimizer, masters, rule, 0
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
-        self.state = {w: {name: torch.zeros_like(w) for name in ("exp_avg", "exp_avg_slow", "exp_avg_sq")} for w in masters.values()}
+        names = OPTIMIZERS[config.optimizer.name].state
+        self.state = {weight: {name: torch.zeros_like(weight) for name in names} for weight in masters.values()}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -115,24 +101,29 @@ class _Elementwise:
             weight.grad = None
 
 
-def _lion(tied: bool, optimizer: OptimizerConfig, update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+def _lion(config: RunConfig, masters: dict[str, nn.Parameter], tied: bool) -> PlainOptimizer:
     """Chen et al. 2023, algorithm 2."""
-    average = optimizer.beta1 * state["exp_avg"] + (1 - optimizer.beta1) * gradient
-    direction = average.sign()
-    if tied and update == 1:
-        closest = torch.where(average == 0, math.inf, average.abs()).argmin()
-        direction.view(-1)[closest] *= -1
-    state["exp_avg"] = optimizer.beta2 * state["exp_avg"] + (1 - optimizer.beta2) * gradient
-    return direction
-
-
-def _ademamix(config: OptimizerConfig, warmup: int) -> Rule:
-    """Pagliardini et al. 2024, section 3."""
 
     def rule(optimizer: OptimizerConfig, update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
-        begin, end = math.log(config.beta1), math.log(config.beta3)
+        average = optimizer.beta1 * state["exp_avg"] + (1 - optimizer.beta1) * gradient
+        direction = average.sign()
+        if tied and update == 1:
+            closest = torch.where(average == 0, math.inf, average.abs()).argmin()
+            direction.view(-1)[closest] *= -1
+        state["exp_avg"] = optimizer.beta2 * state["exp_avg"] + (1 - optimizer.beta2) * gradient
+        return direction
+
+    return _Elementwise(config, masters, rule)
+
+
+def _ademamix(config: RunConfig, masters: dict[str, nn.Parameter], _: bool) -> PlainOptimizer:
+    """Pagliardini et al. 2024, section 3."""
+    warmup = config.optimizer.slow_warmup_steps or max(config.training.steps, 1)
+
+    def rule(optimizer: OptimizerConfig, update: int, state: dict[str, Tensor], gradient: Tensor) -> Tensor:
+        begin, end = math.log(optimizer.beta1), math.log(optimizer.beta3)
         passed = update / warmup
-        slow = min(math.exp(begin * end / ((1 - passed) * end + passed * begin)), config.beta3) if passed < 1 else config.beta3
+        slow = min(math.exp(begin * end / ((1 - passed) * end + passed * begin)), optimizer.beta3) if passed < 1 else optimizer.beta3
         for name, rate, value in (
             ("exp_avg", optimizer.beta1, gradient),
             ("exp_avg_slow", slow, gradient),
@@ -143,14 +134,15 @@ def _ademamix(config: OptimizerConfig, warmup: int) -> Rule:
         second = state["exp_avg_sq"] / (1 - optimizer.beta2**update)
         return (first + min(passed, 1.0) * optimizer.alpha * state["exp_avg_slow"]) / (second.sqrt() + optimizer.eps)
 
-    return rule
+    return _Elementwise(config, masters, rule)
 
 
 class _ScheduleFree:
     """Defazio et al. 2024, algorithm 1; the weights are y, and the state has x and z."""
 
-    def __init__(self, optimizer: OptimizerConfig, weights: list[nn.Parameter]) -> None:
-        self._optimizer, self._weights, self._updates, self._total = optimizer, weights, 0, 0.0
+    def __init__(self, config: RunConfig, masters: dict[str, nn.Parameter], _: bool) -> None:
+        weights = list(masters.values())
+        self._optimizer, self._weights, self._updates, self._total = config.optimizer, weights, 0, 0.0
         self.param_groups: list[dict[str, Any]] = [{"lr": 0.0}]
         self.state = {w: {"x": w.detach().clone(), "z": w.detach().clone(), "exp_avg_sq": torch.zeros_like(w)} for w in weights}
 
@@ -183,15 +175,13 @@ _NO_MATRICES = ("router.weight", "shared_gate.weight", "beta.weight", "decay.wei
 class _Muon:
     """Muon (Jordan et al. 2024, Liu et al. 2025) of one matrix after the other, and AdamW of the other weights.
 
-    Args:
-        optimizer: its configuration.
-        model: of the weights; with muon_per_head, its heads are matrices.
-        masters: name -> weight.
-        dtype: of Newton-Schulz; that of the weights when None.
+    Newton-Schulz computes in bf16 if the run does, and in the dtype of the weights else. With muon_per_head, heads are matrices.
     """
 
-    def __init__(self, optimizer: OptimizerConfig, model: ModelConfig, masters: dict[str, nn.Parameter], dtype: torch.dtype | None) -> None:
-        self._optimizer, self._dtype = optimizer, dtype
+    def __init__(self, config: RunConfig, masters: dict[str, nn.Parameter], _: bool) -> None:
+        optimizer, model = config.optimizer, config.model
+        low = masters and config.precision.dtype != "fp32" and next(iter(masters.values())).dtype == torch.float32
+        self._optimizer, self._dtype = optimizer, torch.bfloat16 if low else None
         heads = {"query": model.heads, "key": model.kv_heads, "value": model.kv_heads} if optimizer.muon_per_head else {}
         rate_of = partial(registry.family_of(model).rate, model)
         self._rates = {weight: rate_of(name) * mup.muon_rate(model, optimizer.muon_adjust_lr) for name, weight in masters.items()}
@@ -250,3 +240,13 @@ def _orthogonal(matrix: Tensor, steps: int) -> Tensor:
         square = x @ x.T
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
     return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+#: optimizer.name -> (configuration, name of a weight -> master weight, `tied` of build) -> optimizer
+PLAIN: dict[str, Callable[[RunConfig, dict[str, nn.Parameter], bool], PlainOptimizer]] = {
+    "adamw": _plain_adamw,
+    "ademamix": _ademamix,
+    "lion": _lion,
+    "muon": _Muon,
+    "schedule_free": _ScheduleFree,
+}

@@ -21,6 +21,7 @@ from pipeline.certification.plain_qk_clip import PlainQKClip
 from pipeline.certification.plain_rate import plain_rate
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
@@ -120,7 +121,7 @@ def plain_loop(
         outcome.losses.append(_accumulate(config, model, learned, masters, parts, loss or partial(reference_loss, model)))
         outcome.norms.append(float(nn.utils.clip_grad_norm_(masters.values(), clipping)))
         if step == 0:
-            signed = plain_optimizers.moment_of(config.optimizer) == "exp_avg"  # of the square no sign is known
+            signed = OPTIMIZERS[config.optimizer.name].moment == "exp_avg"  # of the square no sign is known
             gradients = {name: master.grad for name, master in masters.items() if master.grad is not None}
             outcome.tensors["gradient"] = {name: value.clone() if signed else value.abs() for name, value in gradients.items()}
         for group in optimizer.param_groups:
@@ -135,7 +136,7 @@ def plain_loop(
         outcome.router_records.append(_update_router_biases(model))
     fixed = {name: parameter.detach() for name, parameter in model.named_parameters() if not parameter.requires_grad}
     outcome.tensors["weight"] = {**{name: plain_optimizers.trained(optimizer, master) for name, master in masters.items()}, **fixed}
-    moment = plain_optimizers.moment_of(config.optimizer)
+    moment = OPTIMIZERS[config.optimizer.name].moment
     outcome.tensors["moment"] = {name: optimizer.state[master][moment] for name, master in masters.items()}
     if averages:
         outcome.tensors["average"] = averages

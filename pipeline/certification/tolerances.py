@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipeline.certification.comparison import DRIFT, NO_ZEROS, Difference, Outcome, Zeros, differences, largest_of_each
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.training.lr_schedule import learning_rate
 
@@ -60,20 +61,11 @@ class Comparison:
 def largest_drift(config: RunConfig) -> float:
     """Return the most by which two runs can move an element of a weight apart, each in its updates.
 
-    An update of Adam is at most the learning rate times max(1, (1 - beta1) / sqrt(1 - beta2)) (Kingma & Ba 2015,
-    https://arxiv.org/abs/1412.6980, section 2.1). AdEMAMix adds alpha times the same with beta3. Lion moves by the learning rate. With Muon
-    the weights are vectors, such as a key's bias, which Adam updates. Schedule-free AdamW moves z as Adam without a first moment, and an
-    average of z no further.
+    With Muon the weights whose gradient is zero are vectors, such as a key's bias, which Adam updates.
     """
     optimizer, training = config.optimizer, config.training
     rates = sum(learning_rate(step, optimizer, training) for step in range(training.steps))
-    root = math.sqrt(1 - optimizer.beta2)
-    if optimizer.name == "schedule_free":
-        return 2 * rates / root
-    largest = 1.0 if optimizer.name == "lion" else max(1.0, (1 - optimizer.beta1) / root)
-    if optimizer.name == "ademamix":
-        largest += optimizer.alpha * max(1.0, (1 - optimizer.beta3) / root)
-    return 2 * rates * largest
+    return 2 * rates * OPTIMIZERS[optimizer.name].largest_update(optimizer)
 
 
 def compare_fp32(

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.parts import Part
 from pipeline.common.errors import UserError, Violation
+from pipeline.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -67,21 +68,15 @@ class LastUpdate:
 
     Attributes:
         lr: learning rate.
-        beta1: decay rate of the first moment.
-        beta2: decay rate of the second moment.
-        eps: term added to the denominator.
         updates: number of updates so far.
-        optimizer: its name.
-        slow: factor of the slow average of AdEMAMix in this update; with schedule_free the update, divided by the offset after it.
+        optimizer: its configuration.
+        steps: of the run.
     """
 
     lr: float
-    beta1: float
-    beta2: float
-    eps: float
     updates: int
-    optimizer: str = "adamw"
-    slow: float = 0.0
+    optimizer: OptimizerConfig
+    steps: int
 
 
 @dataclass(frozen=True)

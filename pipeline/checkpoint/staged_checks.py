@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.checkpoint.handover import LastUpdate
+from pipeline.config.optimizer import OPTIMIZERS
 
 #: Dtype of the words of elements of so many bytes.
 WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int32}
@@ -58,17 +59,6 @@ def finite_bits(data: memoryview, dtype: str) -> bool:
     return True
 
 
-#: Optimizer -> the state of a weight that tells what its last update was. A matrix of Muon has only the first of the two: its update needs
-#: the whole matrix, and is not known here.
-STATE_OF_UPDATE = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "ademamix": ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
-    "lion": ("exp_avg",),
-    "muon": ("exp_avg", "exp_avg_sq"),
-    "schedule_free": ("exp_avg_sq", "offset"),
-}
-
-
 def should_have_changed(weight: npt.NDArray[np.float32], state: Sequence[npt.NDArray[np.float32]], update: LastUpdate) -> bool:
     """Whether the last update changed a weight for certain: the state of the optimizer after it tells what it was.
 
@@ -78,34 +68,21 @@ def should_have_changed(weight: npt.NDArray[np.float32], state: Sequence[npt.NDA
 
     Args:
         weight: after the update.
-        state: STATE_OF_UPDATE of the optimizer, likewise.
+        state: OptimizerKind.state, likewise.
         update: the update.
     """
     if update.lr == 0 or update.updates == 0:
         return False
-    bits = 0.0
+    bits, change_of = 0.0, OPTIMIZERS[update.optimizer.name].change
     for start in range(0, len(weight), _CHUNK):
         w, *moments = (values[start : start + _CHUNK].astype(np.float64) for values in (weight, *state))
-        change = np.abs(_change(moments, update))
+        change = np.abs(change_of(moments, update.optimizer, update.lr, update.updates, update.steps))
         resolution = np.maximum(np.abs(w), change) * 2.0**-_MANTISSA
         moved = (change > resolution * 2**_MARGIN) & (change > 1e-30)
         bits += float(np.log2(change[moved] / resolution[moved]).sum())
         if bits >= _BITS:
             return True
     return False
-
-
-def _change(moments: Sequence[npt.NDArray[np.float64]], update: LastUpdate) -> npt.NDArray[np.float64]:
-    """Return what the last update subtracted from the elements of a weight, without weight decay, up to its sign."""
-    if update.optimizer == "lion":
-        return update.lr * (moments[0] != 0)  # the sign of another average, which is zero where all gradients were
-    if update.optimizer == "schedule_free":
-        return update.slow * np.abs(moments[1])
-    first, *slow, second = moments
-    direction = first / (1 - update.beta1**update.updates)
-    if slow:
-        direction = direction + update.slow * slow[0]
-    return update.lr * direction / (np.sqrt(second / (1 - update.beta2**update.updates)) + update.eps)
 
 
 def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:

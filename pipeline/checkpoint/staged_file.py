@@ -14,7 +14,8 @@ from pipeline.checkpoint import data_file
 from pipeline.checkpoint.data_file import WrittenFile
 from pipeline.checkpoint.handover import Member, Place, Save
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED
-from pipeline.checkpoint.staged_checks import STATE_OF_UPDATE, chunks, finite_bits, should_have_changed, word_sum
+from pipeline.checkpoint.staged_checks import chunks, finite_bits, should_have_changed, word_sum
+from pipeline.config.optimizer import OPTIMIZERS
 
 #: Bytes that are verified, hashed and written at a time.
 _CHUNK = 4 << 20
@@ -116,7 +117,7 @@ def check_stale(rank: Handed, digests: np.ndarray) -> None:
         return
     for number in np.flatnonzero((digests == save.previous) & (digests != 0)):
         part, places = rank.member.parts[number], rank.member.places[number]
-        kinds = STATE_OF_UPDATE[save.update.optimizer]
+        kinds = OPTIMIZERS[save.update.optimizer.name].state
         if not {"weight", *kinds} <= part.dtypes.keys() or part.dtypes["weight"] != "F32":
             continue
         weight, *state = (rank.segments.array(places[kind]) for kind in ("weight", *kinds))

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.checkpoint.native import EMA
 from pipeline.config.layout import Layout
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.layers.nf4 import stored_bytes
 from pipeline.parallel.mesh import Mesh
@@ -18,7 +19,6 @@ from pipeline.parallel.parallelize import DTYPES, LocalModel, is_sharded_frozen,
 from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import Bucket, build_buckets
 from pipeline.training.matrix_rule import MatrixRule
-from pipeline.training.optimizers import OPTIMIZERS
 
 FP32 = 4
 
@@ -54,7 +54,7 @@ class StateFormat:
         matrix_tensors: the same for a weight that Muon updates.
         offload: whether master weights and these tensors are in host memory.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
-        separate: whether the forward pass reads other values than those of the master weights (OptimizerKind.gradient_point).
+        separate: whether the forward pass reads other values than those of the master weights (OptimizerKind.separate).
         newton_schulz_steps: iterations of Muon.
     """
 
@@ -136,7 +136,7 @@ def state_format_of(config: RunConfig) -> StateFormat:
     weight_bytes = DTYPES[config.precision.dtype].itemsize
     offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
     tensors = [len(state_tensors(config, muon=muon)) for muon in (False, True)]
-    separate = OPTIMIZERS[config.optimizer.name].gradient_point is not None
+    separate = OPTIMIZERS[config.optimizer.name].separate
     steps = config.optimizer.muon_steps
     return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps)
 

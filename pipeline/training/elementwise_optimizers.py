@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
+
 #: Parameter groups as torch.optim takes them.
 Groups = list[dict[str, object]]
 
@@ -59,17 +61,17 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups with a `weight_decay`.
+        config: of the optimizer.
         lr: learning rate.
+        steps: of the run; 0 if they are not known.
     """
-
-    #: Keys of the state of a weight, beside its step count.
-    names: tuple[str, ...] = ()
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
 
-    def __init__(self, groups: Groups, lr: float | Tensor) -> None:
+    def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        self.config, self.steps = config, steps
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -79,7 +81,7 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
             weights = [weight for weight in group["params"] if weight.grad is not None]
             if not weights:
                 continue
-            create_state(self, self.names, weights)
+            create_state(self, OPTIMIZERS[self.config.name].state, weights)
             scales = Scales.of(self, group["lr"], weights[0].device)
             torch._foreach_add_([self.state[weight]["step"] for weight in weights], scales.applied)
             self.begin(self.state[weights[0]]["step"])
@@ -103,7 +105,13 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
 
 class EagerAdamW(torch.optim.AdamW):
-    """AdamW without what PyTorch adds to its methods for torch.compile, which imports the compiler: nothing compiles an optimizer here."""
+    """PyTorch's fused AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
+
+    Without what PyTorch adds to its methods for torch.compile, which imports the compiler: nothing compiles an optimizer here.
+    """
+
+    def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, _steps: int = 0) -> None:
+        super().__init__(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
@@ -116,66 +124,40 @@ def lerp_(moment: Tensor, gradient: Tensor, weight: float | Tensor, applied: Ten
 
 
 class Lion(ElementwiseOptimizer):
-    """Lion, algorithm 2 of Chen et al. 2023 (https://arxiv.org/abs/2302.06675): the sign of an average of gradients.
-
-    Args:
-        groups, lr: as of ElementwiseOptimizer.
-        betas: decay rates of the average in the update, and of the one that is kept.
-    """
-
-    names = ("exp_avg",)
-
-    def __init__(self, groups: Groups, lr: float | Tensor, betas: tuple[float, float]) -> None:
-        super().__init__(groups, lr)
-        self._betas = betas
+    """Lion, algorithm 2 of Chen et al. 2023 (https://arxiv.org/abs/2302.06675): the sign of an average of gradients."""
 
     def direction(self, state: dict[str, Tensor], gradient: Tensor, applied: Tensor) -> Tensor:
         """See ElementwiseOptimizer."""
-        direction = state["exp_avg"].lerp(gradient, 1 - self._betas[0]).sign_()
-        lerp_(state["exp_avg"], gradient, 1 - self._betas[1], applied)
+        direction = state["exp_avg"].lerp(gradient, 1 - self.config.beta1).sign_()
+        lerp_(state["exp_avg"], gradient, 1 - self.config.beta2, applied)
         return direction
 
 
 class AdEMAMix(ElementwiseOptimizer):
     """AdEMAMix of Pagliardini et al. 2024 (https://arxiv.org/abs/2409.03137): AdamW with a second, slow average of gradients.
 
-    alpha rises linearly from 0 over the warm-up, and the half-life of the slow average rises linearly from that of the fast one (section
-    3). The slow average has no correction of its bias.
-
-    Args:
-        groups, lr: as of ElementwiseOptimizer.
-        betas: decay rates of the fast average, of the second moment and of the slow average.
-        alpha: weight of the slow average.
-        eps: term added to the denominator.
-        warmup: updates over which alpha and the third decay rate rise.
+    alpha rises linearly from 0 over the warm-up, which has the length of the run unless optimizer.slow_warmup_steps is set, and the
+    half-life of the slow average rises linearly from that of the fast one (section 3). The slow average has no correction of its bias.
     """
-
-    names = ("exp_avg", "exp_avg_slow", "exp_avg_sq")
-
-    def __init__(
-        self, groups: Groups, lr: float | Tensor, betas: tuple[float, float, float], alpha: float, eps: float, warmup: int
-    ) -> None:
-        super().__init__(groups, lr)
-        self._betas, self._alpha, self._eps, self._warmup = betas, alpha, eps, warmup
 
     def begin(self, step: Tensor) -> None:
         """See ElementwiseOptimizer. In fp64: 1 - beta2 loses four digits in fp32."""
-        fast, square, slow = self._betas
-        passed = (step.double() / self._warmup).clamp(max=1.0)
+        config = self.config
+        passed = (step.double() / (config.slow_warmup_steps or max(self.steps, 1))).clamp(max=1.0)
         # The half-life of a decay rate b is ln(1/2) / ln(b).
-        rising = torch.exp(1 / ((1 - passed) / _log(fast) + passed / _log(slow)))
-        self._slow = 1 - torch.where(passed < 1, rising, slow)
-        self._weight = passed * self._alpha
-        self._correction = 1 - fast ** step.double()
-        self._root = (1 - square ** step.double()).sqrt()
+        rising = torch.exp(1 / ((1 - passed) / _log(config.beta1) + passed / _log(config.beta3)))
+        self._slow = 1 - torch.where(passed < 1, rising, config.beta3)
+        self._weight = passed * config.alpha
+        self._correction = 1 - config.beta1 ** step.double()
+        self._root = (1 - config.beta2 ** step.double()).sqrt()
 
     def direction(self, state: dict[str, Tensor], gradient: Tensor, applied: Tensor) -> Tensor:
         """See ElementwiseOptimizer."""
-        fast = lerp_(state["exp_avg"], gradient, 1 - self._betas[0], applied)
+        fast = lerp_(state["exp_avg"], gradient, 1 - self.config.beta1, applied)
         slow = lerp_(state["exp_avg_slow"], gradient, self._slow, applied)
-        square = lerp_(state["exp_avg_sq"], gradient.square_(), 1 - self._betas[1], applied)
+        square = lerp_(state["exp_avg_sq"], gradient.square_(), 1 - self.config.beta2, applied)
         # Before the first update, which a skipped step is not, all moments are zero.
-        denominator = (square.sqrt() / self._root.clamp(min=1e-20)).add_(self._eps)
+        denominator = (square.sqrt() / self._root.clamp(min=1e-20)).add_(self.config.eps)
         return (fast / self._correction.clamp(min=1e-20)).add_(slow * self._weight).div_(denominator)
 
 

@@ -53,7 +53,7 @@ class Engine(ABC):
     Attributes:
         model: this rank's stages.
         loss_scale: by whose factor the caller multiplies the loss before the backward pass.
-        separate: whether the forward pass of training reads other values than those of the master weights (OptimizerKind.gradient_point).
+        separate: whether the forward pass of training reads other values than those of the master weights (OptimizerKind.separate).
     """
 
     model: LocalModel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
 from pipeline.training.matrix_homes import MatrixHomes, Round
 from pipeline.training.matrix_layout import Space
@@ -27,8 +27,6 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 EPS = 1e-7
 #: Most elements of the matrices that a GPU orthogonalizes at once, unless a single one has more: bounds the memory.
 _AT_ONCE = 1 << 26
-#: Keys of the state of a matrix.
-MATRIX_STATE = ("exp_avg",)
 
 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
@@ -83,8 +81,8 @@ class Muon(EagerAdamW):
         lr: learning rate of both.
     """
 
-    def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor) -> None:
-        super().__init__(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int = 0) -> None:
+        super().__init__(groups, config, lr, steps)
         self._config = config
         self._homes: MatrixHomes | None = None
 
@@ -118,7 +116,7 @@ class Muon(EagerAdamW):
         assert self._homes is not None
         scales_of: dict[Tensor, tuple[Scales, Tensor]] = {}
         for group in groups:
-            create_state(self, MATRIX_STATE, group["params"])
+            create_state(self, OPTIMIZERS["muon"].state_of(muon=True), group["params"])
             scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             scales_of |= dict.fromkeys(group["params"], (scales, 1 - scales.lr * group["weight_decay"]))
         for homes in self._homes.rounds:

@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 from pipeline.checkpoint.native import EMA
 from pipeline.common.errors import UserError
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.pieces import Piece
 from pipeline.training.callback import Callback, Step
 from pipeline.training.engine import StepResult
-from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.trainer import Trainer
 from pipeline.training.untrained_weights import UntrainedWeights
 from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, gathered, on_any_rank, on_host, parts_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import PrecisionConfig
 from pipeline.config.training import TrainingConfig
@@ -25,7 +25,6 @@ from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
-from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.weight_update import WeightUpdate
 
 
@@ -48,7 +47,7 @@ class ReplicatedEngine(Engine):
         buckets = build_buckets(model, mesh, sequence_parallel=parallel.sequence_parallel, rule=rule)
         self._reducer = GradientReducer(buckets, mesh, Reduction.ALL, DTYPES[precision.reduce_dtype])
         self._parameters = list(model.pieces)
-        self.separate = OPTIMIZERS[optimizer.name].gradient_point is not None
+        self.separate = OPTIMIZERS[optimizer.name].separate
         low = precision.dtype != "fp32" or self.separate
         self._masters: list[Tensor] = [p.detach().to(torch.float32, copy=True) if low else p for p in self._parameters]
         self._low = [p.detach() for p in self._parameters] if low else []

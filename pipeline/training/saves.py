@@ -26,7 +26,6 @@ from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
-from pipeline.training import schedule_free
 from pipeline.training.callback import Callback, Step
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.lr_schedule import learning_rate
@@ -249,11 +248,7 @@ class Saves(Callback):
         updates = int(counters.values()[0])
         optimizer, training = self._config.optimizer, self._config.training
         rate = learning_rate(max(min(updates, training.steps) - 1, 0), optimizer, training)
-        passed = updates / (optimizer.slow_warmup_steps or max(training.steps, 1))
-        slow = min(passed, 1.0) * optimizer.alpha if optimizer.name == "ademamix" else 0.0
-        if optimizer.name == "schedule_free":
-            slow = schedule_free.moved(optimizer, training.steps, updates)
-        return LastUpdate(rate, optimizer.beta1, optimizer.beta2, optimizer.eps, updates, optimizer.name, slow)
+        return LastUpdate(rate, updates, optimizer, training.steps)
 
     @staticmethod
     def _with_counters(state: TrainState, counters: HostCopy) -> TrainState:

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.common import events
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.training.engine import StepResult
-from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")

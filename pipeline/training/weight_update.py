@@ -8,17 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.training import gradient_clipping
-from pipeline.training.elementwise_optimizers import Groups, create_state
+from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion, create_state
 from pipeline.training.engine import StepResult
 from pipeline.training.group_rates import GroupRates, key
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
-from pipeline.training.optimizers import OPTIMIZERS
+from pipeline.training.muon import Muon
+from pipeline.training.schedule_free import ScheduleFree
 from pipeline.training.skipped_steps import is_skipped
 from pipeline.training.weight_averaging import WeightAverage
+
+#: optimizer.name -> (parameter groups, configuration, learning rate, number of steps of the run) -> optimizer
+BUILD: dict[str, Callable[[Groups, OptimizerConfig, Tensor, int], torch.optim.Optimizer]] = {
+    "adamw": EagerAdamW,
+    "ademamix": AdEMAMix,
+    "lion": Lion,
+    "muon": Muon,
+    "schedule_free": ScheduleFree,
+}
 
 
 class WeightUpdate:
@@ -44,7 +54,7 @@ class WeightUpdate:
     def __init__(
         self, groups: Groups, optimizer: OptimizerConfig, training: TrainingConfig, loss_scale: LossScale, device: torch.device
     ) -> None:
-        self._config, self._clipping = optimizer, optimizer.gradient_clipping
+        self._clipping = optimizer.gradient_clipping
         self._loss_scale, self._training = loss_scale, training
         # Without a number of steps, which training.epochs decides once the data is packed, the rate is that of the first update.
         rates = [learning_rate(update, optimizer, training) for update in range(max(training.steps, 1))]
@@ -54,7 +64,7 @@ class WeightUpdate:
         self._group_rates = GroupRates(groups, self._lr)
         self.after_update: Callable[[Tensor], None] = lambda _: None
         self.kind = OPTIMIZERS[optimizer.name]
-        self.optimizer = self.kind.build(groups, optimizer, self._lr, training.steps)
+        self.optimizer: Any = BUILD[optimizer.name](groups, optimizer, self._lr, training.steps)
 
     def begin(self, masters: Sequence[Tensor]) -> None:
         """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
@@ -96,8 +106,8 @@ class WeightUpdate:
         skipped = is_skipped(norm)
         self._lr.copy_(self._rates.take(self._updates.clamp(max=len(self._rates) - 1)))  # indexing by a tensor would synchronize
         self._group_rates.update()
-        self.optimizer.found_inf = skipped  # type: ignore[attr-defined]
-        self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, loss_scale)  # type: ignore[attr-defined]
+        self.optimizer.found_inf = skipped
+        self.optimizer.grad_scale = gradient_clipping.divisor(norm, self._clipping, loss_scale)
         return skipped
 
     def state(self, index: int) -> dict[str, Tensor]:
@@ -109,7 +119,8 @@ class WeightUpdate:
 
     def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """See Engine."""
-        return tensors["weight"] if self.kind.gradient_point is None else self.kind.gradient_point(tensors, self._config)
+        point: Tensor = self.optimizer.gradient_point(tensors) if self.kind.separate else tensors["weight"]
+        return point
 
     def create_state(self) -> None:
         """Create what the optimizer keeps before its first step, so that a checkpoint can be loaded into it."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import PrecisionConfig
 from pipeline.config.training import TrainingConfig
@@ -30,7 +30,6 @@ from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.offloaded_update import OffloadedUpdate
-from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.weight_gathering import WeightGatherer
 from pipeline.training.weight_update import WeightUpdate
 
@@ -78,7 +77,7 @@ class ZeroEngine(Engine):
         self.loss_scale = LossScale(precision, mesh.device)
         self._offloads = parallel.offload == "optimizer"
         update = OffloadedUpdate if self._offloads else WeightUpdate
-        self.separate = OPTIMIZERS[optimizer.name].gradient_point is not None
+        self.separate = OPTIMIZERS[optimizer.name].separate
         self._update = update(groups, optimizer, training, self.loss_scale, mesh.device)
         self._zero = BucketZeroOptimizer(
             *(self._update.optimizer, self._buckets, model.materialize),

@@ -18,6 +18,7 @@ from pipeline.checkpoint.native import Index, TrainState
 from pipeline.checkpoint.save_plan import Held, plan
 from pipeline.checkpoint.saver import Outcome, Request
 from pipeline.checkpoint.writer_process import WriterProcess
+from pipeline.config.optimizer import OptimizerConfig
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
@@ -51,7 +52,7 @@ class Run:
         return [SimpleNamespace(tensors=tensors) for tensors in self.state.values()]
 
     def begin(self) -> None:
-        update = LastUpdate(self.lr, 0.0, 0.0, 1e-8, self.step)
+        update = LastUpdate(self.lr, self.step, OptimizerConfig(beta1=0.0, beta2=0.0), 0)
         index = Index(TrainState(self.step), {})
         self.saver.begin(Request(self.step, self.fragments(), lambda: update, lambda: Commit(index, 9, 0, frozenset())))
 

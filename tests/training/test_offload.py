@@ -106,5 +106,5 @@ def test_what_is_refused(words, message):
 
 def test_an_optimizer_that_the_cpu_does_not_step_is_refused():
     config = configured("stage=pretrain", OFFLOAD)
-    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="other"))
+    other = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name="muon"))
     assert any("requires an optimizer that the CPU steps" in str(violation) for violation in rules.violations(other))

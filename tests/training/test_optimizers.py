@@ -12,11 +12,12 @@ from pipeline.certification import plain_optimizers, validation
 from pipeline.certification.plain_rate import plain_rate
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.rules import check
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import rank_state
-from pipeline.training.optimizers import OPTIMIZERS
 from pipeline.training.weight_copies import disagreements, on_host, parts_of
+from pipeline.training.weight_update import BUILD
 from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
 from tests.training.one_rank import run
@@ -50,7 +51,7 @@ def test_the_update_is_that_of_the_paper(settings):
     ours, plain = ([nn.Parameter(values.clone().to(dtype)) for values in start] for dtype in (torch.float32, torch.float64))
     kind, lr = OPTIMIZERS[config.optimizer.name], torch.zeros(())
     groups = [{"params": [p], "weight_decay": config.optimizer.weight_decay if p.dim() > 1 else 0.0, "muon": False} for p in ours]
-    optimizer = kind.build(groups, config.optimizer, lr, config.training.steps)
+    optimizer = BUILD[config.optimizer.name](groups, config.optimizer, lr, config.training.steps)
     expected = plain_optimizers.build(config, {str(index): weight for index, weight in enumerate(plain)})
     updates = 0
     for number, gradients in enumerate(_gradients(shapes, 6)):
@@ -76,8 +77,8 @@ def test_the_update_is_that_of_the_paper(settings):
             for name in kind.state:
                 value = wanted["z"] - wanted["x"] if name == "offset" else wanted[name]
                 torch.testing.assert_close(state[name].double(), value, rtol=1e-5, atol=1e-7)
-            if kind.gradient_point is not None:
-                point = kind.gradient_point({"weight": weight.detach(), **state}, config.optimizer)
+            if kind.separate:
+                point = optimizer.gradient_point({"weight": weight.detach(), **state})
                 torch.testing.assert_close(point.double(), other.detach(), rtol=1e-5, atol=1e-6)
     assert all(float(optimizer.state[weight]["step"]) == 4 for weight in ours)
 

@@ -73,7 +73,7 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
     assert (updates, factor, finite_steps) == (mine.engine.updates(), *mine.engine.loss_scale.state())
     state = TrainState(3, 3 * config.training.global_batch_size, int(updates), factor, int(finite_steps))
     index = new_index(state, dataclasses.asdict(config), "", size)
-    update = LastUpdate(config.optimizer.lr, config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps, int(updates))
+    update = LastUpdate(config.optimizer.lr, int(updates), config.optimizer, config.training.steps)
     saver.begin(Request(3, mine.engine.fragments(), lambda: update, None if rank else lambda: Commit(index, 9, 0, frozenset())))
     straight = train(range(3, 5))
     saver.wait()

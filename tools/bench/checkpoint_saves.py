@@ -179,7 +179,7 @@ def request_of(job: Job) -> Request:
     """A request to save the state of a job."""
     index = native.new_index(TrainState(job.steps, job.steps, job.steps), dataclasses.asdict(job.config), "", 1)
     optimizer = job.config.optimizer
-    update = LastUpdate(optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.eps, job.steps)
+    update = LastUpdate(optimizer.lr, job.steps, optimizer, job.steps)
     return Request(job.steps, job.trainer.engine.fragments(), lambda: update, lambda: Commit(index, 1, 0, frozenset()))
 
 

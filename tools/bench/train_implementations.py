@@ -47,7 +47,6 @@ from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.elementwise_optimizers import EagerAdamW
 from pipeline.training.metrics import Metrics
-from pipeline.training.optimizers import adamw
 from pipeline.training.saves import Saves
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
@@ -238,7 +237,7 @@ def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
         {"params": [master for master in masters if (master.dim() >= 2) is matrices], "weight_decay": decay if matrices else 0.0}
         for matrices in (True, False)
     ]
-    optimizer = adamw([group for group in groups if group["params"]], config.optimizer, config.optimizer.lr)
+    optimizer = EagerAdamW([group for group in groups if group["params"]], config.optimizer, config.optimizer.lr)
     losses = []
     for batch in samples:
         tokens = batch.to(DEVICE, non_blocking=True)

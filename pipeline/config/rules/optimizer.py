@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
 from pipeline.config import warmup
-from pipeline.config.optimizer import OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.schema import RunConfig
 
 
@@ -30,7 +30,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 
 def _mup(optimizer: OptimizerConfig) -> Iterator[Violation]:
     """What has no learning rates for model.parametrization=mup."""
-    if optimizer.name not in ("adamw", "muon"):
+    if not OPTIMIZERS[optimizer.name].has_mup:
         rule = "has other updates than AdamW and Muon, for which the learning rates of model.parametrization=mup are"
         yield Violation("optimizer.name", optimizer.name, rule, "choose adamw or muon, or model.parametrization=standard")
     if optimizer.name == "muon" and optimizer.muon_per_head:

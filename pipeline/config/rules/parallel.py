@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pipeline.common.errors import Violation
 from pipeline.config import warmup, zero_group
 from pipeline.config.layout import Layout, may_compile, reused_weights, stages_per_rank
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import RunConfig
-
-#: Optimizers whose state may be in host memory.
-OFFLOADED = ("adamw", "ademamix", "lion")
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
@@ -198,9 +196,10 @@ def _offload(config: RunConfig) -> Iterator[Violation]:
     if config.parallel.zero_stage == 0:
         rule = "keeps the rank's partition of the optimizer state in host memory, and ZeRO 0 has no partitions"
         yield Violation("parallel.offload", config.parallel.offload, rule, "set parallel.zero_stage to 1, 2 or 3")
-    if config.optimizer.name not in OFFLOADED:
+    if not OPTIMIZERS[config.optimizer.name].offloads:
+        offloaded = [name for name, kind in OPTIMIZERS.items() if kind.offloads]
         rule = f"requires an optimizer that the CPU steps, which optimizer.name={config.optimizer.name} is not"
-        yield Violation("parallel.offload", config.parallel.offload, rule, f"set optimizer.name to {' or '.join(OFFLOADED)}, or remove it")
+        yield Violation("parallel.offload", config.parallel.offload, rule, f"set optimizer.name to {' or '.join(offloaded)}, or remove it")
 
 
 def _zero_group(config: RunConfig) -> Iterator[Violation]:

@@ -9,6 +9,7 @@ from typing import Any, cast
 from pipeline.common.errors import Violation
 from pipeline.config import loss_weights, preferences
 from pipeline.config.cleaning import STEPS, CleanConfig
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES, Generate
 
@@ -32,8 +33,9 @@ class Row:
     stages: tuple[str, ...] = (*TRAINING_STAGES, "certify")
 
 
-def _optimizer(names: tuple[str, ...], keys: tuple[str, ...]) -> Row:
-    return Row("optimizer.name", _of("optimizer", *keys), lambda config: config.optimizer.name in names, f"set it to {' or '.join(names)}")
+def _optimizer(key: str) -> Row:
+    names = [name for name, kind in OPTIMIZERS.items() if key in kind.keys]
+    return Row("optimizer.name", (f"optimizer.{key}",), lambda config: config.optimizer.name in names, f"set it to {' or '.join(names)}")
 
 
 def _objective(names: tuple[str, ...], keys: tuple[str, ...], fix: str) -> Row:
@@ -64,9 +66,7 @@ ROWS = (
     ),
     Row("precision.dtype", _of("precision", "initial_loss_scale", "loss_scale_window"), lambda c: c.precision.dtype == "fp16", "set fp16"),
     Row("precision.fp8", ("precision.fp8_exclude_layers",), lambda config: config.precision.fp8 != "none", "set precision=fp8"),
-    _optimizer(("adamw", "ademamix", "muon", "schedule_free"), ("eps",)),
-    _optimizer(("ademamix",), ("beta3", "alpha", "slow_warmup_steps")),
-    _optimizer(("muon",), tuple(f"muon_{name}" for name in ("momentum", "nesterov", "steps", "adjust_lr", "lr_factor", "per_head"))),
+    *(_optimizer(key) for key in dict.fromkeys(key for kind in OPTIMIZERS.values() for key in kind.keys)),
     Row(
         "optimizer.schedule",
         _of("optimizer", "decay_steps", "decay_shape", "decay_ends"),
