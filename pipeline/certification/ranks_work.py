@@ -1,29 +1,43 @@
-"""What the local ranks of a certificate do."""
+"""What the local ranks of a certificate do.
+
+Micro-batches of equal samples have equal gradients. A step of four times as many, each with a quarter of the weight, has the same
+gradient if sums are kept in fp32: gradients in a lower precision have few digits, and four is a power of two.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from pipeline.certification import accumulation, validation
+from pipeline.certification import validation
+from pipeline.certification.batches import RandomBatch, Rows, random_batches, split
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog
-from pipeline.certification.fp8_layers import compare_fp8_layers
-from pipeline.certification.layout_training import begin, train_in_layout
+from pipeline.certification.layout_training import begin, gather, train_in_layout, train_steps
 from pipeline.certification.module_outputs import first_module
 from pipeline.certification.parts import PartReport
+from pipeline.certification.reference import build_plain, micro_batches_of
 from pipeline.certification.state import Saving, resume_in_other_layout, resume_in_same_layout
+from pipeline.config.layout import Layout
+from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.layers import delta_rule, largest_logits, loss, partial_attention
+from pipeline.layers.batch import Batch
+from pipeline.layers.experts import Experts
+from pipeline.layers.fp8_products import FP8_PRODUCTS
+from pipeline.parallel.parallelize import DTYPES
 from pipeline.training import matrix_homes
+from pipeline.training.trainer import Trainer
 
 #: The file in which rank 0 counts its steps.
 STEPS = "steps"
@@ -109,7 +123,7 @@ def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]
     outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
     reports = [log.report()] if copies else []
     reports += [validation.report(config, trainer, outcome.tensors["weight"])] if work.validation and name == "fp32" else []
-    reports += [accumulation.report(config)] if config.precision.dtype != "fp32" else []
+    reports += [report(config)] if config.precision.dtype != "fp32" else []
     reports += [compare_fp8_layers(config, trainer)] if config.precision.fp8 != "none" else []
     if saving is not None:
         saving.finish()
@@ -129,3 +143,72 @@ def compare_outputs(config: RunConfig, folder: str, tolerance: float) -> None:
     found = first_module(config, tolerance)
     if dist.get_rank() == 0:
         Path(folder, OUTPUTS).write_text(found)
+
+
+def compare_fp8_layers(config: RunConfig, trainer: Trainer) -> PartReport:
+    """Compare the names of the layers with 8-bit products on all stages with those of the plain model. Collective."""
+    own = _names(trainer.model.stage_modules())
+    gathered: list[set[str]] = [set() for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, own)
+    found = set().union(*gathered)
+    expected = _names([build_plain(config, DTYPES[config.precision.dtype])])
+    report = PartReport("precision", [f"{len(expected)} layers multiply 8-bit numbers, in the layout and in the plain loop"])
+    report.failures += [f"{name} multiplies 8-bit numbers in the layout only" for name in sorted(found - expected)]
+    report.failures += [f"{name} multiplies 8-bit numbers in the plain loop only" for name in sorted(expected - found)]
+    return report
+
+
+def _names(models: Iterable[nn.Module]) -> set[str]:
+    """The names of the layers; a row-parallel layer, and experts on several ranks, are inside of a module that has their name."""
+    return {
+        name.removesuffix(".linear").replace(".experts.experts", ".experts")
+        for model in models
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Float8Linear" or (isinstance(module, Experts) and module.products is FP8_PRODUCTS)
+    }
+
+
+#: How many times as many micro-batches the second step has.
+FACTOR = 4
+#: Largest relative difference: rounding errors of fp32.
+TOLERANCE = 1e-5
+
+
+def report(config: RunConfig) -> PartReport:
+    """Train a step on few and a step on many equal micro-batches, and compare their gradients. Collective."""
+    few, many = (_first_moments(config, factor) for factor in (1, FACTOR))
+    found = PartReport("precision")
+    if not any(bool(moment.any()) for moment in few.values()):
+        found.not_covered.append("sums over micro-batches: the first step is skipped, since its gradients overflow")
+        return found
+    for name, moment in few.items():
+        difference = float((many[name] - moment).norm() / moment.norm().clamp(min=torch.finfo(torch.float32).tiny))
+        if not difference <= TOLERANCE:
+            found.failures.append(
+                f"the gradient of {name} depends on the number of equal micro-batches, by {difference:.1e}: their sum is not kept in fp32"
+            )
+    found.covered.append(f"sums over micro-batches: equal ones, and {FACTOR} times as many, have the same gradients")
+    return found
+
+
+def _first_moments(config: RunConfig, factor: int) -> dict[str, Tensor]:
+    """Return Adam's first moments after a step whose micro-batches are equal on each rank, and `factor` times as many as in the run."""
+    # fp16 rounds small gradients to multiples of 2^-24: with as large a loss scale, those of a micro-batch are the same numbers.
+    precision = dataclasses.replace(config.precision, initial_loss_scale=config.precision.initial_loss_scale * factor)
+    trainer = begin(dataclasses.replace(config, precision=precision))
+    train_steps(trainer, [(0, _of_equal_parts(config, factor))], ())
+    return gather(trainer.engine.fragments(), {OPTIMIZERS[config.optimizer.name].moment: "moment"}, trainer.model.fixed_names())["moment"]
+
+
+def _of_equal_parts(config: RunConfig, factor: int) -> RandomBatch:
+    """Return a global batch: that of the first step, in which every data rank has only its first micro-batch, repeated."""
+    tokens, batch = random_batches(config, 1)[0]
+    shards = Layout.of(config, dist.get_world_size()).batch_shards
+    parts = []
+    for own, fields in split(tokens, batch, shards):
+        count = micro_batches_of(config, own)
+        parts.append((split(own, fields, count)[0], count * factor))
+    return (
+        torch.cat([first for (first, _), times in parts for _ in range(times)]),
+        cast(Batch, {name: torch.cat([cast(Rows, fields)[name] for (_, fields), times in parts for _ in range(times)]) for name in batch}),
+    )

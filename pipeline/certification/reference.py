@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from pipeline.certification import plain_optimizers
 from pipeline.certification.batches import RandomBatch, permuted, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
-from pipeline.certification.initial_weights import initialize
 from pipeline.certification.plain_qk_clip import PlainQKClip
 from pipeline.certification.plain_rate import plain_rate
 from pipeline.certification.reference_loss import reference_loss
@@ -32,6 +31,7 @@ from pipeline.layers.init import initial_tensor
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models import registry
+from pipeline.models.config import ModelConfig
 
 #: Tokens and other inputs of a micro-batch -> its loss.
 Loss = Callable[[Tensor, Batch], Tensor]
@@ -241,3 +241,11 @@ def _update_router_biases(model: nn.Module) -> list[Tensor]:
             load = record[: len(bias)]
             bias.add_(moe.router.bias_update_speed * (load.mean() - load).sign())
     return records
+
+
+@torch.no_grad()
+def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Initialize every parameter of an unsharded model by the family's recipe; a tied parameter once, under its first name."""
+    initial_std = registry.family_of(config).initial_std
+    for name, parameter in model.named_parameters():
+        parameter.copy_(initial_tensor(name, parameter.shape, initial_std(config, name), seed))

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from pipeline.certification.full_size import wrong_rates, wrong_rotations
 from pipeline.certification.parts import PartReport
+from pipeline.certification.plain_rate import plain_rate
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers.rotary import Rotary
+from pipeline.models import registry
 from pipeline.models.vectors import is_matrix
 from pipeline.parallel import pieces as pieces_of_ranks
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, partition_model
 from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import Bucket, build_buckets
+from pipeline.training.lr_schedule import learning_rate
 
 #: Offsets from here on do not fit into 32 bits.
 LARGE = 2**31
@@ -173,3 +178,41 @@ def _heads(config: RunConfig, layout: Layout, pieces: dict[str, dict[tuple[int, 
             if query != (key[0] * shared, key[1] * shared) or query[0] % width or query[1] % width:
                 yield f"{name}: tensor rank {tensor} has the rows {query} of queries and {key} of keys, with heads of {width} rows"
                 break
+
+
+#: Of a longer run, so many steps are compared, in equal distances; and positions of a long context.
+MOST = 10_000
+#: Largest difference of two rates, relative to optimizer.lr.
+RATE_TOLERANCE = 1e-9
+
+
+def wrong_rates(config: RunConfig) -> Iterator[str]:
+    """Yield the first step whose learning rate is not that of the second implementation."""
+    steps, optimizer = config.training.steps, config.optimizer
+    for step in (*range(0, steps, math.ceil(steps / MOST)), steps - 1):
+        found, expected = learning_rate(step, optimizer, config.training), plain_rate(step, optimizer, config.training)
+        if not abs(found - expected) <= RATE_TOLERANCE * optimizer.lr:
+            yield f"the learning rate of step {step + 1} is {found:.6g}, by the formula of {optimizer.schedule} {expected:.6g}"
+            return
+
+
+def wrong_rotations(config: RunConfig) -> Iterator[str]:
+    """Yield tables of rotary embeddings whose angles do not grow in proportion to the position."""
+    with torch.device("meta"):
+        model = registry.build(config.model)
+    for name, module in model.named_modules():
+        if not isinstance(module, Rotary):
+            continue
+        module.compute_buffers(torch.device("cpu"))
+        rows = min(len(module.cos), config.training.sequence_length)
+        positions = torch.arange(0, rows, math.ceil(rows / MOST))
+        half = module.head_dim // 2
+        cos, sin = module.cos[positions, half:].double(), module.sin[positions, half:].double()
+        angle, size = torch.atan2(module.sin[1, half:], module.cos[1, half:]).double(), torch.hypot(module.cos[1], module.sin[1])[half:]
+        angles = positions[:, None] * angle
+        error = torch.hypot(cos - size * angles.cos(), sin - size * angles.sin())
+        # The angle of position 1 is read from numbers in fp32, and its error grows with the position.
+        wrong = (error > 1e-4 + 4 * torch.finfo(torch.float32).eps * angles.abs()).any(dim=1)
+        if bool(wrong.any()):
+            first = int(wrong.int().argmax())
+            yield f"{name}: the rotation of position {positions[first]} is not {positions[first]} times that of position 1"

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import MISSING
 
 from pipeline.common.knobs import knob
-from pipeline.config.certificate import CertificateConfig
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig
@@ -149,6 +148,16 @@ class StageConfig:
     """The selected stage. Stages with additional keys extend this class in config/stages.py."""
 
     name: str = MISSING
+
+
+@dataclass(frozen=True)
+class CertificateConfig:
+    """Certificate of a pretraining job (stage=certify)."""
+
+    required: bool = knob(
+        False, "pretrain and submit refuse to start without a certificate of the same configuration, layout, code version and data"
+    )
+    certificate: str | None = knob(None, "file of the certificate; default: run_dir/certificate.json")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import page
 from pipeline.common.atomic_files import atomic_file
-from pipeline.evaluation import report
+from pipeline.common.charts import COLORS, Chart, Series, chart
+from pipeline.common.units import unit_of
 
 #: Folder of the records in the run directory.
 FOLDER = "evaluations"
@@ -98,7 +100,7 @@ def _rows(records: Sequence[dict[str, Any]]) -> dict[int, dict[str, float]]:
 def columns_of(rows: dict[int, dict[str, float]]) -> list[str]:
     """Return the columns of the table; numbers that describe a task are not scores."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
-    return [name for name in names if not name.endswith(tuple(f" {note}" for note in report.NOTES))]
+    return [name for name in names if not name.endswith(tuple(f" {note}" for note in NOTES))]
 
 
 def _write_table(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -111,4 +113,123 @@ def _write_table(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
         writer.writerows([step, *(row.get(name, "") for name in columns)] for step, row in rows.items())
     cells = [[step, *(f"{row[name]:.4f}" if name in row else "-" for name in columns)] for step, row in rows.items()]
     with atomic_file(folder / REPORT, "w") as handle:
-        handle.write(report.render(run_dir, records, (["step", *columns], cells)))
+        handle.write(render(run_dir, records, (["step", *columns], cells)))
+
+
+#: Name of the scores of the full validation split.
+WHOLE = "full validation split"
+#: Entries of a record that describe scores and are none: the number of examples, of documents.
+NOTES = ("num_fewshot", "samples", "sample_len")
+#: What follows the name of a score in that of its standard error.
+ERROR = "_stderr"
+
+
+def render(run_dir: Path, records: Sequence[Mapping[str, Any]], table: tuple[list[str], list[list[Any]]]) -> str:
+    """Return the page.
+
+    Args:
+        run_dir: the run directory; its name is in the heading.
+        records: content of the records, in the order of their steps; those of the validation split first.
+        table: head and rows of the table of all records.
+    """
+    step = records[-1]["step"]
+    newest = [record for record in records if record["step"] == step]
+    steps = {record["step"] for record in records}
+    return page.render(
+        "evaluation_report.html.jinja",
+        f"Evaluation of {run_name(run_dir)}",
+        verdict=verdict(newest),
+        step=step,
+        read=next((_read(record["read"]) for record in newest if "read" in record), ""),
+        tables=[scores_table(record["scores"]) for record in newest if any(record["scores"].values())],
+        confusions=[_confusion(record["confusion"]) for record in newest if "confusion" in record],
+        charts=charts(records) if len(steps) > 1 else [],
+        head=table[0] if len(steps) > 1 else [],
+        rows=table[1],
+    )
+
+
+def run_name(run_dir: Path) -> str:
+    """Return the name of a run: that of its directory, of a sweep's numbered run with that of the sweep."""
+    path = run_dir.resolve()
+    return f"{path.parent.name}/{path.name}" if path.name.isdigit() else path.name
+
+
+def verdict(newest: Sequence[Mapping[str, Any]]) -> str:
+    """Return the headline: the scores on the full validation split, else the first scores of the newest checkpoint."""
+    found = ((name, values) for record in newest for name, values in record["scores"].items() if values)
+    name, scores = next(found, ("", dict[str, Any]()))
+    parts = [f"{metric.replace('_', ' ')} {text}" for metric, text in _texts(scores).items()]
+    loss = scores.get("validation_loss")
+    unit = " nats per target" if loss is not None and "perplexity" in scores else ""
+    parts[:1] = [parts[0] + unit] if parts else ["no scores"]
+    return ", ".join(parts) if not name else f"{name}: {', '.join(parts)}"
+
+
+def _texts(scores: Mapping[str, Any]) -> dict[str, str]:
+    """The scores of one split or task as text, with their standard errors; a score that does not exist is left out."""
+    shown = {name: value for name, value in scores.items() if value is not None and ERROR not in name and name not in NOTES}
+    return {name: f"{value:.4f}" + (f" ± {error:.4f}" if (error := _error(scores, name)) else "") for name, value in shown.items()}
+
+
+def _error(scores: Mapping[str, Any], metric: str) -> float | None:
+    """The standard error of a score; in the name of a metric of lm-eval, the name of a filter follows it."""
+    name, space, filtered = metric.partition(" ")
+    return scores.get(f"{name}{ERROR}{space}{filtered}")
+
+
+def _read(read: Mapping[str, int]) -> str:
+    """How much of the split was read."""
+    part = "all" if read["sequences"] == read["available"] else f"{read['sequences']:,} of"
+    return f"on {part} {read['available']:,} sequences of the validation split, {read['targets']:,} targets"
+
+
+def scores_table(scores: Mapping[str, Mapping[str, Any] | None]) -> tuple[list[str], list[list[Any]]]:
+    """Return the scores of a record as head and rows: a row for each corpus or task, a column for each score."""
+    texts = {name: _texts(values or {}) for name, values in scores.items()}
+    columns = list(dict.fromkeys(metric for row in texts.values() for metric in row))
+    notes = [note for note in NOTES[:2] if any((values or {}).get(note) is not None for values in scores.values())]
+    names = {"num_fewshot": "shots", "samples": "documents"}
+    rows = [
+        [name or WHOLE, *(texts[name].get(column, "-") for column in columns), *(_note(values, note) for note in notes)]
+        for name, values in scores.items()
+    ]
+    return ["", *(column.replace("_", " ") for column in columns), *(names[note] for note in notes)], rows
+
+
+def _note(scores: Mapping[str, Any] | None, note: str) -> Any:
+    """A number that describes the scores."""
+    value = (scores or {}).get(note)
+    return "-" if value is None else value
+
+
+def _confusion(matrix: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """A confusion matrix as head and rows; the correct labels are bold."""
+    rows = [
+        [label, *(page.Bold(f"{count:,}") if column == row else count for column, count in enumerate(counts))]
+        for row, (label, counts) in enumerate(zip(matrix["labels"], matrix["counts"], strict=True))
+    ]
+    return ["label", *(f"predicted {label}" for label in matrix["labels"])], rows
+
+
+def charts(records: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """Return a chart for each score that several checkpoints have, with a series for each corpus or task."""
+    found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    for record in records:
+        for name, scores in record["scores"].items():
+            for metric, value in (scores or {}).items():
+                if value is not None and ERROR not in metric and metric not in NOTES:
+                    error = _error(scores, metric) or 0.0
+                    found.setdefault(metric, {}).setdefault(name, {})[record["step"]] = (value, error)
+    drawn = []
+    for metric, splits in found.items():
+        series = [
+            Series(
+                name or WHOLE, [(step, value) for step, (value, _) in values.items()], {step: error for step, (_, error) in values.items()}
+            )
+            for name, values in splits.items()
+            if len(values) > 1
+        ]
+        groups = [series[first : first + len(COLORS)] for first in range(0, len(series), len(COLORS))]
+        drawn += [chart(metric.replace("_", " "), unit_of(metric), group) for group in groups]
+    return drawn

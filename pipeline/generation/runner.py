@@ -1,4 +1,8 @@
-"""Runs a decoder on the new tokens of a batch, with a KV cache."""
+"""Runs a decoder on the new tokens of a batch, with a KV cache.
+
+Each pass calls every MoE layer once, so the passes of a group are rounds that all of its ranks enter. How many sequences and tokens a rank
+has in a round does not matter; a rank without prompts computes its experts for the others.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,17 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from pipeline.generation.cache import KeyValueCache, detach
-from pipeline.generation.expert_rounds import ExpertRounds
 from pipeline.generation.passes import Pass
 from pipeline.layers.attention import AttentionContext
 from pipeline.layers.moe import moe_layers
 from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
+from pipeline.parallel import collectives
+from pipeline.parallel.expert_parallel import ExpertParallelExperts
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pipeline_relay import Relay
@@ -161,3 +167,33 @@ def pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
     width = max(1, *counts)
     padded = [[*sequence, *[0] * (width - count)] for sequence, count in zip(sequences, counts, strict=True)]
     return torch.tensor(padded, device=device), torch.tensor(counts, device="cpu")
+
+
+class ExpertRounds:
+    """The rounds of one rank. Without experts of several ranks, both methods return at once.
+
+    Args:
+        model: this rank's part of the model.
+        group: the expert-parallel group.
+    """
+
+    def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
+        self.group = group
+        self._experts = [moe.experts for moe in moe_layers(model) if isinstance(moe.experts, ExpertParallelExperts)]
+
+    def begin(self) -> None:
+        """Enter a round in which this rank runs a forward pass."""
+        if self._experts:
+            self._any_has_tokens(True)
+
+    @torch.inference_mode()
+    def finish(self) -> None:
+        """Compute this rank's experts for the other ranks of the group until none of them has prompts."""
+        while self._experts and bool(self._any_has_tokens(False)):
+            for experts in self._experts:
+                experts.serve()
+
+    def _any_has_tokens(self, own: bool) -> Tensor:
+        """Return whether a rank of the group runs a forward pass in this round, int64 (); only a rank that runs none waits for it."""
+        device = self._experts[0].experts.gate.device
+        return collectives.all_reduce(torch.tensor(int(own), device=device), self.group, "max")

@@ -8,9 +8,11 @@ The names and arguments are those of vLLM 0.31; tests/stages/test_generate_vllm.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -18,18 +20,25 @@ from typing import Any
 
 import torch
 
-from pipeline.common.errors import RunFailed, UserError
+from pipeline.common import artifact
+from pipeline.common.errors import RunFailed, UserError, collect_errors
+from pipeline.common.mpi import SingleProcessComm
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import Generate
+from pipeline.config.stages import Convert, Generate
+from pipeline.conversion import huggingface_export, huggingface_folder, stock_logits
+from pipeline.conversion.export_files import export_folder, write_manifest
 from pipeline.conversion.huggingface_folder import Source
-from pipeline.generation import vllm_export
 from pipeline.generation.generator import Completion, Stopping
 from pipeline.generation.sampling import Sampling
+from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.parallelize import DTYPES
+
+log = logging.getLogger("pipeline")
 
 #: precision.dtype -> its name in vLLM.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 #: Prompts of a call for each sequence of a forward pass: at the end of a call, the batch runs empty.
 CALL = 8
 #: Variables of the launcher of our ranks, which PyTorch would read in the processes of vLLM.
@@ -122,7 +131,7 @@ def open_engine(config: RunConfig, stage: Generate, source: Source, mesh: Mesh, 
             does not see the GPUs of its group.
         CheckFailed: the export is wrong.
     """
-    folder = meshes.on_rank_0(lambda: vllm_export.prepare(config, stage, source))
+    folder = meshes.on_rank_0(lambda: prepare(config, stage, source))
     positions, share = config.model.max_positions, -(-lines // mesh.layout.batch_shards)
     prompts = min(CALL * stage.batch_size, share)
     if mesh.coordinates.tensor > 0:
@@ -145,7 +154,7 @@ def engine_arguments(config: RunConfig, stage: Generate, folder: Path) -> dict[s
     size = stage.cache_gigabytes
     return {
         "model": str(folder),
-        "dtype": DTYPES[config.precision.dtype],
+        "dtype": NAMES[config.precision.dtype],
         "tensor_parallel_size": config.parallel.tensor,
         "max_model_len": config.model.max_positions,
         "max_num_seqs": stage.batch_size,
@@ -215,3 +224,63 @@ def _environment(gpus: Sequence[str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+KEY = "stage.export"
+
+
+def folder_of(config: RunConfig, stage: Generate) -> Path:
+    """Return the folder of the export: stage.export, or that of stage=convert."""
+    return Path(stage.export or Path(config.run_dir) / "hf")
+
+
+def check(config: RunConfig, stage: Generate, source: Source) -> bool:
+    """Return whether the export exists; one in fp32 serves any precision.dtype, which vLLM rounds it to.
+
+    Raises:
+        UserError: the folder holds something else, or the checkpoint cannot be exported.
+    """
+    folder, precision, checkpoint = folder_of(config, stage), config.precision.dtype, source.weights.path
+    if not (folder / artifact.MANIFEST).is_file():
+        collect_errors(
+            lambda: artifact.check_empty(folder, key=KEY, stage="convert"),
+            lambda: registry.mapping_of(source.model),
+            lambda: huggingface_export.check_weights(source.weights, source.model, "stage.checkpoint", checkpoint),
+        )
+        return False
+    found = artifact.read(folder, key=KEY, stage="convert").settings
+    dtype = "fp32" if found.get("stage.dtype") == "fp32" else precision
+    gigabytes = found.get("stage.shard_gigabytes", Convert.shard_gigabytes)
+    settings = huggingface_folder.settings_of(
+        config.tokenizer,
+        stage,
+        checkpoint,
+        source.tokenizer,
+        dtype=dtype,
+        shard_gigabytes=gigabytes,
+    )
+    artifact.find_complete(folder, key=KEY, stage="convert", settings=settings)
+    return True
+
+
+def prepare(config: RunConfig, stage: Generate, source: Source) -> Path:
+    """Return the folder of the export, which is written, and appears at once, if it does not exist. One rank calls this.
+
+    Raises:
+        UserError: as in check.
+        CheckFailed: a written file does not hold the weights of the checkpoint, or the export computes other logits.
+    """
+    folder = folder_of(config, stage)
+    if check(config, stage, source):
+        return folder
+    precision, gigabytes = config.precision.dtype, Convert.shard_gigabytes
+    of_checkpoint = partial(huggingface_folder.settings_of, config.tokenizer, stage, source.weights.path, source.tokenizer)
+    settings = of_checkpoint(dtype=precision, shard_gigabytes=gigabytes)
+    with export_folder(folder, settings, SingleProcessComm(), key=KEY) as (files, writer):
+        parameters = huggingface_folder.write(
+            files, config.tokenizer, source, dtype=DTYPES[precision], shard_bytes=int(gigabytes * 1e9), writer=writer
+        )
+        stock_logits.compare(files, source.weights, source.model, DTYPES[precision])
+        write_manifest(files, writer, settings, {"step": source.weights.step, "parameters": parameters})
+    log.info("generate: wrote the export %s (step %d, %s parameters)", folder, source.weights.step, f"{parameters:,}")
+    return folder

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.common import artifact, events
 from pipeline.common.errors import UserError
 from pipeline.config import hardware as hardware_files
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Hardware
-from pipeline.config.schema import RunConfig
-from pipeline.planner import measured_run, site_correction
+from pipeline.config.schema import RunConfig, StageConfig
+from pipeline.models.config_classes import from_dict
+from pipeline.planner import site_correction
 from pipeline.planner.accuracy import memory_range, time_range
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 from pipeline.planner.site_correction import Anchor, SiteCorrection
@@ -19,7 +26,7 @@ from pipeline.planner.site_correction import Anchor, SiteCorrection
 GB = 1e9
 
 
-def compare(config: RunConfig, run_dir: Path) -> tuple[measured_run.MeasuredRun, JobPlan]:
+def compare(config: RunConfig, run_dir: Path) -> tuple[MeasuredRun, JobPlan]:
     """Return a job as it was measured, and its plan.
 
     Args:
@@ -29,7 +36,7 @@ def compare(config: RunConfig, run_dir: Path) -> tuple[measured_run.MeasuredRun,
     Raises:
         UserError: run_dir has no configuration or too few steps, or no hardware is named.
     """
-    job = measured_run.read(run_dir)
+    job = read(run_dir)
     cluster = _cluster(config, job)
     if cluster.correction is not None and not Path(cluster.correction).exists():  # the first run, which writes it
         cluster = replace(cluster, correction=None)
@@ -37,13 +44,13 @@ def compare(config: RunConfig, run_dir: Path) -> tuple[measured_run.MeasuredRun,
     return job, plan(planned, job.world_size, hardware_of(planned))
 
 
-def _cluster(config: RunConfig, job: measured_run.MeasuredRun) -> ClusterConfig:
+def _cluster(config: RunConfig, job: MeasuredRun) -> ClusterConfig:
     """Return the cluster of this command if it names a GPU, else that of the run; with the correction of this command."""
     cluster = config.cluster if config.cluster.hardware else job.config.cluster
     return replace(cluster, correction=config.cluster.correction)
 
 
-def correct(config: RunConfig, run_dir: Path, job: measured_run.MeasuredRun, planned: JobPlan) -> SiteCorrection:
+def correct(config: RunConfig, run_dir: Path, job: MeasuredRun, planned: JobPlan) -> SiteCorrection:
     """Add a measured run to the file of cluster.correction, and return what it has then.
 
     Args:
@@ -73,7 +80,7 @@ def correct(config: RunConfig, run_dir: Path, job: measured_run.MeasuredRun, pla
     return correction
 
 
-def _check_gpu(run_dir: Path, job: measured_run.MeasuredRun, name: str, hardware: Hardware, before: SiteCorrection | None) -> None:
+def _check_gpu(run_dir: Path, job: MeasuredRun, name: str, hardware: Hardware, before: SiteCorrection | None) -> None:
     """Refuse a run on another GPU."""
     fix = "plan with the GPU of the run (cluster.hardware), and another file of cluster.correction for each GPU"
     ran = job.config.cluster.hardware
@@ -98,7 +105,7 @@ def correction_lines(path: str, correction: SiteCorrection) -> Iterator[str]:
         yield f"  {run.ranks:>8,} ranks  {ratios}  {run.run}"
 
 
-def content(job: measured_run.MeasuredRun, planned: JobPlan, correction: SiteCorrection | None = None) -> dict[str, object]:
+def content(job: MeasuredRun, planned: JobPlan, correction: SiteCorrection | None = None) -> dict[str, object]:
     """Return the table as JSON."""
     return {
         "hardware": planned.hardware.name,
@@ -115,9 +122,9 @@ def content(job: measured_run.MeasuredRun, planned: JobPlan, correction: SiteCor
     }
 
 
-def lines(run_dir: Path, job: measured_run.MeasuredRun, planned: JobPlan) -> Iterator[str]:
+def lines(run_dir: Path, job: MeasuredRun, planned: JobPlan) -> Iterator[str]:
     """Yield the table."""
-    yield f"{run_dir}: {job.world_size:,} x {planned.hardware.name}, median of {job.steps:,} steps after the first {measured_run.WARMUP}"
+    yield f"{run_dir}: {job.world_size:,} x {planned.hardware.name}, median of {job.steps:,} steps after the first {WARMUP}"
     yield f"  {'':<10}{'planned':>14}{'measured':>14}{'planned / measured':>22}"
     seconds = planned.estimate.step_time
     yield f"  {'step':<10}{seconds:>12.4f} s{job.step_time:>12.4f} s{seconds / job.step_time:>22.3f}"
@@ -131,3 +138,88 @@ def lines(run_dir: Path, job: measured_run.MeasuredRun, planned: JobPlan) -> Ite
         yield f"  {'memory':<10}{memory / GB:>11.2f} GB{job.memory / GB:>11.2f} GB{memory / job.memory:>22.3f}"
     low, high = memory_range(memory / GB)
     yield f"  {'range':<10}{low:>11.2f} to {high:.2f} GB"
+
+
+#: Steps at the beginning of a run that are not measured: kernels are compiled and memory is allocated.
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """What a run directory tells.
+
+    Attributes:
+        config: of the job.
+        world_size: ranks of the last job; those of its cluster settings while it has not finished.
+        steps: number of measured steps.
+        step_time: their median, seconds.
+        memory: most bytes that rank 0 reserved on its GPU; None for a CPU.
+        gpu: name of the GPU of rank 0 in CUDA; None for a CPU, and for a run that did not record it.
+    """
+
+    config: RunConfig
+    world_size: int
+    steps: int
+    step_time: float
+    memory: float | None
+    gpu: str | None = None
+
+
+def read(run_dir: Path) -> MeasuredRun:
+    """Read a run directory of `pretrain` or `finetune`.
+
+    Raises:
+        UserError: it has no configuration or no steps after the first ones.
+    """
+    config = saved_config(run_dir)
+    lines = _lines(run_dir)[WARMUP:]
+    if not lines:
+        rule = f"has no metrics.jsonl with more than {WARMUP} steps"
+        raise UserError.of("stage.run", run_dir, rule, "pass the run_dir of a pretrain job that has trained longer")
+    memory = max((line.get("memory_gb") or 0.0 for line in lines), default=0.0) * 1e9
+    seconds = [line["seconds"] for line in lines]
+    starts = [event for event in events.read(run_dir) if event["event"] == "run_start"]
+    gpu = starts[-1].get("gpu") if starts else None
+    return MeasuredRun(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None, gpu)
+
+
+def saved_config(run_dir: Path) -> RunConfig:
+    """Return the configuration that a job wrote to its run directory.
+
+    Raises:
+        UserError: config.yaml is not there, or is not a configuration of this version.
+    """
+    path = run_dir / "config.yaml"
+    fix = "pass the run_dir of a pretrain job"
+    if not path.is_file():
+        raise UserError.of("stage.run", run_dir, "has no config.yaml", fix)
+    try:
+        saved = OmegaConf.load(path)
+        model, stage = saved.pop("model"), saved.pop("stage", {"name": "pretrain"})
+        typed = OmegaConf.structured(RunConfig(model=from_dict(OmegaConf.to_container(model)), stage=StageConfig(stage["name"])))
+        config = OmegaConf.to_object(OmegaConf.merge(typed, saved))
+    except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
+        raise UserError.of("stage.run", run_dir, f"config.yaml cannot be read: {str(error).splitlines()[0]}", fix) from error
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def _lines(run_dir: Path) -> list[dict[str, float]]:
+    """The lines of training steps in metrics.jsonl, without an incomplete last one."""
+    path = run_dir / "metrics.jsonl"
+    steps = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        if "seconds" in values:
+            steps.append(values)
+    return steps
+
+
+def _world_size(run_dir: Path, config: RunConfig) -> int:
+    """Ranks of a run."""
+    if (run_dir / artifact.MANIFEST).is_file():
+        return int(artifact.read(run_dir, key="stage.run", stage=config.stage.name).totals["world_size"])
+    return config.cluster.nodes * max(1, config.cluster.tasks_per_node)

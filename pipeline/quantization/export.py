@@ -5,33 +5,34 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load, save_file
 from torch import Tensor, nn
 
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import collect_errors
+from pipeline.common.progress import Progress
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.layers.lora import linear_layers
-from pipeline.layers.uniform_quantization import Scheme
+from pipeline.layers.uniform_quantization import Quantized, Scheme
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import compressed_tensors, gptq
 from pipeline.quantization.blocks import CPU, BlockByBlock
 from pipeline.quantization.calibration_text import read_sequences
-from pipeline.quantization.perplexity import perplexity
 from pipeline.quantization.quantized_weights import QuantizedWeights, check_model, quantized_layers
 from pipeline.quantization.report import ErrorSum, Report
-from pipeline.quantization.solved_layers import SolvedLayers
 
 log = logging.getLogger("pipeline")
 
@@ -205,3 +206,61 @@ def _sequences(key: str, stage: Convert, data: DataConfig, checkpoint: MergedWei
     if checkpoint.step:  # else it is an imported model, and the settings are not those of its training
         length = min(length, checkpoint.config["training"]["sequence_length"])
     return read_sequences(inputs, f"stage.{key}", data, tokenizer, tokens=stage.sample_tokens, longest=length)
+
+
+def perplexity(model: BlockByBlock, sequences: Tensor, label: str) -> float:
+    """Return exp of the mean loss of the next token.
+
+    Args:
+        model: a decoder.
+        sequences: int64 (sequences, length + 1).
+        label: name of the task in the progress report.
+    """
+    hidden, total = model.embed(sequences[:, :-1]), 0.0
+    with Progress(len(model), label, "blocks") as progress:
+        for name, block in model.blocks():
+            model.apply(block, hidden)
+            progress.advance(1, name)
+    for loss, batch in zip(model.losses(hidden, sequences[:, 1:]), hidden, strict=True):
+        total += loss * len(batch)
+    return math.exp(min(total / len(sequences), 700.0))
+
+
+class SolvedLayers(Mapping[str, Quantized]):
+    """Name of a layer -> its quantized weight, read from the file when it is wanted.
+
+    Args:
+        folder: for the files; it may exist.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._names: dict[str, None] = {}
+
+    def add(self, layer: str, weight: Quantized) -> None:
+        """Write a layer."""
+        parts = {"codes": weight.codes, "scale": weight.scale, "zero_point": weight.zero_point}
+        save_file({name: part.contiguous() for name, part in parts.items()}, self._path(layer))
+        self._names[layer] = None
+
+    def __getitem__(self, layer: str) -> Quantized:
+        """Read a layer."""
+        if layer not in self._names:
+            raise KeyError(layer)
+        return Quantized(**load(self._path(layer).read_bytes()))
+
+    def __contains__(self, layer: object) -> bool:
+        """Whether a layer was written."""
+        return layer in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        """Names in the order in which they were written."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self._names)
+
+    def _path(self, layer: str) -> Path:
+        return self._folder / f"{layer}.safetensors"

@@ -14,6 +14,9 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.save_plan import plan
+from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.checkpoint.staging import Snapshot, Source, Staging, staged_bytes
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
@@ -27,8 +30,7 @@ from pipeline.planner.plan import JobPlan, hardware_of
 from pipeline.rehearsal import graph_breaks, memory
 from pipeline.rehearsal.calls import DeviceCalls
 from pipeline.rehearsal.graph_breaks import GraphBreak
-from pipeline.rehearsal.host_copy import HostCopySaver
-from pipeline.rehearsal.memory import ByKind, Moments
+from pipeline.rehearsal.memory import BETWEEN, ByKind, Moments
 from pipeline.rehearsal.observed import RECORDED, ObservedTrainer, Seen
 from pipeline.rehearsal.random_data import RandomTokens
 from pipeline.rehearsal.start_up import StartUp
@@ -38,6 +40,7 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.metrics import Metrics
 from pipeline.training.saves import Saves
 from pipeline.training.step_control import StepControl
+from pipeline.training.trainer import Trainer
 from pipeline.training.validation import Validations
 from pipeline.training.watchdog import Watchdog
 
@@ -164,3 +167,65 @@ def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: 
             loop.train(state, loader, trainer, [metrics, StepControl(short, rank), saves, validations], watchdog.report)
     finally:
         log.setLevel(level)
+
+
+class HostCopySaver(Saver):
+    """The part of AsyncSaver that uses the device.
+
+    Args:
+        trainer: whose state is saved.
+        device: of the rank.
+        moments: where memory is noted.
+
+    Attributes:
+        bytes: that are copied.
+    """
+
+    def __init__(self, trainer: Trainer, device: torch.device, moments: Moments) -> None:
+        self._shares = plan([fragment.held() for fragment in trainer.engine.fragments()])
+        self.bytes = staged_bytes([share.part for share in self._shares])
+        self._staging = Staging([share.part for share in self._shares], device)
+        self._moments = moments
+        self._snapshot: Snapshot | None = None
+        self._outcomes: list[Outcome] = []
+
+    def begin(self, request: Request) -> None:
+        """See Saver."""
+        self.before_update()
+        self._moments.note(BETWEEN)
+        sources = [Source(share.part, request.fragments[share.fragment].tensors, share.first) for share in self._shares]
+        self._snapshot = self._staging.begin(sources, lambda _: None)
+        self._snapshot.queued.wait()
+        self._moments.note("save")
+        self._outcomes.append(Outcome(request.step))
+
+    def holds_weights(self) -> bool:
+        """See Saver."""
+        return self._snapshot is not None
+
+    def before_update(self) -> None:
+        """See Saver."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
+            self._snapshot.released.set()
+            self._snapshot = None
+
+    def poll(self) -> list[Outcome]:
+        """See Saver."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def wait(self) -> None:
+        """See Saver."""
+        self.before_update()
+
+    def wait_for_commit(self) -> None:
+        """See Saver."""
+
+    def abandon(self, reason: str) -> None:
+        """See Saver."""
+
+    def close(self) -> None:
+        """See Saver."""
+        self.before_update()
+        self._staging.close()

@@ -17,7 +17,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.config.stages import plans_other_layouts
 from pipeline.launch import submission
-from pipeline.planner import accuracy, measured_report, memory_check, plan_report, roofline_plot, search_report
+from pipeline.planner import accuracy, measured_report, memory_check, plan_report, search_report
 from pipeline.planner.plan import hardware_of, plan, table
 from pipeline.planner.run_cost import cost
 from pipeline.planner.scaling import scaling_points
@@ -71,7 +71,7 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
     starts = result.estimate.fits or not config.cluster.check_memory
     print("\n".join(plan_report.lines(result, rows, costs, starts=starts)), flush=True)
     if stage.plot:
-        roofline_plot.draw(result, rows, Path(stage.plot))
+        plan_report.draw(result, rows, Path(stage.plot))
         print(f"\nroofline\n{stage.plot}")
     if stage.out:
         _write_json(stage.out, plan_report.content(result, rows, costs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -16,13 +17,14 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import catalog, native
 from pipeline.checkpoint.native import TrainState
-from pipeline.common import ends, signals
+from pipeline.common import ends, knobs, signals
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config import warmup
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
-from pipeline.config.rules import unread
+from pipeline.config.rules import optimizer, unread
 from pipeline.config.schema import PrecisionConfig, RunConfig
 from pipeline.data.load import blend, stage_in
 from pipeline.data.load.objectives import registry
@@ -33,15 +35,14 @@ from pipeline.parallel.parallelize import check_trained
 from pipeline.training import (
     choose_saver,
     determinism,
-    epochs,
     loop,
-    node_phases,
     reference_answers,
     resume,
     rewinds,
     run_directory,
     run_events,
     shard_verification,
+    step_control,
 )
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
@@ -127,7 +128,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                 """Train from a state; the list has what happens besides the steps."""
                 loader = BatchLoader(data, config.training, trainer.mesh, config.data.prefetch, skipped)
                 with metrics_of(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if first else ""):
-                    control = StepControl(config, ranks.rank, node_phases.last_step(config, state.step, ranks))
+                    control = StepControl(config, ranks.rank, step_control.last_step(config, state.step, ranks))
                     saves = Saves(config, trainer, data, metrics, watchdog, hooks, saver, parent, control.complete)
                     callbacks = [
                         stragglers,
@@ -167,7 +168,7 @@ def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, O
     staged = key in ("data.tokens", "data.instructions.train")
     read = dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
     data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
-    config = epochs.with_steps(config, data, ranks.rank)
+    config = with_steps(config, data, ranks.rank)
     blend.check_epochs(config.data, config.training, data.samples)
     for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
         log.warning(line)
@@ -226,3 +227,32 @@ def check_device(config: RunConfig, device: torch.device) -> None:
         raise UserError.of("training.attention", "flex", "requires a GPU; this rank has none", "set training.attention=auto")
     if config.parallel.async_tensor == "on" and device.type == "cpu":
         raise UserError.of("parallel.async_tensor", "on", "requires a GPU; this rank has none", "set parallel.async_tensor=auto")
+
+
+def with_steps(config: RunConfig, data: Objective, rank: int) -> RunConfig:
+    """Return the configuration with the smallest number of steps that reads every sequence training.epochs times.
+
+    It depends on the data and the batches only, so that a resumed run has the same one. A configuration with training.steps is unchanged.
+
+    Args:
+        config: of the run.
+        data: of its training.
+        rank: of this process; rank 0 logs.
+
+    Raises:
+        UserError: the warm-up or the decay is longer than the run.
+    """
+    training, samples = config.training, int(sum(data.samples.counts))
+    if not training.steps:
+        epochs = training.epochs or warmup.DEFAULT_EPOCHS
+        wanted = math.ceil(epochs * samples - 1e-6)  # 0.1 x 30 is more than 3 in floating point
+        steps = max(1, warmup.steps_for_samples(training, wanted))
+        config = knobs.changed(config, {"training.steps": steps, "training.epochs": epochs})
+        if violations := list(optimizer.violations(config)):
+            raise UserError(violations)
+        if rank == 0:
+            log.info("training.epochs=%g of %s sequences: %s steps", epochs, f"{samples:,}", f"{config.training.steps:,}")
+    if rank == 0 and config.stage.name == "finetune" and training.global_batch_size > samples:
+        text = "training.global_batch_size=%d is more than an epoch of %s sequences: a step reads examples several times; lower it"
+        log.warning(text, training.global_batch_size, f"{samples:,}")
+    return config

@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 
 from pipeline.common import signals
-from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED, ToBeContinued
+from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED, ToBeContinued, UserError
+from pipeline.common.ranks import Ranks
+from pipeline.config import layouts
+from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.training.callback import REQUESTS, Callback, Decision, Step
 from pipeline.training.request_files import RequestFiles
@@ -124,3 +127,28 @@ class HostCopy:
             self._ready.synchronize()
         elements: list[float] = self._values.tolist()
         return elements
+
+
+def last_step(config: RunConfig, step: int, ranks: Ranks) -> int | None:
+    """Return the number of steps after which this job ends, so that the next one gets other nodes; None if it trains to the end.
+
+    A job that has the nodes of the next phase already, and whose layout is legal there, goes on.
+
+    Args:
+        config: configuration of the run.
+        step: steps that the run has made.
+        ranks: of the job.
+
+    Raises:
+        UserError: the layout does not divide the batches of the phase that begins.
+    """
+    if not layouts.has_phases(config.training):
+        return None
+    if violations := check.size_violations(config, ranks.world_size, step):
+        raise UserError(violations)
+    nodes, end = -(-ranks.world_size // ranks.local_size), layouts.phase_end(config, step)
+    while end is not None:
+        if layouts.nodes_of_phase(config, end) != nodes or check.size_violations(config, ranks.world_size, end):
+            return end
+        end = layouts.phase_end(config, end)
+    return None

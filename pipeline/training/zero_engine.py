@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import PrecisionConfig
 from pipeline.config.training import TrainingConfig
+from pipeline.layers.linear import Linear
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
@@ -24,14 +26,15 @@ from pipeline.training import gradient_clipping, muon, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import Engine, StepResult, fixed_fragments
-from pipeline.training.frozen_weights import shard_frozen
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.offloaded_update import OffloadedUpdate
-from pipeline.training.weight_gathering import WeightGatherer
+from pipeline.training.weight_gathering import FlatWeights, WeightGatherer
 from pipeline.training.weight_update import WeightUpdate
+
+log = logging.getLogger("pipeline")
 
 #: ZeRO stage -> what remains of a gradient, and when it is reduced.
 REDUCTIONS = {1: Reduction.PARTITION, 2: Reduction.PARTITION_EACH, 3: Reduction.PARTITION_EACH}
@@ -190,3 +193,39 @@ class ZeroEngine(Engine):
         """See Engine."""
         self._update.loaded(updates)
         self.round_weights()
+
+
+@torch.no_grad()
+def shard_frozen(model: LocalModel, mesh: Mesh) -> list[FlatWeights]:
+    """Allocate LocalModel.sharded, one bucket after the other, and return the buckets with this rank's partitions."""
+    buckets = build_buckets(model, mesh, sequence_parallel=False, pieces=model.sharded)
+    joint = list(joint_layers(model.stages))
+    sharded = [_partitioned(bucket, model.materialize, joint) for bucket in buckets]
+    if sharded:
+        mine, whole = sum(weights.partition.nbytes for weights in sharded), sum(weights.flat.nbytes for weights in sharded)
+        log.info("zero 3: %d frozen weights, %.1f MB on this rank instead of %.1f MB", len(model.sharded), mine / 1e6, whole / 1e6)
+    return sharded
+
+
+def _partitioned(bucket: Bucket, materialize: Callable[[nn.Parameter], None], joint: Iterable[tuple[Linear, ...]]) -> FlatWeights:
+    """Allocate the weights of a bucket as views of a flat tensor, keep this rank's partition of it, and free the others.
+
+    Args:
+        bucket: of frozen weights.
+        materialize: allocates and draws one.
+        joint: layers that are computed as one: else each product would save a concatenated copy of their weights.
+    """
+    first = next(iter(bucket.pieces))
+    flat = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
+    for parameter in bucket.pieces:
+        materialize(parameter)
+        parameter.data = bucket.view(flat, parameter).copy_(parameter.data)
+    for layers in joint:
+        weights = [layer.weight for layer in layers if isinstance(layer.weight, nn.Parameter)]
+        if weights[0] in bucket.pieces:
+            layers[0].joined = bucket.joint_view(flat, weights)
+    partition = flat.narrow(0, bucket.group.rank() * bucket.partition_elements, bucket.partition_elements)
+    freed = bucket.group.size() > 1
+    partitioned = FlatWeights(bucket, flat, partition.clone() if freed else partition, freed=freed, trained=False)
+    partitioned.free()
+    return partitioned

@@ -6,7 +6,7 @@ from itertools import groupby
 import pytest
 import torch
 
-from pipeline.certification import stock_gradients
+from pipeline.certification import exported
 from pipeline.certification.batches import random_batches
 from pipeline.checkpoint.weights import InMemory
 from pipeline.conversion import huggingface_export
@@ -38,4 +38,4 @@ def test_gradients_of_stock_linear_attention_are_precise_enough_to_compare(tmp_p
     weights = InMemory({name: parameter.detach() for name, parameter in model.named_parameters()})
     huggingface_export.write_weights(tmp_path, weights, config, dtype=torch.float32, shard_bytes=1 << 30)
     huggingface_export.write_configs(tmp_path, config, dtype=torch.float32, end_of_document_id=0)
-    assert stock_gradients.differences(tmp_path, weights, config) == []
+    assert exported.differences(tmp_path, weights, config) == []

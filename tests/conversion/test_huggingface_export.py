@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, MarianMTModel
 from transformers.modeling_layers import MtpModel
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.checkpoint.weights import InMemory as Weights
 from pipeline.common.errors import UserError
 from pipeline.conversion import huggingface_export

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.load.objectives import registry

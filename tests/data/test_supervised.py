@@ -18,7 +18,7 @@ from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness
 from pipeline.generation.prompts import PromptReader
-from pipeline.training.epochs import with_steps
+from pipeline.training.run import with_steps
 from tests.conversion.test_huggingface_export import random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
 from tests.world import configured

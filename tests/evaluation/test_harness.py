@@ -14,7 +14,7 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness, likelihood
 from pipeline.evaluation.likelihood import Question, Scored, completions, log_likelihoods
-from pipeline.evaluation.replicas import Replicas
+from pipeline.evaluation.tasks import Replicas
 from pipeline.generation.runner import Runner
 from pipeline.stages import evaluate
 from tests.conversion.test_huggingface_export import InMemory, export, random_model, tokenizer_folder  # noqa: F401 - a fixture

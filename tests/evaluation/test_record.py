@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 from pipeline.checkpoint import native
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import checkpoint_selection, record, report
+from pipeline.evaluation import checkpoint_selection, record
 
 
 def test_table_and_plots_have_all_scores(tmp_path):
@@ -40,7 +40,7 @@ def test_the_page_of_one_checkpoint_is_a_table(tmp_path):
     assert ">2.2500<" in written
     assert "<svg" not in written
     assert "All checkpoints" not in written
-    assert report.run_name(tmp_path / "lr-sweep" / "3") == "lr-sweep/3"
+    assert record.run_name(tmp_path / "lr-sweep" / "3") == "lr-sweep/3"
 
 
 def test_charts_have_axes_units_and_a_series_for_each_corpus(tmp_path):

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.generation import generator as generator_module
 from pipeline.generation.cache import KeyValueCache, detach
-from pipeline.generation.cache_room import CacheRoom
+from pipeline.generation.decoding import CacheRoom
 from pipeline.generation.generator import Generator, Stopping, prefill_count
 from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.runner import Runner

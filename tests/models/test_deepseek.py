@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.layers.attention import AttentionContext, plain
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.mla import LatentAttention, deinterleave

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
 from pipeline.models.bert.config import BertConfig

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.mlp import XIELU

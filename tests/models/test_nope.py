@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
 from pipeline.models.llama.config import LlamaConfig

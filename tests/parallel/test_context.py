@@ -56,8 +56,8 @@ def _whole(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
 
 def _gaps(kind: str, ranks: int, case: dict) -> list[float]:
     """Largest differences of the output and of the gradients of q, k, v from the reference, at this rank's tokens."""
+    from pipeline.parallel.context_parallel import UlyssesCore
     from pipeline.parallel.ring_attention import RingCore
-    from pipeline.parallel.ulysses import UlyssesCore
 
     group = _context(ranks)
     inputs, mask, grad = _whole(case)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common import artifact, events
 from pipeline.common.errors import UserError
-from pipeline.planner import measured_report, measured_run, site_correction
+from pipeline.planner import measured_report, site_correction
 from pipeline.planner.plan import hardware_of, plan
 from tests.world import configured
 
@@ -23,14 +23,14 @@ def run_dir(tmp_path):
     """A run directory as pretrain writes it, interrupted while it wrote its last line."""
     config = configured(*JOB, *CLUSTER)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
-    steps = [{"step": n, "seconds": 9.0 if n <= measured_run.WARMUP else 0.5 + n / 100, "memory_gb": n / 10} for n in range(1, 9)]
+    steps = [{"step": n, "seconds": 9.0 if n <= measured_report.WARMUP else 0.5 + n / 100, "memory_gb": n / 10} for n in range(1, 9)]
     lines = [json.dumps(line) for line in [*steps, {"step": 8, "validation_loss": 1.0}]]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 9, "seco')
     return tmp_path
 
 
 def test_a_run_is_read_as_it_was_configured(run_dir):
-    job = measured_run.read(run_dir)
+    job = measured_report.read(run_dir)
     assert job.config == configured(*JOB, *CLUSTER)
     assert job.world_size == 8
     assert (job.steps, job.step_time, job.memory) == (5, 0.56, 0.8e9)
@@ -67,7 +67,7 @@ def test_a_fine_tuning_run_is_planned_with_its_adapters(run_dir):
 def test_other_folders_are_refused(run_dir, name, text, rule):
     (run_dir / name).unlink() if text is None else (run_dir / name).write_text(text)
     with pytest.raises(UserError, match=rule):
-        measured_run.read(run_dir)
+        measured_report.read(run_dir)
 
 
 def measured(run_dir, seconds: float) -> None:

@@ -13,10 +13,9 @@ from pipeline.config.layout import Layout
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import init_weights, parallelize, partition_model
 from pipeline.planner.engine_model import EngineModel
-from pipeline.planner.peak_memory import beyond_saved
+from pipeline.planner.peak_memory import beside_passes, beyond_saved
 from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
 from pipeline.planner.rank_report import init_fake
-from pipeline.planner.sharded_memory import beside_passes
 from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.state_memory import frozen_bytes as rank_frozen_bytes
 from pipeline.planner.trace import trace

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.config.hardware import load, with_node
 from pipeline.config.rules import check
-from pipeline.planner import roofline_plot
+from pipeline.planner import plan_report
 from pipeline.planner.plan import plan, table
 from tests.helpers import pipeline
 from tests.world import configured
@@ -27,7 +27,7 @@ def size_of(path):
 
 def test_the_roofline_is_a_picture(tmp_path):
     result = plan(configured("stage=pretrain", *SMALL), 2, with_node(load("h100"), gpus_per_node=2))
-    roofline_plot.draw(result, table(result), tmp_path / "roofline.png")
+    plan_report.draw(result, table(result), tmp_path / "roofline.png")
     width, height = size_of(tmp_path / "roofline.png")
     assert width > height > 500
     assert [path.name for path in tmp_path.iterdir()] == ["roofline.png"]

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from pipeline.layers.uniform_quantization import Quantized, Scheme, quantize
 from pipeline.quantization import gptq
 from pipeline.quantization.blocks import CPU, BlockByBlock
-from pipeline.quantization.perplexity import perplexity
+from pipeline.quantization.export import SolvedLayers, perplexity
 from pipeline.quantization.quantized_weights import QuantizedWeights
-from pipeline.quantization.solved_layers import SolvedLayers
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
 from tests.quantization.built import build, layers_of

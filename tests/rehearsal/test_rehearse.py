@@ -18,8 +18,8 @@ from pipeline.checkpoint.sync_save import SyncSaver
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.plan import hardware_of, plan
-from pipeline.rehearsal import interpreter
 from pipeline.rehearsal import rehearse as rehearsal
+from pipeline.rehearsal import start
 from pipeline.rehearsal.observed import RECORDED
 from pipeline.rehearsal.random_data import RandomTokens
 from pipeline.training.trainer import Trainer
@@ -68,8 +68,8 @@ def test_refusals(rehearse, overrides: tuple[str, ...], said: str) -> None:
 
 
 def test_without_a_cuda_build_it_says_what_still_works(rehearse, monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(interpreter, "CUDA_ENVIRONMENT", tmp_path)
-    monkeypatch.setattr(interpreter, "cuda_version", lambda _: None)
+    monkeypatch.setattr(start, "CUDA_ENVIRONMENT", tmp_path)
+    monkeypatch.setattr(start, "cuda_version", lambda _: None)
     code, printed = rehearse(*JOB)
     assert code == 2
     for part in ("tools/install --cuda", "stage.python", "dry_run=true and stage=plan work"):
@@ -82,8 +82,8 @@ def test_without_a_cuda_build_it_says_what_still_works(rehearse, monkeypatch, tm
     ids=["this", "installed"],
 )
 def test_choice_of_the_interpreter(monkeypatch, here: str | None, environment: str | None, chosen: str) -> None:
-    monkeypatch.setattr(interpreter, "cuda_version", lambda path: here if path == Path(sys.executable) else environment)
-    assert str(interpreter.choose(None)).endswith(chosen)
+    monkeypatch.setattr(start, "cuda_version", lambda path: here if path == Path(sys.executable) else environment)
+    assert str(start.choose(None)).endswith(chosen)
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny", "t5-tiny"])
@@ -115,8 +115,8 @@ def test_the_loop_of_a_rehearsal_trains_validates_and_saves_on_a_cpu(model: str,
 
 def cuda_python() -> str:
     """The interpreter of an environment with a CUDA build; skips the test without one."""
-    named = os.environ.get("TANNSCHEN_CUDA_PYTHON", str(interpreter.CUDA_ENVIRONMENT / "bin/python"))
-    if interpreter.cuda_version(Path(named)) is None:
+    named = os.environ.get("TANNSCHEN_CUDA_PYTHON", str(start.CUDA_ENVIRONMENT / "bin/python"))
+    if start.cuda_version(Path(named)) is None:
         pytest.skip(f"{named} has no CUDA build of torch: tools/install --cuda, or TANNSCHEN_CUDA_PYTHON")
     return named
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.rehearsal import interpreter
+from pipeline.rehearsal import start
 from tests.helpers import ROOT
 from tests.rehearsal import test_contract
 
@@ -36,7 +36,7 @@ def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert main(words) == 2
         assert message in capsys.readouterr().err
-    if interpreter.cuda_version(Path(sys.executable)) is None:
+    if start.cuda_version(Path(sys.executable)) is None:
         assert main(["--python", sys.executable]) == 2
         error = capsys.readouterr().err
         assert f"--python={sys.executable}: must be a Python interpreter whose torch is a CUDA build" in error

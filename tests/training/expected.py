@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from pipeline.certification.batches import with_loss_scale
-from pipeline.certification.initial_weights import initialize
-from pipeline.certification.reference import plain_loop
+from pipeline.certification.reference import initialize, plain_loop
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config.trained import is_frozen
 from pipeline.layers.moe import moe_layers

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.common.json_lines import BadLine
 from pipeline.config.trained import is_frozen
 from pipeline.data.load.labeled_texts import LabelReader, labels_of

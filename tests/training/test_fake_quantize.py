@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.layers.fake_quantization import FakeQuantizedLinear, fake_quantize_layers
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.parallel.parallelize import build_model

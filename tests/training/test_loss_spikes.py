@@ -24,7 +24,7 @@ from pipeline.config.training import TrainingConfig
 from pipeline.training import rewinds, skipped_samples
 from pipeline.training import run as training_run
 from pipeline.training.checkpoint_hooks import CheckpointHooks
-from pipeline.training.loss_spikes import LossSpikes, Spike
+from pipeline.training.rewinds import LossSpikes, Spike
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
 from pipeline.training.trainer import Trainer
 from tests.helpers import RAW, free_port, pipeline, prose, run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.config.rules import check
-from pipeline.training import profiling, trace_report
+from pipeline.training import profiling
 from tests.training import one_rank
 from tests.world import configured
 
@@ -33,14 +33,14 @@ def test_the_figures_of_a_gpu() -> None:
         memory(5_000, 2_000, 1),
         memory(4_000, -1_000, 1),
     ]
-    found = trace_report.summary(kernels + host)
-    assert found == trace_report.Summary("GPU", 1e-3, 450e-6, 400e-6, 150e-6, (2_000, 5_000, 4_000))
+    found = profiling.summary(kernels + host)
+    assert found == profiling.Summary("GPU", 1e-3, 450e-6, 400e-6, 150e-6, (2_000, 5_000, 4_000))
     assert "exposed communication 0.15 ms (15.0%)" in str(found)
     assert "0.0000 GB at the begin" in str(found)
 
 
 def test_a_trace_without_events() -> None:
-    assert trace_report.summary([]) == trace_report.Summary("CPU", 0.0, 0.0, 0.0, 0.0, None)
+    assert profiling.summary([]) == profiling.Summary("CPU", 0.0, 0.0, 0.0, 0.0, None)
 
 
 def test_profiled_steps_of_a_run(tokens: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.checkpoint.native import TrainState
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.objectives.causal import Causal

@@ -97,7 +97,7 @@ def configuration(options: dict[str, Any], zero: int) -> Any:
 
 def plain_model(config: Any) -> Any:
     """The model without parallelism, in fp32, with our initial weights."""
-    from pipeline.certification.initial_weights import initialize
+    from pipeline.certification.reference import initialize
     from pipeline.models import registry
 
     model = registry.build(config.model)

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers import Trainer as StockTrainer
 
-from pipeline.certification.initial_weights import initialize
+from pipeline.certification.reference import initialize
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.sync_save import SyncSaver
 from pipeline.common import artifact

@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
+from pipeline.certification.certificate import beside_ranks
 from pipeline.certification.comparison import Difference, Outcome, differences, zero_gradients
 from pipeline.certification.conditioning import in_precision, with_small_updates
 from pipeline.certification.layout_training import begin, train_in_layout
-from pipeline.certification.plain_runs import beside_ranks
 from pipeline.certification.reference import train_plain
 from pipeline.certification.tolerances import compare_fp32, compare_low, largest_drift
 from pipeline.config.schema import RunConfig

@@ -26,7 +26,7 @@ from pipeline.parallel import float8
 from pipeline.parallel import mesh as meshes
 from pipeline.planner import flops
 from pipeline.planner.plan import JobPlan, plan
-from pipeline.training import trace_report
+from pipeline.training import profiling
 from pipeline.training.trainer import Trainer
 from tools.bench.tensor_memory import TensorMemory
 from tools.gpu.jobs import configured
@@ -183,7 +183,7 @@ def exposed_share(setup: Setup, step: partial[object]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
         found.export_chrome_trace(str(path))
-        summary = trace_report.read(path)
+        summary = profiling.read(path)
     return summary.exposed / summary.seconds
 
 

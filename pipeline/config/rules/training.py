@@ -66,7 +66,7 @@ def _loss_spikes(config: RunConfig) -> Iterator[Violation]:
     training, checkpoint = config.training, config.checkpoint
     if not training.spike_factor:
         return
-    delay = training.spike_patience + 3  # steps until all ranks act on a spike (training/loss_spikes.py)
+    delay = training.spike_patience + 3  # steps until all ranks act on a spike (training/rewinds.py)
     if checkpoint.every == 0:
         rule = f"is required by training.spike_factor={training.spike_factor}, which returns to a checkpoint"
         yield Violation("checkpoint.every", 0, rule, "set it to a number of steps")

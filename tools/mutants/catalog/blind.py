@@ -156,7 +156,7 @@ PARALLEL = (
         words=(*BLOOM, "parallel.context=2", "parallel.context_kind=ulysses", "parallel.zero_stage=1"),
         edits=(
             Edit(
-                "pipeline/parallel/ulysses.py",
+                "pipeline/parallel/context_parallel.py",
                 "mask.slopes.chunk(self.group.size())[self.group.rank()]",
                 "mask.slopes.chunk(self.group.size())[0]",
             ),

@@ -8,7 +8,11 @@ from tools.mutants.mutation import Edit, Mutant
 LOSS, MULTI_TOKEN, ROUTER = "pipeline/layers/loss.py", "pipeline/layers/multi_token.py", "pipeline/layers/router.py"
 CAUSAL, VALIDATION = "pipeline/data/load/objectives/causal.py", "pipeline/training/validation.py"
 PARALLELIZE, TENSOR = "pipeline/parallel/parallelize.py", "pipeline/parallel/tensor_parallel.py"
-RING, ULYSSES, EXPERTS = "pipeline/parallel/ring_attention.py", "pipeline/parallel/ulysses.py", "pipeline/parallel/expert_parallel.py"
+RING, ULYSSES, EXPERTS = (
+    "pipeline/parallel/ring_attention.py",
+    "pipeline/parallel/context_parallel.py",
+    "pipeline/parallel/expert_parallel.py",
+)
 SCHEDULES = "pipeline/parallel/pipeline_schedules.py"
 
 PACKED = ("data.tokens={padded}", "data.packing=best_fit", "training.sequence_length=64")

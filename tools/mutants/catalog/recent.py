@@ -9,7 +9,7 @@ from tools.mutants.models import LLAMA, MIXTRAL
 from tools.mutants.mutation import Edit, Mutant
 
 LAYOUT, HOMES, RULE = "pipeline/training/matrix_layout.py", "pipeline/training/matrix_homes.py", "pipeline/training/matrix_rule.py"
-RATES, CLIP, READER = "pipeline/training/group_rates.py", "pipeline/training/qk_clip.py", "pipeline/checkpoint/reader.py"
+RATES, CLIP, READER = "pipeline/training/weight_update.py", "pipeline/training/qk_clip.py", "pipeline/checkpoint/reader.py"
 ELEMENTWISE, SCHEDULE = "pipeline/training/elementwise_optimizers.py", "pipeline/training/lr_schedule.py"
 
 MUON = "optimizer.name=muon"

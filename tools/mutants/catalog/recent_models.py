@@ -8,7 +8,7 @@ from __future__ import annotations
 from tools.mutants.models import GEMMA2, GPT_OSS, LLAMA, MODERNBERT, OLMOE, QWEN3_NEXT
 from tools.mutants.mutation import Edit, Mutant
 
-PARTIAL, LINEAR = "pipeline/layers/partial_attention.py", "pipeline/parallel/linear_attention.py"
+PARTIAL, LINEAR = "pipeline/layers/partial_attention.py", "pipeline/parallel/context_parallel.py"
 CAUSAL, GOLDFISH = "pipeline/data/load/objectives/causal.py", "pipeline/data/load/objectives/goldfish.py"
 #: Of all weights, the gradient of the sinks of a tiny model is 1e-3.
 ALL_BUT_SINKS = (
@@ -118,7 +118,7 @@ MUTANTS = (
         words=(*GPT_OSS, "parallel.context=2", "parallel.context_kind=ulysses", "parallel.zero_stage=1"),
         edits=(
             Edit(
-                "pipeline/parallel/ulysses.py",
+                "pipeline/parallel/context_parallel.py",
                 "sinks.chunk(self.group.size())[self.group.rank()]",
                 "sinks.chunk(self.group.size())[0]",
             ),
