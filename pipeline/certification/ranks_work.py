@@ -15,22 +15,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.certification import validation
-from pipeline.certification.batches import RandomBatch, Rows, random_batches, split
+from pipeline.certification.batches import RandomBatch, Rows, random_batches, random_split, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog
 from pipeline.certification.layout_training import begin, gather, train_in_layout, train_steps
 from pipeline.certification.module_outputs import first_module
 from pipeline.certification.parts import PartReport
 from pipeline.certification.reference import build_plain, micro_batches_of
+from pipeline.certification.reference_loss import reference_loss
 from pipeline.certification.state import Saving, resume_in_other_layout, resume_in_same_layout
 from pipeline.config.layout import Layout
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.layers import delta_rule, largest_logits, loss, partial_attention
 from pipeline.layers.batch import Batch
 from pipeline.layers.experts import Experts
@@ -38,6 +40,7 @@ from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.training import matrix_homes
 from pipeline.training.trainer import Trainer
+from pipeline.training.validation import validate
 
 #: The file in which rank 0 counts its steps.
 STEPS = "steps"
@@ -122,7 +125,7 @@ def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]
     calls = [*([log.after_step] if copies or saved else []), *([saving.after_step] if saving else [])]
     outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
     reports = [log.report()] if copies else []
-    reports += [validation.report(config, trainer, outcome.tensors["weight"])] if work.validation and name == "fp32" else []
+    reports += [validation_report(config, trainer, outcome.tensors["weight"])] if work.validation and name == "fp32" else []
     reports += [report(config)] if config.precision.dtype != "fp32" else []
     reports += [compare_fp8_layers(config, trainer)] if config.precision.fp8 != "none" else []
     if saving is not None:
@@ -212,3 +215,57 @@ def _of_equal_parts(config: RunConfig, factor: int) -> RandomBatch:
         torch.cat([first for (first, _), times in parts for _ in range(times)]),
         cast(Batch, {name: torch.cat([cast(Rows, fields)[name] for (_, fields), times in parts for _ in range(times)]) for name in batch}),
     )
+
+
+#: Largest relative difference of the losses, in fp32.
+VALIDATION_TOLERANCE = 1e-5
+
+
+class _Split:
+    """A split of random sequences, with the members of Objective that a validation uses."""
+
+    sums = 0
+
+    def __init__(self, tokens: Tensor, batch: Batch) -> None:
+        self._rows = {"tokens": tokens, **cast(Rows, batch)}
+        self.parts = [("random", len(tokens))]
+
+    def validation_sample(self, _size: int | None) -> np.ndarray:
+        """See Objective."""
+        return np.arange(len(self._rows["tokens"]))
+
+    def bytes_per_target(self, _indices: np.ndarray) -> None:
+        """See Objective."""
+
+    def measures(self, _sums: np.ndarray) -> dict[str, float]:
+        """See Objective."""
+        return {}
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective."""
+        return {name: values[torch.from_numpy(indices)].numpy() for name, values in self._rows.items()}
+
+
+def validation_report(config: RunConfig, trainer: Trainer, weights: Mapping[str, Tensor]) -> PartReport:
+    """Compare the losses. Collective; the result of rank 0 counts.
+
+    Args:
+        config: of the small run, fp32.
+        trainer: after training.
+        weights: of the trainer, unsharded, by name.
+    """
+    rows = config.training.global_batch_size + 1  # the second batch has one sequence, and padding for the other ranks
+    tokens, batch = random_split(config, rows)
+    validation = validate(trainer, cast(Objective, _Split(tokens, batch)), config.training, batches=None, prefetch=1)
+    found = PartReport("validation", [f"the loss of {rows} sequences with different numbers of targets, as a run computes it"])
+    if dist.get_rank():
+        return found
+    model = build_plain(config, torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+        batch.pop("next_sentence", None)
+        expected = float(reference_loss(model, tokens, with_loss_scale(batch)))
+    if not abs(validation.loss - expected) <= VALIDATION_TOLERANCE * abs(expected):
+        found.failures.append(f"the loss of the split is {validation.loss:.7g} in the layout, {expected:.7g} over all targets")
+    return found

@@ -17,7 +17,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.config.stages import plans_other_layouts
 from pipeline.launch import submission
-from pipeline.planner import accuracy, measured_report, memory_check, plan_report, search_report
+from pipeline.planner import accuracy, measured_report, memory_check, plan_report
 from pipeline.planner.plan import hardware_of, plan, table
 from pipeline.planner.run_cost import cost
 from pipeline.planner.scaling import scaling_points
@@ -98,15 +98,15 @@ def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:
 
 def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
     """Print the fastest layouts."""
-    result = search_report.search_layouts(config, world_size)
+    result = plan_report.search_layouts(config, world_size)
     best = result.choices[0].plan.config
-    print("\n".join(search_report.search_lines(result)))
+    print("\n".join(plan_report.search_lines(result)))
     _print_command(best, world_size)
     if stage.plot:
         draw_search(result, Path(stage.plot))
         print(f"\ntime and memory\n{stage.plot}")
     if stage.out:
-        _write_json(stage.out, [search_report.choice_content(choice) for choice in result.choices])
+        _write_json(stage.out, [plan_report.choice_content(choice) for choice in result.choices])
 
 
 def _scale(config: RunConfig, stage: PlanConfig) -> None:
@@ -115,9 +115,9 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
     tokens = warmup.samples(training, training.steps) * training.sequence_length
     print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
     print(accuracy.factors_text(config))
-    print(search_report.SCALING_TITLES)
+    print(plan_report.SCALING_TITLES)
     for point in scaling_points(config):
-        print(search_report.scaling_line(point), flush=True)
+        print(plan_report.scaling_line(point), flush=True)
         points.append(point)
     if not any(point.choice for point in points):
         rule = "no layout is legal with this batch and fits"
@@ -126,7 +126,7 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
         draw_scaling(points, Path(stage.plot))
         print(f"\ntime over nodes\n{stage.plot}")
     if stage.out:
-        _write_json(stage.out, [search_report.scaling_content(point) for point in points])
+        _write_json(stage.out, [plan_report.scaling_content(point) for point in points])
 
 
 def _print_command(planned: RunConfig, world_size: int) -> None:

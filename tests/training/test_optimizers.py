@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipeline.certification import plain_optimizers, validation
+from pipeline.certification import plain_optimizers, ranks_work
 from pipeline.certification.plain_rate import plain_rate
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
@@ -129,7 +129,7 @@ def _validate(*overrides):
         tokens, targets = share(straight, tokens, batch["targets"])
         results = [mine.train(tokens, {"targets": targets}, step=step) for mine in (straight, other)]
         numbers.append([(float(loss), float(result.gradient_norm)) for loss, result in results])
-        problems += validation.report(config, other, unsharded(other)).failures
+        problems += ranks_work.report(config, other, unsharded(other)).failures
         ranks = [None, None]
         dist.all_gather_object(ranks, on_host(parts_of(other.engine)))
         problems += disagreements(other.mesh.layout, ranks)
