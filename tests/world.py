@@ -148,7 +148,7 @@ def queued(number: int, **values: Any) -> Any:
     """Step number `number` as callbacks see it; `values` of Step that a test reads."""
     from pipeline.checkpoint.native import TrainState
     from pipeline.training.callback import Step
-    from pipeline.training.engine import StepResult
+    from pipeline.training.weight_update import StepResult
 
     zero = torch.zeros(())
     given = {"tokens": zero, "batch": {}, "loss": zero, "result": StepResult(zero, zero, zero), "more": {}} | values

@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 
 from pipeline.certification.parts import PartReport
-from pipeline.training.engine import StepResult
 from pipeline.training.trainer import Trainer
 from pipeline.training.weight_copies import ROUNDED, Part, disagreements, on_host, parts_of, scalars
+from pipeline.training.weight_update import StepResult
 
 
 class CopyLog:

@@ -19,9 +19,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel import device as rank_device
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import parallelize
-from pipeline.training.engine import StepResult
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.trainer import Trainer
+from pipeline.training.weight_update import StepResult
 
 CPU = torch.device("cpu")
 #: Called after every step with the step, from 0, and its result; on every rank, so that it may be collective.

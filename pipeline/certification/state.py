@@ -25,12 +25,12 @@ from pipeline.data.load.objectives.objective import Objective
 from pipeline.parallel.mesh import on_rank_0
 from pipeline.training import choose_saver, resume
 from pipeline.training.checkpoint_hooks import CheckpointHooks
-from pipeline.training.engine import StepResult
 from pipeline.training.metrics import Metrics
 from pipeline.training.saves import Saves
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 from pipeline.training.weight_copies import gathered
+from pipeline.training.weight_update import StepResult
 
 #: File with the unsharded state of the uninterrupted run after the step that is continued.
 UNSHARDED = "unsharded.pt"

@@ -27,8 +27,8 @@ from pipeline.rehearsal.compiled_kernels import SeenKernels, launches_told
 from pipeline.rehearsal.memory import BETWEEN, Moments
 from pipeline.rehearsal.operations import Recorder, recorded
 from pipeline.rehearsal.record import STEP
-from pipeline.training.engine import StepResult
 from pipeline.training.trainer import Trainer
+from pipeline.training.weight_update import StepResult
 
 log = logging.getLogger("pipeline.rehearsal")
 log.setLevel(logging.INFO)  # also where the messages of training are left out

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.layers.batch import Batch
-from pipeline.training.engine import StepResult
+from pipeline.training.weight_update import StepResult
 
 #: What a rank can request of all ranks: to save a checkpoint; to stop, as the time ends, the job was canceled, by Ctrl-C, or by a file;
 #: to give up a checkpoint of which it could not write its part; to end with an error; to return to an older checkpoint.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
 from pkgutil import resolve_name
 
 import torch
@@ -23,28 +22,10 @@ from pipeline.parallel.pieces import Piece
 from pipeline.training.buckets import replica_of
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_rule import ADAMW, MatrixRule
+from pipeline.training.weight_update import StepResult, WeightUpdate
 
 #: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
 ENGINES = {0: "pipeline.training.replicated_engine:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero_engine:ZeroEngine")
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of an optimizer step: 0-dim tensors, possibly still being computed on the device.
-
-    Attributes:
-        gradient_norm: global norm before clipping.
-        skipped: 1 if the gradient was not finite and the step changed nothing, else 0.
-        lr: learning rate of the step.
-        more: further values for metrics.jsonl, by key.
-        requests: how many ranks made each request of Trainer.train.
-    """
-
-    gradient_norm: Tensor
-    skipped: Tensor
-    lr: Tensor
-    more: dict[str, Tensor] = field(default_factory=dict)
-    requests: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class Engine(ABC):
@@ -53,11 +34,13 @@ class Engine(ABC):
     Attributes:
         model: this rank's stages.
         loss_scale: by whose factor the caller multiplies the loss before the backward pass.
+        update: updates this rank's master weights.
         separate: whether the forward pass of training reads other values than those of the master weights (OptimizerKind.separate).
     """
 
     model: LocalModel
     loss_scale: LossScale
+    update: WeightUpdate
     separate: bool
 
     @abstractmethod
@@ -83,17 +66,17 @@ class Engine(ABC):
     def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
         """This rank's pieces of the trained weights as the forward pass reads them. Collective: weights that are freed are gathered."""
 
-    @abstractmethod
     def after_update(self, call: Callable[[Tensor], None]) -> None:
         """Have a function called after every update with StepResult.skipped, before the new master weights are averaged and rounded."""
+        self.update.after_update = call
 
-    @abstractmethod
     def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The fp32 values of which the forward pass of training reads the rounded ones: the master weights for most optimizers.
 
         Args:
             tensors: Fragment.tensors of a weight.
         """
+        return self.update.gradient_point(tensors)
 
     @abstractmethod
     def round_weights(self, *, trained: bool = False) -> None:
@@ -112,17 +95,19 @@ class Engine(ABC):
         yield
         self.round_weights()
 
-    @abstractmethod
     def updates(self) -> int:
         """Optimizer updates so far, without skipped steps."""
+        return self.update.updates()
 
-    @abstractmethod
     def counters(self) -> Tensor:
         """`updates()` and `loss_scale.state()` as numbers, fp64 (3,), without waiting for the device."""
+        return self.update.counters()
 
-    @abstractmethod
+    @torch.no_grad()
     def loaded(self, updates: int) -> None:
         """Adopt fragments that were loaded in place, as the state after `updates` updates."""
+        self.update.loaded(updates)
+        self.round_weights()
 
 
 def build_engine(

@@ -27,9 +27,9 @@ from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.pieces import Piece
 from pipeline.training.callback import Callback, Step
-from pipeline.training.engine import StepResult
 from pipeline.training.trainer import Trainer
 from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, gathered, on_any_rank, on_host, parts_of
+from pipeline.training.weight_update import StepResult
 
 log = logging.getLogger("pipeline")
 

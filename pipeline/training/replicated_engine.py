@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,12 +20,12 @@ from pipeline.parallel.pieces import Piece
 from pipeline.training import gradient_clipping, muon, noise_scale
 from pipeline.training.buckets import build_buckets, is_primary_copy, replica_of
 from pipeline.training.elementwise_optimizers import Groups
-from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.engine import Engine, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
-from pipeline.training.weight_update import WeightUpdate
+from pipeline.training.weight_update import StepResult, WeightUpdate
 
 
 class ReplicatedEngine(Engine):
@@ -52,8 +52,8 @@ class ReplicatedEngine(Engine):
         self._masters: list[Tensor] = [p.detach().to(torch.float32, copy=True) if low else p for p in self._parameters]
         self._low = [p.detach() for p in self._parameters] if low else []
 
-        self._update = WeightUpdate(self._groups(optimizer.weight_decay), optimizer, training, self.loss_scale, mesh.device)
-        self._update.begin(self._masters)
+        self.update = WeightUpdate(self._groups(optimizer.weight_decay), optimizer, training, self.loss_scale, mesh.device)
+        self.update.begin(self._masters)
         master_of = dict(zip(self._parameters, self._masters, strict=True))
         spaces = (
             Space(master_of[weight], ((piece, 0),), bucket.group, divided=False)
@@ -61,7 +61,7 @@ class ReplicatedEngine(Engine):
             if bucket.muon
             for weight, piece in bucket.pieces.items()
         )
-        muon.begin(self._update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
+        muon.begin(self.update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
 
     def _groups(self, weight_decay: float) -> Groups:
         """Parameter groups of the master weights: those of a bucket decay, or none of them, have one rate, and Muon updates all or none."""
@@ -91,7 +91,7 @@ class ReplicatedEngine(Engine):
         model = (self._mesh.tensor, self._mesh.expert, self._mesh.pipeline)  # one replica
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, model, self._mesh.device))
         noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
-        result = self._update.step(norm, [parameter.grad for parameter in self._parameters])
+        result = self.update.step(norm, [parameter.grad for parameter in self._parameters])
         self.round_weights()
         for parameter in self._parameters:
             parameter.grad = None
@@ -102,42 +102,20 @@ class ReplicatedEngine(Engine):
         """See Engine."""
         if self.separate and not trained:  # one after the other: the values of all would double the memory
             for index, weight in enumerate(self._low):
-                weight.copy_(self.gradient_point(self._update.state(index)).view_as(weight))
+                weight.copy_(self.gradient_point(self.update.state(index)).view_as(weight))
         elif self._low:
             torch._foreach_copy_(self._low, self._masters)
 
     def fragments(self) -> list[Fragment]:
         """See Engine."""
-        self._update.create_state()
+        self.update.create_state()
         learned = []
         for index, parameter in enumerate(self._parameters):
             piece = self.model.pieces[parameter]
-            learned.append(Fragment(piece, 0, {**self._update.state(index)}, *replica_of(piece, self._mesh)))
+            learned.append(Fragment(piece, 0, {**self.update.state(index)}, *replica_of(piece, self._mesh)))
         return learned + fixed_fragments(self.model, self._mesh)
 
     def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
         """See Engine."""
         for parameter, piece in self.model.pieces.items():
             yield piece, parameter.detach()
-
-    def after_update(self, call: Callable[[Tensor], None]) -> None:
-        """See Engine."""
-        self._update.after_update = call
-
-    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See Engine."""
-        return self._update.gradient_point(tensors)
-
-    def updates(self) -> int:
-        """See Engine."""
-        return self._update.updates()
-
-    def counters(self) -> Tensor:
-        """See Engine."""
-        return self._update.counters()
-
-    @torch.no_grad()
-    def loaded(self, updates: int) -> None:
-        """See Engine."""
-        self._update.loaded(updates)
-        self.round_weights()

@@ -22,11 +22,12 @@ from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
-from pipeline.training.engine import StepResult, build_engine
+from pipeline.training.engine import build_engine
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.preference_answers import PreferenceAnswers, rewards
 from pipeline.training.qk_clip import QKClip
 from pipeline.training.router_statistics import RouterStatistics
+from pipeline.training.weight_update import StepResult
 
 
 class Trainer:

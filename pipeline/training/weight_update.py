@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,6 @@ from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.training import gradient_clipping
 from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion, create_state
-from pipeline.training.engine import StepResult
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.muon import Muon
@@ -28,6 +28,25 @@ BUILD: dict[str, Callable[[Groups, OptimizerConfig, Tensor, int], torch.optim.Op
     "muon": Muon,
     "schedule_free": ScheduleFree,
 }
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of an optimizer step: 0-dim tensors, possibly still being computed on the device.
+
+    Attributes:
+        gradient_norm: global norm before clipping.
+        skipped: 1 if the gradient was not finite and the step changed nothing, else 0.
+        lr: learning rate of the step.
+        more: further values for metrics.jsonl, by key.
+        requests: how many ranks made each request of Trainer.train.
+    """
+
+    gradient_norm: Tensor
+    skipped: Tensor
+    lr: Tensor
+    more: dict[str, Tensor] = field(default_factory=dict)
+    requests: Tensor = field(default_factory=lambda: torch.zeros(0))
 
 
 class WeightUpdate:

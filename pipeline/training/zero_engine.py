@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ from pipeline.parallel.tensor_parallel import joint_layers
 from pipeline.training import gradient_clipping, muon, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.elementwise_optimizers import Groups
-from pipeline.training.engine import Engine, StepResult, fixed_fragments
+from pipeline.training.engine import Engine, fixed_fragments
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.offloaded_update import OffloadedUpdate
 from pipeline.training.weight_gathering import FlatWeights, WeightGatherer
-from pipeline.training.weight_update import WeightUpdate
+from pipeline.training.weight_update import StepResult, WeightUpdate
 
 log = logging.getLogger("pipeline")
 
@@ -81,21 +81,21 @@ class ZeroEngine(Engine):
         self._offloads = parallel.offload == "optimizer"
         update = OffloadedUpdate if self._offloads else WeightUpdate
         self.separate = OPTIMIZERS[optimizer.name].separate
-        self._update = update(groups, optimizer, training, self.loss_scale, mesh.device)
+        self.update = update(groups, optimizer, training, self.loss_scale, mesh.device)
         self._zero = BucketZeroOptimizer(
-            *(self._update.optimizer, self._buckets, model.materialize),
+            *(self.update.optimizer, self._buckets, model.materialize),
             shard_weights=stage == 3,
             offload=self._offloads,
             separate=self.separate,
             joint_layers=joint_layers(model.stages),
         )
-        self._update.begin(self._zero.masters)
+        self.update.begin(self._zero.masters)
         spaces = (
             Space(master, tuple((piece, bucket.offsets[weight]) for weight, piece in bucket.pieces.items()), bucket.group, divided=True)
             for bucket, master in zip(self._buckets, self._zero.masters, strict=True)
             if bucket.muon
         )
-        muon.begin(self._update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
+        muon.begin(self.update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
         self._frozen = shard_frozen(model, mesh)
         self._gatherer = WeightGatherer([*self._zero.weights, *self._frozen], model.stages)
         wire_dtype = DTYPES[precision.reduce_dtype]
@@ -112,9 +112,9 @@ class ZeroEngine(Engine):
 
     def _begin_offload(self) -> Callable[[Bucket, Tensor], None]:
         """Return what is called with the final gradient of a bucket."""
-        if not isinstance(self._update, OffloadedUpdate):
+        if not isinstance(self.update, OffloadedUpdate):
             return lambda _bucket, _gradient: None
-        update, weights = self._update, self._zero.weights
+        update, weights = self.update, self._zero.weights
         index = {flat.bucket: number for number, flat in enumerate(weights)}
         order = [index[flat.bucket] for flat in self._gatherer.order if flat.trained]
         update.begin_weights([flat.partition for flat in weights], order, lambda number: weights[number].refresh_present())
@@ -133,7 +133,7 @@ class ZeroEngine(Engine):
         primary = [gradients[index][where] for index, where in self._primary]
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, self._mesh.all_ranks, self._mesh.device))
         noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
-        result = self._update.step(norm, gradients)
+        result = self.update.step(norm, gradients)
         self._reducer.release()
         if not self._offloads:  # else each bucket is gathered once the CPU has updated it
             self.round_weights()
@@ -142,26 +142,18 @@ class ZeroEngine(Engine):
     @torch.no_grad()
     def round_weights(self, *, trained: bool = False) -> None:
         """See Engine."""
-        states = (self._update.state(index) for index in range(len(self._buckets)))
+        states = (self.update.state(index) for index in range(len(self._buckets)))
         self._zero.round_weights((self.gradient_point(state) for state in states) if self.separate and not trained else None)
         self._gatherer.refresh()
 
-    def after_update(self, call: Callable[[Tensor], None]) -> None:
-        """See Engine."""
-        self._update.after_update = call
-
-    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """See Engine."""
-        return self._update.gradient_point(tensors)
-
     def fragments(self) -> list[Fragment]:
         """See Engine."""
-        self._update.create_state()
+        self.update.create_state()
         # Of a bucket, a rank has one contiguous range of each weight in its partition.
         learned = [
             fragment
             for index, bucket in enumerate(self._buckets)
-            for fragment in partition_fragments(bucket, self._mesh, self._update.state(index))
+            for fragment in partition_fragments(bucket, self._mesh, self.update.state(index))
         ]
         frozen = [
             fragment for flat in self._frozen for fragment in partition_fragments(flat.bucket, self._mesh, {"weight": flat.partition})
@@ -179,20 +171,6 @@ class ZeroEngine(Engine):
             for parameter, piece in flat.bucket.pieces.items():
                 yield piece, parameter.detach()
             flat.release()
-
-    def updates(self) -> int:
-        """See Engine."""
-        return self._update.updates()
-
-    def counters(self) -> Tensor:
-        """See Engine."""
-        return self._update.counters()
-
-    @torch.no_grad()
-    def loaded(self, updates: int) -> None:
-        """See Engine."""
-        self._update.loaded(updates)
-        self.round_weights()
 
 
 @torch.no_grad()

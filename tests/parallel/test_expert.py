@@ -304,8 +304,8 @@ def test_statistics_are_in_the_metrics(tmp_path):
     import json
 
     from pipeline.checkpoint.native import TrainState
-    from pipeline.training.engine import StepResult
     from pipeline.training.metrics import Metrics
+    from pipeline.training.weight_update import StepResult
 
     config = configured("stage=pretrain", "model=mixtral-tiny", "tracking=disabled", f"run_dir={tmp_path}")
     more = {"aux_loss": torch.tensor(0.5), "router_load_max": torch.tensor(1.25)}

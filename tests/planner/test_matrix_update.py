@@ -71,7 +71,7 @@ def _update(settings: tuple[str, ...], most: int) -> _Found:
     tokens, batch = text(config, 0)
     tokens, targets = share(mine, tokens, batch["targets"])
     mine.train(tokens, {"targets": targets}, step=0)
-    optimizer, found = mine.engine._update.optimizer, []
+    optimizer, found = mine.engine.update.optimizer, []
     step, between_steps = optimizer.step, [TensorMemory().state]
 
     def measured() -> None:

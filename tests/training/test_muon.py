@@ -148,7 +148,7 @@ def _against_torch(adjust: str) -> float:
     theirs = torch.optim.Muon(hidden, lr=1.0, weight_decay=optimizer.weight_decay, adjust_lr_fn=adjust)
     groups = [{"params": [p for p in rest if (p.dim() > 1) is decays], "weight_decay": 0.1 * decays} for decays in (True, False)]
     adamw = torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
-    step = mine.engine._update.step
+    step = mine.engine.update.step
 
     def both(norm: Tensor, gradients: Any) -> Any:
         gradients = list(gradients)
@@ -161,7 +161,7 @@ def _against_torch(adjust: str) -> float:
         adamw.step()
         return result
 
-    mine.engine._update.step = both
+    mine.engine.update.step = both
     for number in range(3):
         tokens, batch = text(config, number)
         mine.train(tokens, batch, step=number)

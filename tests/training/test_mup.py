@@ -74,7 +74,7 @@ def train(words: tuple[str, ...]) -> dict[str, torch.Tensor]:
         tokens, batch = batch_of(config, step)
         tokens, targets = share(mine, tokens, batch["targets"])
         mine.train(tokens, {"targets": targets})
-    return {**unsharded(mine), "groups": torch.tensor(len(mine.engine._update._merged))}
+    return {**unsharded(mine), "groups": torch.tensor(len(mine.engine.update._merged))}
 
 
 class Matrix:

@@ -69,7 +69,7 @@ def _order():
     """What happens in a step: buckets whose gradient is fetched, updated, gathered."""
     config, trainer = make("precision=bf16", "parallel.zero_stage=2", "training.micro_batch_size=2", OFFLOAD)
     engine, events = trainer.engine, []
-    update, fetch, send = engine._update, engine._update.fetch, engine._update._send
+    update, fetch, send = engine.update, engine.update.fetch, engine.update._send
     names = [flat.bucket.name for flat in engine._zero.weights]
 
     def fetched(bucket, gradient):

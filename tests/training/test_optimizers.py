@@ -129,7 +129,7 @@ def _validate(*overrides):
         tokens, targets = share(straight, tokens, batch["targets"])
         results = [mine.train(tokens, {"targets": targets}, step=step) for mine in (straight, other)]
         numbers.append([(float(loss), float(result.gradient_norm)) for loss, result in results])
-        problems += ranks_work.report(config, other, unsharded(other)).failures
+        problems += ranks_work.validation_report(config, other, unsharded(other)).failures
         ranks = [None, None]
         dist.all_gather_object(ranks, on_host(parts_of(other.engine)))
         problems += disagreements(other.mesh.layout, ranks)

@@ -10,9 +10,9 @@ import torch
 
 from pipeline.common import events
 from pipeline.common.errors import UserError
-from pipeline.training.engine import StepResult
 from pipeline.training.replica_checks import ReplicaChecks
 from pipeline.training.trainer import Trainer
+from pipeline.training.weight_update import StepResult
 from tests.world import causal, queued, share, tiny, trainer
 
 NORM, MATRIX, TABLE = "blocks.0.mlp_norm.weight", "blocks.1.attention.output.weight", "embed.tokens.weight"
