@@ -21,8 +21,8 @@ from pipeline.certification.plain_rate import plain_rate
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
 from pipeline.config.optimizer import OPTIMIZERS
+from pipeline.config.run_parts import is_frozen
 from pipeline.config.schema import RunConfig
-from pipeline.config.trained import is_frozen
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import set_z_loss
 from pipeline.layers.experts import Experts

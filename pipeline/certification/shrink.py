@@ -14,8 +14,8 @@ from pipeline.common import knobs
 from pipeline.config import loss_weights, zero_group
 from pipeline.config.data import RampupConfig, ScheduledWeight, WarmupConfig
 from pipeline.config.layout import Layout, stages_per_rank
+from pipeline.config.run_parts import is_frozen
 from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.config.trained import is_frozen
 from pipeline.parallel.parallelize import build_model
 
 #: The small sizes. A planned size that is smaller is kept.

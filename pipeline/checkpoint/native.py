@@ -20,7 +20,7 @@ from pipeline.checkpoint.catalog import INDEX, complete, folder_of, step_of
 from pipeline.checkpoint.data_file import FileEntry
 from pipeline.common.errors import DamagedCheckpointError, UserError
 from pipeline.common.git_commit import commit
-from pipeline.config import checkpoint_paths, renamed
+from pipeline.config import paths, renamed
 from pipeline.parallel.pieces import Piece, Slice
 
 __all__ = [
@@ -209,7 +209,7 @@ def find_start(where: str, key: str, fix: str) -> Path:
     folder = Path(where)
     if (folder / INDEX).is_file():
         return folder
-    run_dir, step = checkpoint_paths.split(folder)
+    run_dir, step = paths.split(folder)
     folders = complete(run_dir)
     if step is None and folders:
         return with_index(folders[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 
@@ -22,3 +23,12 @@ SLURM_DIR = _shipped("slurm")
 def batch_scripts(directory: Path) -> Path | None:
     """Return the folder of the batch scripts for jobs of a working directory; None if that has a folder slurm/ with them."""
     return None if (directory / "slurm" / "site.sh").is_file() else SLURM_DIR
+
+
+def split(where: str | Path) -> tuple[Path, int | None]:
+    """Return the run directory that a path names, and the step; None for the newest checkpoint of the run."""
+    path = Path(where)
+    if (named := re.fullmatch(r"step-(\d+)", path.name)) is None:
+        return path, None
+    folder = path.parent
+    return folder.parent if folder.name == "checkpoints" else folder, int(named[1])

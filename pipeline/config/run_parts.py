@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Protocol
 
 from pipeline.config.cluster import ClusterConfig
-from pipeline.config.lora import LoraConfig
+from pipeline.config.lora import LoraConfig, is_adapter
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import PrecisionConfig
 from pipeline.config.training import TrainingConfig
@@ -54,3 +55,11 @@ class LocalModelConfig(LayoutConfig, WeightsConfig, Protocol):
     @property
     def precision(self) -> PrecisionConfig:
         """Number formats of the weights and of matrix products."""
+
+
+def is_frozen(config: WeightsConfig, name: str) -> bool:
+    """Whether training leaves a weight as it is; with LoRA, all but adapters, lora.modules_to_save and the head of a classifier."""
+    is_head = bool(getattr(config.model, "labels", [])) and name.startswith("head.")
+    if config.lora.rank and not (is_adapter(name) or is_head or config.lora.saves(name)):
+        return True
+    return any(fnmatchcase(name, pattern) for pattern in config.training.frozen)

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common.artifact import MANIFEST
-from pipeline.config import checkpoint_paths
+from pipeline.config import paths
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert
@@ -82,11 +82,11 @@ def _runs(config: RunConfig) -> Iterator[Path]:
     """Yield the run directories that the command names, the one whose checkpoint is read first."""
     named = getattr(config.stage, "checkpoint", None)
     if isinstance(named, str) and Path(named).name.startswith("step-"):
-        yield checkpoint_paths.split(named)[0]
+        yield paths.split(named)[0]
     yield Path(config.run_dir)
     for start in (config.checkpoint.fork, config.checkpoint.initialize_from):
         if start is not None:
-            yield checkpoint_paths.split(start)[0]
+            yield paths.split(start)[0]
 
 
 def _settings(path: Path) -> dict[str, Any]:

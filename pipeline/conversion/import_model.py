@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from pipeline.checkpoint import native, save
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common import artifact, knobs
 from pipeline.common.errors import UserError, collect_errors
-from pipeline.config import model_option, run_tokenizer
+from pipeline.config import run_tokenizer
+from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.conversion import full_weights, import_comparison, import_formats
 from pipeline.conversion.foreign_weights import ForeignWeights
 from pipeline.conversion.imported import FOLDER, copy_originals
 from pipeline.data.tokenize.tokenizer import load
+from pipeline.models.config import ModelConfig
+from pipeline.models.config_classes import CONFIG_CLASSES
 
 log = logging.getLogger("pipeline")
 
@@ -51,7 +59,7 @@ def import_model(config: RunConfig, source: Path, *, file_bytes: int) -> None:
     import_formats.report(opened, unused)
     compared = import_comparison.compare_logits(opened.weights, opened.load_stock)
 
-    overrides = " ".join([*model_option.overrides(model), *(f"training.{name}={value:g}" for name, value in training.items())])
+    overrides = " ".join([*model_overrides(model), *(f"training.{name}={value:g}" for name, value in training.items())])
     config = knobs.changed(config, {"model": model, **{f"training.{name}": value for name, value in training.items()}})
     saved_config = dataclasses.asdict(config)
     index = native.Index(opened.state, saved_config)
@@ -112,3 +120,28 @@ def _check_run(run_dir: Path, step: int) -> None:
     trained = [path for path in native.complete(run_dir) if path != native.folder_of(run_dir, step)]
     if trained:
         raise UserError.of("run_dir", run_dir, f"already contains a run: {trained[-1].name}", "choose another run_dir")
+
+
+def model_overrides(model: ModelConfig) -> list[str]:
+    """Return `model=NAME` of the closest model in conf/model, and `model.KEY=VALUE` for every difference."""
+    values = dataclasses.asdict(model)
+    differences = {
+        name: {key: value for key, value in values.items() if dataclasses.asdict(shipped)[key] != value}
+        for name, shipped in _shipped(model.family)
+    }
+    name = min(differences, key=lambda name: (len(differences[name]), name))
+    return [f"model={name}", *(f"model.{key}={_format(value)}" for key, value in differences[name].items())]
+
+
+def _shipped(family: str) -> Iterator[tuple[str, ModelConfig]]:
+    """Yield (name, configuration) of all models of a family in conf/model."""
+    for file in sorted((CONF_DIR / "model").glob("*.yaml")):
+        values: Any = OmegaConf.to_container(OmegaConf.load(file))
+        bases = values.pop("defaults")
+        if re.fullmatch(rf"/schema/model/{family}@_here_", bases[0]) and bases[1:] == ["_self_"]:
+            yield file.stem, CONFIG_CLASSES[family](**values)
+
+
+def _format(value: Any) -> str:
+    """Format a value in Hydra syntax."""
+    return str(value) if isinstance(value, str) else json.dumps(value, separators=(",", ":"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
-from pipeline.config import lora, trained
+from pipeline.config import lora, run_parts
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.lora import LoraConfig
 from pipeline.config.parallel import ParallelConfig
@@ -168,7 +168,7 @@ def partition_model(config: LocalModelConfig, layout: Layout, rank: int) -> Loca
         stages = {index: extract_stage(build_model(config), layout, index) for index in layout.stages(coordinates.pipeline)}
         model = LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
     for parameter, piece in model.pieces.items():
-        if parameter.requires_grad and trained.is_frozen(config, piece.name):
+        if parameter.requires_grad and run_parts.is_frozen(config, piece.name):
             parameter.requires_grad_(False)
             model.frozen.add(parameter)
     return model

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import platform
+import socket
 import time
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pipeline.certification.certificate import certify, coverage, table
-from pipeline.certification.certificate_file import content
+from pipeline.certification.certificate import Certificate, certify, coverage, table
+from pipeline.certification.comparison import Difference
 from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
+from pipeline.common.git_commit import commit
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.layout import Coordinates, Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Certify
+from pipeline.launch import certified
 from pipeline.launch.certified import FILE
 from pipeline.parallel import float8
 from pipeline.parallel.parallelize import partition_model
@@ -70,3 +78,57 @@ def check_fp8(config: RunConfig, layout: Layout) -> None:
         rank = layout.rank(Coordinates(pipeline, 0, 0, 0, 0))
         for stage in partition_model(config, layout, rank).stage_modules():
             float8.apply(stage, config.precision, config.model.layers, torch.device("meta"))
+
+
+def content(config: RunConfig, layout: Layout, overrides: list[str], certificate: Certificate, seconds: float) -> dict[str, Any]:
+    """Return the certificate as values of JSON.
+
+    Args:
+        config: the planned configuration.
+        layout: the planned layout.
+        overrides: the command line, with --config-dir.
+        certificate: the result.
+        seconds: duration of the comparison.
+    """
+    small = Layout.of(certificate.small.config, certificate.small.world_size)
+    return {
+        "certified": not certificate.failures,
+        "failures": certificate.failures,
+        "details": certificate.details,
+        "planned": {
+            "world_size": layout.world_size,
+            "layout": dataclasses.asdict(layout),
+            "overrides": overrides,
+            "config": dataclasses.asdict(config),
+        },
+        "small": {
+            "world_size": small.world_size,
+            "layout": dataclasses.asdict(small),
+            "shrunk": [{"key": change.key, "from": change.planned, "to": change.small} for change in certificate.small.changes],
+            "data": "random tokens; initial weights of the run with noise added to every element",
+        },
+        "comparisons": [
+            {
+                "precision": comparison.dtype,
+                "method": comparison.method,
+                "tolerances": comparison.tolerances,
+                "differences": _values(comparison.found),
+                "rounding": _values(comparison.rounding),
+            }
+            for comparison in certificate.comparisons
+        ],
+        "data": {} if any(part.part == "data" and part.not_covered for part in certificate.parts) else certified.data_of(config),
+        "parts": {
+            part.part: {"covered": part.covered, "not_covered": part.not_covered, "failures": part.failures} for part in certificate.parts
+        },
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy")} | {"python": platform.python_version()},
+        "commit": commit(),
+        "host": socket.gethostname(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _values(differences: dict[str, Difference]) -> dict[str, dict[str, Any]]:
+    """Return differences as values of JSON, which has no infinity."""
+    return {name: {"value": d.value if d.value < float("inf") else "not finite", "where": d.where} for name, d in differences.items()}

@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.checkpoint import native
 from pipeline.checkpoint.native import Index
 from pipeline.common.errors import DamagedCheckpointError, UserError
-from pipeline.config import checkpoint_paths, loss_weights
+from pipeline.config import loss_weights, paths
 from pipeline.config.schema import CheckpointConfig, RunConfig
 
 #: Keys that start a run from a checkpoint of another one; Index.parent of its checkpoints has the name.
@@ -82,10 +82,10 @@ def _is_fork(complete: Sequence[Path], fork: str) -> bool:
     if parent is None or parent["how"] != FORK:
         return False
     began = Path(parent["path"])
-    run_dir, step = checkpoint_paths.split(fork)
+    run_dir, step = paths.split(fork)
     if began == Path(fork).resolve():
         return True
-    return checkpoint_paths.split(began)[0] == run_dir.resolve() and step in (None, parent["step"])
+    return paths.split(began)[0] == run_dir.resolve() and step in (None, parent["step"])
 
 
 def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:

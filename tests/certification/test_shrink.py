@@ -21,7 +21,7 @@ from pipeline.config.data import RampupConfig, WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
-from pipeline.config.trained import is_frozen
+from pipeline.config.run_parts import is_frozen
 from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.parallel.parallelize import build_model
 from pipeline.planner.parameter_counts import count_model_parameters

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipeline.common.errors import UserError
 from pipeline.config import layout
-from pipeline.config.balance import TOLERANCE, balanced
+from pipeline.config.layout import TOLERANCE, balanced
 from pipeline.config.rules import check
 from pipeline.models.registry import family_of
 from tests.world import configured

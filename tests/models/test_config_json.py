@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from pipeline.common.errors import UserError
-from pipeline.config import model_option
+from pipeline.conversion import import_model
 from pipeline.models import config_json, registry
 from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
@@ -238,7 +238,7 @@ def test_the_overrides_for_pretrain_compose_the_model(family):
         if family != "opt"
         else CONFIG_CLASSES[family](vocab_size=777)
     )
-    overrides = model_option.overrides(config)
+    overrides = import_model.model_overrides(config)
     assert overrides[0].startswith("model=")
     assert "model.vocab_size=777" in overrides
     from tests.world import configured

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pipeline.config import model_option
+from pipeline.conversion import import_model
 from pipeline.models import config_json, registry
 from tests.models.real_configs import CONFIGS
 
@@ -124,4 +124,4 @@ MORE = (
 def test_a_released_config_json_is_the_shipped_size(name):
     content = json.loads(RELEASED[name]) if name in RELEASED else CONFIGS[name]
     family, mapping = registry.find_mapping(content)
-    assert model_option.overrides(config_json.read(mapping, family.config, content)) == [f"model={name}"]
+    assert import_model.model_overrides(config_json.read(mapping, family.config, content)) == [f"model={name}"]

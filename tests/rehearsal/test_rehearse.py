@@ -21,7 +21,7 @@ from pipeline.planner.plan import hardware_of, plan
 from pipeline.rehearsal import rehearse as rehearsal
 from pipeline.rehearsal import start
 from pipeline.rehearsal.observed import RECORDED
-from pipeline.rehearsal.random_data import RandomTokens
+from pipeline.rehearsal.rehearse import RandomTokens
 from pipeline.training.trainer import Trainer
 from tests.helpers import python
 from tests.world import configured

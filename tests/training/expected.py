@@ -11,7 +11,7 @@ from torch import nn
 from pipeline.certification.batches import with_loss_scale
 from pipeline.certification.reference import initialize, plain_loop
 from pipeline.certification.reference_loss import reference_loss
-from pipeline.config.trained import is_frozen
+from pipeline.config.run_parts import is_frozen
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 

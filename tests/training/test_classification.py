@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from pipeline.certification.reference import initialize
 from pipeline.common.json_lines import BadLine
-from pipeline.config.trained import is_frozen
+from pipeline.config.run_parts import is_frozen
 from pipeline.data.load.labeled_texts import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry

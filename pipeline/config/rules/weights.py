@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pipeline.common.errors import Violation
 from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig, is_adapter, layer_of
-from pipeline.config.run_parts import LocalModelConfig
-from pipeline.config.trained import is_frozen
+from pipeline.config.run_parts import LocalModelConfig, is_frozen
 
 #: The ranks of experts' adapters in bf16.
 _MULTIPLE = 8
