@@ -12,32 +12,13 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class Constant:
-    """The initial value of all elements of a weight."""
-
-    value: float
-
-
-@dataclass(frozen=True)
-class LogOfUniform:
-    """Logarithms of values that are distributed uniformly from `low` to `high` (Mamba's decay rates)."""
-
-    low: float
-    high: float
-
-
-#: The standard deviation of a normal distribution, another distribution, a Constant, or None: zeros for a bias, else ones (norms).
-Init = float | Constant | LogOfUniform | None
+from pipeline.layers.recipes import Constant, Init, LogOfUniform
 
 #: The constants of SplitMix64 as signed 64-bit integers: increment of the counter, and the two multipliers.
 _INCREMENT, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -61,7 +42,7 @@ def initial_tensor(
     Args:
         name: parameter name in the full model; with std=None, it also selects the constant.
         shape: full shape.
-        std: see Init.
+        std: see Init of layers/recipes.py.
         seed: seed of the run.
         part: (first index, size) along each dim of the part; None for the full weight.
         dtype: of the result; the values are computed in fp32.
@@ -76,29 +57,6 @@ def initial_tensor(
     if result.numel():
         _fill(result, shape, part, std, hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest())
     return result
-
-
-def scaled_residual(config: Any, name: str) -> float | None:
-    """Return the standard deviation of weight `name` by GPT-2's recipe (Radford et al. 2019, section 2.3), also used by Megatron-LM.
-
-    Layers whose output is added to the residual stream are scaled by 1 / sqrt(number of such layers); a block has two.
-
-    Args:
-        config: a model configuration with init_std and layers.
-        name: parameter name in the full model.
-
-    Returns:
-        The standard deviation; None for constants: ones for norms, zeros for biases.
-    """
-    if "norm" in name or name.endswith(".bias"):
-        return None
-    residual = name.endswith(("attention.output.weight", "mlp.down.weight", "experts.down"))
-    return config.init_std / math.sqrt(2 * config.layers) if residual else config.init_std
-
-
-def single_std(config: Any, name: str) -> float | None:
-    """Return the same standard deviation, init_std of the configuration, for all weights; None for constants, as in scaled_residual."""
-    return None if "norm" in name or name.endswith(".bias") else config.init_std
 
 
 def _fill(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]], init: float | LogOfUniform, key: bytes) -> None:

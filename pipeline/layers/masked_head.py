@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers.attention import AttentionContext
+from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import OutputHead
 from pipeline.layers.linear import Linear
 from pipeline.layers.loss import IGNORE, mean_factor
+from pipeline.layers.stack import Stack
 
 
 class NextSentenceHead(nn.Module):
@@ -120,3 +124,15 @@ class MaskedHead(nn.Module):
             # Only the first position: under sequence parallelism, that is all that has to be gathered.
             result = result + self.sentence(hidden[:, :1], labels=next_sentence)
         return result
+
+
+class Encoder(Stack):
+    """Stack whose head also predicts the next sentence, or classifies the sequence."""
+
+    def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:  # noqa: ARG002 - as in Stack
+        """See Stack."""
+        assert self.head is not None
+        if isinstance(self.head, ClassificationHead):
+            measured = None if torch.is_grad_enabled() else self.measured
+            return self.head(x, batch.get("targets"), batch.get("loss_scale"), measured)
+        return self.head(x, batch.get("targets"), batch.get("loss_scale"), batch.get("next_sentence"))

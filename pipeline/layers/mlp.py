@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.layers.init import Constant
 from pipeline.layers.linear import Linear, Projection, project
+from pipeline.layers.recipes import Constant
 
 
 def _squared_relu(x: Tensor) -> Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.linear import Linear
 from pipeline.layers.loss import IGNORE
+from pipeline.layers.moe import moe_layers
+from pipeline.layers.preference import log_probabilities
+from pipeline.layers.router import AuxLoss
+from pipeline.layers.stack import Stack
 
 
 class MTPModule(nn.Module):
@@ -87,3 +92,23 @@ def shift_labels(labels: Tensor) -> Tensor:
     """Shift labels to the left by one, int64 (batch, sequence); IGNORE at the end and where the unshifted label is IGNORE."""
     shifted = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORE)], dim=1)
     return shifted.masked_fill(labels == IGNORE, IGNORE)
+
+
+class MultiTokenStack(Stack):
+    """Stack with MTP modules in the head, and with DeepSeek-V3's losses of its MoE layers."""
+
+    def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
+        """See Stack."""
+        assert self.head is not None
+        assert self.norm is not None
+        if "choices" in batch:  # without MTP modules, which this objective refuses
+            return self._preferences(log_probabilities(self.head.output, self.norm(x), batch), batch)  # type: ignore[arg-type] # an OutputHead
+        return self.head(self.norm(x), context, batch.get("targets"), batch.get("loss_scale"))
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """See Stack."""
+        for moe in moe_layers(self):
+            moe.aux_loss = AuxLoss(sequence=weights["balance_loss"])
+            moe.router.bias_update_speed = weights["bias_update_speed"]
+        if isinstance(self.head, MultiTokenHead):
+            self.head.factor = weights.get("mtp_loss", 0.0)

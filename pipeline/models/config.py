@@ -1,11 +1,32 @@
-"""What every model configuration has, as a type. The dataclasses are in the families' config.py; families.py lists them."""
+"""What every model configuration has: as a type, and as the base of the families' dataclasses."""
 
 from __future__ import annotations
 
-from dataclasses import Field
+from dataclasses import Field, dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from pipeline.common.errors import Violation
+from pipeline.common.knobs import knob
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Base of the configurations. Class arguments are other defaults of inherited fields, whose meaning and legal range stay.
+
+    class Olmo2Config(RotaryDecoderConfig, family="olmo2", vocab_size=100352) has all fields of RotaryDecoderConfig.
+    """
+
+    family: str = knob("", "model family")
+
+    def __init_subclass__(cls, **defaults: Any) -> None:
+        """Declare the fields of the class arguments, before the decorator of the dataclass reads them."""
+        inherited: dict[str, Field[Any]] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited.update(getattr(base, "__dataclass_fields__", {}))
+        for name, default in defaults.items():
+            metadata = knob(default, "model family", choices=(default,)).metadata if name == "family" else inherited[name].metadata
+            cls.__annotations__[name] = inherited[name].type
+            setattr(cls, name, field(default=default, metadata=metadata))
 
 
 class ModelConfig(Protocol):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipeline.models.huggingface_mapping import KeyGroup, positive, refusal
@@ -60,7 +61,7 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
         raise refusal(f"{key}.truncate", False, f"is not a key of rope_type={rope_type}")
     if "original_max_position_embeddings" in KEYS[kind]:
         parameters.setdefault("original_max_position_embeddings", content.get("max_position_embeddings"))
-    for name in parameters.keys() - KEYS[kind].keys():
+    for name in sorted(parameters.keys() - KEYS[kind].keys()):
         raise refusal(f"{key}.{name}", parameters[name], f"is not a key of rope_type={rope_type}")
     values = {KEYS[kind][name]: number(f"{key}.{name}", value) for name, value in parameters.items()}
     if "rope_original_positions" in values:
@@ -97,6 +98,11 @@ _KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 ROPE = KeyGroup(keys=_KEYS, write=_write, read=_read)
 #: for families with rope_theta and without scaling
 UNSCALED = KeyGroup(keys=_KEYS, write=_write, read=_read_unscaled)
+
+
+def with_theta(group: KeyGroup, theta: float) -> KeyGroup:
+    """Return ROPE or UNSCALED with another base if config.json has no rope_theta."""
+    return replace(group, read=lambda content: group.read({"rope_theta": theta, **content}))
 
 
 def partial_rope(*, share: float, theta_key: str = "rope_theta", share_key: str = "partial_rotary_factor") -> KeyGroup:

@@ -41,8 +41,10 @@ class Costs:
         return self.first + sum(self.blocks) + self.last
 
 
-def stack_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder_length: int | None) -> Costs:  # noqa: ARG001 - as in Family
-    """Count the FLOPs of a stack of blocks; see Family.costs_per_token."""
+def costs_per_token(model: Stack, config: ModelConfig, sequence_length: int, decoder_length: int | None) -> Costs:
+    """Count the FLOPs of a full model; see Family.costs_per_token."""
+    if isinstance(model, EncoderDecoder):
+        return _encoder_decoder_costs(model, config, sequence_length, decoder_length)
     sums = dict.fromkeys(["embed", *(f"blocks.{index}" for index in range(len(model.blocks))), "head"], 0.0)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2 and is_matrix(name, parameter.shape) and not name.startswith(LOOKED_UP):
@@ -57,12 +59,11 @@ def stack_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder
     return Costs(first, tuple(blocks), last)
 
 
-def encoder_decoder_costs(model: Stack, config: ModelConfig, sequence_length: int, decoder_length: int | None) -> Costs:
-    """Count the FLOPs of an encoder-decoder; see Family.costs_per_token.
+def _encoder_decoder_costs(model: EncoderDecoder, config: ModelConfig, sequence_length: int, decoder_length: int | None) -> Costs:
+    """Count the FLOPs of an encoder-decoder.
 
     Keys and values of cross-attention are computed from encoder tokens, all else of the decoder from decoder tokens.
     """
-    assert isinstance(model, EncoderDecoder), "the family is not an encoder-decoder"
     source, target = sequence_length, sequence_length if decoder_length is None else decoder_length
     ratio, width = target / source, 12.0 * config.heads * config.head_dim
     blocks = []

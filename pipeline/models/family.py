@@ -1,24 +1,29 @@
-"""What a model family consists of, as one object. `registry.py` lists the families."""
+"""What a model family consists of, as one object. `registry.py` lists the families. Importing it loads no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from pipeline.layers.init import Init
-from pipeline.layers.stack import Stack
+from pipeline.layers.recipes import Init
 from pipeline.models.config import ModelConfig
-from pipeline.models.costs import Costs, stack_costs
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from pipeline.models.tensor_parallel_roles import ROLES
+
+if TYPE_CHECKING:
+    from pipeline.layers.stack import Stack
+    from pipeline.models.costs import Costs
 
 
 def tied_head(config: ModelConfig) -> dict[str, str]:
     """Return the tied weights of a model whose output head is one matrix: `tied_weights` of most families."""
     return {"head.weight": "embed.tokens.weight"} if config.tie_embeddings else {}
+
+
+def tied_output(config: ModelConfig) -> dict[str, str]:
+    """Return the tied weights of a model whose head has further layers: `tied_weights` of masked language models."""
+    return {"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {}
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,6 @@ class Family:
         tied_weights: configuration -> name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to.
         on_every_stage: patterns (fnmatch) of the weights that every pipeline stage holds.
         rate: (configuration, name of a weight) -> its learning rate as a factor of optimizer.lr; weight decay is divided by it.
-        costs: (full model, configuration, sequence length, decoder length) -> FLOPs per token.
     """
 
     config: type[Any]
@@ -45,7 +49,6 @@ class Family:
     tied_weights: Callable[[Any], dict[str, str]] = tied_head
     on_every_stage: tuple[str, ...] = ()
     rate: Callable[[Any, str], float] = lambda _config, _name: 1.0
-    costs: Callable[[Stack, Any, int, int | None], Costs] = stack_costs
 
     def costs_per_token(self, config: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> Costs:
         """Count FLOPs as Chowdhery et al. 2022 (PaLM, appendix B) do for MFU.
@@ -57,6 +60,10 @@ class Family:
         recurrence: three products of a state and a vector for each token and value head. Recomputation is not counted. For an
         encoder-decoder, the result is per encoder token; each comes with `decoder_length / sequence_length` decoder tokens (one when None).
         """
+        import torch
+
+        from pipeline.models.costs import costs_per_token
+
         with torch.device("meta"):
             model = self.build(config)
-        return self.costs(model, config, sequence_length, decoder_length)
+        return costs_per_token(model, config, sequence_length, decoder_length)

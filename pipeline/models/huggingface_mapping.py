@@ -24,6 +24,17 @@ def refusal(key: str, value: object, rule: str, fix: str = "import a model witho
     return UserError.of(f"config.json {key}", value, rule, fix)
 
 
+def defaults_of(keys: dict[str, tuple[str, Any]], *, constants: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the arguments `fields` and `defaults` of HuggingFaceMapping from one table.
+
+    Args:
+        keys: key of config.json -> our field, and the default of the class.
+        constants: the defaults of the class for keys of `constants`, where they matter.
+    """
+    defaults = {key: default for key, (_, default) in keys.items()}
+    return {"fields": {key: name for key, (name, _) in keys.items()}, "defaults": {**defaults, **(constants or {})}}
+
+
 def positive(key: str, value: object) -> int:
     """Return the value of a key if it is a positive integer.
 

@@ -63,7 +63,7 @@ def rope_by_kind(*, theta: float, local_theta: float, positions: int, local_key:
             UserError: an unsupported kind of scaling, a scaling of the local layers, or parameters without the kind of layer.
         """
         parameters = as_object("rope_parameters", content.get("rope_parameters"))
-        for key in parameters.keys() - {LOCAL, GLOBAL}:
+        for key in sorted(parameters.keys() - {LOCAL, GLOBAL}):
             raise refusal(f"rope_parameters.{key}", parameters[key], f"must be {LOCAL} or {GLOBAL}, the kind of layer", "fix config.json")
         local, of_global = (
             {"rope_type": "default", **as_object(f"rope_parameters.{kind}", parameters.get(kind))} for kind in (LOCAL, GLOBAL)

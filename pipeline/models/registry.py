@@ -1,76 +1,60 @@
-"""All model families, and functions that select the family of a configuration. Loads torch; `config_classes.py` does not."""
+"""All model families, and functions that select the family of a configuration. Importing it loads no torch; building a model does."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.layers.stack import Stack
-from pipeline.models.apertus.model import APERTUS
-from pipeline.models.bert.model import BERT
-from pipeline.models.bloom.model import BLOOM
 from pipeline.models.config import ModelConfig
-from pipeline.models.deepseek_v3.model import DEEPSEEK_V3
 from pipeline.models.family import Family
-from pipeline.models.gemma2.model import GEMMA2
-from pipeline.models.gemma3.model import GEMMA3
-from pipeline.models.glm4_moe.model import GLM4_MOE
-from pipeline.models.gpt.model import GPT
-from pipeline.models.gpt1.model import GPT1
-from pipeline.models.gpt_neox.model import GPT_NEOX
-from pipeline.models.gpt_oss.model import GPT_OSS
-from pipeline.models.granite.model import GRANITE
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor, refusal
-from pipeline.models.llama.model import LLAMA
-from pipeline.models.mistral.model import MISTRAL
-from pipeline.models.mixtral.model import MIXTRAL
-from pipeline.models.modernbert.model import MODERNBERT
-from pipeline.models.nemotron.model import NEMOTRON
-from pipeline.models.olmo2.model import OLMO2
-from pipeline.models.olmo3.model import OLMO3
-from pipeline.models.olmoe.model import OLMOE
-from pipeline.models.opt.model import OPT
-from pipeline.models.phi3.model import PHI3
-from pipeline.models.qwen3_moe.model import QWEN3_MOE
-from pipeline.models.qwen3_next.model import QWEN3_NEXT
-from pipeline.models.roberta.model import ROBERTA
-from pipeline.models.smollm3.model import SMOLLM3
-from pipeline.models.t5.model import T5
-from pipeline.models.transformer.model import TRANSFORMER
 from pipeline.models.unsupported import nearest
 
-#: name of a family -> the family
-FAMILIES: dict[str, Family] = {
-    "apertus": APERTUS,
-    "bert": BERT,
-    "bloom": BLOOM,
-    "deepseek_v3": DEEPSEEK_V3,
-    "gemma2": GEMMA2,
-    "gemma3": GEMMA3,
-    "glm4_moe": GLM4_MOE,
-    "gpt": GPT,
-    "gpt1": GPT1,
-    "gpt_neox": GPT_NEOX,
-    "gpt_oss": GPT_OSS,
-    "granite": GRANITE,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "mixtral": MIXTRAL,
-    "modernbert": MODERNBERT,
-    "nemotron": NEMOTRON,
-    "olmo2": OLMO2,
-    "olmo3": OLMO3,
-    "olmoe": OLMOE,
-    "opt": OPT,
-    "phi3": PHI3,
-    "qwen3_moe": QWEN3_MOE,
-    "qwen3_next": QWEN3_NEXT,
-    "roberta": ROBERTA,
-    "smollm3": SMOLLM3,
-    "t5": T5,
-    "transformer": TRANSFORMER,
-}
+if TYPE_CHECKING:
+    from pipeline.layers.stack import Stack
+
+#: The families; each is a file of families/.
+NAMES = (
+    "apertus",
+    "bert",
+    "bloom",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3",
+    "glm4_moe",
+    "gpt",
+    "gpt1",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "modernbert",
+    "nemotron",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "phi3",
+    "qwen3_moe",
+    "qwen3_next",
+    "roberta",
+    "smollm3",
+    "t5",
+    "transformer",
+)
+FAMILIES: dict[str, Family] = {name: import_module(f"pipeline.models.families.{name}").FAMILY for name in NAMES}
+#: family -> its configuration dataclass
+CONFIG_CLASSES: dict[str, type[Any]] = {name: family.config for name, family in FAMILIES.items()}
+
+
+def from_dict(values: Mapping[str, Any]) -> ModelConfig:
+    """Return the model configuration that a checkpoint or a run directory stores as a dictionary."""
+    config: ModelConfig = CONFIG_CLASSES[values["family"]](**values)
+    return config
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.knobs import knob
-from pipeline.models.config import ModelConfig
+from pipeline.models.config import ModelConfig, Sizes
 
 #: model.rope_scaling (rope_type of config.json) -> key of config.json's rope parameters -> our field
 KEYS: dict[str, dict[str, str]] = {
@@ -34,7 +34,7 @@ KEYS: dict[str, dict[str, str]] = {
 
 
 @dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(Sizes):
     """Fields of a family with rotary position embeddings and RoPE scaling; some apply to one kind of scaling only."""
 
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=1)

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.models import rope
-from pipeline.models.rules import rotary_heads_violations, top_k_violations
+from pipeline.models.config import Sizes
+from pipeline.models.rules import heads_violations, rotary_heads_violations, top_k_violations, window_violations
 
 
 @dataclass(frozen=True)
-class RotaryDecoderConfig(rope.RopeConfig):
-    """Fields of a decoder with rotary position embeddings, RMSNorm and grouped-query attention. Families add theirs."""
+class DecoderConfig(Sizes):
+    """Fields of a decoder with RMSNorm and grouped-query attention, whose heads have the width hidden / heads."""
 
     layers: int = knob(32, "decoder blocks", at_least=1, at_most=2000)
     hidden: int = knob(4096, "width of the residual stream", at_least=1)
     heads: int = knob(32, "query heads", at_least=1)
     kv_heads: int = knob(32, "key and value heads, shared by heads/kv_heads query heads each", at_least=1)
-    head_width: int | None = knob(None, "width of a head; hidden/heads when null", at_least=2)
     ffn_hidden: int = knob(11008, "intermediate width of the feed-forward", at_least=1)
     vocab_size: int = knob(32000, "number of token embeddings", unit="tokens", at_least=1)
     max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
@@ -29,7 +29,7 @@ class RotaryDecoderConfig(rope.RopeConfig):
     @property
     def head_dim(self) -> int:
         """Width of a head."""
-        return self.head_width or self.hidden // self.heads
+        return self.hidden // self.heads
 
     @property
     def objective(self) -> str:
@@ -38,29 +38,86 @@ class RotaryDecoderConfig(rope.RopeConfig):
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width), *rope.violations(self)]
+        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads)]
 
 
 @dataclass(frozen=True)
-class RotaryMoEConfig(RotaryDecoderConfig):
-    """Fields of such a decoder with MoE layers of softmax routers. Families add theirs."""
+class WideHeadConfig(DecoderConfig):
+    """Fields of such a decoder, whose heads may be wider or narrower."""
 
-    experts: int = knob(64, "experts of each MoE layer", at_least=1)
-    top_k: int = knob(8, "experts a token is routed to", at_least=1)
-    norm_topk_prob: bool = knob(False, "normalize the weights of a token's experts to sum to one")
-    capacity_factor: float | None = knob(
-        None,
-        "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit",
-        above=0,
-    )
+    head_width: int | None = knob(None, "width of a head; hidden/heads when null", at_least=2)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head."""
+        return self.head_width or self.hidden // self.heads
 
     def violations(self) -> list[Violation]:
         """Return the rules between sizes that this configuration violates."""
-        return [*super().violations(), *top_k_violations(self.top_k, self.experts)]
+        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width)]
 
 
 @dataclass(frozen=True)
-class SharedExpertsConfig:
+class RotaryDecoderConfig(WideHeadConfig, rope.RopeConfig):
+    """Fields of such a decoder with scaled rotary position embeddings. Families add theirs."""
+
+    def violations(self) -> list[Violation]:
+        """Return the rules between sizes that this configuration violates."""
+        return [*super().violations(), *rope.violations(self)]
+
+
+@dataclass(frozen=True)
+class WindowConfig(Sizes):
+    """Fields of a decoder with a sliding window in all layers but, at an interval, global ones."""
+
+    sliding_window_pattern: int = knob(2, "the last of each of so many layers attends globally, the others within the window", at_least=1)
+    window: int = knob(4096, "sliding window of the local layers in tokens, including the current one", unit="tokens", at_least=1)
+    max_positions: int = knob(4096, "longest sequence", unit="tokens", at_least=2)
+
+    def is_global(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has no window."""
+        return is_marked(layer, self.sliding_window_pattern)
+
+    def local_window(self, layer: int) -> int | None:
+        """The window of a layer; None for a global one."""
+        return None if self.is_global(layer) else self.window
+
+    def window_violations(self) -> list[Violation]:
+        """Return the rules for the window that are violated."""
+        return [*window_violations("model.window", self.window, self.max_positions)]
+
+
+CAPACITY_FACTOR = (
+    "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit"
+)
+
+
+@dataclass(frozen=True)
+class ExpertsConfig(Sizes):
+    """Fields of a decoder with MoE layers of softmax routers."""
+
+    experts: int = knob(64, "experts of each MoE layer", at_least=1)
+    top_k: int = knob(8, "experts a token is routed to", at_least=1)
+    capacity_factor: float | None = knob(None, CAPACITY_FACTOR, above=0)
+
+    def top_k_violations(self) -> list[Violation]:
+        """Return the rules for experts that are violated."""
+        return [*top_k_violations(self.top_k, self.experts)]
+
+
+@dataclass(frozen=True)
+class RotaryMoEConfig(RotaryDecoderConfig, ExpertsConfig):
+    """Fields of a RotaryDecoderConfig with such MoE layers. Families add theirs."""
+
+    norm_topk_prob: bool = knob(False, "normalize the weights of a token's experts to sum to one")
+
+    def violations(self) -> list[Violation]:
+        """Return the rules between sizes that this configuration violates."""
+        return [*super().violations(), *self.top_k_violations()]
+
+
+@dataclass(frozen=True)
+class SharedExpertsConfig(Sizes):
     """Fields of a decoder with DeepSeek-V3's MoE layers and MTP modules. Families add theirs."""
 
     layers: int = knob(61, "decoder blocks", at_least=1, at_most=2000)
@@ -70,11 +127,7 @@ class SharedExpertsConfig:
     shared_experts: int = knob(1, "shared experts, which process every token", at_least=1)
     expert_ffn_hidden: int = knob(2048, "intermediate width of each expert", at_least=1)
     top_k: int = knob(8, "routed experts per token", at_least=1)
-    capacity_factor: float | None = knob(
-        None,
-        "maximum load of an expert over the mean load of a micro-batch in training, excess assignments are dropped; null for no limit",
-        above=0,
-    )
+    capacity_factor: float | None = knob(None, CAPACITY_FACTOR, above=0)
     groups: int = knob(8, "groups of routed experts", at_least=1)
     topk_group: int = knob(4, "groups that a token's experts are selected from", at_least=1)
     norm_topk_prob: bool = knob(True, "normalize the weights of a token's experts to sum to routed_scaling_factor")
@@ -111,11 +164,17 @@ class SharedExpertsConfig:
         return violations
 
 
-class MultiHead:
-    """Mixin for multi-head attention (Vaswani et al. 2017): head_dim = hidden / heads, as many key and value heads as query heads."""
+@dataclass(frozen=True)
+class MultiHeadConfig(Sizes):
+    """Fields of multi-head attention (Vaswani et al. 2017): head_dim = hidden / heads, as many key and value heads as query heads."""
 
-    hidden: int
-    heads: int
+    layers: int = knob(12, "decoder blocks", at_least=1, at_most=2000)
+    hidden: int = knob(768, "width of the residual stream", at_least=1)
+    heads: int = knob(12, "attention heads", at_least=1)
+    vocab_size: int = knob(50257, "number of token embeddings", unit="tokens", at_least=1)
+    max_positions: int = knob(1024, "longest sequence", unit="tokens", at_least=2)
+    init_std: float = knob(0.02, "standard deviation of initial weights", above=0)
+    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 
     @property
     def head_dim(self) -> int:
@@ -127,13 +186,36 @@ class MultiHead:
         """Number of key and value heads, equal to the number of query heads."""
         return self.heads
 
+    @property
+    def objective(self) -> str:
+        """Training objective: next-token prediction."""
+        return "causal"
 
-class EncoderDecoderSizes:
-    """Mixin of a configuration dataclass with these fields; the blocks of encoder and decoder are numbered consecutively."""
+    def violations(self) -> list[Violation]:
+        """Return the rules between sizes that this configuration violates."""
+        return list(heads_violations(self.hidden, self.heads))
 
-    layers: int
-    encoder_layers: int | None
-    heads: int
+
+@dataclass(frozen=True)
+class LayerNormConfig(MultiHeadConfig):
+    """Fields of such a model with LayerNorm."""
+
+    norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0, at_most=0.1)
+
+
+@dataclass(frozen=True)
+class EncoderDecoderSizes(Sizes):
+    """Fields of an encoder-decoder, whose blocks are numbered consecutively."""
+
+    layers: int = knob(12, "blocks of encoder and decoder together", at_least=2, at_most=2000)
+    encoder_layers: int | None = knob(None, "encoder blocks among them; half of them when null", at_least=1)
+    hidden: int = knob(512, "width of the residual stream", at_least=1)
+    heads: int = knob(8, "attention heads", at_least=1)
+    ffn_hidden: int = knob(2048, "intermediate width of the feed-forward", at_least=1)
+    vocab_size: int = knob(32128, "number of token embeddings, which encoder and decoder share", unit="tokens", at_least=1)
+    max_positions: int = knob(512, "longest sequence", unit="tokens", at_least=2)
+    init_std: float = knob(1.0, "factor of the published standard deviations of initial weights", above=0)
+    tie_embeddings: bool = knob(True, "tie the weights of output head and token embedding")
 
     @property
     def encoder_blocks(self) -> int:

@@ -1,14 +1,17 @@
-"""The tensors of a Hugging Face class and the weights of ours that each contains, with the conversion in both directions."""
+"""The tensors of a Hugging Face class and the weights of ours that each contains, with the conversion in both directions.
+
+Importing it loads no torch, as every module that a family's file imports at its top.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -69,6 +72,8 @@ class StockTensor:
 
     def to_hf(self, weights: Sequence[Tensor]) -> Tensor:
         """Return the Hugging Face tensor, from our weights in the order of `names`."""
+        import torch
+
         if self.constant is not None:
             return torch.tensor(self.constant)
         matrices = [weight if self.expert is None else weight[self.expert] for weight in weights]

@@ -21,10 +21,11 @@ from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers
 from pipeline.layers.flex import flex
-from pipeline.layers.init import Constant, Init, initial_tensor
+from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear
 from pipeline.layers.lora import LoraSpec, add_adapters
 from pipeline.layers.nf4 import NF4Weight
+from pipeline.layers.recipes import Constant, Init
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.layers.stack import Stack
 from pipeline.models import registry

@@ -12,8 +12,8 @@ from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.labeled_texts import labels_of
 from pipeline.models import config_classes
-from pipeline.models.bert.config import BertConfig
 from pipeline.models.config import ModelConfig
+from pipeline.models.families.bert import BertConfig
 from pipeline.models.rope import extended
 from pipeline.training.starting_checkpoint import checkpoint_of_finetuning, is_own
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.common.errors import CheckFailed, UserError
-from pipeline.models.llama import huggingface
+from pipeline.models.families import llama as family
 from tests.conversion.foreign_folders import OVERRIDES, llama, samples
 from tests.conversion.test_deepspeed_import import Code, imported, logits
 from tests.conversion.test_huggingface_export import random_model
@@ -139,9 +139,9 @@ def test_other_logits_fail_and_nothing_is_written(tmp_path, monkeypatch):
         replace(entry, hf_name=entry.hf_name.replace(name, swapped[name]))
         if (name := next((name for name in swapped if f".{name}." in entry.hf_name), None))
         else entry
-        for entry in huggingface.TABLE
+        for entry in family.TABLE
     )
-    monkeypatch.setattr(huggingface, "TABLE", table)
+    monkeypatch.setattr(family, "TABLE", table)
     with pytest.raises(CheckFailed, match="LlamaForCausalLM computes other logits from the source than the imported weights give"):
         imported(tmp_path / "source", tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -20,8 +20,8 @@ from pipeline.conversion.huggingface_import import ImportedWeights, read_config
 from pipeline.conversion.stock_weights import StockWeights
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_json, registry
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.transformer.config import TransformerConfig
+from pipeline.models.families.gpt import GPTConfig
+from pipeline.models.families.transformer import TransformerConfig
 from tests.models.small_decoders import CONFIGS, DEEPSEEK
 
 TEXT = "Im Wald steht ein Tännschen, es hat von lauter Nadeln ein grünes Kleid. 123 <|x|>\n\tif x == 3:"

@@ -13,7 +13,7 @@ from pipeline.generation.generator import Generator, Stopping, prefill_count
 from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
-from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.families.gpt import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
 from tests.models.small_decoders import CONFIGS

@@ -11,7 +11,7 @@ from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling
 from pipeline.generation.seq2seq import Seq2SeqRunner
 from pipeline.generation.speculative import SpeculativeGenerator
-from pipeline.models.t5.config import T5Config
+from pipeline.models.families.t5 import T5Config
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.generation import test_speculative
 from tests.generation.conftest import prompts

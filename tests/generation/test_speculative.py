@@ -14,7 +14,7 @@ from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution
 from pipeline.generation.speculative import SpeculativeGenerator
-from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.families.gpt import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
 from tests.models.small_decoders import CONFIGS

@@ -12,7 +12,7 @@ from pipeline.layers.rope_scaling import RopeScaling, frequencies
 from pipeline.layers.rotary import Rotary
 from pipeline.models import rope
 from pipeline.models.config_json_keys import ROPE, UNSCALED
-from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.families.llama import LlamaConfig
 
 SCALED = {
     "linear": st.fixed_dictionaries({"rope_factor": st.floats(1, 64)}),

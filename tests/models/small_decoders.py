@@ -2,29 +2,29 @@
 
 from dataclasses import replace
 
-from pipeline.models.apertus.config import ApertusConfig
-from pipeline.models.bloom.config import BloomConfig
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.gemma2.config import Gemma2Config
-from pipeline.models.gemma3.config import Gemma3Config
-from pipeline.models.glm4_moe.config import Glm4MoeConfig
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.gpt1.config import GPT1Config
-from pipeline.models.gpt_neox.config import GPTNeoXConfig
-from pipeline.models.gpt_oss.config import GptOssConfig
-from pipeline.models.granite.config import GraniteConfig
-from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.mistral.config import MistralConfig
-from pipeline.models.mixtral.config import MixtralConfig
-from pipeline.models.nemotron.config import NemotronConfig
-from pipeline.models.olmo2.config import Olmo2Config
-from pipeline.models.olmo3.config import Olmo3Config
-from pipeline.models.olmoe.config import OlmoeConfig
-from pipeline.models.opt.config import OPTConfig
-from pipeline.models.phi3.config import Phi3Config
-from pipeline.models.qwen3_moe.config import Qwen3MoeConfig
-from pipeline.models.qwen3_next.config import Qwen3NextConfig
-from pipeline.models.smollm3.config import SmolLM3Config
+from pipeline.models.families.apertus import ApertusConfig
+from pipeline.models.families.bloom import BloomConfig
+from pipeline.models.families.deepseek_v3 import DeepseekV3Config
+from pipeline.models.families.gemma2 import Gemma2Config
+from pipeline.models.families.gemma3 import Gemma3Config
+from pipeline.models.families.glm4_moe import Glm4MoeConfig
+from pipeline.models.families.gpt import GPTConfig
+from pipeline.models.families.gpt1 import GPT1Config
+from pipeline.models.families.gpt_neox import GPTNeoXConfig
+from pipeline.models.families.gpt_oss import GptOssConfig
+from pipeline.models.families.granite import GraniteConfig
+from pipeline.models.families.llama import LlamaConfig
+from pipeline.models.families.mistral import MistralConfig
+from pipeline.models.families.mixtral import MixtralConfig
+from pipeline.models.families.nemotron import NemotronConfig
+from pipeline.models.families.olmo2 import Olmo2Config
+from pipeline.models.families.olmo3 import Olmo3Config
+from pipeline.models.families.olmoe import OlmoeConfig
+from pipeline.models.families.opt import OPTConfig
+from pipeline.models.families.phi3 import Phi3Config
+from pipeline.models.families.qwen3_moe import Qwen3MoeConfig
+from pipeline.models.families.qwen3_next import Qwen3NextConfig
+from pipeline.models.families.smollm3 import SmolLM3Config
 
 DEEPSEEK = DeepseekV3Config(
     layers=3,

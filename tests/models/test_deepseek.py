@@ -12,7 +12,7 @@ from pipeline.layers.mla import LatentAttention, deinterleave
 from pipeline.layers.multi_token import shift_labels
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
+from pipeline.models.families.deepseek_v3 import DeepseekV3Config
 from tests.world import configured
 
 SIZES = {

@@ -14,8 +14,8 @@ from pipeline.layers.attention import Attention, plain
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.position_bias import RelativeBias
 from pipeline.models import registry
-from pipeline.models.t5.config import T5Config
-from pipeline.models.transformer.config import TransformerConfig
+from pipeline.models.families.t5 import T5Config
+from pipeline.models.families.transformer import TransformerConfig
 from pipeline.planner.flops import flops_per_token
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 

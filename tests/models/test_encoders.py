@@ -7,9 +7,9 @@ import transformers
 from pipeline.certification.reference import initialize
 from pipeline.layers.loss import IGNORE
 from pipeline.models import registry
-from pipeline.models.bert.config import BertConfig
-from pipeline.models.modernbert.config import ModernBertConfig
-from pipeline.models.roberta.config import PADDING, RobertaConfig
+from pipeline.models.families.bert import BertConfig
+from pipeline.models.families.modernbert import ModernBertConfig
+from pipeline.models.families.roberta import PADDING, RobertaConfig
 
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 301, "max_positions": 40}
 CONFIGS = {

@@ -18,16 +18,16 @@ from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
 from pipeline.layers.stack import Stack
 from pipeline.models import registry, tensor_parallel_roles
-from pipeline.models.apertus.config import ApertusConfig
-from pipeline.models.bloom.config import BloomConfig
-from pipeline.models.gemma3.config import Gemma3Config
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.gpt1.config import GPT1Config
-from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.mistral.config import MistralConfig
-from pipeline.models.olmo2.config import Olmo2Config
-from pipeline.models.opt.config import OPTConfig
-from pipeline.models.smollm3.config import SmolLM3Config
+from pipeline.models.families.apertus import ApertusConfig
+from pipeline.models.families.bloom import BloomConfig
+from pipeline.models.families.gemma3 import Gemma3Config
+from pipeline.models.families.gpt import GPTConfig
+from pipeline.models.families.gpt1 import GPT1Config
+from pipeline.models.families.llama import LlamaConfig
+from pipeline.models.families.mistral import MistralConfig
+from pipeline.models.families.olmo2 import Olmo2Config
+from pipeline.models.families.opt import OPTConfig
+from pipeline.models.families.smollm3 import SmolLM3Config
 
 GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
 LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)

@@ -12,7 +12,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.rules import objectives
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
-from pipeline.models.modernbert.config import ModernBertConfig
+from pipeline.models.families.modernbert import ModernBertConfig
 from tests.models.test_encoders import CONFIGS, drawn, pair
 from tests.world import configured
 

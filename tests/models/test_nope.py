@@ -6,7 +6,7 @@ import torch
 from pipeline.certification.reference import initialize
 from pipeline.common.errors import UserError
 from pipeline.models import config_json, registry
-from pipeline.models.llama.config import LlamaConfig
+from pipeline.models.families.llama import LlamaConfig
 
 SIZES = {"layers": 4, "hidden": 48, "heads": 4, "kv_heads": 2, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
 

@@ -13,21 +13,21 @@ from pipeline.config.compose import register
 from pipeline.config.paths import CONF_DIR
 from pipeline.layers.attention import Attention
 from pipeline.models import config_classes, registry, tensor_parallel_roles
-from pipeline.models.bert.config import BertConfig
-from pipeline.models.bloom.config import BloomConfig
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.gemma2.config import Gemma2Config
-from pipeline.models.gemma3.config import Gemma3Config
-from pipeline.models.glm4_moe.config import Glm4MoeConfig
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.gpt1.config import GPT1Config
-from pipeline.models.gpt_neox.config import GPTNeoXConfig
-from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.mistral.config import MistralConfig
-from pipeline.models.nemotron.config import NemotronConfig
-from pipeline.models.opt.config import OPTConfig
-from pipeline.models.t5.config import T5Config
-from pipeline.models.transformer.config import TransformerConfig
+from pipeline.models.families.bert import BertConfig
+from pipeline.models.families.bloom import BloomConfig
+from pipeline.models.families.deepseek_v3 import DeepseekV3Config
+from pipeline.models.families.gemma2 import Gemma2Config
+from pipeline.models.families.gemma3 import Gemma3Config
+from pipeline.models.families.glm4_moe import Glm4MoeConfig
+from pipeline.models.families.gpt import GPTConfig
+from pipeline.models.families.gpt1 import GPT1Config
+from pipeline.models.families.gpt_neox import GPTNeoXConfig
+from pipeline.models.families.llama import LlamaConfig
+from pipeline.models.families.mistral import MistralConfig
+from pipeline.models.families.nemotron import NemotronConfig
+from pipeline.models.families.opt import OPTConfig
+from pipeline.models.families.t5 import T5Config
+from pipeline.models.families.transformer import TransformerConfig
 from pipeline.planner.flops import flops_per_token
 
 #: Parameter counts of the released weights (from their model cards and files).

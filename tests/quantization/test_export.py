@@ -11,7 +11,7 @@ import torch
 from pipeline.common.errors import UserError
 from pipeline.conversion import huggingface_export
 from pipeline.layers.uniform_quantization import Scheme
-from pipeline.models.t5.config import T5Config
+from pipeline.models.families.t5 import T5Config
 from pipeline.quantization import compressed_tensors
 from pipeline.quantization.export import scores
 from pipeline.quantization.quantized_weights import QuantizedWeights, check_model

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.common.errors import UserError
 from pipeline.conversion.original import TokenIds
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.models.gpt.config import GPTConfig
+from pipeline.models.families.gpt import GPTConfig
 from pipeline.quantization import gguf_file, gguf_layout
 from pipeline.quantization.gguf_tokens import read_tokens
 from tests.conversion.test_huggingface_export import TEXT, InMemory, random_model, tokenizer_folder  # noqa: F401 - a fixture

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.checkpoint.native import complete
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
-from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.families.llama import LlamaConfig
+from pipeline.models.families.mixtral import MixtralConfig
 from pipeline.training import finetuning
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline, run_ranks

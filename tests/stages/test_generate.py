@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from pipeline.common.unfinished import Unfinished
 from pipeline.generation.prompts import PromptFile
-from pipeline.models.t5.config import T5Config
+from pipeline.models.families.t5 import T5Config
 from tests.conversion.test_huggingface_export import export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline, run_ranks, start_ranks
 from tests.models.small_decoders import CONFIGS

@@ -20,8 +20,8 @@ from pipeline.config.run_parts import is_frozen
 from pipeline.data.load.labeled_texts import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
-from pipeline.models.bert.config import BertConfig
-from pipeline.models.roberta.config import PADDING, RobertaConfig
+from pipeline.models.families.bert import BertConfig
+from pipeline.models.families.roberta import PADDING, RobertaConfig
 from tests.conversion.test_huggingface_export import export, random_model
 from tests.helpers import pipeline
 from tests.models.test_encoders import SIZES, drawn, pair

@@ -9,10 +9,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from pipeline.config.paths import CONF_DIR
-from pipeline.models.deepseek_v3.config import DeepseekV3Config
-from pipeline.models.gpt.config import GPTConfig
-from pipeline.models.llama.config import LlamaConfig
-from pipeline.models.mixtral.config import MixtralConfig
+from pipeline.models.families.deepseek_v3 import DeepseekV3Config
+from pipeline.models.families.gpt import GPTConfig
+from pipeline.models.families.llama import LlamaConfig
+from pipeline.models.families.mixtral import MixtralConfig
 from tools.study.cells import Contradiction, integer, number
 
 #: Models that are not transformers with one stack of self-attention, by words in their names.

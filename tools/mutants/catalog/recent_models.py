@@ -171,7 +171,7 @@ MUTANTS = (
         what="the loss and the head have no soft cap of the logits",
         ranks=2,
         words=(*GEMMA2, "model.final_logit_softcapping=1.0", "parallel.zero_stage=1"),
-        edits=(Edit("pipeline/models/gemma2/model.py", "softcap=config.final_logit_softcapping", "softcap=None"),),
+        edits=(Edit("pipeline/models/families/gemma2.py", '"softcap": config.final_logit_softcapping', '"softcap": None'),),
         exact=False,
     ),
     Mutant(

@@ -1,1 +1,0 @@
-"""Apertus (Swiss AI Initiative 2025)."""

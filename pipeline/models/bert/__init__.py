@@ -1,1 +1,0 @@
-"""BERT (Devlin et al. 2019)."""

@@ -1,1 +1,0 @@
-"""BLOOM (Le Scao et al. 2022)."""

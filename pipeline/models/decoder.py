@@ -1,0 +1,134 @@
+"""The decoder that most families are: Llama's block, with what a family has in its place. Families import it when they build a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from pipeline.layers.attention import Attention
+from pipeline.layers.embedding import Embedding, OutputHead
+from pipeline.layers.experts import Experts
+from pipeline.layers.mlp import MLP, GatedMLP
+from pipeline.layers.moe import MoE
+from pipeline.layers.rope_scaling import RopeScaling
+from pipeline.layers.rotary import Rotary
+from pipeline.layers.router import Router
+from pipeline.layers.stack import Block, Stack
+from pipeline.models import rope
+from pipeline.models.rules import rotated_dims
+
+#: index of a layer, from 0 -> arguments of a module of that layer
+Arguments = Callable[[int], Mapping[str, Any]]
+
+
+def decoder(
+    config: Any,
+    *,
+    norm: Callable[..., nn.Module] = nn.RMSNorm,
+    norms: Literal["before", "after", "both"] = "before",
+    query_key_norm: Literal["head", "width"] | None = None,
+    attention: Callable[[int], Mapping[str, Any] | nn.Module] = lambda _: {},
+    mlp: Callable[[int], nn.Module] | None = None,
+    block: Arguments = lambda _: {},
+    embed: Mapping[str, Any] | None = None,
+    head: Mapping[str, Any] | nn.Module | None = None,
+    final_norm: bool = True,
+    stack: type[Stack] = Stack,
+    **further: Any,
+) -> Stack:
+    """Build a full model with uninitialized weights on torch's default device. Without arguments it is Llama's.
+
+    Rotary positions are those of the fields rope_theta, with the scaling of a RopeConfig, partial_rotary_factor, and rope_local_theta for
+    layers with rope="local"; a configuration without the first has none.
+
+    Args:
+        config: its sizes.
+        norm: class of the norms; they have the width hidden.
+        norms: what they are applied to: the input of attention and feed-forward, their output, or both.
+        query_key_norm: norms of queries and keys, over each head or over the width of all heads; None for none.
+        attention: layer -> arguments of its Attention, without biases by default; or another module.
+        mlp: layer -> its feed-forward; the gated one with SiLU when None.
+        block: layer -> further arguments of its Block.
+        embed, head: further arguments of Embedding and OutputHead; or another head.
+        final_norm: whether there is a norm before the head.
+        stack: class of the model.
+        further: arguments of the stack.
+    """
+    c = config
+    norm_of = partial(norm, eps=c.norm_eps)
+    head_norm = {"head_norm": partial(norm_of, c.head_dim)} if query_key_norm == "head" else {}
+    width_norm = {"width_norm": norm_of} if query_key_norm == "width" else {}
+
+    def attention_of(layer: int) -> nn.Module:
+        given = attention(layer)
+        if isinstance(given, nn.Module):
+            return given
+        return Attention(c.hidden, c.heads, c.kv_heads, c.head_dim, **{"bias": False, **head_norm, **width_norm, **given})
+
+    def norm_at(place: str) -> nn.Module | None:
+        return norm_of(c.hidden) if norms in (place, "both") else None
+
+    def block_of(layer: int) -> Block:
+        modules = {
+            "attention_norm": norm_at("before"),
+            "attention": attention_of(layer),
+            "post_attention_norm": norm_at("after"),
+            "mlp_norm": norm_at("before"),
+            "mlp": GatedMLP(c.hidden, c.ffn_hidden, bias=False) if mlp is None else mlp(layer),
+            "post_mlp_norm": norm_at("after"),
+        }
+        return Block(**{**modules, **block(layer)})
+
+    if hasattr(c, "rope_theta"):
+        scaling = RopeScaling(**rope.scaling(c)) if isinstance(c, rope.RopeConfig) else None
+        dims = rotated_dims(c.head_dim, getattr(c, "partial_rotary_factor", 1.0))
+        further = {"rotary": Rotary(dims, c.max_positions, c.rope_theta, scaling), **further}
+    if hasattr(c, "rope_local_theta"):
+        further = {"local_rotary": Rotary(c.head_dim, c.max_positions, c.rope_local_theta), **further}
+    model = stack(
+        embed=Embedding(c.vocab_size, c.hidden, **(embed or {})),
+        blocks=[block_of(layer) for layer in range(c.layers)],
+        norm=norm_of(c.hidden) if final_norm else None,
+        head=head if isinstance(head, nn.Module) else OutputHead(c.vocab_size, c.hidden, **(head or {})),
+        tie_embeddings=c.tie_embeddings,
+        **further,
+    )
+    if hasattr(c, "loss_weights"):
+        model.set_loss_weights(c.loss_weights)
+    return model
+
+
+def local_windows(config: Any) -> Callable[[int], dict[str, Any]]:
+    """Return `attention` of a WindowConfig whose local layers have rotary positions of their own."""
+    return lambda layer: {"window": config.local_window(layer), "rope": "global" if config.is_global(layer) else "local"}
+
+
+def plain_mlp(config: Any, activation: str | Callable[[], nn.Module], *, bias: bool = False) -> Callable[[int], MLP]:
+    """Return `mlp` of a family without gates.
+
+    Args:
+        config: its sizes.
+        activation: a key of layers.mlp.ACTIVATIONS, or the class of a module, which each layer has one of.
+        bias: whether the matrices have a bias.
+    """
+    return lambda _: MLP(
+        config.hidden, config.ffn_hidden, bias=bias, activation=activation if isinstance(activation, str) else activation()
+    )
+
+
+def moe(config: Any, ffn_hidden: int, *, router: Mapping[str, Any] | None = None, experts: Mapping[str, Any] | None = None) -> MoE:
+    """Build a MoE layer.
+
+    Args:
+        config: with the fields of ExpertsConfig.
+        ffn_hidden: intermediate width of each expert.
+        router, experts: further arguments of Router and Experts.
+    """
+    return MoE(
+        Router(config.hidden, config.experts, config.top_k, **(router or {})),
+        Experts(config.experts, config.hidden, ffn_hidden, **(experts or {})),
+        capacity_factor=config.capacity_factor,
+    )

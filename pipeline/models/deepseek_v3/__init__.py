@@ -1,1 +1,0 @@
-"""DeepSeek-V3 (DeepSeek-AI 2024)."""

@@ -1,1 +1,0 @@
-"""Gemma 2 (Gemma Team 2024)."""

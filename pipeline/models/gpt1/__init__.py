@@ -1,1 +1,0 @@
-"""GPT-1 (Radford et al. 2018)."""

@@ -1,1 +1,0 @@
-"""GPT-NeoX and Pythia (EleutherAI 2022 and 2023)."""

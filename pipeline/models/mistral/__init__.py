@@ -1,1 +1,0 @@
-"""Mistral (Jiang et al. 2023)."""

@@ -1,1 +1,0 @@
-"""Mixtral (Jiang et al. 2024)."""

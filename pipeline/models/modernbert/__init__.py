@@ -1,1 +1,0 @@
-"""ModernBERT (Warner et al. 2024)."""

@@ -1,1 +1,0 @@
-"""Nemotron-4 and Minitron (NVIDIA 2024)."""

@@ -1,1 +1,0 @@
-"""OLMoE (Muennighoff et al. 2024)."""

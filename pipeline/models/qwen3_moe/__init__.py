@@ -1,1 +1,0 @@
-"""Qwen3-MoE (Qwen Team 2025)."""

@@ -1,1 +1,0 @@
-"""Qwen3-Next (Qwen Team 2025)."""

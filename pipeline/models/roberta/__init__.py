@@ -1,1 +1,0 @@
-"""RoBERTa (Liu et al. 2019)."""

@@ -1,1 +1,0 @@
-"""SmolLM3 (Hugging Face 2025)."""
