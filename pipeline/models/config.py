@@ -28,6 +28,10 @@ class Sizes:
             cls.__annotations__[name] = inherited[name].type
             setattr(cls, name, field(default=default, metadata=metadata))
 
+    def violations(self) -> list[Violation]:
+        """Return the rules between sizes that this configuration violates; each class has those of its fields, and adds the next one's."""
+        return []
+
 
 class ModelConfig(Protocol):
     """A dataclass of a model's sizes. Each member is a field or a property."""

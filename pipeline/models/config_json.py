@@ -47,7 +47,7 @@ def read(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any]
     violations += [*_constants(mapping, content), *_unknown(mapping, content)]
     present, wrong = _fields(mapping, schema, content)
     violations += wrong
-    values = {field: present[key] for key, field in reversed(mapping.fields.items()) if key in present and field in _types(schema)}
+    values = {field: present[key] for key, (field, _) in reversed(mapping.keys.items()) if key in present and field in _types(schema)}
     for group in () if wrong else mapping.nested:  # they use the keys of fields
         try:
             values.update(group.read(content))
@@ -81,7 +81,7 @@ def unread(mapping: HuggingFaceMapping, content: dict[str, Any]) -> dict[str, An
 def _known(mapping: HuggingFaceMapping) -> set[str]:
     """Return the keys that the import reads or knows to have no effect."""
     nested = {key for group in mapping.nested for key in group.keys}
-    return {*mapping.fields, *mapping.constants, *nested, *WITHOUT_EFFECT, *mapping.training_keys, *mapping.ignored_keys}
+    return {*mapping.keys, *mapping.constants, *nested, *WITHOUT_EFFECT, *mapping.training_keys, *mapping.ignored_keys}
 
 
 def _without_aliases(mapping: HuggingFaceMapping, content: dict[str, Any]) -> tuple[dict[str, Any], list[Violation]]:
@@ -112,30 +112,29 @@ def _fields(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, A
     """Return the values of the keys that are fields, with defaults, and the violations of their types and ranges."""
     present: dict[str, Any] = {}
     violations: list[Violation] = []
-    for key in sorted(mapping.fields, key=lambda key: _is_computed(mapping, content, key)):
+    for key in sorted(mapping.keys, key=lambda key: _is_computed(mapping, content, key)):
         if violations and _is_computed(mapping, content, key):
             break  # computed from keys that may be wrong
         try:
-            present[key] = _typed(key, _value(mapping, schema, content, key), mapping.fields[key], schema)
+            present[key] = _typed(key, _value(mapping, schema, content, key), mapping.keys[key][0], schema)
         except UserError as error:
             violations.extend(error.violations)
     return present, violations
 
 
 def _is_computed(mapping: HuggingFaceMapping, content: dict[str, Any], key: str) -> bool:
-    return content.get(key) is None and callable(mapping.defaults.get(key))
+    return content.get(key) is None and callable(mapping.keys[key][1])
 
 
 def _value(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any], key: str) -> Any:
     """Return the value of a key, or the default of the Hugging Face class. A null counts as a value only if our field may be None."""
-    if key in content and (content[key] is not None or "None" in _types(schema).get(mapping.fields[key], "")):
+    field, default = mapping.keys[key]
+    if key in content and (content[key] is not None or "None" in _types(schema).get(field, "")):
         return content[key]
-    default = mapping.defaults.get(key)
     if callable(default):
         return default({name: value for name, value in content.items() if value is not None or name == key})
-    if key in content or key not in mapping.defaults:
-        rule = "is null" if key in content else "is missing"
-        raise refusal(key, content.get(key), f"{rule}, and {mapping.architecture} requires it", f"set {key} in config.json")
+    if key in content:
+        raise refusal(key, None, f"is null, and {mapping.architecture} requires it", f"set {key} in config.json")
     return default
 
 
@@ -163,7 +162,7 @@ def _typed(key: str, value: Any, field: str, schema: type[Any]) -> Any:
 def _constants(mapping: HuggingFaceMapping, content: dict[str, Any]) -> Iterator[Violation]:
     """Yield violations of keys that have one value in the family."""
     for key, expected in mapping.constants.items():
-        value = content.get(key, mapping.defaults.get(key, expected))
+        value = content.get(key, mapping.constant_defaults.get(key, expected))
         if value != expected and not is_dropout(key):
             missing = "" if key in content else f" (the default of {mapping.architecture}, since the key is missing)"
             yield from refusal(key, value, f"is not supported by this family{missing}; only {expected} is supported").violations
@@ -189,6 +188,6 @@ def _unknown(mapping: HuggingFaceMapping, content: dict[str, Any]) -> Iterator[V
 def _contradictions(mapping: HuggingFaceMapping, config: ModelConfig, present: dict[str, Any]) -> Iterator[Violation]:
     """Yield violations of keys that contradict other keys, such as a head_dim other than hidden / heads if the family derives it."""
     for key, value in present.items():
-        expected = getattr(config, mapping.fields[key])
+        expected = getattr(config, mapping.keys[key][0])
         if expected != value:
             yield from refusal(key, value, f"must be {expected} in this family, given the other keys").violations

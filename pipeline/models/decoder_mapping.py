@@ -53,6 +53,14 @@ MLP = gated_mlp(f"{LAYER}.mlp", "blocks.{i}.mlp")
 #: experts whose router is `gate`
 EXPERTS = (*tensors(f"{LAYER}.mlp.gate", "blocks.{i}.mlp.router"), *gated_experts(f"{LAYER}.mlp", "blocks.{i}.mlp"))
 TABLE = decoder_table(*ATTENTION, *MLP)
+#: the same with norms of the outputs of the layers instead of their inputs, and of queries and keys (OLMo 2)
+OUTPUT_NORM_TABLE = decoder_table(
+    *projections(),
+    *NORMS,
+    *tensors(f"{LAYER}.post_attention_layernorm", "blocks.{i}.post_attention_norm"),
+    *MLP,
+    *tensors(f"{LAYER}.post_feedforward_layernorm", "blocks.{i}.post_mlp_norm"),
+)
 
 
 def key_value_heads(missing: int, heads: int) -> Callable[[dict[str, Any]], int]:
@@ -112,7 +120,7 @@ KEYS: dict[str, tuple[str, Any]] = {
     "tie_word_embeddings": ("tie_embeddings", False),
 }
 #: the keys of a MoE layer in most classes
-EXPERT_KEYS = {"num_experts": "experts", "num_experts_per_tok": "top_k", "norm_topk_prob": "norm_topk_prob"}
+EXPERT_KEYS = {"num_experts": ("experts", 64), "num_experts_per_tok": ("top_k", 8), "norm_topk_prob": ("norm_topk_prob", False)}
 #: The classes average the balance loss over the tokens of all layers together, and do not divide by top_k (layers/router.py).
 BALANCE_LOSS = {"router_aux_loss_coef": "balance_loss"}
 
@@ -121,7 +129,7 @@ def decoder_mapping(
     architecture: str,
     model_type: str,
     *,
-    fields: dict[str, str] | None = None,
+    keys: dict[str, tuple[str, Any]] | None = None,
     without: Sequence[str] = (),
     activation: dict[str, str] | None = None,
     constants: dict[str, Any] | None = None,
@@ -137,29 +145,28 @@ def decoder_mapping(
     Args:
         architecture: name of the class.
         model_type: model_type of its config.json.
-        fields: further keys of config.json -> fields, or other fields of Llama's keys.
+        keys: further keys, as in HuggingFaceMapping.
         without: Llama's keys that the class lacks.
         activation: the key of the activation and its value, that of SwiGLU when None.
         constants: further keys with one supported value.
-        defaults: the defaults of the class that differ from Llama's, and those of `fields`.
+        defaults: the defaults of the class that differ from those of KEYS and `keys`.
         rope: the keys of the rotary positions.
         head_width: the width of a head if config.json has no head_dim, "derived" for hidden / heads; None for a class without the key.
         nested: further keys that need functions to translate.
         table: as in HuggingFaceMapping.
         more: as in HuggingFaceMapping.
     """
-    keys = {key: value for key, value in KEYS.items() if key not in without}
-    values = {key: default for key, (_, default) in keys.items()} | (defaults or {})
-    heads = values["num_attention_heads"]
-    widths = [] if head_width is None else [_head_dim(values["hidden_size"], heads, None if head_width == "derived" else head_width)]
-    if values["num_key_value_heads"] is None:
-        values["num_key_value_heads"] = lambda content: content.get("num_attention_heads", heads)
+    every = {key: value for key, value in KEYS.items() if key not in without} | (keys or {})
+    every |= {key: (every[key][0], default) for key, default in (defaults or {}).items()}
+    heads = every["num_attention_heads"][1]
+    widths = [] if head_width is None else [_head_dim(every["hidden_size"][1], heads, None if head_width == "derived" else head_width)]
+    if every["num_key_value_heads"][1] is None:
+        every["num_key_value_heads"] = ("kv_heads", lambda content: content.get("num_attention_heads", heads))
     return HuggingFaceMapping(
         architecture=architecture,
         model_type=model_type,
-        fields={key: field for key, (field, _) in keys.items()} | (fields or {}),
+        keys=every,
         constants={**(activation or {"hidden_act": "silu"}), "attention_dropout": 0.0, **(constants or {})},
-        defaults=values,
         nested=(rope, *widths, *nested),
         table=table,
         **more,

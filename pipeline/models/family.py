@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.layers.recipes import Init
 from pipeline.models.config import ModelConfig
@@ -14,6 +14,9 @@ from pipeline.models.tensor_parallel_roles import ROLES
 if TYPE_CHECKING:
     from pipeline.layers.stack import Stack
     from pipeline.models.costs import Costs
+
+#: What `build` returns. A string, so that the families' files load no torch.
+Model: TypeAlias = "Stack"
 
 
 def tied_head(config: ModelConfig) -> dict[str, str]:

@@ -24,17 +24,6 @@ def refusal(key: str, value: object, rule: str, fix: str = "import a model witho
     return UserError.of(f"config.json {key}", value, rule, fix)
 
 
-def defaults_of(keys: dict[str, tuple[str, Any]], *, constants: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the arguments `fields` and `defaults` of HuggingFaceMapping from one table.
-
-    Args:
-        keys: key of config.json -> our field, and the default of the class.
-        constants: the defaults of the class for keys of `constants`, where they matter.
-    """
-    defaults = {key: default for key, (_, default) in keys.items()}
-    return {"fields": {key: name for key, (name, _) in keys.items()}, "defaults": {**defaults, **(constants or {})}}
-
-
 def positive(key: str, value: object) -> int:
     """Return the value of a key if it is a positive integer.
 
@@ -78,12 +67,12 @@ class HuggingFaceMapping:
     Attributes:
         architecture: name of the Hugging Face class.
         model_type: model_type of its config.json.
-        fields: key of config.json -> field (or property) of our configuration.
+        keys: key of config.json -> field (or property) of our configuration, and the default of the Hugging Face class, or a function that
+            computes it from the keys that are not null.
         constants: key of config.json -> the only value that this family supports.
+        constant_defaults: those of these keys for which the class has another default.
         table: the tensors of all weights; a function of our configuration if the configuration changes the names.
         implied: field or property of our configuration -> the value that every model of the class has, and that config.json has no key for.
-        defaults: key of config.json -> the default of the Hugging Face class, or a function that computes it from the keys that are not
-            null. Without a default, a key of `constants` may be missing and a key of `fields` may not.
         nested: keys that need functions to translate.
         training_keys: key of config.json -> setting of the group training that it is the value of.
         ignored_keys: further keys that the class reads and that do not affect the logits.
@@ -106,11 +95,11 @@ class HuggingFaceMapping:
 
     architecture: str
     model_type: str
-    fields: dict[str, str]
+    keys: dict[str, tuple[str, Any]]
     constants: dict[str, Any]
     table: Table | Callable[[Any], Table]
     implied: dict[str, Any] = field(default_factory=dict)
-    defaults: dict[str, Any] = field(default_factory=dict)
+    constant_defaults: dict[str, Any] = field(default_factory=dict)
     nested: tuple[KeyGroup, ...] = ()
     training_keys: dict[str, str] = field(default_factory=dict)
     ignored_keys: tuple[str, ...] = ()
@@ -134,7 +123,7 @@ class HuggingFaceMapping:
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.constants,
-            **{key: getattr(config, name) for key, name in self.fields.items()},
+            **{key: getattr(config, name) for key, (name, _) in self.keys.items()},
         }
         for group in self.nested:
             content.update(group.write(config))

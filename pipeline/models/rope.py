@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,15 +51,18 @@ class RopeConfig(Sizes):
     rope_attention_factor: float | None = knob(None, "yarn: factor of the cos and sin tables; null derives it from rope_factor", above=0)
     rope_truncate: bool = knob(True, "yarn: round the ends of the ramp of frequencies outward to whole dimensions (config.json: truncate)")
 
-
-def violations(config: RopeConfig) -> Iterator[Violation]:
-    """Yield the rules between these fields that are violated."""
-    low, high = config.rope_low_frequency, config.rope_high_frequency
-    if config.rope_scaling == "llama3" and low >= high:
-        yield Violation("model.rope_low_frequency", low, f"must be below model.rope_high_frequency={high}", "choose a smaller one")
-    slow, fast = config.rope_beta_slow, config.rope_beta_fast
-    if config.rope_scaling == "yarn" and slow > fast:  # equal in Kimi K2: the ends of the ramp are rounded outward
-        yield Violation("model.rope_beta_slow", slow, f"must be at most model.rope_beta_fast={fast}", "choose a smaller one")
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
+        found = []
+        low, high = self.rope_low_frequency, self.rope_high_frequency
+        if self.rope_scaling == "llama3" and low >= high:
+            rule = f"must be below model.rope_high_frequency={high}"
+            found.append(Violation("model.rope_low_frequency", low, rule, "choose a smaller one"))
+        slow, fast = self.rope_beta_slow, self.rope_beta_fast
+        if self.rope_scaling == "yarn" and slow > fast:  # equal in Kimi K2: the ends of the ramp are rounded outward
+            rule = f"must be at most model.rope_beta_fast={fast}"
+            found.append(Violation("model.rope_beta_slow", slow, rule, "choose a smaller one"))
+        return [*found, *super().violations()]
 
 
 def extended(config: ModelConfig, factor: float) -> ModelConfig:

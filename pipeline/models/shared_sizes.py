@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, cast
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.models import rope
 from pipeline.models.config import Sizes
-from pipeline.models.rules import heads_violations, rotary_heads_violations, top_k_violations, window_violations
+from pipeline.models.rules import (
+    heads_violations,
+    partial_rotary_violations,
+    rotary_heads_violations,
+    top_k_violations,
+    window_violations,
+)
 
 
 @dataclass(frozen=True)
@@ -37,8 +44,9 @@ class DecoderConfig(Sizes):
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads)]
+        """See Sizes."""
+        width = getattr(self, "head_width", None)
+        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, width), *super().violations()]
 
 
 @dataclass(frozen=True)
@@ -52,18 +60,24 @@ class WideHeadConfig(DecoderConfig):
         """Width of a head."""
         return self.head_width or self.hidden // self.heads
 
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return [*rotary_heads_violations(self.hidden, self.heads, self.kv_heads, self.head_width)]
-
 
 @dataclass(frozen=True)
 class RotaryDecoderConfig(WideHeadConfig, rope.RopeConfig):
     """Fields of such a decoder with scaled rotary position embeddings. Families add theirs."""
 
+
+@dataclass(frozen=True)
+class PartialRotaryConfig(Sizes):
+    """Fields of a model that rotates only the first dims of a head; stands before the classes with the fields of its heads."""
+
+    partial_rotary_factor: float = knob(0.5, "share of the dims of a head that are rotated, the first ones", above=0, at_most=1)
+
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return [*super().violations(), *rope.violations(self)]
+        """See Sizes; if the width of a head is wrong, nothing is said of a share of it."""
+        found, config = super().violations(), cast(Any, self)
+        if any(violation.key in ("model.heads", "model.head_width") for violation in found):
+            return found
+        return [*partial_rotary_violations(config.head_dim, self.partial_rotary_factor), *found]
 
 
 @dataclass(frozen=True)
@@ -82,9 +96,9 @@ class WindowConfig(Sizes):
         """The window of a layer; None for a global one."""
         return None if self.is_global(layer) else self.window
 
-    def window_violations(self) -> list[Violation]:
-        """Return the rules for the window that are violated."""
-        return [*window_violations("model.window", self.window, self.max_positions)]
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
+        return [*window_violations("model.window", self.window, self.max_positions), *super().violations()]
 
 
 CAPACITY_FACTOR = (
@@ -100,9 +114,9 @@ class ExpertsConfig(Sizes):
     top_k: int = knob(8, "experts a token is routed to", at_least=1)
     capacity_factor: float | None = knob(None, CAPACITY_FACTOR, above=0)
 
-    def top_k_violations(self) -> list[Violation]:
-        """Return the rules for experts that are violated."""
-        return [*top_k_violations(self.top_k, self.experts)]
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
+        return [*top_k_violations(self.top_k, self.experts), *super().violations()]
 
 
 @dataclass(frozen=True)
@@ -110,10 +124,6 @@ class RotaryMoEConfig(RotaryDecoderConfig, ExpertsConfig):
     """Fields of a RotaryDecoderConfig with such MoE layers. Families add theirs."""
 
     norm_topk_prob: bool = knob(False, "normalize the weights of a token's experts to sum to one")
-
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return [*super().violations(), *self.top_k_violations()]
 
 
 @dataclass(frozen=True)
@@ -143,9 +153,9 @@ class SharedExpertsConfig(Sizes):
         """Return which weights a pipeline stage uses at several depths: in the last one the embedding; None for none."""
         return f"the embedding in model.mtp_depth={self.mtp_depth} MTP modules" if last and self.mtp_depth > 1 else None
 
-    def expert_violations(self) -> list[Violation]:
-        """Return the rules for dense blocks, experts and their groups that are violated."""
-        violations: list[Violation] = []
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
+        violations = super().violations()
         if self.dense_layers > self.layers:
             rule = f"is more than model.layers={self.layers}"
             violations.append(Violation("model.dense_layers", self.dense_layers, rule, "choose at most that many"))
@@ -192,8 +202,8 @@ class MultiHeadConfig(Sizes):
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return list(heads_violations(self.hidden, self.heads))
+        """See Sizes."""
+        return [*heads_violations(self.hidden, self.heads), *super().violations()]
 
 
 @dataclass(frozen=True)
@@ -232,12 +242,12 @@ class EncoderDecoderSizes(Sizes):
         """Number of key and value heads, equal to the number of query heads."""
         return self.heads
 
-    def depth_violations(self) -> list[Violation]:
-        """Return the rules for the number of blocks that are violated."""
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
         if self.decoder_blocks > 0:
-            return []
+            return super().violations()
         rule = f"must be below model.layers={self.layers}, since the remaining blocks are the decoder's"
-        return [Violation("model.encoder_layers", self.encoder_layers, rule, "lower it, or leave it unset")]
+        return [Violation("model.encoder_layers", self.encoder_layers, rule, "lower it, or leave it unset"), *super().violations()]
 
 
 def is_marked(layer: int, interval: int) -> bool:

@@ -16,13 +16,13 @@ from pipeline.generation.sampling import Sampling
 from pipeline.models.families.gpt import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
-from tests.models.small_decoders import CONFIGS
+from tests.models.small_decoders import CONFIGS, OTHERS
 
 #: A model of every decoder family: rings, latents, ALiBi, learned positions, layers without positions, norms of queries, experts.
 DECODERS = (
     *("apertus", "bloom-six-heads", "deepseek-yarn", "gemma3", "gpt", "gpt1", "llama-grouped", "mistral", "mixtral", "olmo2", "opt"),
     *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe", "gpt-neox"),
-    *("gemma2", "nemotron", "glm4-moe", "qwen3-next", "gpt-oss"),
+    *("gemma2", "nemotron", "glm4-moe", "qwen3-next", "gpt-oss", *OTHERS),
 )
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.models.families.apertus import ApertusConfig
 from pipeline.models.families.bloom import BloomConfig
 from pipeline.models.families.deepseek_v3 import DeepseekV3Config
@@ -25,6 +26,8 @@ from pipeline.models.families.phi3 import Phi3Config
 from pipeline.models.families.qwen3_moe import Qwen3MoeConfig
 from pipeline.models.families.qwen3_next import Qwen3NextConfig
 from pipeline.models.families.smollm3 import SmolLM3Config
+from tools.audit.family_cases import FAMILIES
+from tools.audit.small_models import configuration
 
 DEEPSEEK = DeepseekV3Config(
     layers=3,
@@ -241,3 +244,10 @@ CONFIGS = {
     ),
     "opt-untied": OPTConfig(layers=2, hidden=48, heads=4, ffn_hidden=96, vocab_size=300, max_positions=40, tie_embeddings=False),
 }
+#: A model of each family of decoders that has none above.
+OTHERS = {
+    name: configuration(name, next(iter(cases.variants.values())))
+    for name, cases in FAMILIES.items()
+    if CONFIG_CLASSES[name]().objective == "causal" and name not in {config.family for config in CONFIGS.values()}
+}
+CONFIGS |= OTHERS

@@ -54,7 +54,7 @@ def test_what_transformers_writes_is_read(family, mapping):
     assert config.family == family
     assert read(mapping.config_json(config)) == config
     again = mapping.config_json(config)
-    compared = [key for key in mapping.fields if key in content and content[key] is not None]
+    compared = [key for key in mapping.keys if key in content and content[key] is not None]
     assert len(compared) > 3
     assert {key: again[key] for key in compared} == {key: content[key] for key in compared}
 
@@ -89,7 +89,7 @@ def test_an_unsupported_feature_is_reported(mapping, key, value):
 
 @pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
 def test_unsupported_keys_and_values_of_a_wrong_type_are_refused_together(mapping):
-    key = next(iter(mapping.fields))
+    key = next(iter(mapping.keys))
     text = refused({**stock(mapping), key: "many", "per_layer_config": {"0": {}}, "layer_types": None, "unread_key": 8})
     assert f"config.json {key}=many: must be of type int" in text
     assert "config.json per_layer_config={'0': {}}: is read by" in text

@@ -14,7 +14,7 @@ from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.models.real_configs import BASE_KEYS_OF_RELEASE_4, CONFIGS, shrunk
 from tools.audit import fuzz_import
 from tools.audit import stock_keys as stock_keys_tool
-from tools.audit.parity_cases import VARIANTS
+from tools.audit.family_cases import FAMILIES
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,10 +71,10 @@ def test_biases_and_positions_of_translation_models(name, value, kind, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", VARIANTS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_random_changes_of_a_model(family):
     """A part of tools/parity --fuzz; the first variant is the plainest."""
-    fields = next(iter(VARIANTS[family].values()))
+    fields = next(iter(FAMILIES[family].variants.values()))
     outcomes = [fuzz_import.case(family, fields, f"tests {family} {number}") for number in range(3)]
     assert not [outcome.note for outcome in outcomes if outcome.failed]
 

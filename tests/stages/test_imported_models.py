@@ -29,7 +29,7 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 from tests.helpers import free_port, pipeline
 from tests.models.real_configs import CONFIGS, shrunk
 from tests.world import composition
-from tools.audit.parity_cases import VARIANTS
+from tools.audit.family_cases import FAMILIES
 from tools.audit.small_models import configuration, randomize
 
 SPECIAL = ["<|endoftext|>", "<pad>", "</s>", "<|eot|>", "<|eom|>", "<s>", "<mask>", "<start>", "[CLS]", "[SEP]", "[MASK]"]
@@ -62,7 +62,7 @@ def contents() -> dict[str, dict[str, Any]]:
     """Name -> config.json of a small model of every class, with dropout and other keys that only training reads."""
     found = {name: {**shrunk(CONFIGS[name]), **IDS} for name in PUBLISHED}
     for family, variant in OTHERS:
-        config = configuration(family, VARIANTS[family][variant])
+        config = configuration(family, FAMILIES[family].variants[variant])
         found[f"{family} {variant}"] = {**registry.mapping_of(config).config_json(config), **IDS, "attention_dropout": 0.25}
     found["mixtral-8x7b"] |= {"router_aux_loss_coef": 0.03, "output_router_logits": True}
     found["t5 without scaled outputs"] = {**found["t5-small"], "scale_decoder_outputs": False}

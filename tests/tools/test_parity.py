@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, python
-from tools.audit.parity_cases import VARIANTS
+from tools.audit.family_cases import FAMILIES
 
 
 def parity(*arguments: str) -> tuple[int, str]:
@@ -30,4 +30,4 @@ def test_a_changed_weight_fails():
 
 
 def test_every_family_has_test_cases():
-    assert VARIANTS.keys() == CONFIG_CLASSES.keys()
+    assert FAMILIES.keys() == CONFIG_CLASSES.keys()

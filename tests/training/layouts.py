@@ -1,7 +1,8 @@
 """The matrix of models and layouts that test_layouts.py trains, and the part of it that the default tier trains.
 
-tools/numerics covers more layouts, with one kind of batch for each objective. The batches here are those that a layout can get
-wrong: documents and masks, padding, targets at few positions, pairs of sequences, experts with uneven load.
+Plain decoders stand in tools/audit/family_cases.py. tools/numerics covers more layouts, with one kind of batch for each objective. The
+batches here are those that a layout can get wrong: documents and masks, padding, targets at few positions, pairs of sequences, experts
+with uneven load.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from pipeline.layers.loss import IGNORE
 from tests.training.expected import Batch
 from tests.world import causal
+from tools.audit.family_cases import FAMILIES
 
 
 def packed(config: Any, step: int) -> Batch:
@@ -126,29 +128,7 @@ MODELS = {
         packed,
     ),
     "bloom": Model(("model=bloom-tiny", *DECODER), packed),
-    "mistral": Model(("model=mistral-tiny", "model.kv_heads=2", "model.window=11", "model.ffn_hidden=48", *DECODER), packed),
-    # The derivative of xIELU jumps at -1e-6: with seed 0, rounding decides on which side an input is.
-    "apertus": Model(("model=apertus-tiny", "model.kv_heads=4", "model.ffn_hidden=48", "training.seed=2", *DECODER), packed),
-    "gemma3": Model(
-        (
-            *("model=gemma3-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=11", "model.rope_local_theta=100"),
-            *("model.ffn_hidden=48", *DECODER),
-        ),
-        packed,
-    ),
-    "olmo2": Model(("model=olmo2-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "qwen2.5": Model(("model=qwen2.5-tiny", "model.kv_heads=4", "model.ffn_hidden=48", Z_LOSS, *DECODER), packed),
-    "smollm3": Model(("model=smollm3-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
-    "granite": Model(("model=granite-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
-    "gpt-neox": Model(("model=gpt-neox-tiny", "model.ffn_hidden=48", *DECODER), packed),
-    "gemma2": Model(
-        (
-            *("model=gemma2-tiny", "model.kv_heads=4", "model.head_width=8", "model.window=11", "model.query_pre_attn_scalar=2"),
-            *("model.attn_logit_softcapping=0.5", "model.final_logit_softcapping=1.0", "model.ffn_hidden=48", *DECODER),
-        ),
-        packed,
-    ),
-    "nemotron": Model(("model=nemotron-tiny", "model.kv_heads=4", "model.ffn_hidden=48", *DECODER), packed),
     "bert": Model(("model=bert-tiny", *FOUR), some_targets, compared=("moments",)),
     "roberta": Model(("model=roberta-tiny", *FOUR), some_targets, compared=("moments",)),
     "bert-diffusion": Model(
@@ -270,21 +250,7 @@ LAYOUTS = {
     ],
     "llama-nope": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
     "bloom": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
-    "mistral": ["context=2 context_kind=ring tensor=2 zero_stage=1"],
-    # Weights that are used on each rank's own heads or hidden units.
-    "apertus": ["tensor=2 pipeline=2 zero_stage=1"],
-    # Two rotary bases on every stage, and norms after the layers; with the ring, windows in some layers only.
-    "gemma3": ["tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"],
-    # The norm over the heads of all tensor ranks, with a split backward pass, and recomputed with weights that ZeRO 3 gathers.
-    "olmo2": ["tensor=2 pipeline=2 zero_stage=0 schedule=zbv", "tensor=2 zero_stage=3 training.activation_checkpointing=selective"],
     "qwen2.5": ["tensor=2 pipeline=2 zero_stage=1"],
-    "smollm3": ["context=2 context_kind=ulysses pipeline=2 zero_stage=1"],
-    # The factor of the residual stream on every stage, and that of the logits with a vocabulary that is sharded.
-    "granite": ["tensor=2 pipeline=2 zero_stage=1"],
-    "gpt-neox": ["tensor=2 pipeline=2 zero_stage=1"],
-    # The soft cap of the logits with a vocabulary that is sharded, and that of the scores over a ring.
-    "gemma2": ["tensor=2 context=2 context_kind=ring zero_stage=1"],
-    "nemotron": ["tensor=2 pipeline=2 zero_stage=1"],
     "bert": [
         "zero_stage=0",
         "zero_stage=1 tensor=2 pipeline=2",
@@ -389,6 +355,12 @@ LAYOUTS = {
     ],
 }
 
+
+for cases in FAMILIES.values():
+    if cases.layouts:
+        name = cases.tiny.removesuffix("-tiny")
+        MODELS[name] = Model((f"model={cases.tiny}", *cases.trained, "model.ffn_hidden=48", *DECODER), packed)
+        LAYOUTS[name] = list(cases.layouts)
 
 #: Models other than decoders with dense layers -> what their training does differently.
 KINDS = {

@@ -26,7 +26,7 @@ from pipeline.conversion.huggingface_import import ImportedWeights, read_config
 from pipeline.conversion.stock_weights import StockWeights
 from pipeline.models import config_json, registry, stock_keys
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
-from tools.audit.parity_cases import VARIANTS
+from tools.audit.family_cases import FAMILIES
 from tools.audit.small_models import FIRST_TOKEN, PADDING, SEQUENCE, configuration, difference, randomize
 
 TOLERANCE = 1e-3
@@ -237,7 +237,7 @@ def main(families: list[str], cases: int, seed: int) -> int:
     total: Counter[str] = Counter()
     for family in families:
         kinds: Counter[str] = Counter()
-        for variant, fields in VARIANTS[family].items():
+        for variant, fields in FAMILIES[family].variants.items():
             for number in range(cases):
                 outcome = case(family, fields, f"{seed} {family} {variant} {number}")
                 kinds[outcome.kind] += 1

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor, nn
 
 from pipeline.models.config_classes import CONFIG_CLASSES
-from tools.audit.parity_cases import SIZES
+from tools.audit.family_cases import SIZES
 
 SEQUENCE, FIRST_TOKEN, PADDING = 24, 5, 1  # some stock classes identify padding by its id, so no token has it
 

@@ -14,7 +14,7 @@ from pipeline.certification.layout_training import begin, train_in_layout
 from pipeline.certification.reference import train_plain
 from pipeline.certification.tolerances import compare_fp32, compare_low, largest_drift
 from pipeline.config.schema import RunConfig
-from tools.audit.numerics_cases import FAMILIES
+from tools.audit.family_cases import MODELS
 from tools.gpu.jobs import configured, one_rank
 from tools.gpu.rows import Row, Setup, guarded
 
@@ -29,14 +29,14 @@ GPU_FLOOR = 1e-4
 def rows(setup: Setup) -> Iterator[Row]:
     """Yield the rows."""
     with one_rank():
-        for family in QUICK_FAMILIES if setup.quick else FAMILIES:
+        for family in QUICK_FAMILIES if setup.quick else MODELS:
             for dtype in ("fp32", "bf16"):
                 yield guarded(SECTION, f"{family} {dtype}", partial(check, setup, family, dtype))
 
 
 def configuration(family: str, *, steps: int) -> RunConfig:
     """Return the configuration of a family."""
-    return configured(*FAMILIES[family].overrides, *WIDER, f"training.steps={steps}")
+    return configured(*MODELS[family].overrides, *WIDER, f"training.steps={steps}")
 
 
 def check(setup: Setup, family: str, dtype: str) -> Row:

@@ -17,7 +17,7 @@ from pipeline.certification.reference import train_plain
 from pipeline.certification.state import other_layout
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from tools.audit.numerics_cases import FAMILIES
+from tools.audit.family_cases import MODELS
 from tools.gpu import models, rank_work, speed, step
 from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup, guarded
@@ -97,7 +97,7 @@ def layouts(setup: Setup, count: int) -> Iterator[Row]:
         if (setup.quick and name not in QUICK) or count % needed:
             continue
         layout = [f"parallel.{word}" for word in words.split()]
-        configs[f"{family} {name}"] = configured(*FAMILIES[family].overrides, *common, *layout, ranks=count)
+        configs[f"{family} {name}"] = configured(*MODELS[family].overrides, *common, *layout, ranks=count)
     references: dict[str, tuple[Outcome, Outcome]] = {}
     for name, found in trained(setup, count, configs):
         if isinstance(found, RanksFailedError):
@@ -149,7 +149,7 @@ def saved(setup: Setup, count: int, name: str) -> Row:
     """Train, save, continue in the same layout, and load the checkpoint on another number of ranks: all bits."""
     layout = ("parallel.tensor=2",) if count % 2 == 0 else ()
     words = (*models.WIDER, "training.steps=6", f"training.global_batch_size={4 * count}", "parallel.zero_stage=1", *layout)
-    config = in_precision(configured(*FAMILIES["llama"].overrides, *words, ranks=count), "bf16")
+    config = in_precision(configured(*MODELS["llama"].overrides, *words, ranks=count), "bf16")
     other, size = other_layout(config)
     if size == count:
         other, size = dataclasses.replace(other, parallel=dataclasses.replace(other.parallel, tensor=1, zero_stage=0)), 1

@@ -18,7 +18,7 @@ from pipeline.certification.layout_training import begin
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes
 from pipeline.training.watchdog import Watchdog
-from tools.audit.numerics_cases import FAMILIES
+from tools.audit.family_cases import MODELS
 from tools.gpu import models
 from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup
@@ -36,7 +36,7 @@ PATIENCE = 240.0
 def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
     """Train on all ranks, stop the last one, and look for its name in the log of the first."""
     words = (*models.WIDER, f"training.global_batch_size={4 * count}", f"training.timeout_minutes={MINUTES}")
-    config = configured(*FAMILIES["llama"].overrides, *words, ranks=count)
+    config = configured(*MODELS["llama"].overrides, *words, ranks=count)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn" if setup.cuda else "forkserver")
         job = count, f"tcp://127.0.0.1:{_free_port()}", config, folder

@@ -1,19 +1,16 @@
-"""Apertus (Swiss AI Initiative 2025, https://arxiv.org/abs/2509.14233): Llama's attention, and xIELU. ApertusForCausalLM."""
+"""Apertus (Swiss AI Initiative 2025, https://arxiv.org/abs/2509.14233): Llama's attention, and xIELU."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pipeline.layers.recipes import Init, scaled_residual
 from pipeline.models.config_json_keys import ROPE
 from pipeline.models.decoder_mapping import LAYER, NO_PADDING, NORMS, decoder_mapping, decoder_table, projections
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import StockTensor, Table, tensors
 from pipeline.models.shared_sizes import RotaryDecoderConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -31,12 +28,10 @@ class ApertusConfig(
 ):
     """Llama's attention with norms of queries and keys, and a feed-forward layer with xIELU and without a gate."""
 
-    #: Queries and keys have norms.
     query_key_norm: ClassVar[bool] = True
 
 
-def build(config: ApertusConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: ApertusConfig) -> Model:
     from pipeline.layers.mlp import XIELU
     from pipeline.models.decoder import decoder, plain_mlp
 
@@ -96,9 +91,4 @@ MAPPING = decoder_mapping(
     table=_table,
 )
 
-FAMILY = Family(
-    config=ApertusConfig,
-    build=build,
-    initial_std=initial_std,
-    huggingface=(MAPPING,),
-)
+FAMILY = Family(config=ApertusConfig, build=_build, initial_std=initial_std, huggingface=(MAPPING,))

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import single_std
 from pipeline.models.decoder_mapping import BOTH
-from pipeline.models.family import Family, tied_output
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, defaults_of, refusal, tensors
+from pipeline.models.family import Family, Model, tied_output
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, refusal, tensors
 from pipeline.models.shared_sizes import LayerNormConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class BertConfig(LayerNormConfig, family="bert", vocab_size=30522, max_positions
         return None
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         violations = super().violations()
         if self.labels and (self.next_sentence or self.tie_embeddings):
             fix = "leave it empty: stage=finetune training.objective=classification sets it"
@@ -68,8 +65,7 @@ class BertConfig(LayerNormConfig, family="bert", vocab_size=30522, max_positions
         return violations
 
 
-def build(config: BertConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: BertConfig) -> Model:
     from torch import nn
 
     from pipeline.layers.masked_head import ClassificationHead, Encoder, MaskedHead
@@ -171,7 +167,7 @@ def _masked_lm(architecture: str, *, next_sentence: bool) -> HuggingFaceMapping:
     return HuggingFaceMapping(
         architecture=architecture,
         model_type="bert",
-        **defaults_of({**KEYS, **_POSITIONS}),
+        keys={**KEYS, **_POSITIONS},
         constants=CONSTANTS,
         table=_table,
         implied={"next_sentence": next_sentence, "is_classifier": False},
@@ -203,7 +199,7 @@ CLASSIFIER: dict[str, Any] = {"next_sentence": False, "tie_embeddings": False, "
 _CLASSIFIER = HuggingFaceMapping(
     architecture="BertForSequenceClassification",
     model_type="bert",
-    **defaults_of({**UNTIED_KEYS, **_POSITIONS}),
+    keys={**UNTIED_KEYS, **_POSITIONS},
     constants=CONSTANTS,
     table=(
         *encoder("bert"),
@@ -219,12 +215,9 @@ _CLASSIFIER = HuggingFaceMapping(
 
 FAMILY = Family(
     config=BertConfig,
-    build=build,
+    build=_build,
     # Google's recipe (github.com/google-research/bert, modeling.py), here not truncated.
     initial_std=single_std,
-    huggingface=(
-        *(_CLASSIFIER, _masked_lm("BertForPreTraining", next_sentence=True)),
-        _masked_lm("BertForMaskedLM", next_sentence=False),
-    ),
+    huggingface=(*(_CLASSIFIER, _masked_lm("BertForPreTraining", next_sentence=True)), _masked_lm("BertForMaskedLM", next_sentence=False)),
     tied_weights=tied_output,
 )

@@ -1,19 +1,16 @@
-"""BLOOM (Le Scao et al. 2022, https://arxiv.org/abs/2211.05100): GPT with ALiBi. BloomForCausalLM of transformers."""
+"""BLOOM (Le Scao et al. 2022, https://arxiv.org/abs/2211.05100): GPT with ALiBi."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models.decoder_mapping import BOTH
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, defaults_of, positive, refusal, tensors
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, positive, refusal, tensors
 from pipeline.models.shared_sizes import LayerNormConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,7 @@ class BloomConfig(LayerNormConfig, family="bloom", layers=24, hidden=1024, heads
         return 4 * self.hidden
 
 
-def build(config: BloomConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: BloomConfig) -> Model:
     from torch import nn
 
     from pipeline.layers.position_bias import AlibiSlopes
@@ -80,15 +76,13 @@ MAPPING = HuggingFaceMapping(
     architecture="BloomForCausalLM",
     model_type="bloom",
     # The class has no maximum length; BigScience's files contain it as seq_length.
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 250880),
-            "seq_length": ("max_positions", 2048),
-            "layer_norm_epsilon": ("norm_eps", 1e-5),
-            "initializer_range": ("init_std", 0.02),
-            "tie_word_embeddings": ("tie_embeddings", True),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 250880),
+        "seq_length": ("max_positions", 2048),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
+        "initializer_range": ("init_std", 0.02),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
     constants={"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     table=(
         *tensors("transformer.word_embeddings", "embed.tokens"),
@@ -109,11 +103,6 @@ MAPPING = HuggingFaceMapping(
     ),
 )
 
-FAMILY = Family(
-    config=BloomConfig,
-    build=build,
-    # BigScience's recipe for all sizes (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): Megatron-LM's with N(0, 0.0048),
-    # about 1 / sqrt(3 * hidden) of the largest size.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: BigScience's recipe for all sizes (github.com/bigscience-workshop/bigscience, train/tr11-176B-ml): Megatron-LM's with
+# N(0, 0.0048), about 1 / sqrt(3 * hidden) of the largest size.
+FAMILY = Family(config=BloomConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))

@@ -17,7 +17,7 @@ from pipeline.layers.recipes import single_std
 from pipeline.models import rope
 from pipeline.models.config_json_keys import ROPE
 from pipeline.models.decoder_mapping import LAYER
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import (
     BlockTensors,
     HuggingFaceMapping,
@@ -25,7 +25,6 @@ from pipeline.models.huggingface_mapping import (
     StockTensor,
     StoredTensors,
     Table,
-    defaults_of,
     gated_experts,
     gated_mlp,
     refusal,
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.layers.rotary import Rotary
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -73,16 +71,15 @@ class DeepseekV3Config(SharedExpertsConfig, rope.RopeConfig, family="deepseek_v3
         return "causal"
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        violations = list(rope.violations(self))
+        """See Sizes."""
+        violations = super().violations()
         if self.qk_rope_head_dim % 2:
             rule = "is odd; rotary embeddings rotate pairs of dims"
             violations.append(Violation("model.qk_rope_head_dim", self.qk_rope_head_dim, rule, "choose an even width"))
-        return [*violations, *self.expert_violations()]
+        return violations
 
 
-def build(config: DeepseekV3Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: DeepseekV3Config) -> Model:
     from pipeline.layers.mla import LatentAttention
     from pipeline.layers.rope_scaling import RopeScaling
     from pipeline.layers.rotary import Rotary
@@ -104,7 +101,7 @@ def build(config: DeepseekV3Config) -> Stack:
     return assemble(config, attention, Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling))
 
 
-def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) -> Stack:
+def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) -> Model:
     """Return the model with this attention, of a configuration with the fields of SharedExpertsConfig."""
     from torch import nn
 
@@ -289,7 +286,7 @@ MAPPING = HuggingFaceMapping(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     other_model_types=("kimi_k2",),  # Kimi K2, whose class is this one
-    **defaults_of(_KEYS),
+    keys=_KEYS,
     constants={
         "hidden_act": "silu",
         "attention_bias": False,
@@ -306,11 +303,5 @@ MAPPING = HuggingFaceMapping(
     table=lambda config: table(config, _attention),
 )
 
-FAMILY = Family(
-    config=DeepseekV3Config,
-    build=build,
-    # Section 4.2 of the paper, with 0.006.
-    initial_std=single_std,
-    huggingface=(MAPPING,),
-    tied_weights=tied_weights,
-)
+# Initial weights: Section 4.2 of the paper, with 0.006.
+FAMILY = Family(config=DeepseekV3Config, build=_build, initial_std=single_std, huggingface=(MAPPING,), tied_weights=tied_weights)

@@ -1,23 +1,17 @@
-"""Gemma 2 (Gemma Team 2024, https://arxiv.org/abs/2408.00118): every second layer attends locally; scores and logits are bounded.
-
-Gemma2ForCausalLM of transformers.
-"""
+"""Gemma 2 (Gemma Team 2024, https://arxiv.org/abs/2408.00118): every second layer attends locally; scores and logits are bounded."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import offset_norms
 from pipeline.models.decoder_mapping import NO_PADDING, decoder_mapping
 from pipeline.models.families import gemma3
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, refusal
 from pipeline.models.layer_kinds import layer_types
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -28,8 +22,7 @@ class Gemma2Config(gemma3.GemmaConfig, family="gemma2", hidden=2304, heads=8, kv
     final_logit_softcapping: float | None = knob(30.0, "the same bound of the logits; null for none", above=0)
 
 
-def build(config: Gemma2Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: Gemma2Config) -> Model:
     return gemma3.gemma(
         config,
         attention=lambda layer: {"window": config.local_window(layer), "scale": config.score_factor},
@@ -45,21 +38,15 @@ def _read_direction(content: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 
 MAPPING = decoder_mapping(
     "Gemma2ForCausalLM",
     "gemma2",
-    fields={**gemma3.FIELDS, **{key: key for key in _CAPS}},
+    keys={**gemma3.KEYS, **{key: (key, bound) for key, bound in _CAPS.items()}},
     activation={"hidden_activation": "gelu_pytorch_tanh"},
     constants={"attention_bias": False},
-    defaults={
-        **gemma3.DEFAULTS,
-        "vocab_size": 256000,
-        "max_position_embeddings": 8192,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
+    defaults={**gemma3.DEFAULTS, "vocab_size": 256000, "max_position_embeddings": 8192},
     head_width=None,
     nested=(
         *(gemma3.HEAD_DIM, NO_PADDING, layer_types(default=2)),
@@ -68,10 +55,5 @@ MAPPING = decoder_mapping(
     table=gemma3.gemma_table(),
 )
 
-FAMILY = Family(
-    config=Gemma2Config,
-    build=build,
-    # As Gemma 3.
-    initial_std=offset_norms,
-    huggingface=(MAPPING,),
-)
+# Initial weights: as Gemma 3.
+FAMILY = Family(config=Gemma2Config, build=_build, initial_std=offset_norms, huggingface=(MAPPING,))

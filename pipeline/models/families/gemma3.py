@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import offset_norms
 from pipeline.models.decoder_mapping import INPUT_NORM, LAYER, MLP, NO_PADDING, NORMS, decoder_mapping, decoder_table, projections
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, Table, positive, tensors
 from pipeline.models.layer_kinds import layer_types, rope_by_kind
 from pipeline.models.rules import heads_violations
 from pipeline.models.shared_sizes import RotaryDecoderConfig, WindowConfig
 from pipeline.models.wrapper import Wrapper
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class GemmaConfig(RotaryDecoderConfig, WindowConfig, layers=26, head_width=256, 
         return 1 / math.sqrt(self.query_pre_attn_scalar)
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates; the Hugging Face class requires heads to divide hidden."""
-        violations = [*super().violations(), *self.window_violations()]
+        """See Sizes; the Hugging Face class requires heads to divide hidden."""
+        violations = super().violations()
         return violations if self.head_width is None else [*violations, *heads_violations(self.hidden, self.heads)]
 
 
@@ -56,14 +53,13 @@ class Gemma3Config(
 ):
     """Local layers with a sliding window and, at an interval, global ones; norms before and after each layer; GeGLU; scaled embeddings."""
 
-    #: Queries and keys have norms.
     query_key_norm: ClassVar[bool] = True
 
     rope_theta: float = knob(1e6, "base of the rotary frequencies of the global layers", above=1)
     rope_local_theta: float = knob(10000.0, "base of the rotary frequencies of the local layers, which are not scaled", above=1)
 
 
-def gemma(config: GemmaConfig, **arguments: Any) -> Stack:
+def gemma(config: GemmaConfig, **arguments: Any) -> Model:
     """Build a Gemma; the arguments are those of `decoder`."""
     from pipeline.layers.mlp import GatedMLP
     from pipeline.layers.norm import OffsetRMSNorm
@@ -79,8 +75,7 @@ def gemma(config: GemmaConfig, **arguments: Any) -> Stack:
     )
 
 
-def build(config: Gemma3Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: Gemma3Config) -> Model:
     from pipeline.models.decoder import local_windows
 
     windows = local_windows(config)
@@ -117,22 +112,20 @@ HEAD_DIM = KeyGroup(
     write=lambda config: {"head_dim": config.head_dim},
     read=lambda content: {"head_width": positive("head_dim", content.get("head_dim", 256))},
 )
-FIELDS = {"query_pre_attn_scalar": "query_pre_attn_scalar", "sliding_window": "window"}
+KEYS = {"query_pre_attn_scalar": ("query_pre_attn_scalar", 256), "sliding_window": ("window", 4096)}
 DEFAULTS = {
     "hidden_size": 2304,
     "num_hidden_layers": 26,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "intermediate_size": 9216,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
     "tie_word_embeddings": True,
 }
 MAPPING = decoder_mapping(
     "Gemma3ForCausalLM",
     "gemma3_text",
     wrappers=(WITH_IMAGES,),
-    fields=FIELDS,
+    keys=KEYS,
     activation={"hidden_activation": "gelu_pytorch_tanh"},
     constants={"attention_bias": False, "final_logit_softcapping": None, "use_bidirectional_attention": False},
     defaults={**DEFAULTS, "vocab_size": 262208, "max_position_embeddings": 131072},
@@ -144,10 +137,5 @@ MAPPING = decoder_mapping(
     table=gemma_table(*NORMS),
 )
 
-FAMILY = Family(
-    config=Gemma3Config,
-    build=build,
-    # GPT-2's recipe; Google published none.
-    initial_std=offset_norms,
-    huggingface=(MAPPING,),
-)
+# Initial weights: GPT-2's recipe; Google published none.
+FAMILY = Family(config=Gemma3Config, build=_build, initial_std=offset_norms, huggingface=(MAPPING,))

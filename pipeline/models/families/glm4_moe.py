@@ -6,9 +6,7 @@ Glm4MoeForCausalLM of transformers. MTP modules follow the last layer, as in rel
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models import rope
@@ -23,17 +21,15 @@ from pipeline.models.families.deepseek_v3 import (
     unexpected_modules,
     without_missing_modules,
 )
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import StockTensor, tensors
-from pipeline.models.rules import partial_rotary_violations, rotated_dims
-from pipeline.models.shared_sizes import RotaryDecoderConfig, SharedExpertsConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
+from pipeline.models.rules import rotated_dims
+from pipeline.models.shared_sizes import PartialRotaryConfig, RotaryDecoderConfig, SharedExpertsConfig
 
 
 @dataclass(frozen=True)
 class Glm4MoeConfig(
+    PartialRotaryConfig,
     SharedExpertsConfig,
     RotaryDecoderConfig,
     family="glm4_moe",
@@ -54,19 +50,11 @@ class Glm4MoeConfig(
 ):
     """DeepSeek-V3's blocks with grouped-query attention, whose rotary positions are in a part of the dims of a head."""
 
-    partial_rotary_factor: float = knob(0.5, "share of the dims of a head that are rotated, the first ones", above=0, at_most=1)
     qkv_bias: bool = knob(True, "biases of the query, key and value projections")
     query_key_norm: bool = knob(False, "RMSNorm over the width of each head's queries and keys (GLM-4.5, not Air)")
 
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        found = super().violations()
-        found += [] if found else partial_rotary_violations(self.head_dim, self.partial_rotary_factor)
-        return [*found, *self.expert_violations()]
 
-
-def build(config: Glm4MoeConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: Glm4MoeConfig) -> Model:
     from functools import partial
 
     from torch import nn
@@ -99,10 +87,8 @@ def _attention(module: str, config: Glm4MoeConfig) -> tuple[StockTensor, ...]:
 MAPPING = decoder_mapping(
     "Glm4MoeForCausalLM",
     "glm4_moe",
-    fields={**{key: field for key, (field, _) in EXPERT_KEYS.items()}, "attention_bias": "qkv_bias", "use_qk_norm": "query_key_norm"},
+    keys={**EXPERT_KEYS, "attention_bias": ("qkv_bias", False), "use_qk_norm": ("query_key_norm", False)},
     defaults={
-        "attention_bias": False,
-        "use_qk_norm": False,
         "vocab_size": 151552,
         "max_position_embeddings": 131072,
         "num_hidden_layers": 46,
@@ -112,14 +98,10 @@ MAPPING = decoder_mapping(
         "rms_norm_eps": 1e-5,
         "first_k_dense_replace": 1,
         "n_routed_experts": 128,
-        "n_shared_experts": 1,
         "moe_intermediate_size": 1408,
-        "num_experts_per_tok": 8,
         "n_group": 1,
         "topk_group": 1,
-        "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
-        "num_nextn_predict_layers": 1,
     },
     rope=partial_rope(share=0.5),
     ignored_weights=COPIES,
@@ -128,11 +110,5 @@ MAPPING = decoder_mapping(
     table=lambda config: table(config, _attention),
 )
 
-FAMILY = Family(
-    config=Glm4MoeConfig,
-    build=build,
-    # GPT-2's recipe; the GLM team published none.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-    tied_weights=tied_weights,
-)
+# Initial weights: GPT-2's recipe; the GLM team published none.
+FAMILY = Family(config=Glm4MoeConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,), tied_weights=tied_weights)

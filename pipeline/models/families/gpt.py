@@ -1,22 +1,18 @@
-"""GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020). GPT2LMHeadModel of transformers."""
+"""GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models import mup
 from pipeline.models.decoder_mapping import BOTH
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, defaults_of, tensors
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, tensors
 from pipeline.models.rules import window_violations
 from pipeline.models.shared_sizes import LayerNormConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -32,13 +28,12 @@ class GPTConfig(mup.MupConfig, LayerNormConfig, family="gpt"):
     )
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         windows = window_violations("model.banded_window", self.banded_window, self.max_positions)
         return [*super().violations(), *windows, *mup.mup_violations(self)]
 
 
-def build(config: GPTConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: GPTConfig) -> Model:
     from torch import nn
 
     from pipeline.models.decoder import decoder, plain_mlp
@@ -77,19 +72,17 @@ NORM_2 = tensors(f"{_HF}.ln_2", f"{_BLOCK}.mlp_norm", leaves=BOTH)
 MAPPING = HuggingFaceMapping(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 50257),
-            "n_positions": ("max_positions", 1024),
-            "n_embd": ("hidden", 768),
-            "n_layer": ("layers", 12),
-            "n_head": ("heads", 12),
-            "n_inner": ("ffn_hidden", lambda content: 4 * content.get("n_embd", 768)),
-            "layer_norm_epsilon": ("norm_eps", 1e-5),
-            "initializer_range": ("init_std", 0.02),
-            "tie_word_embeddings": ("tie_embeddings", True),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 50257),
+        "n_positions": ("max_positions", 1024),
+        "n_embd": ("hidden", 768),
+        "n_layer": ("layers", 12),
+        "n_head": ("heads", 12),
+        "n_inner": ("ffn_hidden", lambda content: 4 * content.get("n_embd", 768)),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
+        "initializer_range": ("init_std", 0.02),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
     constants={
         "activation_function": "gelu_new",
         "scale_attn_weights": True,
@@ -114,4 +107,4 @@ MAPPING = HuggingFaceMapping(
     implied={"banded_window": None},
 )
 
-FAMILY = Family(config=GPTConfig, build=build, initial_std=mup.initial(initial_std), rate=mup.rate, huggingface=(MAPPING,))
+FAMILY = Family(config=GPTConfig, build=_build, initial_std=mup.initial(initial_std), rate=mup.rate, huggingface=(MAPPING,))

@@ -1,21 +1,14 @@
-"""GPT-1 (Radford et al. 2018, Improving Language Understanding by Generative Pre-Training): the decoder of Vaswani et al. 2017.
-
-OpenAIGPTLMHeadModel of transformers.
-"""
+"""GPT-1 (Radford et al. 2018, Improving Language Understanding by Generative Pre-Training): the decoder of Vaswani et al. 2017."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeline.layers.recipes import single_std
 from pipeline.models.families.gpt import ATTENTION, MLP, NORM_1, NORM_2
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, defaults_of, tensors
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, tensors
 from pipeline.models.shared_sizes import LayerNormConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -28,8 +21,7 @@ class GPT1Config(LayerNormConfig, family="gpt1", vocab_size=40478, max_positions
         return 4 * self.hidden
 
 
-def build(config: GPT1Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: GPT1Config) -> Model:
     from torch import nn
 
     from pipeline.models.decoder import decoder, plain_mlp
@@ -48,18 +40,16 @@ def build(config: GPT1Config) -> Stack:
 MAPPING = HuggingFaceMapping(
     architecture="OpenAIGPTLMHeadModel",
     model_type="openai-gpt",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 40478),
-            "n_positions": ("max_positions", 512),
-            "n_embd": ("hidden", 768),
-            "n_layer": ("layers", 12),
-            "n_head": ("heads", 12),
-            "layer_norm_epsilon": ("norm_eps", 1e-5),
-            "initializer_range": ("init_std", 0.02),
-            "tie_word_embeddings": ("tie_embeddings", True),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 40478),
+        "n_positions": ("max_positions", 512),
+        "n_embd": ("hidden", 768),
+        "n_layer": ("layers", 12),
+        "n_head": ("heads", 12),
+        "layer_norm_epsilon": ("norm_eps", 1e-5),
+        "initializer_range": ("init_std", 0.02),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
     # In this class, gelu means the tanh approximation.
     constants={"afn": "gelu", "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0},
     table=(
@@ -72,10 +62,5 @@ MAPPING = HuggingFaceMapping(
     renamed=((r"^(tokens_embed|positions_embed|h)\.", r"transformer.\1."),),
 )
 
-FAMILY = Family(
-    config=GPT1Config,
-    build=build,
-    # N(0, 0.02) for every weight (section 4.1 of the paper); with post-norm, activations do not grow with depth.
-    initial_std=single_std,
-    huggingface=(MAPPING,),
-)
+# Initial weights: N(0, 0.02) for every weight (section 4.1 of the paper); with post-norm, activations do not grow with depth.
+FAMILY = Family(config=GPT1Config, build=_build, initial_std=single_std, huggingface=(MAPPING,))

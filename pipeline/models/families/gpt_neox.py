@@ -7,28 +7,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Init, scaled_residual
 from pipeline.models import rope
 from pipeline.models.config_json_keys import partial_rope
 from pipeline.models.decoder_mapping import BOTH
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, defaults_of, refusal, tensors
-from pipeline.models.rules import partial_rotary_violations
-from pipeline.models.shared_sizes import LayerNormConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, refusal, tensors
+from pipeline.models.shared_sizes import LayerNormConfig, PartialRotaryConfig
 
 
 @dataclass(frozen=True)
 class GPTNeoXConfig(
+    PartialRotaryConfig,
     LayerNormConfig,
     rope.RopeConfig,
     family="gpt_neox",
+    partial_rotary_factor=0.25,
     layers=24,
     hidden=2048,
     heads=16,
@@ -40,7 +37,6 @@ class GPTNeoXConfig(
 
     ffn_hidden: int = knob(8192, "intermediate width of the feed-forward", at_least=1)
     parallel_residual: bool = knob(True, "the feed-forward reads the input of the block, as attention does; false for GPT-2's order")
-    partial_rotary_factor: float = knob(0.25, "share of the dims of a head that are rotated, the first ones", above=0, at_most=1)
     attention_bias: bool = knob(True, "biases of the attention layers")
     activation: str = knob("gelu", "activation of the feed-forward; gelu_tanh in GPT-NeoX-20B", choices=("gelu", "gelu_tanh"))
     init_method: str = knob(
@@ -50,15 +46,8 @@ class GPTNeoXConfig(
     )
     init_std: float = knob(0.02, "standard deviation of initial weights with init_method=normal", above=0)
 
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        found = super().violations()
-        found += [] if found else partial_rotary_violations(self.head_dim, self.partial_rotary_factor)
-        return [*found, *rope.violations(self)]
 
-
-def build(config: GPTNeoXConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: GPTNeoXConfig) -> Model:
     from torch import nn
 
     from pipeline.models.decoder import decoder, plain_mlp
@@ -120,21 +109,19 @@ def _table(config: GPTNeoXConfig) -> Table:
 MAPPING = HuggingFaceMapping(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 50432),
-            "max_position_embeddings": ("max_positions", 2048),
-            "hidden_size": ("hidden", 6144),
-            "num_hidden_layers": ("layers", 44),
-            "num_attention_heads": ("heads", 64),
-            "intermediate_size": ("ffn_hidden", 24576),
-            "use_parallel_residual": ("parallel_residual", True),
-            "attention_bias": ("attention_bias", True),
-            "layer_norm_eps": ("norm_eps", 1e-5),
-            "initializer_range": ("init_std", 0.02),
-            "tie_word_embeddings": ("tie_embeddings", False),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 50432),
+        "max_position_embeddings": ("max_positions", 2048),
+        "hidden_size": ("hidden", 6144),
+        "num_hidden_layers": ("layers", 44),
+        "num_attention_heads": ("heads", 64),
+        "intermediate_size": ("ffn_hidden", 24576),
+        "use_parallel_residual": ("parallel_residual", True),
+        "attention_bias": ("attention_bias", True),
+        "layer_norm_eps": ("norm_eps", 1e-5),
+        "initializer_range": ("init_std", 0.02),
+        "tie_word_embeddings": ("tie_embeddings", False),
+    },
     constants={"attention_dropout": 0.0, "hidden_dropout": 0.0},
     nested=(
         partial_rope(share=0.25, theta_key="rotary_emb_base", share_key="rotary_pct"),
@@ -148,4 +135,4 @@ MAPPING = HuggingFaceMapping(
     ),
 )
 
-FAMILY = Family(config=GPTNeoXConfig, build=build, initial_std=initial_std, huggingface=(MAPPING,))
+FAMILY = Family(config=GPTNeoXConfig, build=_build, initial_std=initial_std, huggingface=(MAPPING,))

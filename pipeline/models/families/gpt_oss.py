@@ -6,9 +6,8 @@ Experts of GptOssForCausalLM are stacks of (input, output) matrices, with column
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Constant, Init, scaled_residual
 from pipeline.models.config_json_keys import ROPE, as_object
@@ -24,13 +23,10 @@ from pipeline.models.decoder_mapping import (
     projections,
     sliding_window,
 )
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, StockTensor, Table, refusal, tensors
 from pipeline.models.layer_kinds import layer_types
 from pipeline.models.shared_sizes import ExpertsConfig, RotaryDecoderConfig, WindowConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -68,13 +64,8 @@ class GptOssConfig(
         """Whether query heads have attention sinks: all have."""
         return True
 
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return [*super().violations(), *self.window_violations(), *self.top_k_violations()]
 
-
-def build(config: GptOssConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: GptOssConfig) -> Model:
     from pipeline.layers.mlp import ClampedSwiGLU
     from pipeline.layers.moe_stack import MoEStack
     from pipeline.models.decoder import decoder, moe
@@ -137,12 +128,12 @@ def _table(config: GptOssConfig) -> Table:
 MAPPING = decoder_mapping(
     "GptOssForCausalLM",
     "gpt_oss",
-    fields={
-        "attention_bias": "attention_bias",
-        "num_local_experts": "experts",
-        "num_experts_per_tok": "top_k",
-        "swiglu_limit": "swiglu_limit",
-        "swiglu_alpha": "swiglu_alpha",
+    keys={
+        "attention_bias": ("attention_bias", True),
+        "num_local_experts": ("experts", 128),
+        "num_experts_per_tok": ("top_k", 4),
+        "swiglu_limit": ("swiglu_limit", 7.0),
+        "swiglu_alpha": ("swiglu_alpha", 1.702),
     },
     defaults={
         "vocab_size": 201088,
@@ -153,11 +144,6 @@ MAPPING = decoder_mapping(
         "num_key_value_heads": key_value_heads(8, 64),
         "intermediate_size": 2880,
         "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-        "swiglu_limit": 7.0,
-        "swiglu_alpha": 1.702,
     },
     rope=replace(ROPE, read=_read_rope),
     head_width=64,
@@ -172,4 +158,4 @@ MAPPING = decoder_mapping(
     table=_table,
 )
 
-FAMILY = Family(config=GptOssConfig, build=build, initial_std=initial_std, huggingface=(MAPPING,))
+FAMILY = Family(config=GptOssConfig, build=_build, initial_std=initial_std, huggingface=(MAPPING,))

@@ -1,4 +1,4 @@
-"""Granite 3 (IBM 2024, https://github.com/ibm-granite/granite-3.0-language-models): Llama's block with factors. GraniteForCausalLM.
+"""Granite 3 (IBM 2024, https://github.com/ibm-granite/granite-3.0-language-models): Llama's block with factors.
 
 The factors keep the widths of a small and a large model comparable: those of the residual stream, of the scores and of the logits (maximal
 update parametrization, Yang et al. 2022, https://arxiv.org/abs/2203.03466).
@@ -7,16 +7,12 @@ update parametrization, Yang et al. 2022, https://arxiv.org/abs/2203.03466).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import single_std
 from pipeline.models.decoder_mapping import decoder_mapping
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.shared_sizes import RotaryDecoderConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -29,8 +25,7 @@ class GraniteConfig(RotaryDecoderConfig, family="granite", layers=40, kv_heads=8
     logits_scaling: float = knob(16.0, "divisor of the logits", above=0)
 
 
-def build(config: GraniteConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: GraniteConfig) -> Model:
     from pipeline.models.decoder import decoder
 
     return decoder(
@@ -46,17 +41,8 @@ def build(config: GraniteConfig) -> Stack:
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 MAPPING = decoder_mapping(
-    "GraniteForCausalLM",
-    "granite",
-    fields={key: key for key in _FACTORS},
-    constants={"attention_bias": False, "mlp_bias": False},
-    defaults=dict.fromkeys(_FACTORS, 1.0),
+    "GraniteForCausalLM", "granite", keys={key: (key, 1.0) for key in _FACTORS}, constants={"attention_bias": False, "mlp_bias": False}
 )
 
-FAMILY = Family(
-    config=GraniteConfig,
-    build=build,
-    # The residual factor takes the place of GPT-2's smaller outputs of the layers.
-    initial_std=single_std,
-    huggingface=(MAPPING,),
-)
+# Initial weights: the residual factor takes the place of GPT-2's smaller outputs of the layers.
+FAMILY = Family(config=GraniteConfig, build=_build, initial_std=single_std, huggingface=(MAPPING,))

@@ -6,7 +6,6 @@ LlamaForCausalLM of transformers; with qkv_bias Qwen2ForCausalLM, with query_key
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
@@ -14,13 +13,10 @@ from pipeline.layers.recipes import scaled_residual
 from pipeline.models import mup
 from pipeline.models.decoder_mapping import FULL_ATTENTION, NORMS, TABLE, decoder_mapping, key_value_heads
 from pipeline.models.families import smollm3
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import Table
 from pipeline.models.shared_sizes import RotaryDecoderConfig, is_marked
 from pipeline.models.stock_tensors import tensors
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class LlamaConfig(mup.MupConfig, RotaryDecoderConfig, family="llama"):
     )
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         violations = [*super().violations(), *mup.mup_violations(self)]
         if self.qkv_bias and self.attention_bias:
             rule = "adds biases to the query, key and value projections, which model.attention_bias=true has already"
@@ -43,8 +39,7 @@ class LlamaConfig(mup.MupConfig, RotaryDecoderConfig, family="llama"):
         return violations
 
 
-def build(config: LlamaConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: LlamaConfig) -> Model:
     from pipeline.models.decoder import decoder
 
     interval = config.no_rope_layer_interval
@@ -73,12 +68,12 @@ def _table(config: LlamaConfig) -> Table:
     )
 
 
+_BIAS_KEY = {"attention_bias": ("attention_bias", False)}
 MAPPING = decoder_mapping(
     "LlamaForCausalLM",
     "llama",
-    fields={"attention_bias": "attention_bias"},
+    keys=_BIAS_KEY,
     constants={"mlp_bias": False},
-    defaults={"attention_bias": False},
     implied={"query_key_norm": False, "qkv_bias": False, "no_rope_layer_interval": None},
     table=_table,
 )
@@ -86,9 +81,9 @@ _QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "max_position_embeddi
 QWEN3 = decoder_mapping(
     "Qwen3ForCausalLM",
     "qwen3",
-    fields={"attention_bias": "attention_bias"},
+    keys=_BIAS_KEY,
     constants={"use_sliding_window": False},
-    defaults={"attention_bias": False, **_QWEN},
+    defaults=_QWEN,
     head_width=128,
     nested=(FULL_ATTENTION,),
     ignored_keys=("sliding_window", "max_window_layers"),  # off, since use_sliding_window is false
@@ -111,10 +106,10 @@ _WITHOUT_POSITIONS = replace(
     smollm3.MAPPING, implied={"query_key_norm": False, "qkv_bias": False, "attention_bias": False}, export_only=True
 )
 
+# Initial weights: GPT-2's recipe; Meta published none.
 FAMILY = Family(
     config=LlamaConfig,
-    build=build,
-    # GPT-2's recipe; Meta published none.
+    build=_build,
     initial_std=mup.initial(scaled_residual),
     rate=mup.rate,
     huggingface=(MAPPING, QWEN2, QWEN3, _WITHOUT_POSITIONS),

@@ -1,25 +1,19 @@
-"""Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825): with a sliding window in each layer, n layers reach n windows back.
-
-MistralForCausalLM of transformers.
-"""
+"""Mistral (Jiang et al. 2023, https://arxiv.org/abs/2310.06825): with a sliding window in each layer, n layers reach n windows back."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models.config_json_keys import UNSCALED
 from pipeline.models.decoder_mapping import decoder_mapping
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, positive
 from pipeline.models.rules import window_violations
 from pipeline.models.shared_sizes import WideHeadConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 WINDOW = "sliding window of attention in tokens, including the current one; null for full attention"
 
@@ -32,12 +26,11 @@ class MistralConfig(WideHeadConfig, family="mistral", kv_heads=8, ffn_hidden=143
     rope_theta: float = knob(10000.0, "base of the rotary frequencies", above=0)
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         return [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
 
 
-def build(config: MistralConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: MistralConfig) -> Model:
     from pipeline.models.decoder import decoder
 
     return decoder(config, attention=lambda _: {"window": config.window})
@@ -71,10 +64,5 @@ MAPPING = decoder_mapping(
     nested=(window(default=4096),),
 )
 
-FAMILY = Family(
-    config=MistralConfig,
-    build=build,
-    # GPT-2's recipe; Mistral AI published none.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: GPT-2's recipe; Mistral AI published none.
+FAMILY = Family(config=MistralConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))

@@ -6,7 +6,6 @@ Files of MixtralForCausalLM contain a tensor for each expert; the class fuses th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
@@ -14,13 +13,10 @@ from pipeline.layers.recipes import scaled_residual
 from pipeline.models.config_json_keys import UNSCALED, with_theta
 from pipeline.models.decoder_mapping import ATTENTION, BALANCE_LOSS, LAYER, decoder_mapping, decoder_table
 from pipeline.models.families import mistral
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, StockTensor, tensors
 from pipeline.models.rules import window_violations
 from pipeline.models.shared_sizes import DecoderConfig, ExpertsConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -37,13 +33,11 @@ class MixtralConfig(DecoderConfig, ExpertsConfig, family="mixtral", kv_heads=8, 
         return {"balance_loss": 0.02, "z_loss": 0.0}
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        windows = window_violations("model.window", self.window, self.max_positions)
-        return [*super().violations(), *windows, *self.top_k_violations()]
+        """See Sizes."""
+        return [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
 
 
-def build(config: MixtralConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: MixtralConfig) -> Model:
     from pipeline.layers.moe_stack import MoEStack
     from pipeline.models.decoder import decoder, moe
 
@@ -55,14 +49,15 @@ _EXPERT = f"{LAYER}.block_sparse_moe.experts.{{e}}"
 MAPPING = decoder_mapping(
     "MixtralForCausalLM",
     "mixtral",
-    fields={"head_dim": "head_dim", "num_local_experts": "experts", "num_experts_per_tok": "top_k"},
+    keys={
+        "head_dim": ("head_dim", lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32)),
+        "num_local_experts": ("experts", 8),
+        "num_experts_per_tok": ("top_k", 2),
+    },
     defaults={
         "max_position_embeddings": mistral.MAX_POSITIONS,
         "num_key_value_heads": mistral.kv_heads,
         "intermediate_size": 14336,
-        "head_dim": lambda content: content.get("hidden_size", 4096) // content.get("num_attention_heads", 32),
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
         "rms_norm_eps": 1e-5,
     },
     rope=with_theta(UNSCALED, 1e6),
@@ -81,14 +76,9 @@ MAPPING = decoder_mapping(
                 StockTensor(f"{_EXPERT}.w2.weight", ("blocks.{i}.mlp.experts.down",)),
             ),
             experts="experts",
-        ),
+        )
     ),
 )
 
-FAMILY = Family(
-    config=MixtralConfig,
-    build=build,
-    # GPT-2's recipe; Mistral AI published none.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: GPT-2's recipe; Mistral AI published none.
+FAMILY = Family(config=MixtralConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))

@@ -1,26 +1,20 @@
-"""ModernBERT (Warner et al. 2024, https://arxiv.org/abs/2412.13663): an encoder with Llama's positions and Gemma's mix of windows.
-
-ModernBertForMaskedLM of transformers.
-"""
+"""ModernBERT (Warner et al. 2024, https://arxiv.org/abs/2412.13663): an encoder with Llama's positions and Gemma's mix of windows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Init, scaled_residual
 from pipeline.models.config_json_keys import as_object, interval_of, number
 from pipeline.models.decoder_mapping import NO_PADDING
-from pipeline.models.family import Family, tied_output
-from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, Table, defaults_of, positive, refusal, tensors
+from pipeline.models.family import Family, Model, tied_output
+from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, Table, positive, refusal, tensors
 from pipeline.models.layer_kinds import GLOBAL, LOCAL
 from pipeline.models.rules import rotary_heads_violations
 from pipeline.models.shared_sizes import LayerNormConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -56,12 +50,11 @@ class ModernBertConfig(LayerNormConfig, family="modernbert", vocab_size=50368, m
         return layer % self.global_attn_every_n_layers == 0
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         return list(rotary_heads_violations(self.hidden, self.heads, self.heads))
 
 
-def build(config: ModernBertConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: ModernBertConfig) -> Model:
     from functools import partial
 
     from torch import nn
@@ -172,20 +165,18 @@ _TABLE: Table = (
 MAPPING = HuggingFaceMapping(
     architecture="ModernBertForMaskedLM",
     model_type="modernbert",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 50368),
-            "hidden_size": ("hidden", 768),
-            "num_hidden_layers": ("layers", 22),
-            "num_attention_heads": ("heads", 12),
-            "intermediate_size": ("ffn_hidden", 1152),
-            "max_position_embeddings": ("max_positions", 8192),
-            "local_attention": ("local_attention", 128),
-            "norm_eps": ("norm_eps", 1e-5),
-            "initializer_range": ("init_std", 0.02),
-            "tie_word_embeddings": ("tie_embeddings", True),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 50368),
+        "hidden_size": ("hidden", 768),
+        "num_hidden_layers": ("layers", 22),
+        "num_attention_heads": ("heads", 12),
+        "intermediate_size": ("ffn_hidden", 1152),
+        "max_position_embeddings": ("max_positions", 8192),
+        "local_attention": ("local_attention", 128),
+        "norm_eps": ("norm_eps", 1e-5),
+        "initializer_range": ("init_std", 0.02),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
     constants={
         "hidden_activation": "gelu",
         "classifier_activation": "gelu",
@@ -210,4 +201,4 @@ MAPPING = HuggingFaceMapping(
     table=_TABLE,
 )
 
-FAMILY = Family(config=ModernBertConfig, build=build, initial_std=initial_std, huggingface=(MAPPING,), tied_weights=tied_output)
+FAMILY = Family(config=ModernBertConfig, build=_build, initial_std=initial_std, huggingface=(MAPPING,), tied_weights=tied_output)

@@ -1,44 +1,36 @@
-"""Nemotron-4 (Parmar et al. 2024, https://arxiv.org/abs/2402.16819) and Minitron (Muralidharan et al. 2024, https://arxiv.org/abs/2407.14679).
-
-NemotronForCausalLM of transformers.
-"""
+"""Nemotron-4 (Parmar et al. 2024, https://arxiv.org/abs/2402.16819) and Minitron (Muralidharan et al. 2024, https://arxiv.org/abs/2407.14679)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import offset_norms
 from pipeline.models.config_json_keys import partial_rope
 from pipeline.models.decoder_mapping import BOTH, LAYER, decoder_mapping, projections
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import tensors
-from pipeline.models.rules import partial_rotary_violations
-from pipeline.models.shared_sizes import RotaryDecoderConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
+from pipeline.models.shared_sizes import PartialRotaryConfig, RotaryDecoderConfig
 
 
 @dataclass(frozen=True)
 class NemotronConfig(
-    RotaryDecoderConfig, family="nemotron", hidden=6144, heads=48, kv_heads=8, ffn_hidden=24576, vocab_size=256000, init_std=0.0134
+    PartialRotaryConfig,
+    RotaryDecoderConfig,
+    family="nemotron",
+    hidden=6144,
+    heads=48,
+    kv_heads=8,
+    ffn_hidden=24576,
+    vocab_size=256000,
+    init_std=0.0134,
 ):
     """LayerNorm, squared ReLU without a gate, rotary positions of a part of the dims of a head, grouped-query attention."""
 
     norm_eps: float = knob(1e-5, "added to the variance in LayerNorm", above=0, at_most=0.1)
-    partial_rotary_factor: float = knob(0.5, "share of the dims of a head that are rotated, the first ones", above=0, at_most=1)
-
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        found = super().violations()
-        return found or [*partial_rotary_violations(self.head_dim, self.partial_rotary_factor)]
 
 
-def build(config: NemotronConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: NemotronConfig) -> Model:
     from pipeline.layers.norm import OffsetLayerNorm
     from pipeline.models.decoder import decoder, plain_mlp
 
@@ -48,7 +40,7 @@ def build(config: NemotronConfig) -> Stack:
 MAPPING = decoder_mapping(
     "NemotronForCausalLM",
     "nemotron",
-    fields={"norm_eps": "norm_eps"},
+    keys={"norm_eps": ("norm_eps", 1e-5)},
     without=("rms_norm_eps",),
     activation={"hidden_act": "relu2"},
     constants={"attention_bias": False, "mlp_bias": False},
@@ -58,7 +50,6 @@ MAPPING = decoder_mapping(
         "hidden_size": 6144,
         "num_attention_heads": 48,
         "intermediate_size": 24576,
-        "norm_eps": 1e-5,
         "initializer_range": 0.0134,
     },
     rope=partial_rope(share=0.5),
@@ -74,10 +65,5 @@ MAPPING = decoder_mapping(
     ),
 )
 
-FAMILY = Family(
-    config=NemotronConfig,
-    build=build,
-    # Megatron-LM's recipe, with the standard deviation of NVIDIA's config.json.
-    initial_std=offset_norms,
-    huggingface=(MAPPING,),
-)
+# Initial weights: Megatron-LM's recipe, with the standard deviation of NVIDIA's config.json.
+FAMILY = Family(config=NemotronConfig, build=_build, initial_std=offset_norms, huggingface=(MAPPING,))

@@ -1,25 +1,17 @@
-"""OLMo 3 (Team OLMo 2025, https://arxiv.org/abs/2512.13961): OLMo 2 with mostly local attention; only the global layers are scaled.
-
-Olmo3ForCausalLM of transformers.
-"""
+"""OLMo 3 (Team OLMo 2025, https://arxiv.org/abs/2512.13961): OLMo 2 with mostly local attention; only the global layers are scaled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import single_std
 from pipeline.models.decoder_mapping import NO_PADDING, decoder_mapping, sliding_window
 from pipeline.models.families import olmo2
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.layer_kinds import layer_types, rope_by_kind
 from pipeline.models.shared_sizes import WindowConfig
 from pipeline.models.tensor_parallel_roles import WITH_WIDTH_NORMS
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -30,13 +22,8 @@ class Olmo3Config(
 
     rope_local_theta: float = knob(500000.0, "base of the rotary frequencies of the local layers, which are not scaled", above=1)
 
-    def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        return [*super().violations(), *self.window_violations()]
 
-
-def build(config: Olmo3Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: Olmo3Config) -> Model:
     from pipeline.models.decoder import decoder, local_windows
 
     return decoder(config, norms="after", query_key_norm="width", attention=local_windows(config))
@@ -50,11 +37,5 @@ MAPPING = decoder_mapping(
     **olmo2.SHARED,
 )
 
-FAMILY = Family(
-    config=Olmo3Config,
-    build=build,
-    # OLMo 2's recipe.
-    initial_std=single_std,
-    tensor_parallel=WITH_WIDTH_NORMS,
-    huggingface=(MAPPING,),
-)
+# Initial weights: OLMo 2's recipe.
+FAMILY = Family(config=Olmo3Config, build=_build, initial_std=single_std, tensor_parallel=WITH_WIDTH_NORMS, huggingface=(MAPPING,))

@@ -1,19 +1,16 @@
-"""OPT (Zhang et al. 2022, https://arxiv.org/abs/2205.01068). OPTForCausalLM of transformers."""
+"""OPT (Zhang et al. 2022, https://arxiv.org/abs/2205.01068)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models.decoder_mapping import BOTH
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, defaults_of, positive, tensors
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, Table, positive, tensors
 from pipeline.models.shared_sizes import MultiHeadConfig
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,7 @@ class OPTConfig(MultiHeadConfig, family="opt", vocab_size=50272, max_positions=2
         return self.embed_width not in (None, self.hidden)
 
 
-def build(config: OPTConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: OPTConfig) -> Model:
     from torch import nn
 
     from pipeline.models.decoder import decoder, plain_mlp
@@ -86,20 +82,18 @@ def _read_width(content: dict[str, Any]) -> dict[str, Any]:
 MAPPING = HuggingFaceMapping(
     architecture="OPTForCausalLM",
     model_type="opt",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 50272),
-            "max_position_embeddings": ("max_positions", 2048),
-            "hidden_size": ("hidden", 768),
-            "num_hidden_layers": ("layers", 12),
-            "num_attention_heads": ("heads", 12),
-            "ffn_dim": ("ffn_hidden", 3072),
-            "do_layer_norm_before": ("pre_norm", True),
-            "activation_function": ("activation", "relu"),
-            "init_std": ("init_std", 0.02),
-            "tie_word_embeddings": ("tie_embeddings", True),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 50272),
+        "max_position_embeddings": ("max_positions", 2048),
+        "hidden_size": ("hidden", 768),
+        "num_hidden_layers": ("layers", 12),
+        "num_attention_heads": ("heads", 12),
+        "ffn_dim": ("ffn_hidden", 3072),
+        "do_layer_norm_before": ("pre_norm", True),
+        "activation_function": ("activation", "relu"),
+        "init_std": ("init_std", 0.02),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
     renamed=((r"^decoder\.", "model.decoder."),),
     constants={
         "enable_bias": True,
@@ -113,10 +107,5 @@ MAPPING = HuggingFaceMapping(
     nested=(KeyGroup(("word_embed_proj_dim",), lambda config: {"word_embed_proj_dim": config.embed_width}, _read_width),),
 )
 
-FAMILY = Family(
-    config=OPTConfig,
-    build=build,
-    # Megatron-LM's recipe with N(0, 0.006) (section 2.2 of the paper).
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: Megatron-LM's recipe with N(0, 0.006) (section 2.2 of the paper).
+FAMILY = Family(config=OPTConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))

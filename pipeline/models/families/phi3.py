@@ -37,13 +37,7 @@ MAPPING = decoder_mapping(
     "Phi3ForCausalLM",
     "phi3",
     constants={"partial_rotary_factor": 1.0},
-    defaults={
-        "vocab_size": 32064,
-        "max_position_embeddings": 4096,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "rms_norm_eps": 1e-5,
-    },
+    defaults={"vocab_size": 32064, "max_position_embeddings": 4096, "hidden_size": 3072, "intermediate_size": 8192, "rms_norm_eps": 1e-5},
     rope=UNSCALED,
     nested=(NO_PADDING, mistral.window(default=None)),
     ignored_keys=("original_max_position_embeddings",),  # of longrope
@@ -57,10 +51,5 @@ MAPPING = decoder_mapping(
     ),
 )
 
-FAMILY = Family(
-    config=Phi3Config,
-    build=mistral.build,
-    # GPT-2's recipe; Microsoft published none.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: GPT-2's recipe; Microsoft published none.
+FAMILY = Family(config=Phi3Config, build=mistral.FAMILY.build, initial_std=scaled_residual, huggingface=(MAPPING,))

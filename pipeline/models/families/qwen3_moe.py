@@ -6,18 +6,15 @@ Files of Qwen3MoeForCausalLM contain a tensor for each expert; the class fuses t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models.decoder_mapping import ATTENTION, BALANCE_LOSS, EXPERT_KEYS, EXPERTS, MLP, NORMS, decoder_mapping, decoder_table
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, KeyGroup, Table, refusal
 from pipeline.models.shared_sizes import RotaryMoEConfig, is_marked
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,6 @@ class Qwen3MoeConfig(
 ):
     """Qwen 3's attention, with norms of queries and keys, and many fine-grained experts; some blocks may be dense."""
 
-    #: Queries and keys have norms.
     query_key_norm: ClassVar[bool] = True
 
     expert_ffn_hidden: int = knob(768, "intermediate width of each expert", at_least=1)
@@ -55,15 +51,14 @@ class Qwen3MoeConfig(
         return is_marked(block, self.expert_interval) and block not in self.dense_blocks
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         rule = f"must be indices of model.layers={self.layers} blocks, counted from 0"
         others = [block for block in self.dense_blocks if not 0 <= block < self.layers]
         wrong = [Violation("model.dense_blocks", self.dense_blocks, rule, f"remove {others}")] if others else []
         return [*super().violations(), *wrong]
 
 
-def build(config: Qwen3MoeConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: Qwen3MoeConfig) -> Model:
     from pipeline.layers.mlp import GatedMLP
     from pipeline.layers.moe_stack import MoEStack
     from pipeline.models.decoder import decoder, moe
@@ -89,8 +84,8 @@ def _read_dense_blocks(content: dict[str, Any]) -> dict[str, Any]:
 
 
 DENSE_BLOCKS = KeyGroup(("mlp_only_layers",), lambda config: {"mlp_only_layers": list(config.dense_blocks)}, _read_dense_blocks)
-#: key of config.json -> our field, beside Llama's
-FIELDS = {"moe_intermediate_size": "expert_ffn_hidden", **EXPERT_KEYS, "decoder_sparse_step": "expert_interval"}
+#: the keys beside Llama's
+KEYS = {"moe_intermediate_size": ("expert_ffn_hidden", 768), **EXPERT_KEYS, "decoder_sparse_step": ("expert_interval", 1)}
 DEFAULTS = {
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
@@ -98,11 +93,7 @@ DEFAULTS = {
     "num_hidden_layers": 24,
     "num_key_value_heads": 4,
     "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
     "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
 }
 
 
@@ -118,7 +109,7 @@ def _table(config: Qwen3MoeConfig) -> Table:
 MAPPING = decoder_mapping(
     "Qwen3MoeForCausalLM",
     "qwen3_moe",
-    fields=FIELDS,
+    keys=KEYS,
     constants={"attention_bias": False, "use_sliding_window": False},
     defaults=DEFAULTS,
     nested=(DENSE_BLOCKS,),
@@ -127,10 +118,5 @@ MAPPING = decoder_mapping(
     table=_table,
 )
 
-FAMILY = Family(
-    config=Qwen3MoeConfig,
-    build=build,
-    # GPT-2's recipe; the Qwen team published none.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: GPT-2's recipe; the Qwen team published none.
+FAMILY = Family(config=Qwen3MoeConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))

@@ -14,22 +14,21 @@ from pipeline.layers.recipes import Constant, Init, LogOfUniform, offset_norms
 from pipeline.models.config_json_keys import partial_rope
 from pipeline.models.decoder_mapping import BALANCE_LOSS, INPUT_NORM, LAYER, MLP, NORMS, OUTPUT_NORM, decoder_mapping, decoder_table
 from pipeline.models.families import qwen3_moe
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, KeyGroup, StockTensor, Table, gated_experts, gated_mlp, positive, tensors
 from pipeline.models.layer_kinds import LINEAR, layer_types
-from pipeline.models.rules import partial_rotary_violations
-from pipeline.models.shared_sizes import is_marked
+from pipeline.models.shared_sizes import PartialRotaryConfig, is_marked
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.layers.stack import Stack
-
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(
+    PartialRotaryConfig,
     qwen3_moe.Qwen3MoeConfig,
     family="qwen3_next",
+    partial_rotary_factor=0.25,
     experts=512,
     top_k=10,
     expert_ffn_hidden=512,
@@ -42,7 +41,6 @@ class Qwen3NextConfig(
     heads: int = knob(16, "query heads of the full attention", at_least=1)
     kv_heads: int = knob(2, "key and value heads of the full attention, shared by heads/kv_heads query heads each", at_least=1)
     head_width: int | None = knob(256, "width of a head of the full attention; hidden/heads when null", at_least=2)
-    partial_rotary_factor: float = knob(0.25, "share of the dims of a head that is rotated, the first ones", above=0, at_most=1)
     full_attention_interval: int = knob(4, "the last of each of so many layers has full attention, the others linear attention", at_least=1)
     linear_key_heads: int = knob(16, "query and key heads of the linear attention", at_least=1)
     linear_value_heads: int = knob(32, "value heads of the linear attention, a multiple of its key heads", at_least=1)
@@ -61,17 +59,15 @@ class Qwen3NextConfig(
         return sum(not self.is_full(block) for block in range(self.layers))
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         violations = super().violations()
-        violations += [] if violations else partial_rotary_violations(self.head_dim, self.partial_rotary_factor)
         if self.linear_value_heads % self.linear_key_heads:
             rule = f"must be a multiple of model.linear_key_heads={self.linear_key_heads}"
             violations.append(Violation("model.linear_value_heads", self.linear_value_heads, rule, "choose a multiple"))
         return violations
 
 
-def build(config: Qwen3NextConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: Qwen3NextConfig) -> Model:
     from pipeline.layers.gated_delta_net import GatedDeltaNet
     from pipeline.layers.mlp import GatedMLP, OutputGate
     from pipeline.layers.moe import SharedExpertMoE
@@ -157,14 +153,14 @@ def _table(config: Qwen3NextConfig) -> Table:
 MAPPING = decoder_mapping(
     "Qwen3NextForCausalLM",
     "qwen3_next",
-    fields={
-        **qwen3_moe.FIELDS,
-        "shared_expert_intermediate_size": "shared_ffn_hidden",
-        "linear_num_key_heads": "linear_key_heads",
-        "linear_num_value_heads": "linear_value_heads",
-        "linear_key_head_dim": "linear_key_dim",
-        "linear_value_head_dim": "linear_value_dim",
-        "linear_conv_kernel_dim": "linear_kernel",
+    keys={
+        **qwen3_moe.KEYS,
+        "shared_expert_intermediate_size": ("shared_ffn_hidden", 512),
+        "linear_num_key_heads": ("linear_key_heads", 16),
+        "linear_num_value_heads": ("linear_value_heads", 32),
+        "linear_key_head_dim": ("linear_key_dim", 128),
+        "linear_value_head_dim": ("linear_value_dim", 128),
+        "linear_conv_kernel_dim": ("linear_kernel", 4),
     },
     constants={"attention_bias": False},
     defaults={
@@ -174,15 +170,9 @@ MAPPING = decoder_mapping(
         "num_key_value_heads": 2,
         "intermediate_size": 5632,
         "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
     },
     rope=partial_rope(share=0.25),
     head_width=None,
@@ -197,4 +187,4 @@ MAPPING = decoder_mapping(
     table=_table,
 )
 
-FAMILY = Family(config=Qwen3NextConfig, build=build, initial_std=initial_std, huggingface=(MAPPING,))
+FAMILY = Family(config=Qwen3NextConfig, build=_build, initial_std=initial_std, huggingface=(MAPPING,))

@@ -16,7 +16,7 @@ from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.models.decoder_mapping import BOTH
 from pipeline.models.families import bert
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, defaults_of, refusal, tensors
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, refusal, tensors
 
 #: model_type of config.json; the classes compute the same function of weights with the same names.
 MODEL_TYPES = ("roberta", "xlm-roberta", "camembert")
@@ -42,7 +42,7 @@ class RobertaConfig(bert.BertConfig, family="roberta", vocab_size=50265, segment
         return PADDING
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
+        """See Sizes."""
         if self.next_sentence:
             rule = "is supported by BERT only; RoBERTa has no next-sentence head"
             return [Violation("model.next_sentence", True, rule, "leave it out, or choose a BERT")]
@@ -70,7 +70,7 @@ def _classifier(prefix: str, model_type: str, vocab_size: int) -> HuggingFaceMap
     return HuggingFaceMapping(
         architecture=f"{prefix}ForSequenceClassification",
         model_type=model_type,
-        **defaults_of({**bert.UNTIED_KEYS, "vocab_size": ("vocab_size", vocab_size)}),
+        keys={**bert.UNTIED_KEYS, "vocab_size": ("vocab_size", vocab_size)},
         constants={**bert.CONSTANTS, "pad_token_id": PADDING},
         table=(
             *bert.encoder("roberta"),
@@ -89,7 +89,7 @@ def _masked_lm(prefix: str, model_type: str, vocab_size: int) -> HuggingFaceMapp
     return HuggingFaceMapping(
         architecture=f"{prefix}ForMaskedLM",
         model_type=model_type,
-        **defaults_of({**bert.KEYS, "vocab_size": ("vocab_size", vocab_size)}),
+        keys={**bert.KEYS, "vocab_size": ("vocab_size", vocab_size)},
         constants={**bert.CONSTANTS, "pad_token_id": PADDING},
         table=lambda config: (
             *bert.encoder("roberta"),

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face 2025, https://huggingface.co/blog/smollm3): Llama's block, in some layers without positions. SmolLM3ForCausalLM.
+"""SmolLM3 (Hugging Face 2025, https://huggingface.co/blog/smollm3): Llama's block, in some layers without positions.
 
 Layers without position embeddings (NoPE, Yang et al. 2025, https://arxiv.org/abs/2501.18795) attend by content alone, at any distance.
 """
@@ -6,18 +6,15 @@ Layers without position embeddings (NoPE, Yang et al. 2025, https://arxiv.org/ab
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
 from pipeline.models.config_json_keys import ROPE, interval_of, with_theta
 from pipeline.models.decoder_mapping import FULL_ATTENTION, NO_PADDING, decoder_mapping, key_value_heads
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, refusal
 from pipeline.models.shared_sizes import RotaryDecoderConfig, is_marked, marked
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -29,8 +26,7 @@ class SmolLM3Config(
     no_rope_layer_interval: int = knob(4, "the last of each of so many layers has no rotary position embeddings", at_least=1)
 
 
-def build(config: SmolLM3Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: SmolLM3Config) -> Model:
     from pipeline.models.decoder import decoder
 
     return decoder(config, attention=lambda layer: {"rope": "none" if is_marked(layer, config.no_rope_layer_interval) else "global"})
@@ -70,10 +66,5 @@ MAPPING = decoder_mapping(
     ignored_keys=("sliding_window",),  # windows are off (use_sliding_window), whatever the width is
 )
 
-FAMILY = Family(
-    config=SmolLM3Config,
-    build=build,
-    # GPT-2's recipe.
-    initial_std=scaled_residual,
-    huggingface=(MAPPING,),
-)
+# Initial weights: GPT-2's recipe.
+FAMILY = Family(config=SmolLM3Config, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))

@@ -1,19 +1,16 @@
-"""T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683) and its version 1.1. T5ForConditionalGeneration of transformers."""
+"""T5 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683) and its version 1.1."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.models.config_json_keys import layer_counts
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, defaults_of, refusal, tensors
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
 from pipeline.models.shared_sizes import EncoderDecoderSizes
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -52,8 +49,8 @@ class T5Config(EncoderDecoderSizes, family="t5"):
         return None
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        violations = self.depth_violations()
+        """See Sizes."""
+        violations = super().violations()
         if self.buckets % 4:
             rule = "must be a multiple of 4: two directions, with exact and logarithmic buckets"
             violations.append(Violation("model.buckets", self.buckets, rule, "choose one"))
@@ -63,8 +60,7 @@ class T5Config(EncoderDecoderSizes, family="t5"):
         return violations
 
 
-def build(config: T5Config) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: T5Config) -> Model:
     from torch import nn
 
     from pipeline.layers.attention import Attention
@@ -214,20 +210,18 @@ def _table(config: T5Config) -> tuple[StockTensor, ...]:
 MAPPING = HuggingFaceMapping(
     architecture="T5ForConditionalGeneration",
     model_type="t5",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 32128),
-            "n_positions": ("max_positions", 512),
-            "d_model": ("hidden", 512),
-            "d_kv": ("head_width", 64),
-            "d_ff": ("ffn_hidden", 2048),
-            "num_heads": ("heads", 8),
-            "relative_attention_num_buckets": ("buckets", 32),
-            "relative_attention_max_distance": ("max_distance", 128),
-            "layer_norm_epsilon": ("norm_eps", 1e-6),
-            "initializer_factor": ("init_std", 1.0),
-        }
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 32128),
+        "n_positions": ("max_positions", 512),
+        "d_model": ("hidden", 512),
+        "d_kv": ("head_width", 64),
+        "d_ff": ("ffn_hidden", 2048),
+        "num_heads": ("heads", 8),
+        "relative_attention_num_buckets": ("buckets", 32),
+        "relative_attention_max_distance": ("max_distance", 128),
+        "layer_norm_epsilon": ("norm_eps", 1e-6),
+        "initializer_factor": ("init_std", 1.0),
+    },
     constants={"is_encoder_decoder": True, "dropout_rate": 0.0},
     nested=(
         layer_counts("num_layers", "num_decoder_layers", default=6, decoder_as_encoder=True),
@@ -246,4 +240,4 @@ MAPPING = HuggingFaceMapping(
     table=_table,
 )
 
-FAMILY = Family(config=T5Config, build=build, initial_std=initial_std, huggingface=(MAPPING,), on_every_stage=("*coder_bias.weight",))
+FAMILY = Family(config=T5Config, build=_build, initial_std=initial_std, huggingface=(MAPPING,), on_every_stage=("*coder_bias.weight",))

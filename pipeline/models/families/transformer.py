@@ -10,15 +10,13 @@ from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.models.config_json_keys import layer_counts
 from pipeline.models.decoder_mapping import BOTH
-from pipeline.models.family import Family
-from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, defaults_of, refusal, tensors
+from pipeline.models.family import Family, Model
+from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
 from pipeline.models.rules import heads_violations
 from pipeline.models.shared_sizes import EncoderDecoderSizes
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from pipeline.layers.stack import Stack
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,15 @@ class TransformerConfig(EncoderDecoderSizes, family="transformer", vocab_size=37
         return self.hidden // self.heads
 
     def violations(self) -> list[Violation]:
-        """Return the rules between sizes that this configuration violates."""
-        violations = [*self.depth_violations(), *heads_violations(self.hidden, self.heads)]
+        """See Sizes."""
+        violations = [*super().violations(), *heads_violations(self.hidden, self.heads)]
         if self.hidden % 2:
             rule = "must be even: half of the dims of the position embedding are sines, half are cosines"
             violations.append(Violation("model.hidden", self.hidden, rule, "choose an even width"))
         return violations
 
 
-def build(config: TransformerConfig) -> Stack:
-    """Build the full model with uninitialized weights on torch's default device."""
+def _build(config: TransformerConfig) -> Model:
     from torch import nn
 
     from pipeline.layers.attention import Attention
@@ -149,20 +146,18 @@ def _positions(config: TransformerConfig) -> Tensor:
 MAPPING = HuggingFaceMapping(
     architecture="MarianMTModel",
     model_type="marian",
-    **defaults_of(
-        {
-            "vocab_size": ("vocab_size", 58101),
-            "decoder_vocab_size": ("vocab_size", lambda content: content.get("vocab_size", 58101)),
-            "max_position_embeddings": ("max_positions", 1024),
-            "d_model": ("hidden", 1024),
-            "encoder_attention_heads": ("heads", 16),
-            "decoder_attention_heads": ("heads", 16),
-            "encoder_ffn_dim": ("ffn_hidden", 4096),
-            "decoder_ffn_dim": ("ffn_hidden", 4096),
-            "tie_word_embeddings": ("tie_embeddings", True),
-        },
-        constants={"scale_embedding": False, "share_encoder_decoder_embeddings": True},
-    ),
+    keys={
+        "vocab_size": ("vocab_size", 58101),
+        "decoder_vocab_size": ("vocab_size", lambda content: content.get("vocab_size", 58101)),
+        "max_position_embeddings": ("max_positions", 1024),
+        "d_model": ("hidden", 1024),
+        "encoder_attention_heads": ("heads", 16),
+        "decoder_attention_heads": ("heads", 16),
+        "encoder_ffn_dim": ("ffn_hidden", 4096),
+        "decoder_ffn_dim": ("ffn_hidden", 4096),
+        "tie_word_embeddings": ("tie_embeddings", True),
+    },
+    constant_defaults={"scale_embedding": False},
     constants={
         "scale_embedding": True,
         "share_encoder_decoder_embeddings": True,
@@ -192,4 +187,4 @@ MAPPING = HuggingFaceMapping(
     ),
 )
 
-FAMILY = Family(config=TransformerConfig, build=build, initial_std=initial_std, huggingface=(MAPPING,))
+FAMILY = Family(config=TransformerConfig, build=_build, initial_std=initial_std, huggingface=(MAPPING,))
