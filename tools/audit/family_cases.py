@@ -187,6 +187,19 @@ FAMILIES: dict[str, Cases] = {
         },
         options=[{"dense_layers": 1, "mtp_depth": 2}, {"q_lora_rank": None, "mtp_depth": 0}],
     ),
+    "exaone4": Cases(
+        tiny="exaone4-tiny",
+        large="exaone4-32b",
+        released={"exaone4-1.2b": 1_279_391_488, "exaone4-32b": 32_003_216_384},
+        variants={
+            "windows": {"layers": 4, "kv_heads": 2, "head_width": 16, "window": 6, "sliding_window_pattern": 2, "rope_theta": 1e3},
+            "global": {"kv_heads": 2, "window": None, "sliding_window_pattern": 1, "tie_embeddings": True},
+            "llama3": {**ROPE_SCALED, "layers": 3, "window": 7, "rope_scaling": "llama3", "rope_original_positions": 16},
+        },
+        numerics={"exaone4": model("exaone4-tiny", "model.kv_heads=4", "model.window=6", WIDE_STD, rows=SOME + CONTEXT[:2])},
+        trained=("model.kv_heads=4", "model.window=11"),
+        layouts=("tensor=2 pipeline=2 zero_stage=1",),
+    ),
     "gemma2": Cases(
         tiny="gemma2-tiny",
         large="gemma2-9b",
