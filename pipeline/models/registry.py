@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.models.config import ModelConfig
-from pipeline.models.family import Family
+from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, StockTensor, refusal
 from pipeline.models.unsupported import nearest
-
-if TYPE_CHECKING:
-    from pipeline.layers.stack import Stack
 
 #: The families; each is a file of families/.
 NAMES = (
@@ -37,7 +34,7 @@ def family_of(config: ModelConfig) -> Family:
     return FAMILIES[config.family]
 
 
-def build(config: ModelConfig) -> Stack:
+def build(config: ModelConfig) -> Model:
     """Build the full model with uninitialized weights on torch's default device (meta included)."""
     return family_of(config).build(config)
 
