@@ -18,7 +18,7 @@ from pipeline.layers.rotary import Rotary
 from pipeline.layers.router import Router
 from pipeline.layers.stack import Block, Stack
 from pipeline.models import rope
-from pipeline.models.rules import rotated_dims
+from pipeline.models.shared_sizes import rotated_dims
 
 #: index of a layer, from 0 -> arguments of a module of that layer
 Arguments = Callable[[int], Mapping[str, Any]]

@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
+from pipeline.models.config_json_keys import layer_types
 from pipeline.models.decoder_mapping import OUTPUT_NORM_TABLE, decoder_mapping
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, positive, refusal
-from pipeline.models.layer_kinds import layer_types
-from pipeline.models.rules import window_violations
-from pipeline.models.shared_sizes import RotaryDecoderConfig, is_marked
+from pipeline.models.shared_sizes import RotaryDecoderConfig, is_marked, window_violations
 
 
 @dataclass(frozen=True)

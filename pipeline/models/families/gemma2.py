@@ -7,11 +7,11 @@ from typing import Any
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import offset_norms
+from pipeline.models.config_json_keys import layer_types
 from pipeline.models.decoder_mapping import NO_PADDING, decoder_mapping
 from pipeline.models.families import gemma3
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, refusal
-from pipeline.models.layer_kinds import layer_types
 
 
 @dataclass(frozen=True)

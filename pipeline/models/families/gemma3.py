@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import offset_norms
+from pipeline.models.config_json_keys import layer_types, rope_by_kind
 from pipeline.models.decoder_mapping import INPUT_NORM, LAYER, MLP, NO_PADDING, NORMS, decoder_mapping, decoder_table, projections
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, Table, positive, tensors
-from pipeline.models.layer_kinds import layer_types, rope_by_kind
-from pipeline.models.rules import heads_violations
-from pipeline.models.shared_sizes import RotaryDecoderConfig, WindowConfig
+from pipeline.models.shared_sizes import RotaryDecoderConfig, WindowConfig, heads_violations
 from pipeline.models.wrapper import Wrapper
 
 

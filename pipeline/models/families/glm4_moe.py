@@ -23,8 +23,7 @@ from pipeline.models.families.deepseek_v3 import (
 )
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import StockTensor, tensors
-from pipeline.models.rules import rotated_dims
-from pipeline.models.shared_sizes import PartialRotaryConfig, RotaryDecoderConfig, SharedExpertsConfig
+from pipeline.models.shared_sizes import PartialRotaryConfig, RotaryDecoderConfig, SharedExpertsConfig, rotated_dims
 
 
 @dataclass(frozen=True)

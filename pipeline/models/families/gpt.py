@@ -11,8 +11,7 @@ from pipeline.models import mup
 from pipeline.models.decoder_mapping import BOTH
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, tensors
-from pipeline.models.rules import window_violations
-from pipeline.models.shared_sizes import LayerNormConfig
+from pipeline.models.shared_sizes import LayerNormConfig, window_violations
 
 
 @dataclass(frozen=True)

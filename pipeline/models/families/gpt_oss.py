@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Constant, Init, scaled_residual
-from pipeline.models.config_json_keys import ROPE, as_object
+from pipeline.models.config_json_keys import ROPE, as_object, layer_types
 from pipeline.models.decoder_mapping import (
     BALANCE_LOSS,
     BOTH,
@@ -25,7 +25,6 @@ from pipeline.models.decoder_mapping import (
 )
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, StockTensor, Table, refusal, tensors
-from pipeline.models.layer_kinds import layer_types
 from pipeline.models.shared_sizes import ExpertsConfig, RotaryDecoderConfig, WindowConfig
 
 

@@ -12,8 +12,7 @@ from pipeline.models.config_json_keys import UNSCALED
 from pipeline.models.decoder_mapping import decoder_mapping
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import KeyGroup, positive
-from pipeline.models.rules import window_violations
-from pipeline.models.shared_sizes import WideHeadConfig
+from pipeline.models.shared_sizes import WideHeadConfig, window_violations
 
 WINDOW = "sliding window of attention in tokens, including the current one; null for full attention"
 

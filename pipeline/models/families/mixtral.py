@@ -15,8 +15,7 @@ from pipeline.models.decoder_mapping import ATTENTION, BALANCE_LOSS, LAYER, deco
 from pipeline.models.families import mistral
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, StockTensor, tensors
-from pipeline.models.rules import window_violations
-from pipeline.models.shared_sizes import DecoderConfig, ExpertsConfig
+from pipeline.models.shared_sizes import DecoderConfig, ExpertsConfig, window_violations
 
 
 @dataclass(frozen=True)

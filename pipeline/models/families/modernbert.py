@@ -8,13 +8,11 @@ from typing import Any
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Init, scaled_residual
-from pipeline.models.config_json_keys import as_object, interval_of, number
+from pipeline.models.config_json_keys import GLOBAL, LOCAL, as_object, interval_of, number
 from pipeline.models.decoder_mapping import NO_PADDING
 from pipeline.models.family import Family, Model, tied_output
 from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, Table, positive, refusal, tensors
-from pipeline.models.layer_kinds import GLOBAL, LOCAL
-from pipeline.models.rules import rotary_heads_violations
-from pipeline.models.shared_sizes import LayerNormConfig
+from pipeline.models.shared_sizes import LayerNormConfig, rotary_heads_violations
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import single_std
+from pipeline.models.config_json_keys import layer_types, rope_by_kind
 from pipeline.models.decoder_mapping import NO_PADDING, decoder_mapping, sliding_window
 from pipeline.models.families import olmo2
 from pipeline.models.family import Family, Model
-from pipeline.models.layer_kinds import layer_types, rope_by_kind
 from pipeline.models.shared_sizes import WindowConfig
 from pipeline.models.tensor_parallel_roles import WITH_WIDTH_NORMS
 

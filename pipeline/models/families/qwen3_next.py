@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Constant, Init, LogOfUniform, offset_norms
-from pipeline.models.config_json_keys import partial_rope
+from pipeline.models.config_json_keys import LINEAR, layer_types, partial_rope
 from pipeline.models.decoder_mapping import BALANCE_LOSS, INPUT_NORM, LAYER, MLP, NORMS, OUTPUT_NORM, decoder_mapping, decoder_table
 from pipeline.models.families import qwen3_moe
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, KeyGroup, StockTensor, Table, gated_experts, gated_mlp, positive, tensors
-from pipeline.models.layer_kinds import LINEAR, layer_types
 from pipeline.models.shared_sizes import PartialRotaryConfig, is_marked
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from pipeline.models.config_json_keys import layer_counts
 from pipeline.models.decoder_mapping import BOTH
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import HuggingFaceMapping, KeyGroup, StockTensor, StoredTensors, refusal, tensors
-from pipeline.models.rules import heads_violations
-from pipeline.models.shared_sizes import EncoderDecoderSizes
+from pipeline.models.shared_sizes import EncoderDecoderSizes, heads_violations
 
 if TYPE_CHECKING:
     from torch import Tensor
