@@ -1,7 +1,4 @@
-"""Sizes that families share, and rules between them: of decoders, dense and with experts, of encoder-decoders, of multi-head attention.
-
-Importing it loads no torch.
-"""
+"""Sizes that families share, and rules between them: of decoders, dense and with experts, of encoder-decoders, of multi-head attention."""
 
 from __future__ import annotations
 
