@@ -57,19 +57,20 @@ def decoder(
         stack: class of the model.
         further: arguments of the stack.
     """
-    c = config
-    norm_of = partial(norm, eps=c.norm_eps)
-    head_norm = {"head_norm": partial(norm_of, c.head_dim)} if query_key_norm == "head" else {}
+    norm_of = partial(norm, eps=config.norm_eps)
+    head_norm = {"head_norm": partial(norm_of, config.head_dim)} if query_key_norm == "head" else {}
     width_norm = {"width_norm": norm_of} if query_key_norm == "width" else {}
 
     def attention_of(layer: int) -> nn.Module:
         given = attention(layer)
         if isinstance(given, nn.Module):
             return given
-        return Attention(c.hidden, c.heads, c.kv_heads, c.head_dim, **{"bias": False, **head_norm, **width_norm, **given})
+        return Attention(
+            config.hidden, config.heads, config.kv_heads, config.head_dim, **{"bias": False, **head_norm, **width_norm, **given}
+        )
 
     def norm_at(place: str) -> nn.Module | None:
-        return norm_of(c.hidden) if norms in (place, "both") else None
+        return norm_of(config.hidden) if norms in (place, "both") else None
 
     def block_of(layer: int) -> Block:
         modules = {
@@ -77,27 +78,27 @@ def decoder(
             "attention": attention_of(layer),
             "post_attention_norm": norm_at("after"),
             "mlp_norm": norm_at("before"),
-            "mlp": GatedMLP(c.hidden, c.ffn_hidden, bias=False) if mlp is None else mlp(layer),
+            "mlp": GatedMLP(config.hidden, config.ffn_hidden, bias=False) if mlp is None else mlp(layer),
             "post_mlp_norm": norm_at("after"),
         }
         return Block(**{**modules, **block(layer)})
 
-    if hasattr(c, "rope_theta"):
-        scaling = RopeScaling(**rope.scaling(c)) if isinstance(c, rope.RopeConfig) else None
-        dims = rotated_dims(c.head_dim, getattr(c, "partial_rotary_factor", 1.0))
-        further = {"rotary": Rotary(dims, c.max_positions, c.rope_theta, scaling), **further}
-    if hasattr(c, "rope_local_theta"):
-        further = {"local_rotary": Rotary(c.head_dim, c.max_positions, c.rope_local_theta), **further}
+    if hasattr(config, "rope_theta"):
+        scaling = RopeScaling(**rope.scaling(config)) if isinstance(config, rope.RopeConfig) else None
+        dims = rotated_dims(config.head_dim, getattr(config, "partial_rotary_factor", 1.0))
+        further = {"rotary": Rotary(dims, config.max_positions, config.rope_theta, scaling), **further}
+    if hasattr(config, "rope_local_theta"):
+        further = {"local_rotary": Rotary(config.head_dim, config.max_positions, config.rope_local_theta), **further}
     model = stack(
-        embed=Embedding(c.vocab_size, c.hidden, **(embed or {})),
-        blocks=[block_of(layer) for layer in range(c.layers)],
-        norm=norm_of(c.hidden) if final_norm else None,
-        head=head if isinstance(head, nn.Module) else OutputHead(c.vocab_size, c.hidden, **(head or {})),
-        tie_embeddings=c.tie_embeddings,
+        embed=Embedding(config.vocab_size, config.hidden, **(embed or {})),
+        blocks=[block_of(layer) for layer in range(config.layers)],
+        norm=norm_of(config.hidden) if final_norm else None,
+        head=head if isinstance(head, nn.Module) else OutputHead(config.vocab_size, config.hidden, **(head or {})),
+        tie_embeddings=config.tie_embeddings,
         **further,
     )
-    if hasattr(c, "loss_weights"):
-        model.set_loss_weights(c.loss_weights)
+    if hasattr(config, "loss_weights"):
+        model.set_loss_weights(config.loss_weights)
     return model
 
 
