@@ -20,14 +20,12 @@ import numpy as np
 import torch
 
 from pipeline.checkpoint import commit, handover
-from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.fragments import Fragment, Share
 from pipeline.checkpoint.handover import Abandon, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.save import file_name, node_file_name
-from pipeline.checkpoint.save_plan import Share
 from pipeline.checkpoint.saver import Outcome, Request, Saver
 from pipeline.checkpoint.staging import Snapshot, Source, Staging
-from pipeline.checkpoint.writer_connection import WriterConnection, WriterEndedError
-from pipeline.checkpoint.writer_process import WriterProcess
+from pipeline.checkpoint.writer_process import WriterConnection, WriterEndedError, WriterProcess
 from pipeline.common.atomic_files import remove_leftovers
 
 log = logging.getLogger("pipeline")
@@ -246,7 +244,6 @@ class AsyncSaver(Saver):
                 self._forgotten(str(error))
 
     def _answered(self, answer: Written | Failed | Committed) -> None:
-        """Note an answer of the writer."""
         pending = self._pending
         if pending is None or answer.attempt != pending.attempt:
             return

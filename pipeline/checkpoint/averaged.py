@@ -14,14 +14,14 @@ class AveragedCheckpoint(Checkpoint):
     """A checkpoint that is read with its averaged weights; a weight that has no average, such as a frozen one, is read as it is.
 
     Args:
-        checkpoint: the checkpoint, whose open files are used.
+        checkpoint: the checkpoint.
 
     Raises:
         UserError: it has no averaged weights.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        vars(self).update(vars(checkpoint))
+        super().__init__(checkpoint.path, checkpoint.contents)
         if not any(self.has(name, EMA) for name in self.names()):
             rule = f"requires averaged weights, and {self.path} has none: its run had no training.ema"
             raise UserError.of("stage.weights", EMA, rule, "set stage.weights=trained, or train with training.ema=0.999")

@@ -255,7 +255,6 @@ class BlockHasher:
             self._add(data[whole:])
 
     def _add(self, data: memoryview) -> None:
-        """Add bytes of one block."""
         self._open.update(data)
         self._filled += len(data)
         if self._filled == self._block:

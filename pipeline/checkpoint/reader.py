@@ -59,6 +59,7 @@ class Checkpoint:
 
     Attributes:
         path: the checkpoint folder.
+        contents: index, and rows of parts.
         index: the index.
         config: the configuration of the run that wrote it, as nested dictionaries.
         train_state: step, samples and updates of that run.
@@ -70,10 +71,10 @@ class Checkpoint:
 
     def __init__(self, path: Path, contents: Contents | None = None) -> None:
         self.path = path
-        contents = read_contents(path) if contents is None else contents
-        self.index = contents.index
+        self.contents = read_contents(path) if contents is None else contents
+        self.index = self.contents.index
         self.config, self.train_state, self.data = self.index.config, self.index.train_state, self.index.data
-        self._reader = RangeReader(path, contents)
+        self._reader = RangeReader(path, self.contents)
 
     @property
     def step(self) -> int:
@@ -164,7 +165,6 @@ class Checkpoint:
             values.copy_(buffer)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a weight; raises if the checkpoint does not have it."""
         if name not in self._reader.tensors:
             raise DamagedCheckpointError([self._missing(name)])
         return self.shape(name)

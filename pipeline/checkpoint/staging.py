@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.handover import Place
 from pipeline.checkpoint.parts import ITEM_SIZE, Part
-from pipeline.checkpoint.staged_checks import word_sum
+from pipeline.checkpoint.staged_file import word_sum
 from pipeline.layers.nf4 import NF4Weight
 
 #: Bytes at whose multiples a part begins in its segment.
@@ -182,7 +182,6 @@ class Staging:
         return sums.to("cpu", non_blocking=True)
 
     def _copy(self, snapshot: Snapshot) -> None:
-        """Copy every part and kind to its place."""
         for source, places in zip(snapshot.sources, self.places, strict=True):
             for kind, place in places.items():
                 copy(source.live(kind), self.segments[place.segment].tensor[place.offset : place.offset + place.bytes])

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from pipeline.checkpoint.compatibility import fingerprint_of
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.checkpoint.trained_tokenizer import fingerprint_of
 from pipeline.common.errors import UserError, Violation
 from pipeline.models import config_classes
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.mapped_memory import release
+from pipeline.common.host_memory import release
 from pipeline.conversion import mxfp4
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 

@@ -139,8 +139,8 @@ def size_options(cluster: ClusterConfig, stage: str, nodes: int) -> list[str]:
     """
     least, most = node_range(cluster, stage, nodes)
     if least == most:
-        spares = stage in TRAINING_STAGES and cluster.spares > 0
-        return [f"--nodes={most}", f"--ntasks-per-node={cluster.tasks_per_node}", *["--no-kill"] * spares]
+        no_kill = ["--no-kill"] if stage in TRAINING_STAGES and cluster.spares else []
+        return [f"--nodes={most}", f"--ntasks-per-node={cluster.tasks_per_node}", *no_kill]
     return [f"--nodes={least}-{most}", f"--mincpus={cluster.tasks_per_node * cluster.cpus_per_task}", "--no-kill"]
 
 
@@ -243,7 +243,7 @@ def missing(cluster: ClusterConfig) -> list[str]:
     """Return the keys that the cluster requires (cluster.required) and that are not set, nor as SBATCH_ACCOUNT and the like."""
     given = [option.lstrip("-").partition("=")[0] for option in cluster.sbatch]
     given += [key for key in cluster.required if os.environ.get(f"SBATCH_{key.upper()}")]
-    given += ["partition"] * any(queue.partition for queue in cluster.queues) + ["qos"] * any(queue.qos for queue in cluster.queues)
+    given += [key for key in ("partition", "qos") if any(getattr(queue, key) for queue in cluster.queues)]
     return [key for key in cluster.required if getattr(cluster, key, None) is None and key not in given]
 
 

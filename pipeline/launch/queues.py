@@ -93,6 +93,5 @@ def _first_fit(cluster: ClusterConfig, least: int, most: int) -> QueueConfig | N
 
 
 def _fits(queue: QueueConfig, time: str, least: int, most: int) -> bool:
-    """Whether the limits of an entry allow a job."""
     nodes = queue.min_nodes <= least and (queue.max_nodes is None or most <= queue.max_nodes)
     return nodes and (time == LONGEST or queue.max_time is None or seconds(time) <= seconds(queue.max_time))

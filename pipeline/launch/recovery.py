@@ -1,13 +1,16 @@
-"""What follows the end of the ranks of a job: a pure function of how they ended and of what Slurm allows."""
+"""What follows the end of the ranks of a job: a function of how they ended and of what Slurm allows, and the lines that explain it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 
 from pipeline.common.ends import End
 from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
+from pipeline.launch.rank_step import StepEnd
 
 
 class Kind(StrEnum):
@@ -163,9 +166,31 @@ def _again(now: Situation) -> Action:
 
 
 def _later(now: Situation, why: str, exclude: Sequence[str]) -> Action:
-    """Continue in a later job."""
     if now.chain:
         return Action(Kind.CHAIN, 0, why, tuple(exclude))
     if now.can_requeue:
         return Action(Kind.REQUEUE, now.code, why, tuple(exclude))
     return Action(Kind.END, now.code, f"{why}, and the job cannot be requeued: the same command continues", tuple(exclude))
+
+
+def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run_dir: Path | None, step: int) -> list[str]:
+    """Return at most five lines.
+
+    Args:
+        stage: its name.
+        ended: how the ranks ended.
+        action: what follows.
+        lost: nodes that do not answer.
+        run_dir: of a training run.
+        step: of its newest checkpoint, -1 for none.
+    """
+    first = ended.first
+    found = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
+    if first is not None and not first.final:  # the message of a final one is above
+        moment = datetime.fromtimestamp(first.time).isoformat(sep=" ", timespec="seconds")
+        what = "lost its peers" if first.follows else "failed first"
+        found.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
+        found += [f"  at {first.where}"] if first.where else []
+    found += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
+    found += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []
+    return [*found, f"{stage}: exit code {ended.code}; {action.kind}: {action.reason}"]

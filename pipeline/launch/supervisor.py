@@ -31,10 +31,9 @@ from pipeline.config import layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import allocation, chain, explanation, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
-from pipeline.launch.allocation import Allocation
+from pipeline.launch import allocation, chain, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
+from pipeline.launch.allocation import Allocation, Placement
 from pipeline.launch.deputy import Deputy
-from pipeline.launch.placement import Placement
 from pipeline.launch.recovery import Action, Kind, Situation
 from pipeline.training import request_files
 
@@ -212,7 +211,8 @@ class Supervisor:
                 has_phase=phase == self._placement.most(),
             )
         )
-        self._blamed += [host] * bool(host)
+        if host:
+            self._blamed.append(host)
         first = ended.first
         self._exclude(set(action.exclude) & set(lost), "it does not answer")
         self._exclude(set(action.exclude) - set(lost), action.reason if first is None else f"rank {first.rank}: {first.reason}")
@@ -221,7 +221,7 @@ class Supervisor:
         self._record("ranks_end", code=ended.code, step=step, progress=progress, failed=counts, **named)
         if failed:
             stage = self._arguments[0].partition("=")[2] if self._config is None else self._config.stage.name
-            print("\n".join(explanation.lines(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
+            print("\n".join(recovery.explain(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
         return action
 
     def _facts(self) -> dict[str, str]:
@@ -304,7 +304,6 @@ class Supervisor:
         return action.code
 
     def _record_action(self, action: Action) -> None:
-        """Record what the job does."""
         self._record("action", action=str(action.kind), reason=action.reason, code=action.code, exclude=list(action.exclude))
 
     def _exclude(self, nodes: Collection[str], reason: str) -> None:
@@ -314,7 +313,6 @@ class Supervisor:
             allocation.exclude(self._run_dir, nodes, reason)
 
     def _record(self, event: str, **fields: object) -> None:
-        """Record an event of a training run."""
         if self._run_dir is not None:
             events.record(self._run_dir, event, **fields)
 

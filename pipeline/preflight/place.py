@@ -1,14 +1,66 @@
-"""The nodes of a job, and which of them this process is on."""
+"""The nodes of a job, which of them this process is on, and the host names that it resolves: each name is resolved by several nodes."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks, expand_hosts, expand_tasks
+
+
+def bounded(calls: Mapping[str, Callable[[], Any]], seconds: float, otherwise: Any) -> dict[str, Any]:
+    """Run calls at once, each in a thread of its own; name -> result, or `otherwise` for one that takes longer.
+
+    The thread of such a call goes on, and does not keep the process from ending. A call that raises must not be passed.
+    """
+    results: dict[str, Any] = {}
+
+    def run(name: str, call: Callable[[], Any]) -> None:
+        results[name] = call()
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in calls.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {name: results.get(name, otherwise) for name in calls}
+
+
+#: Nodes after its own whose names a node resolves. All names on all nodes would be a million requests for 1,024 nodes.
+NEIGHBORS = 2
+
+
+def to_resolve(nodes: Sequence[str], index: int, suffix: str) -> list[str]:
+    """The names that a node resolves: the first node's, its own and those of its successors, with cluster.host_suffix.
+
+    Args:
+        nodes: of the job, in the order of their ranks.
+        index: this node's.
+        suffix: cluster.host_suffix.
+    """
+    following = [nodes[(index + step) % len(nodes)] for step in range(NEIGHBORS + 1)]
+    return list(dict.fromkeys(f"{name}{suffix}" for name in (nodes[0], *following)))
+
+
+def resolve(names: Sequence[str], seconds: float) -> dict[str, str | None]:
+    """Resolve names, all at once; name -> None, or what failed."""
+
+    def failure(name: str) -> str | None:
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    return bounded({name: partial(failure, name) for name in names}, seconds, f"no answer within {seconds:.0f} s")
 
 
 @dataclass(frozen=True)

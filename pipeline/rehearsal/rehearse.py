@@ -15,8 +15,8 @@ from typing import Self
 import numpy as np
 import torch
 
+from pipeline.checkpoint.fragments import plan
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.save_plan import plan
 from pipeline.checkpoint.saver import Outcome, Request, Saver
 from pipeline.checkpoint.staging import Snapshot, Source, Staging, staged_bytes
 from pipeline.common.errors import UserError

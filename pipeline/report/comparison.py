@@ -165,7 +165,6 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and values."""
     found: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import charts, page
+from pipeline.common.charts import unit_of
 from pipeline.common.page import Bar
-from pipeline.common.units import unit_of
 from pipeline.report.answers import Answer, answers, end, last_error, moment, short, validation
 from pipeline.report.comparison import Place, compare, differing, names_of, verdict
 from pipeline.report.history import History
@@ -180,7 +180,6 @@ def _starts(starts: Sequence[Start]) -> Table:
 
 
 def _spent(history: History) -> Table:
-    """The table of node-hours."""
     whole = history.run.node_hours or 0.0
     note = "Training: steps that count. A failure has the time after the last checkpoint of its start, and the time until it was noticed."
     rows: list[list[Any]] = [
@@ -191,7 +190,6 @@ def _spent(history: History) -> Table:
 
 
 def _seen(history: History) -> Table:
-    """The table of corpora."""
     total = sum(one.samples for one in history.seen)
     rows: list[list[Any]] = [
         [one.corpus or "all data", one.samples, one.tokens, "-" if one.epochs is None else f"{one.epochs:.3f}", Bar(one.samples, total)]

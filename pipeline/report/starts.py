@@ -236,7 +236,6 @@ class _Reader:
             start.place = " ".join(part for part in (_text(event, "host"), _text(event, "where")) if part)
 
     def _close(self, start: Start, event: dict[str, Any], code: int, *, failed: bool) -> None:
-        """A start ends."""
         start.end = start.last = event["time"]
         start.code, start.failed, start.reason = code, failed, _text(event, "reason") or start.reason
         if lost := event.get("lost"):
@@ -272,7 +271,6 @@ class _Reader:
 
 
 def _text(event: dict[str, Any], name: str) -> str:
-    """A text of an event, in one line; empty if it has none."""
     value = event.get(name)
     return " ".join(value.split()) if isinstance(value, str) else ""
 

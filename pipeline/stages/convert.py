@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint import averaged, reader
-from pipeline.checkpoint.lora_export import export_adapter
-from pipeline.checkpoint.lora_merge import open_merged
+from pipeline.checkpoint.lora_merge import export_adapter, open_merged
 from pipeline.checkpoint.newest import read_newest
 from pipeline.common import artifact, mpi
 from pipeline.common.atomic_files import report_disk_full

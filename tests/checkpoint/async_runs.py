@@ -13,9 +13,9 @@ import torch
 
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.async_save import AsyncSaver, Node
+from pipeline.checkpoint.fragments import Held, plan
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import Index, TrainState
-from pipeline.checkpoint.save_plan import Held, plan
 from pipeline.checkpoint.saver import Outcome, Request
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.config.optimizer import OptimizerConfig

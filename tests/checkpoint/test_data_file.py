@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.checkpoint import data_file
-from pipeline.checkpoint.host_buffers import through_buffers
 from pipeline.checkpoint.parts import NOT_STORED, Part, count_blocks
+from pipeline.checkpoint.save import through_buffers
 
 
 def part(name: str, count: int, kinds: dict[str, str], block_bytes: int = 64) -> Part:

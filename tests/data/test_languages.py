@@ -4,11 +4,10 @@ import pycld2
 import pytest
 
 from pipeline.common import languages
-from pipeline.common.language_codes import TABLE
-from pipeline.data.clean.document_batch import DocumentBatch
-from pipeline.data.clean.stop_words import STOP_WORDS
+from pipeline.common.languages import TABLE
+from pipeline.data.clean.counts import STOP_WORDS
+from pipeline.data.clean.document_batch import DocumentBatch, identify
 from pipeline.data.dedup.clusters import NOTHING
-from pipeline.data.language_detection import identify
 from pipeline.data.read.documents import Document
 from pipeline.data.shard import report, text_shards
 from pipeline.data.shard.process_part import KEPT, PartCounts

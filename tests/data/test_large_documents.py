@@ -21,7 +21,7 @@ from pipeline.data.clean.document_batch import DocumentBatch
 from pipeline.data.dedup import minhash
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import Document, ReadOptions
-from pipeline.data.read.formats import long_strings
+from pipeline.data.read.formats import lines
 from pipeline.data.shard.process_part import process
 from pipeline.data.shard.shuffle import Order
 from pipeline.data.words import Words
@@ -204,14 +204,14 @@ def test_a_line_with_a_long_string_is_parsed_as_any_other(text, escaped, place, 
             record = loads(bytes(line), strings)
         except orjson.JSONDecodeError as error:
             return str(error)
-        values = {name: long_strings.joined(pieces) for name, pieces in strings.items()}
+        values = {name: lines.joined(pieces) for name, pieces in strings.items()}
         return orjson.loads(orjson.dumps(_replaced(record, values)))
 
-    saved, long_strings._LONG = long_strings._LONG, 20
+    saved, lines._LONG = lines._LONG, 20
     try:
-        found = parsed(long_strings.loads)
+        found = parsed(lines.loads)
     finally:
-        long_strings._LONG = saved
+        lines._LONG = saved
     assert found == parsed(lambda given, _: orjson.loads(given))
 
 

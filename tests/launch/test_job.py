@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import UserError
 from pipeline.config import paths
 from pipeline.config.cluster import ClusterConfig
-from pipeline.launch import job, rank_step, sbatch
+from pipeline.launch import job, rank_step, submission
 from tests.helpers import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -126,7 +126,7 @@ def test_an_unquoted_yaml_time_is_refused() -> None:
 def test_submission_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="sbatch is not installed on this machine"):
-        sbatch.submit("#!/bin/bash\n")
+        submission.submit("#!/bin/bash\n")
 
 
 def test_a_range_of_nodes_is_for_training_alone() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.common import git_commit
 from pipeline.common.ends import End
-from pipeline.launch import rank_step, sbatch, slurm
+from pipeline.launch import rank_step, slurm, submission
 from pipeline.launch.recovery import Kind, Situation, decide
 from pipeline.preflight import file_system
 
@@ -151,7 +151,7 @@ def test_a_byte_that_is_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert slurm.facts("7")["JobState"] == "RUNNING"
     assert slurm.command(["squeue"]).startswith("answers n1 5* \ufffdber")
     assert slurm.answering(["n1"]) == set()
-    assert sbatch.run("#!/bin/sh\n# \udcfc", []).startswith("answers n1")
+    assert submission.run("#!/bin/sh\n# \udcfc", []).startswith("answers n1")
     assert file_system.exceeded_quotas(tmp_path)[0] == "answers n1 5* \ufffdber"
 
 

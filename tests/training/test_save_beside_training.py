@@ -25,10 +25,10 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
     """Save after three steps, train two more beside it; continue from the checkpoint. Both losses, and what changed before the update."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.async_save import AsyncSaver, Node
+    from pipeline.checkpoint.fragments import plan
     from pipeline.checkpoint.handover import Commit, LastUpdate
     from pipeline.checkpoint.native import TrainState, new_index
     from pipeline.checkpoint.reader import Checkpoint
-    from pipeline.checkpoint.save_plan import plan
     from pipeline.checkpoint.saver import Request
     from pipeline.checkpoint.writer_process import WriterProcess
     from pipeline.training import resume

@@ -25,8 +25,7 @@ from pipeline.checkpoint import native
 from pipeline.checkpoint.async_save import AsyncSaver
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Request
-from pipeline.checkpoint.sync_save import SyncSaver
+from pipeline.checkpoint.saver import Request, SyncSaver
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import CheckpointConfig

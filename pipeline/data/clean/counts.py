@@ -1,16 +1,52 @@
-"""What the rules of Gopher and FineWeb count in texts."""
+"""What the rules of Gopher and FineWeb count in texts; in a large document, the only one of its batch, a slice at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
 
+from pipeline.data import slices
 from pipeline.data.clean.document_batch import DocumentBatch
-from pipeline.data.clean.repetition import repeated
-from pipeline.data.clean.stop_words import STOP_WORDS
-from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, Spans, Words
+from pipeline.data.clean.repetition import repeated, repeated_spans
+from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, Spans, Words, is_sentence_end
+
+STOP_WORDS: dict[str, str] = {
+    "en": "the be to of and that have with is was for it in he his as on",
+    "de": "der die das und in den von zu mit sich des auf für ist im dem nicht ein eine als auch es an",
+    "fr": "le la les de des et un une du que qui dans pour pas est au en sur il ce",
+    "es": "el la los las de que y en un una por con para se del es al lo no su",
+    "it": "il la di che e un una in del per non si con le della è da i al dei",
+    "pt": "o a os as de que e um uma em do da para com não se por no na dos",
+    "nl": "de het een van en in is dat op te zijn met voor niet die aan er om ook als",
+    "pl": "i w na z do się nie że to jest o jak po przez od dla są ale oraz za",
+    "cs": "a v na se je že s z do o to i pro jako za ale by od po který",
+    "sk": "a v na sa je že s z do o to aj pre ako za ale by od po ktorý",
+    "sv": "och i att det som en på är av för med till den inte om ett de har var jag",
+    "da": "og i at det er en på til af for med den der ikke de som et har var jeg",
+    "no": "og i det er en på til av for med som at den ikke de et har var jeg om",
+    "fi": "ja on ei että se oli hän mutta ovat joka kun niin myös tai kuin ole sen olla jos mitä",
+    "et": "ja on ei et see oli ta aga kes mis ka kui või oma siis nagu ning seda pole mida",
+    "hu": "a az és hogy nem is egy ez van de meg csak volt mint ha már még el azt ki",
+    "ro": "și de la în a o un cu pe care nu este din să mai pentru se că ca ce ши де ла ын а ку каре ну есте дин сэ май пентру кэ че",
+    "bg": "и на да се в за не от с че е са по но като до ще как това към",
+    "hr": "i u je se na da su za od s ne što kao ili koji o iz ali bi po",
+    "sl": "in je v na se da so za z ne ki pa kot ali tudi od po iz bi če",
+    "lt": "ir kad į yra su iš o tai kaip bet buvo už jis apie ar nuo nes tik dar po",
+    "lv": "un ir ka ar no par uz kas bet to arī kā tas vai tika nav lai pie pēc jau",
+    "el": "και το να του η της με για που την τα στο από είναι δεν τον ο οι των θα",
+    "ru": "и в не на что с он как это по но из у за от так же для то все",
+    "uk": "і в не на що з та як це до у за від але для по так він його й",
+    "tr": "ve bir bu için da de ile çok ne daha olarak gibi kadar olan var en ama her ki o",
+    "ga": "an na a agus i ar ag is go le do sé ní bhí ach sin mé tá leis",
+    "mt": "li ta u il l f għal ma minn din dan kien jew fuq hija bil kull dawn huwa biex",
+    "ca": "el la els les de que i en un una per amb no es del al a és com més",
+    "eu": "eta da ez du bat ere zen dira baina izan hori dute dela egin beste ditu edo zuen bere hau",
+    "gl": "o a os as de que e un unha en do da para con non se por no na dos",
+}
+"""Label of a language (common/languages.py) -> words, separated by spaces; Romanian in both scripts."""
+
 
 Counts = dict[str, np.ndarray]
 """Name -> (texts,)."""
@@ -161,3 +197,81 @@ def _stop_word_table() -> tuple[Lookup, np.ndarray, dict[str, int]]:
     assert len(hashes) == len(every), "each stop word must be a single word"
     belongs = np.array([[word in listed for listed in split.values()] for word in every])
     return Lookup(hashes, bits=16), belongs[np.argsort(hashes)], {code: number for number, code in enumerate(split)}
+
+
+_BULLETS = frozenset(map(chr, BULLETS))
+
+
+def large_gopher(batch: DocumentBatch) -> Counts:
+    """What Gopher's rules are about: name -> (1,)."""
+    (text,) = batch.texts
+    total: Counts = {}
+    tokens = _Tokens()
+    for words in slices.between_words(text):
+        of_slice = of_words(words, batch.languages, every=True)
+        total = {name: total.get(name, 0) + count for name, count in of_slice.items()}
+        tokens.add(words)
+    total["has_stop_words"] = total.get("has_stop_words", np.zeros(1)) > 0
+    spans = batch.lines.spans
+    bullets = sum(text[start] in _BULLETS for start in _values(spans.starts))
+    open_lines = sum(text[end - 1] == "…" or text[max(0, end - 3) : end] == "..." for end in _values(spans.ends))
+    found = {"lines": len(spans), "bullets": bullets, "open_lines": open_lines, "tokens": tokens.number, "lettered_tokens": tokens.lettered}
+    return {**total, **{name: np.array([count]) for name, count in found.items()}}
+
+
+def large_sentences(batch: DocumentBatch) -> np.ndarray:
+    """The number of sentences: (1,)."""
+    return np.sum([sentences(words) for words in slices.between_words(batch.texts[0])], axis=0)
+
+
+def large_fineweb(batch: DocumentBatch, short_line: np.ndarray) -> Counts:
+    """What FineWeb's rules are about: name -> (1,)."""
+    (text,), spans = batch.texts, batch.lines.spans
+    short = np.flatnonzero(spans.lengths <= short_line[0])
+    columns = (_columns(text[start:end]) for start, end in zip(_values(spans.starts[short]), _values(spans.ends[short]), strict=True))
+    return {
+        "words": np.array([sum(len(words.spans) for words in slices.between_words(text))]),
+        "newlines": np.array([text.count("\n")]),
+        "lines": np.array([len(spans)]),
+        "closed": np.array([sum(is_sentence_end(text[end - 1]) for end in _values(spans.ends))]),
+        "short": np.array([sum(width <= short_line[0] for width in columns)]),
+        "repeated_characters": repeated_spans(text, spans)[1],
+    }
+
+
+class _Tokens:
+    """Counts the tokens of a text, and those with a letter; a slice may end within a token.
+
+    Attributes:
+        number, lettered: the counts.
+    """
+
+    def __init__(self) -> None:
+        self.number = self.lettered = 0
+        self._open: bool | None = None  # whether the token at the end of the last slice has a letter; None if none reaches it
+
+    def add(self, words: Words) -> None:
+        """Count those of the next slice."""
+        spans = words.tokens
+        if not len(spans):
+            self._open = None
+            return
+        lettered = with_letter(words, spans)
+        self.number += len(spans)
+        self.lettered += int(lettered.sum())
+        if self._open is not None and spans.starts[0] == 0:
+            self.number -= 1
+            self.lettered -= bool(self._open and lettered[0])
+            lettered[0] |= self._open
+        self._open = bool(lettered[-1]) if words.kinds[len(words.kinds) - 2] & SPACE == 0 else None
+
+
+def _columns(line: str) -> int:
+    """The width of a line in columns, as counts.py has it."""
+    return len(line) if line.isascii() else len(line) + sum("\u2e80" <= character <= "\uffe6" for character in line)
+
+
+def _values(positions: np.ndarray) -> Iterator[int]:
+    """Yield positions as int, without a list of all."""
+    for first in range(0, len(positions), slices.SLICE):
+        yield from positions[first : first + slices.SLICE].tolist()

@@ -8,9 +8,8 @@ import numpy as np
 
 from pipeline.config.cleaning import RepetitionStep
 from pipeline.data import slices
-from pipeline.data.clean import large_repetition
-from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
-from pipeline.data.clean.limits import Limits
+from pipeline.data.clean import repeated_ngrams
+from pipeline.data.clean.document_batch import DocumentBatch, Limits, Step, Verdict, drop
 from pipeline.data.clean.repeated_ngrams import ChosenWords, grouped
 from pipeline.data.words import Spans, Words, ngrams
 
@@ -31,7 +30,7 @@ def repetition(knobs: RepetitionStep) -> Step:
             count, size = repeated_spans(batch.texts[0], spans) if large else repeated(batch.words, spans)
             faults.append((count > share * np.maximum(np.diff(spans.offsets), 1), f"repeated {what}"))
             faults.append((size > part * characters, f"characters in repeated {what}"))
-        ngrams_of = large_repetition.faults if large else _ngrams
+        ngrams_of = repeated_ngrams.faults if large else _ngrams
         return drop(batch, [*faults, *ngrams_of(batch, limits["top_ngrams"], limits["long_ngrams"])])
 
     return step

@@ -24,7 +24,7 @@ from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, drops, limits, report, shards, spill
+from pipeline.data.shard import dropped, limits, report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import Pool, contained
@@ -32,7 +32,7 @@ from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
 
-INTERMEDIATE = (spill.SUFFIX, drops.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
+INTERMEDIATE = (spill.SUFFIX, dropped.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
 """Suffixes of the files of a part, besides its completion record."""
 
 
@@ -202,11 +202,11 @@ class ShardPasses:
         """
         saved = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
         if saved:
-            drop, origin = drops.load(pool)
+            drop, origin = dropped.load(pool)
             return clusters.from_json(saved["found"], drop, origin), [ShardPlan(**shard) for shard in saved["shards"]]
         duplicated = self._duplicates(pool)
         plan = self._plan(pool, duplicated, counts)
-        drops.save(pool, duplicated)
+        dropped.save(pool, duplicated)
         self._comm.barrier()
         if self._comm.rank == 0:
             self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [asdict(shard) for shard in plan]})
