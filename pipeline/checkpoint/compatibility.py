@@ -23,6 +23,26 @@ from pipeline.models import config_classes
 from pipeline.models.rope import extended
 
 log = logging.getLogger("pipeline")
+#: Keys of the head of an encoder.
+_HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
+#: Parts of the configuration whose changes are not named at a resume: they do not change training, or may not differ.
+_NOT_OF_TRAINING = frozenset(
+    {
+        "run_dir",
+        "stage",
+        "model",
+        "clean",
+        "dedup",
+        "evaluation",
+        "cluster",
+        "submit",
+        "certify",
+        "tracking",
+        "dry_run",
+    }  # clean, dedup: stage=shard
+)
+#: Settings of lora that decide which weights a run has, and trains.
+_ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
 
 
 def fingerprint_of(config: Mapping[str, Any], checkpoint: Path | None = None) -> str | None:
@@ -61,28 +81,6 @@ def _folder_of(config: Mapping[str, Any], checkpoint: Path | None) -> Path:
     if checkpoint is not None and config.get("stage", {}).get("name") == "convert":
         return checkpoint.resolve().parent.parent / IMPORTED
     return Path(config.get("tokenizer", {}).get("path", ""))
-
-
-#: Keys of the head of an encoder.
-_HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
-#: Parts of the configuration whose changes are not named at a resume: they do not change training, or may not differ.
-_NOT_OF_TRAINING = frozenset(
-    {
-        "run_dir",
-        "stage",
-        "model",
-        "clean",
-        "dedup",
-        "evaluation",
-        "cluster",
-        "submit",
-        "certify",
-        "tracking",
-        "dry_run",
-    }  # clean, dedup: stage=shard
-)
-#: Settings of lora that decide which weights a run has, and trains.
-_ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
 
 
 class TrainingData(Protocol):

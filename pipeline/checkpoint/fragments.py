@@ -16,6 +16,9 @@ from pipeline.layers.nf4 import NF4Weight
 from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel.pieces import Piece
 
+#: Name of a dtype in safetensors.
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
 
 @dataclass(frozen=True)
 class Held:
@@ -103,10 +106,6 @@ def _element_bytes(fragment: Held) -> int:
 def _part(fragment: Held, first: int, last: int) -> Part:
     block = block_bytes(fragment.shape, fragment.sliced_dim, ITEM_SIZE[fragment.dtypes["weight"]])
     return Part(fragment.name, fragment.shape, fragment.box, fragment.start + first, last - first, block, fragment.dtypes)
-
-
-#: Name of a dtype in safetensors.
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 @dataclass(frozen=True)

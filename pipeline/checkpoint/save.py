@@ -26,6 +26,9 @@ log = logging.getLogger("pipeline")
 
 #: Bytes of each of the two pinned buffers that a tensor of a GPU passes through.
 BOUNCE = 32 << 20
+#: Bytes of weights at which a file of full weights is written.
+_MOST = 512 << 20
+_THEN = "checkpoint.resume=auto continues"
 
 
 class Event(Protocol):
@@ -71,11 +74,6 @@ def through_buffers(flat: Tensor, buffers: Sequence[Tensor], copied: Sequence[Ev
         if number + 1 < len(chunks):
             begin(number + 1)
         yield buffers[number % 2][: len(chunk)].numpy().data
-
-
-#: Bytes of weights at which a file of full weights is written.
-_MOST = 512 << 20
-_THEN = "checkpoint.resume=auto continues"
 
 
 def file_name(rank: int) -> str:

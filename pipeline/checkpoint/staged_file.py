@@ -33,6 +33,8 @@ _MANTISSA, _MARGIN = 23, 3
 _BITS = 40
 #: Elements that are examined at a time.
 _EXAMINED = 1 << 18
+#: Bytes that are verified, hashed and written at a time.
+_CHUNK = 4 << 20
 
 
 def word_sum(data: memoryview | npt.NDArray[np.uint8], item_size: int) -> int:
@@ -97,10 +99,6 @@ def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
     """Divide `size` bytes: (first, last + 1) of each chunk of at most `most` bytes."""
     for start in range(0, size, most):
         yield start, min(start + most, size)
-
-
-#: Bytes that are verified, hashed and written at a time.
-_CHUNK = 4 << 20
 
 
 class NotFiniteError(ValueError):

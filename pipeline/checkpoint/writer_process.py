@@ -23,6 +23,8 @@ from pipeline.checkpoint.handover import Abandon, Committed, Failed, Member, Sav
 IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 #: Seconds that the end of the process is waited for.
 _END = 10.0
+#: Seconds within which a rank connects to the writer that the first rank of its node has started.
+_CONNECT = 20.0
 
 
 class WriterProcess:
@@ -132,10 +134,6 @@ class WriterProcess:
             return self._process.wait(_END)
         except subprocess.TimeoutExpired:
             return None
-
-
-#: Seconds within which a rank connects to the writer that the first rank of its node has started.
-_CONNECT = 20.0
 
 
 class WriterEndedError(OSError):

@@ -35,6 +35,10 @@ log = logging.getLogger("pipeline")
 FILE = "multirun.yaml"
 
 Load = Callable[[DictConfig, list[str]], DictConfig]
+#: Settings with which points may have different tokenizers.
+_TOKENS = ("tokenizer", "data.tokens", "data.blend", "model.vocab_size")
+#: Seconds between the first looks at the queue, and between all later ones.
+_FIRST, _LATER = (1.0, 2.0, 4.0, 8.0, 15.0), 30.0
 
 
 class MultirunFile:
@@ -224,13 +228,6 @@ def without_hydra(composed: DictConfig) -> DictConfig:
     with open_dict(task):
         del task["hydra"]
     return task
-
-
-#: Settings with which points may have different tokenizers.
-_TOKENS = ("tokenizer", "data.tokens", "data.blend", "model.vocab_size")
-
-#: Seconds between the first looks at the queue, and between all later ones.
-_FIRST, _LATER = (1.0, 2.0, 4.0, 8.0, 15.0), 30.0
 
 
 def searches(config: DictConfig) -> bool:

@@ -34,6 +34,8 @@ _DEFAULTS = {
     "parallel.layers_per_stage": "[]",
     "training.activation_checkpointing": "none",
 }
+Planned = Callable[[int], Sequence[Sequence[str]]]
+"""Number of nodes -> the planner's layouts, fastest first, each as settings of the command line; empty if none is legal and fits."""
 
 
 class PlannedLayouts:
@@ -94,10 +96,6 @@ def _complete(settings: Sequence[str]) -> list[str]:
     """The settings of a layout with those that it leaves at their defaults, which the configuration may have otherwise."""
     named = {word.partition("=")[0] for word in settings}
     return [*settings, *(f"{key}={value}" for key, value in _DEFAULTS.items() if key not in named)]
-
-
-Planned = Callable[[int], Sequence[Sequence[str]]]
-"""Number of nodes -> the planner's layouts, fastest first, each as settings of the command line; empty if none is legal and fits."""
 
 
 class LegalLayouts:

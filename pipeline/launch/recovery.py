@@ -12,6 +12,11 @@ from pipeline.common.ends import End
 from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
 from pipeline.launch.rank_step import StepEnd
 
+#: Exit code of ranks that refuse their configuration or inputs.
+_INVALID = 2
+#: A job with less time until its limit is not worth another start of its ranks, seconds.
+LEAST_SECONDS = 180.0
+
 
 class Kind(StrEnum):
     """What a job does after its ranks have ended.
@@ -89,12 +94,6 @@ class Situation:
     stopped: bool = False
     phase: int | None = None
     has_phase: bool = False
-
-
-#: Exit code of ranks that refuse their configuration or inputs.
-_INVALID = 2
-#: A job with less time until its limit is not worth another start of its ranks, seconds.
-LEAST_SECONDS = 180.0
 
 
 def decide(now: Situation) -> Action:

@@ -23,6 +23,11 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
 
+#: Where the flight recorder writes, below run_dir: a file for each rank, whose name ends with the rank.
+FLIGHT_RECORDER = "flight_recorder/rank_"
+#: Variable of a job whose text has run the modules and lines of a cluster: its name.
+READY = "PIPELINE_SITE"
+
 
 @dataclass(frozen=True)
 class Default:
@@ -58,8 +63,6 @@ NVIDIA_DEFAULTS = {
         ("PYTORCH_ALLOC_CONF",),
     ),
 }
-#: Where the flight recorder writes, below run_dir: a file for each rank, whose name ends with the rank.
-FLIGHT_RECORDER = "flight_recorder/rank_"
 
 
 def complete(environment: MutableMapping[str, str], config: RunConfig) -> None:
@@ -85,10 +88,6 @@ def add(environment: MutableMapping[str, str], defaults: Mapping[str, Default]) 
     for name, default in defaults.items():
         if not any(environment.get(each) for each in (name, *default.others)):
             environment[name] = default.value
-
-
-#: Variable of a job whose text has run the modules and lines of a cluster: its name.
-READY = "PIPELINE_SITE"
 
 
 def shell_lines(cluster: ClusterConfig, stage: str) -> list[str]:

@@ -43,6 +43,8 @@ _VARIABLES = (
     r"(NCCL|RCCL|GLOO|UCX|FI|MPICH|MPIR_CVAR|OMPI_MCA|OMP|MKL|CUDA|HIP|ROCR|TORCH|PYTORCH|PIPELINE|SLURM)_|(LOADEDMODULES|VIRTUAL_ENV)$"
 )
 _SECRET = r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|JWT"
+#: A user's own folder is a few groups of files; more is another folder, such as the root of a file system.
+MOST_FILES = 2000
 
 
 def name() -> str:
@@ -156,10 +158,6 @@ def _code(partial: Path) -> dict[str, Any]:
 def _write(file: Path, content: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
-
-
-#: A user's own folder is a few groups of files; more is another folder, such as the root of a file system.
-MOST_FILES = 2000
 
 
 def hashed(folder: Path, own: Sequence[Path]) -> Path:

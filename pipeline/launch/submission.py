@@ -23,6 +23,17 @@ _NO_SLURM = Violation(
     "the command sbatch is not installed on this machine",
     "run it on a login node of the cluster (tools/devcluster start launches a local cluster and prints SLURM_CONF)",
 )
+#: What Slurm says -> the key that it is about, and the option of sbatch.
+_REJECTIONS = (
+    (r"invalid partition|partition specified", "partition", "partition"),
+    (r"account", "account", "account"),
+    (r"qos", "qos", "qos"),
+    (r"time limit|TIME_LIMIT", "time", "time"),
+    (r"memory", "memory", "mem"),
+    (r"gres|gpu", "gpus_per_node", "gpus-per-node"),
+    (r"node count|too many nodes", "nodes", "nodes"),
+    (r"option|feature", "sbatch", ""),
+)
 
 
 def _environment(text: str, environment: Mapping[str, str] | None) -> dict[str, str]:
@@ -61,19 +72,6 @@ def run(text: str, options: Sequence[str], environment: Mapping[str, str] | None
     if result.returncode != 0:
         raise UserError([rejection(result.stderr.decode(errors="replace") or f"exit code {result.returncode}", text)])
     return result.stdout.decode(errors="replace")
-
-
-#: What Slurm says -> the key that it is about, and the option of sbatch.
-_REJECTIONS = (
-    (r"invalid partition|partition specified", "partition", "partition"),
-    (r"account", "account", "account"),
-    (r"qos", "qos", "qos"),
-    (r"time limit|TIME_LIMIT", "time", "time"),
-    (r"memory", "memory", "mem"),
-    (r"gres|gpu", "gpus_per_node", "gpus-per-node"),
-    (r"node count|too many nodes", "nodes", "nodes"),
-    (r"option|feature", "sbatch", ""),
-)
 
 
 def rejection(message: str, text: str) -> Violation:

@@ -24,6 +24,12 @@ from pipeline.report.table import plain
 
 #: Files in the folder of the sweep.
 MARKDOWN, JSON = "table.md", "table.json"
+#: State of a point whose run directory has no file of a run.
+NOT_STARTED = "not started"
+#: States of a run whose end the manifest may know better: a point that was started again here, and failed before it wrote an event.
+_ENDED = (State.STOPPED, State.FAILED, State.SILENT)
+#: States of a run that needs a job.
+_ALIVE = (State.RUNNING, State.STARTING)
 
 
 @dataclass(frozen=True)
@@ -155,14 +161,6 @@ def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
 def _with_error(loss: float | None, error: float | None) -> str:
     """A loss with its standard error, if it has one."""
     return "" if loss is None else f"{loss:.4f}" + (f" +- {error:.4f}" if error else "")
-
-
-#: State of a point whose run directory has no file of a run.
-NOT_STARTED = "not started"
-#: States of a run whose end the manifest may know better: a point that was started again here, and failed before it wrote an event.
-_ENDED = (State.STOPPED, State.FAILED, State.SILENT)
-#: States of a run that needs a job.
-_ALIVE = (State.RUNNING, State.STARTING)
 
 
 @dataclass(frozen=True)

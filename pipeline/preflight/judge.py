@@ -22,6 +22,9 @@ FREE_INODES = 1000
 SLOW_WRITE = 5.0
 #: Largest difference of a clock from the median, seconds. NTP keeps milliseconds; the reading itself has the error of a collective.
 CLOCK_SKEW = 1.0
+#: Up to so many nodes the table has every check of every node; of more, the bad ones, and one line for each check.
+ALL_ROWS = 16
+HEADER = ("node", "check", "value", "median", "verdict")
 
 
 @dataclass(frozen=True)
@@ -274,11 +277,6 @@ def _median(values: Iterable[float | None]) -> float:
     """The median of what is known, 0 if nothing is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else 0.0
-
-
-#: Up to so many nodes the table has every check of every node; of more, the bad ones, and one line for each check.
-ALL_ROWS = 16
-HEADER = ("node", "check", "value", "median", "verdict")
 
 
 def table(findings: Sequence[Finding], nodes: Sequence[str], bad: Mapping[str, str]) -> str:

@@ -30,6 +30,8 @@ from pipeline.preflight import file_system, gpu_query, node_result, place, speed
 from pipeline.preflight.place import Place, bounded, pairings
 
 log = logging.getLogger("pipeline")
+#: Share of the time limit that checks of this node may take: of the file system, the name server, nvidia-smi.
+_LOCAL_SHARE = 0.5
 
 
 def _address(step: str, node: str) -> str:
@@ -89,10 +91,6 @@ def send(step: str, node: str, result: dict[str, Any], seconds: float) -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-#: Share of the time limit that checks of this node may take: of the file system, the name server, nvidia-smi.
-_LOCAL_SHARE = 0.5
 
 
 class Preflight:

@@ -20,6 +20,11 @@ from pipeline.common.atomic_files import atomic_file
 #: Providers of libfabric that are sockets of the kernel.
 _SOCKET_PROVIDERS = ("tcp", "sockets", "udp", "net")
 SOCKET = "Socket"
+Result = dict[str, Any]
+#: What a node has done, in this order; its file names the last one.
+PHASES = ("started", "local", "connected", "inside", "between", "complete")
+#: Begins the line of standard output that holds the result of a node which could not write its file.
+MARK = "preflight-result "
 
 
 @dataclass(frozen=True)
@@ -90,13 +95,6 @@ def refused(network: Network, fabric: str | None) -> str | None:
     if chosen.startswith(promised) or promised.endswith(chosen) or promised == (network.provider or "").lower():
         return None
     return f"NCCL uses {network} between nodes, not {fabric}"
-
-
-Result = dict[str, Any]
-#: What a node has done, in this order; its file names the last one.
-PHASES = ("started", "local", "connected", "inside", "between", "complete")
-#: Begins the line of standard output that holds the result of a node which could not write its file.
-MARK = "preflight-result "
 
 
 def step_id(environment: Mapping[str, str] = os.environ) -> str:

@@ -14,6 +14,9 @@ from typing import Any
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks, expand_hosts, expand_tasks
 
+#: Nodes after its own whose names a node resolves. All names on all nodes would be a million requests for 1,024 nodes.
+NEIGHBORS = 2
+
 
 def bounded(calls: Mapping[str, Callable[[], Any]], seconds: float, otherwise: Any) -> dict[str, Any]:
     """Run calls at once, each in a thread of its own; name -> result, or `otherwise` for one that takes longer.
@@ -32,10 +35,6 @@ def bounded(calls: Mapping[str, Callable[[], Any]], seconds: float, otherwise: A
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return {name: results.get(name, otherwise) for name in calls}
-
-
-#: Nodes after its own whose names a node resolves. All names on all nodes would be a million requests for 1,024 nodes.
-NEIGHBORS = 2
 
 
 def to_resolve(nodes: Sequence[str], index: int, suffix: str) -> list[str]:

@@ -18,6 +18,13 @@ from pipeline.report import run_files
 from pipeline.report.run import Run
 
 T = TypeVar("T")
+#: Most losses of a block: a spike is a loss more than SPIKE robust standard deviations above the median of the block before.
+BLOCK, SPIKE = 100, 8.0
+#: Steps of the two means that are compared at the end of a run, at most.
+TREND_STEPS = 500
+#: What became of node-hours, besides failures.
+TRAINING, START_UP, BETWEEN, REST = "training", "start-up", "between starts, preflight and spare nodes", "validation and checkpoints"
+_UNKNOWN_START_UP = "start-up, validation and checkpoints"
 
 
 @dataclass(frozen=True)
@@ -88,15 +95,6 @@ def _known(kind: type[T], values: Mapping[str, Any]) -> T:
     """A dataclass from the values that it knows: another version may have written more."""
     names = {item.name for item in dataclasses.fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})
-
-
-#: Most losses of a block: a spike is a loss more than SPIKE robust standard deviations above the median of the block before.
-BLOCK, SPIKE = 100, 8.0
-#: Steps of the two means that are compared at the end of a run, at most.
-TREND_STEPS = 500
-#: What became of node-hours, besides failures.
-TRAINING, START_UP, BETWEEN, REST = "training", "start-up", "between starts, preflight and spare nodes", "validation and checkpoints"
-_UNKNOWN_START_UP = "start-up, validation and checkpoints"
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ _ELLIPSIS = ord("…")
 _SPANS = 1 << 16
 """Spans whose intermediate results are in memory at once."""
 _QUOTES = np.array([ord(character) for character in "…”’“」』"])
+_BULLETS = frozenset(map(chr, BULLETS))
 
 
 def _per_text(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -197,9 +198,6 @@ def _stop_word_table() -> tuple[Lookup, np.ndarray, dict[str, int]]:
     assert len(hashes) == len(every), "each stop word must be a single word"
     belongs = np.array([[word in listed for listed in split.values()] for word in every])
     return Lookup(hashes, bits=16), belongs[np.argsort(hashes)], {code: number for number, code in enumerate(split)}
-
-
-_BULLETS = frozenset(map(chr, BULLETS))
 
 
 def large_gopher(batch: DocumentBatch) -> Counts:

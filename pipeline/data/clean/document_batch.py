@@ -19,6 +19,15 @@ from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
+SAMPLE_CHARACTERS = (600, 10_000)
+"""Sample sizes, taken from the middle of a text because its ends are often headings and imprints. CLD2's time grows with the length; the
+larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
+CLEAR = 0.8
+UNKNOWN = (languages.UNKNOWN, 0.0)
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
+BATCH_CHARACTERS = 1 << 18
+"""Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
+
 
 class Limits:
     """The thresholds of a step for the documents of a batch.
@@ -37,15 +46,6 @@ class Limits:
         if not own:
             return np.broadcast_to(np.array(general), (len(self._batch.texts), *np.shape(general)))
         return np.array([own.get(label, general) for label, _ in self._batch.languages])
-
-
-SAMPLE_CHARACTERS = (600, 10_000)
-"""Sample sizes, taken from the middle of a text because its ends are often headings and imprints. CLD2's time grows with the length; the
-larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
-
-CLEAR = 0.8
-UNKNOWN = (languages.UNKNOWN, 0.0)
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
 
 
 def identify(text: str) -> tuple[str, float]:
@@ -74,10 +74,6 @@ def _largest(sample: str) -> tuple[str, float]:
             return UNKNOWN
     _, code, percent, _ = detected[0]
     return languages.normalized(code), percent / 100
-
-
-BATCH_CHARACTERS = 1 << 18
-"""Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
 
 
 class Verdict(NamedTuple):

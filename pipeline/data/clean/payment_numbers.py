@@ -17,16 +17,8 @@ _THING = re.compile(
     re.IGNORECASE,
 )
 _CJK_THING = re.compile(r"(?:订单|訂單|注文|発注|伝票|快递|运单|주문|송장|运单)(?:号码?|番号|번호)?[\s:：]{0,3}$|第$")
-
-
-def numbers_a_thing(text: str, start: int) -> bool:
-    """Whether the word before a number says that it is the number of a thing."""
-    before = text[max(0, start - 40) : start]
-    return _THING.search(before) is not None or _CJK_THING.search(before) is not None
-
-
 _GAP = r"(?P<gap>[ \u00a0\u202f-])"
-_NUMBER = re.compile(
+_CARD_NUMBER = re.compile(
     rf"[2-6]\d{{3}}(?:{_GAP}(?:\d{{4}}(?P=gap)\d{{4}}(?P=gap)\d{{4}}(?:(?P=gap)\d{{3}})?|\d{{6}}(?P=gap)\d{{4,5}})|\d{{8,15}})"
     r"(?![A-Za-z0-9_\u00c0-\u024f]|[.,/:-]\d)"
 )
@@ -46,11 +38,19 @@ _CUE = re.compile(
 _CUE_AFTER = re.compile(r"[\s,;(]{0,3}(?:cvv|cvc|cvn|exp\b|exp[.i]|valid|gültig|(?:0[1-9]|1[0-2])[/-]\d\d(?!\d|-))", re.IGNORECASE)
 _ROW_BEFORE = re.compile(r"\d[ \t]+$")
 _ROW_AFTER = re.compile(r"[ \t]+[-+(.]?\d")
+_IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
+_SMALL_IBAN = re.compile(r"(?i:\biban\b\W{0,4})(?P<number>[a-z]{2}\d{2}(?:[ \u00a0-]?[a-z0-9]){11,30})")
+
+
+def numbers_a_thing(text: str, start: int) -> bool:
+    """Whether the word before a number says that it is the number of a thing."""
+    before = text[max(0, start - 40) : start]
+    return _THING.search(before) is not None or _CJK_THING.search(before) is not None
 
 
 def card_spans(text: str) -> list[tuple[int, int]]:
     """The spans of card numbers, in order."""
-    return [match.span() for match in _NUMBER.finditer(text) if _is_card(text, match)]
+    return [match.span() for match in _CARD_NUMBER.finditer(text) if _is_card(text, match)]
 
 
 def _is_card(text: str, match: re.Match[str]) -> bool:
@@ -64,10 +64,6 @@ def _is_card(text: str, match: re.Match[str]) -> bool:
     if cue:
         return not _BEFORE.search(before) or before[-1] in "=#"
     return not (_BEFORE.search(before) or _ROW_BEFORE.search(before) or _ROW_AFTER.match(text, end) or numbers_a_thing(text, start))
-
-
-_IBAN = re.compile(r"[A-Z](?<![A-Za-z0-9].)[A-Z]\d{2}(?:[ \u00a0-]?[A-Z0-9]){11,30}")
-_SMALL_IBAN = re.compile(r"(?i:\biban\b\W{0,4})(?P<number>[a-z]{2}\d{2}(?:[ \u00a0-]?[a-z0-9]){11,30})")
 
 
 def iban_spans(text: str) -> list[tuple[int, int]]:

@@ -16,6 +16,8 @@ from pipeline.data.words import Words, mix, ngrams
 
 _MULTIPLIER = ngrams(np.array([1, 0], dtype=np.uint64), 2)[0]
 """What ngrams multiplies the hash of an n-gram by before it adds that of the next word."""
+Faults = list[tuple[np.ndarray, str]]
+_WORD = np.dtype([("hash", "<u8"), ("start", "<i4"), ("end", "<i4")])
 
 
 class ChosenWords:
@@ -115,11 +117,6 @@ def grouped(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     np.equal(ordered[1:], ordered[:-1], out=equal[1:-1])
     several = np.flatnonzero(equal[1:] | equal[:-1])
     return order[several], np.flatnonzero(~equal[several])
-
-
-Faults = list[tuple[np.ndarray, str]]
-
-_WORD = np.dtype([("hash", "<u8"), ("start", "<i4"), ("end", "<i4")])
 
 
 def faults(batch: DocumentBatch, top: np.ndarray, long: np.ndarray) -> Faults:

@@ -26,6 +26,8 @@ from pipeline.data.tokenize import token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder, warn_of_spelled
 
 log = logging.getLogger("pipeline")
+#: Maximum number of unusable lines that the log and messages list.
+_SHOWN = 10
 
 
 class SequenceIndex:
@@ -148,10 +150,6 @@ def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dic
         writer.add(part.tokens, part.lengths)
         places = writer.close(arrays, **about, **encoder.totals)
     return artifact.entry(path, **places, **about, notes=asdict(part.notes))
-
-
-#: Maximum number of unusable lines that the log and messages list.
-_SHOWN = 10
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,10 @@ from pipeline.data.read.streams import Section, is_remote
 
 _SPLITTABLE = ("lines", "json_values", "parquet")
 _OPENING_BYTES = 4096  # opening a file costs about as much as reading this
+BLOCKS, BLOCK_BYTES = 8, 1 << 14
+"""The content of a file is sampled in this many blocks, evenly spaced from its first to its last byte: files up to 128 kB in full."""
+_THREADS = 8
+"""Concurrent reads of a rank: a parallel file system has a high latency per file, but serves many files in parallel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,13 +246,6 @@ def _corpus(
     if violations:
         raise UserError(violations)
     return [by_name[name] for name in sorted(by_name)]
-
-
-BLOCKS, BLOCK_BYTES = 8, 1 << 14
-"""The content of a file is sampled in this many blocks, evenly spaced from its first to its last byte: files up to 128 kB in full."""
-
-_THREADS = 8
-"""Concurrent reads of a rank: a parallel file system has a high latency per file, but serves many files in parallel."""
 
 
 def content(comm: Comm, sources: Sequence[InputFile]) -> str:

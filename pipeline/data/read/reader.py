@@ -18,6 +18,11 @@ from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOpti
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.streams import BUFFER_BYTES, MAGIC, CheckError, CutError, DamageError, Decompressed, Section, is_remote, open_raw
 
+_ONE_DOCUMENT = ("text", "html")
+"""Formats of which damage anywhere loses the whole file."""
+_GOES_ON = {"lines": b"", "json_values": b"", "warc": b"WARC/"}
+"""Formats that are read on behind damage -> what the data of a compressed member begins with where they are."""
+
 
 def sections(path: str, compression: str, begins: bytes | None) -> list[Section]:
     """Decompress a file and return its sections, each but perhaps the last with the damage behind it.
@@ -70,14 +75,6 @@ def _next_member(handle: IO[bytes], compression: str, start: int, begins: bytes)
                 return start
         start += 1
     return None
-
-
-_ONE_DOCUMENT = ("text", "html")
-"""Formats of which damage anywhere loses the whole file."""
-
-
-_GOES_ON = {"lines": b"", "json_values": b"", "warc": b"WARC/"}
-"""Formats that are read on behind damage -> what the data of a compressed member begins with where they are."""
 
 
 def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[Document | Bad | Skipped | Unchecked]:

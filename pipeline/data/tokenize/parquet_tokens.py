@@ -28,6 +28,10 @@ log = logging.getLogger("pipeline")
 
 Files = dict[str, dict[str, Any]]
 """File name -> manifest entry."""
+GROUP_TOKENS = 1 << 22
+"""Approximate number of tokens per row group; a document is not split over row groups."""
+Shards = tuple[Path, Manifest]
+"""The folder of shards, and its manifest."""
 
 
 def convert_parts(
@@ -65,14 +69,6 @@ def convert_parts(
             artifact.write(folder, Manifest(key_and_stage[1], settings, files, totals(files)))
             unfinished.clear()
             log.info("convert_tokens: wrote %s (%s files)", folder, len(files))
-
-
-GROUP_TOKENS = 1 << 22
-"""Approximate number of tokens per row group; a document is not split over row groups."""
-
-
-Shards = tuple[Path, Manifest]
-"""The folder of shards, and its manifest."""
 
 
 def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text: Shards | None) -> dict[str, dict[str, Any]]:

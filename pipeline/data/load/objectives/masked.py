@@ -19,6 +19,11 @@ from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
 from pipeline.models.config import MaskedModelConfig
 
+#: The counter of a sample's own random words; masking uses the position, which is smaller.
+_SAMPLE_COUNTER = 1 << 40
+#: A segment, a second one, and whether the second follows the first in its document.
+SegmentPair = tuple[np.ndarray, np.ndarray, bool]
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -169,13 +174,6 @@ def mask(
     drawn = ~stays & (chance < rates.keep + rates.random)
     changed = np.where(chosen & ~stays, np.where(drawn, random, tokens.dtype.type(vocabulary.mask)), tokens)
     return changed, np.where(chosen, tokens.astype(np.int32), np.int32(IGNORE))
-
-
-#: The counter of a sample's own random words; masking uses the position, which is smaller.
-_SAMPLE_COUNTER = 1 << 40
-
-#: A segment, a second one, and whether the second follows the first in its document.
-SegmentPair = tuple[np.ndarray, np.ndarray, bool]
 
 
 def other_samples(samples: np.ndarray, epoch: int, seed: int) -> np.ndarray:

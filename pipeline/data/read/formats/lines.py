@@ -34,6 +34,8 @@ _PLACEHOLDER = "\x7flong string %d " + " " * META_BYTES  # as the string itself,
 # A piece of a string that ends neither within an escape nor within a surrogate pair.
 _PIECE = re.compile(rb'(?:[^"\\]{1,64}+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u[0-9a-fA-F]{4}|\\[^u]){1,128}+')
 _COLON = re.compile(rb"\s*:")
+_SKIPPED_BYTES = 1 << 20
+Record = tuple[str, dict[str, Any]]
 
 
 def loads(line: bytes, strings: dict[str, list[bytes]]) -> Any:
@@ -111,9 +113,6 @@ def _unescaped(line: bytes, start: int, end: int) -> list[bytes]:
     return content
 
 
-_SKIPPED_BYTES = 1 << 20
-
-
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of the lines that begin in the span. A line that crosses its start belongs to the previous span."""
     with streams.open_bytes(span.file.path, span.section) as handle:
@@ -129,9 +128,6 @@ def read_from(handle: IO[bytes], span: Span, options: ReadOptions) -> Iterator[D
     # The line number is known only from the start of the file.
     where = (lambda offset, _: f"byte {offset}") if start else (lambda _, number: f"line {number}")
     yield from documents(span.file, records(handle, start, span.end, options), where)
-
-
-Record = tuple[str, dict[str, Any]]
 
 
 def documents(
