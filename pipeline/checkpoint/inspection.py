@@ -25,7 +25,7 @@ from pipeline.models import config_classes
 
 
 @dataclass
-class Kind:
+class StoredKind:
     """What is stored of a weight in one kind.
 
     Attributes:
@@ -53,7 +53,7 @@ class Weight:
     """A weight: the shape of the full weight, and its kinds."""
 
     shape: tuple[int, ...]
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, StoredKind] = field(default_factory=dict)
 
     @property
     def elements(self) -> int:
@@ -148,7 +148,7 @@ def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object]
     index = contents.index
     weights: dict[str, Weight] = {}
     for name, entry in index.tensors.items():
-        weights[name] = Weight(entry.shape, {kind: Kind(dtype, prod(entry.shape)) for kind, dtype in entry.dtypes.items()})
+        weights[name] = Weight(entry.shape, {kind: StoredKind(dtype, prod(entry.shape)) for kind, dtype in entry.dtypes.items()})
     if norms:
         with stored_runs.report_damage(folder):
             for run in stored_runs.runs(folder, contents):
@@ -158,7 +158,7 @@ def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object]
     return Summary(folder, index, dict(sorted(weights.items())), files, name_of(folder))
 
 
-def _add_values(kind: Kind, path: Path, run: StoredRun) -> None:
+def _add_values(kind: StoredKind, path: Path, run: StoredRun) -> None:
     """Add the values of a run to the sums of its kind."""
     kind.squares = kind.squares or 0.0
     for values in stored_runs.values(path, run):

@@ -14,7 +14,7 @@ from pipeline.checkpoint.data_reader import Counters
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import REMEDY, find
 from pipeline.checkpoint.parts import Box
-from pipeline.checkpoint.range_reader import RangeReader, Request
+from pipeline.checkpoint.range_reader import RangeReader, RangeRequest
 from pipeline.common.errors import DamagedCheckpointError, Violation
 from pipeline.layers.nf4 import NF4Weight
 
@@ -139,7 +139,7 @@ class Checkpoint:
         """
         runs = list(runs)
         self._check_shapes(runs)
-        requests: list[Request] = []
+        requests: list[RangeRequest] = []
         staged: list[tuple[Tensor | NF4Weight, Tensor]] = []
         for run in runs:
             for kind, values in run.tensors.items():
@@ -152,13 +152,13 @@ class Checkpoint:
                         buffer = torch.empty(part.numel(), dtype=DTYPES[dtype])
                         staged.append((part, buffer))
                     assert isinstance(buffer, Tensor)
-                    requests.append(Request(run.name, kind, run.box, run.start + first, buffer.detach().view(torch.uint8).numpy()))
+                    requests.append(RangeRequest(run.name, kind, run.box, run.start + first, buffer.detach().view(torch.uint8).numpy()))
                     if sum(buffer.nbytes for _, buffer in staged) >= _STAGED:
                         self._read(requests, staged)
                         requests, staged = [], []
         self._read(requests, staged)
 
-    def _read(self, requests: list[Request], staged: list[tuple[Tensor | NF4Weight, Tensor]]) -> None:
+    def _read(self, requests: list[RangeRequest], staged: list[tuple[Tensor | NF4Weight, Tensor]]) -> None:
         """Read requests, and copy those that were read into a buffer first."""
         self._reader.read(requests)
         for values, buffer in staged:

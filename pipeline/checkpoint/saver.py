@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError
 
 
 @dataclass(frozen=True)
-class Request:
+class SaveRequest:
     """A checkpoint that is to be written.
 
     Attributes:
@@ -60,7 +60,7 @@ class Saver(ABC):
     waits = False
 
     @abstractmethod
-    def begin(self, request: Request) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """Begin to save. Waits for the save before, whose outcome is not lost."""
 
     @abstractmethod
@@ -106,7 +106,7 @@ class SyncSaver(Saver):
         self._run_dir, self._files = run_dir, files
         self._outcomes: list[Outcome] = []
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """See Saver.
 
         Raises:

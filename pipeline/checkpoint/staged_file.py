@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from pipeline.checkpoint import data_file
 from pipeline.checkpoint.data_file import WrittenFile
-from pipeline.checkpoint.handover import LastUpdate, Member, Place, Save
+from pipeline.checkpoint.handover import LastUpdate, Member, Save, SharedPlace
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED
 from pipeline.config.optimizer import OPTIMIZERS
 
@@ -118,7 +118,7 @@ class Segments:
         for file in files:
             os.close(file)
 
-    def read(self, place: Place) -> Iterator[memoryview]:
+    def read(self, place: SharedPlace) -> Iterator[memoryview]:
         """Yield the bytes of a place; pages that were read do not count as memory of this process any more."""
         with memoryview(self._maps[place.segment]) as view:
             for first, last in chunks(place.bytes, _CHUNK):
@@ -126,7 +126,7 @@ class Segments:
                 page = (place.offset + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._maps[place.segment].madvise(mmap.MADV_DONTNEED, page, place.offset + last - page)
 
-    def array(self, place: Place) -> np.ndarray:
+    def array(self, place: SharedPlace) -> np.ndarray:
         """The fp32 numbers of a place."""
         return np.frombuffer(self._maps[place.segment], np.float32, place.bytes // 4, place.offset)
 

@@ -32,7 +32,7 @@ from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.launch import hydra_sweeper, moldable, sweep_manifest, sweep_submission, sweep_table
 from pipeline.launch.hydra_sweeper import SweepRun, check_fork, points_of, without_hydra
-from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 from pipeline.launch.sweep_table import Point
 
 log = logging.getLogger("pipeline")
@@ -62,7 +62,7 @@ class ValidatingLauncher(Launcher):
         """The folder of the sweep."""
         return Path(self.config.hydra.sweep.dir)
 
-    def runs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[list[SweepRun], Manifest]:
+    def runs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[list[SweepRun], SweepManifest]:
         """Compose and validate all runs of the sweep. Those that are in its manifest keep their numbers.
 
         Raises:
@@ -86,7 +86,7 @@ class ValidatingLauncher(Launcher):
             with open_dict(composed):
                 composed.hydra.job.id = composed.hydra.job.num = number
                 composed.run_dir = str(Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir))
-            entry = Entry(point, number, composed.run_dir, settings, options)
+            entry = SweepEntry(point, number, composed.run_dir, settings, options)
             manifest = manifest.with_point(entry)
             if (other := earlier.other(entry.run_dir, point)) is not None:
                 rule = f"is that of another point of this sweep ({sweep_manifest.NAME}): {' '.join(other.overrides)}"
@@ -109,7 +109,7 @@ class ValidatingLauncher(Launcher):
             raise UserError(list(violations.values()))
         return found, manifest
 
-    def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: Manifest) -> None:
+    def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: SweepManifest) -> None:
         """Write and print the table of all points: these runs, those of earlier batches, and those of earlier commands."""
         self._done |= {run.config.run_dir: (run, point.state) for run, point in zip(runs, points, strict=True)}
         done = points_of([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])

@@ -24,7 +24,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import in_use, submission, sweep_table
 from pipeline.launch.submission import QueuedJob
-from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 from pipeline.launch.sweep_submission import SweepJob
 from pipeline.launch.sweep_table import Point
 from pipeline.report import run as runs
@@ -190,10 +190,10 @@ class SweepRun:
     overrides: tuple[str, ...]
     composed: DictConfig
     config: RunConfig
-    entry: Entry
+    entry: SweepEntry
 
 
-def points_of(runs: Sequence[SweepRun], manifest: Manifest, states: Sequence[str] | None = None) -> list[Point]:
+def points_of(runs: Sequence[SweepRun], manifest: SweepManifest, states: Sequence[str] | None = None) -> list[Point]:
     """Return the runs as points of the table, with the settings that not all points of the sweep have.
 
     Args:
@@ -277,7 +277,7 @@ def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool
     return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=RunFailed(f"{row.run_dir}: {why}"))
 
 
-def wait_for(points: Sequence[SweepJob], manifest: Manifest, sleep: Callable[[float], None] = time.sleep) -> None:
+def wait_for(points: Sequence[SweepJob], manifest: SweepManifest, sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait until no job of the points is in the queue, also those with which a run continues. If Slurm does not answer, ask again later.
 
     Args:
@@ -297,6 +297,6 @@ def wait_for(points: Sequence[SweepJob], manifest: Manifest, sleep: Callable[[fl
         sleep(seconds)
 
 
-def _is_queued(point: SweepJob, manifest: Manifest, queue: Sequence[QueuedJob]) -> bool:
+def _is_queued(point: SweepJob, manifest: SweepManifest, queue: Sequence[QueuedJob]) -> bool:
     job = manifest.entries[point.entry.id].job
     return any(queued.number == job for queued in queue) or bool(in_use.queued(Path(point.entry.run_dir), [point.config.stage.name], queue))

@@ -27,7 +27,7 @@ _QOS_FIELDS = "Name,MaxWall,MaxSubmitJobsPerUser,MaxJobsPerUser"
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     """Limits of a partition or of a QoS; None for one that is not set."""
 
     max_time: str | None = None
@@ -37,26 +37,29 @@ class Limits:
     max_running: int | None = None
 
 
-def parse_partitions(printed: str) -> dict[str, Limits]:
+def parse_partitions(printed: str) -> dict[str, QueueLimits]:
     """Return the limits by partition from `scontrol show partition --oneliner`; no job has more nodes than the partition."""
     found = {}
     for line in printed.splitlines():
         fields = slurm.parse_facts(line)
         if name := fields.get("PartitionName"):
             most = _number(fields.get("MaxNodes")) or _number(fields.get("TotalNodes"))
-            found[name] = Limits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
+            found[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
     return found
 
 
-def parse_qos(printed: str) -> dict[str, Limits]:
+def parse_qos(printed: str) -> dict[str, QueueLimits]:
     """Return the limits by QoS from `sacctmgr --noheader --parsable2 show qos format=...`."""
     rows = [line.split("|") for line in printed.splitlines() if line.count("|") == _QOS_FIELDS.count(",")]
     return {
-        name: Limits(_time(time), max_submitted=_number(submitted), max_running=_number(running)) for name, time, submitted, running in rows
+        name: QueueLimits(_time(time), max_submitted=_number(submitted), max_running=_number(running))
+        for name, time, submitted, running in rows
     }
 
 
-def with_limits(cluster: ClusterConfig, partitions: Mapping[str, Limits], qos: Mapping[str, Limits]) -> tuple[ClusterConfig, list[str]]:
+def with_limits(
+    cluster: ClusterConfig, partitions: Mapping[str, QueueLimits], qos: Mapping[str, QueueLimits]
+) -> tuple[ClusterConfig, list[str]]:
     """Return the options of a cluster with the limits that Slurm tells, and a line for each difference.
 
     Several entries of one partition divide its limits by nodes or by QoS: there the limits of the partition are upper bounds.
@@ -69,7 +72,7 @@ def with_limits(cluster: ClusterConfig, partitions: Mapping[str, Limits], qos: M
     entries = Counter(queue.partition for queue in cluster.queues)
     queues, differences = [], []
     for queue in cluster.queues:
-        partition, own = partitions.get(queue.partition or "", Limits()), qos.get(queue.qos or "", Limits())
+        partition, own = partitions.get(queue.partition or "", QueueLimits()), qos.get(queue.qos or "", QueueLimits())
         alone = entries[queue.partition] == 1 and queue.qos is None
         live = _replaced(_replaced(queue, partition, only_lower=not alone), own)
         differences += _differences(queue, live, cluster.name)
@@ -96,7 +99,7 @@ def corrected(cluster: ClusterConfig) -> ClusterConfig:
 
 
 @functools.cache
-def _asked() -> tuple[dict[str, Limits], dict[str, Limits]]:
+def _asked() -> tuple[dict[str, QueueLimits], dict[str, QueueLimits]]:
     """The limits of partitions and QoS; empty where Slurm is not installed or does not answer."""
     commands = {
         "scontrol": ["scontrol", "--all", "show", "partition", "--oneliner"],
@@ -117,7 +120,7 @@ def _warn(text: str) -> None:
     log.warning("%s", text)
 
 
-def _replaced(queue: QueueConfig, limits: Limits, *, only_lower: bool = False) -> QueueConfig:
+def _replaced(queue: QueueConfig, limits: QueueLimits, *, only_lower: bool = False) -> QueueConfig:
     """The entry with the limits that are known; with only_lower, those that are tighter than its own."""
     values = {name: value for name, value in dataclasses.asdict(limits).items() if value is not None}
     if only_lower:

@@ -34,7 +34,7 @@ from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import allocation, chain, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
 from pipeline.launch.allocation import Allocation, Placement
 from pipeline.launch.deputy import Deputy
-from pipeline.launch.recovery import Action, Kind, Situation
+from pipeline.launch.recovery import Action, ActionKind, Situation
 from pipeline.training import request_files
 
 log = logging.getLogger("pipeline")
@@ -93,7 +93,7 @@ class Supervisor:
             if self._deputy is not None:
                 self._deputy.close()
             if not isinstance(error, UserError | CheckFailed | ToBeContinued):  # a defect, or a run directory that was damaged meanwhile
-                self._record_action(Action(Kind.END, 1, f"{type(error).__name__}: {error}".partition("\n")[0]))
+                self._record_action(Action(ActionKind.END, 1, f"{type(error).__name__}: {error}".partition("\n")[0]))
             raise
 
     def _run(self) -> int:
@@ -125,7 +125,7 @@ class Supervisor:
             self._deputy = Deputy(self._granted.job, self._run_dir)
         while True:
             action = self._launch()
-            if action.kind is not Kind.RESTART:
+            if action.kind is not ActionKind.RESTART:
                 return self._leave(action)
             self._record_action(action)
             log.warning("starting the ranks again, %s", f"without {', '.join(action.exclude)}" if action.exclude else "on the same nodes")
@@ -267,16 +267,16 @@ class Supervisor:
         """Do what ends this job, record it, and return the exit code."""
         if self._deputy is not None:
             self._deputy.close()
-        if action.kind in (Kind.REQUEUE, Kind.CHAIN):
+        if action.kind in (ActionKind.REQUEUE, ActionKind.CHAIN):
             action = replace(action, exclude=self._excluded())
-        if action.kind is Kind.REQUEUE:
+        if action.kind is ActionKind.REQUEUE:
             return self._requeue(action)
-        if self._next is not None and action.kind is Kind.CHAIN:
+        if self._next is not None and action.kind is ActionKind.CHAIN:
             number = self._next.hand_over(action.exclude)
             self._placement.resize(number)
             log.info("job %s continues: %s", number, action.reason)
         self._record_action(action)
-        if self._next is not None and action.kind not in (Kind.CHAIN, Kind.REQUEUED):
+        if self._next is not None and action.kind not in (ActionKind.CHAIN, ActionKind.REQUEUED):
             (self._next.finish if action.code == 0 else self._next.close)()
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
             run_state.remove_if_unused(self._run_dir)
@@ -294,7 +294,7 @@ class Supervisor:
         self._record("requeue_asked", reason=action.reason)  # Slurm may end this process before it answers
         if refused := slurm.requeue(self._granted.job, self._patience()):
             log.error("job %s could not be requeued (%s): the same command continues", self._granted.job, refused)
-            self._record_action(Action(Kind.END, action.code, f"{action.reason}; not requeued: {refused}"))
+            self._record_action(Action(ActionKind.END, action.code, f"{action.reason}; not requeued: {refused}"))
             return action.code
         self._record_action(action)
         if set(action.exclude) != set(slurm.hosts(self._fields.get("ExcNodeList", ""))):

@@ -24,7 +24,7 @@ from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
 from pipeline.launch import in_use, job, moldable, slurm, snapshot, submission
-from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 
 log = logging.getLogger("pipeline")
 
@@ -44,7 +44,7 @@ class SweepJob:
         text: the script of the job.
     """
 
-    entry: Entry
+    entry: SweepEntry
     config: RunConfig
     words: tuple[str, ...]
     state: str = ""
@@ -90,7 +90,7 @@ def refuse(points: Sequence[SweepJob], config_dirs: Sequence[Path], at_once: int
         log.warning("%s", text)
 
 
-def render(points: Sequence[SweepJob], manifest: Manifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
+def render(points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
     """Render the jobs of points, with names in place of the ids of the jobs that they wait for.
 
     Returns:
@@ -104,8 +104,8 @@ def render(points: Sequence[SweepJob], manifest: Manifest, config_dirs: Sequence
 
 
 def submit(
-    points: Sequence[SweepJob], manifest: Manifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
-) -> Manifest:
+    points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
+) -> SweepManifest:
     """Submit the jobs of valid points that are neither finished nor in the queue, and set the state of every point.
 
     If Slurm rejects a job, those submitted before it are canceled; if it has reached its limit of jobs, they remain.
@@ -175,7 +175,7 @@ def _submitted(new: Sequence[SweepJob], folder: Path, conf: Path, taken: Path, a
         raise
 
 
-def _state(point: SweepJob, before: Entry | None, queue: Iterable[int]) -> str:
+def _state(point: SweepJob, before: SweepEntry | None, queue: Iterable[int]) -> str:
     """The state of a point: finished, queued, or empty if it is to be submitted."""
     manifest = Path(point.entry.run_dir) / MANIFEST
     if before is not None and before.job is not None and before.job in queue:

@@ -15,7 +15,7 @@ from pipeline.config import compose
 from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
 from pipeline.launch import moldable, slurm, sweep_manifest, sweep_submission
-from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 from pipeline.launch.sweep_submission import SweepJob
 from pipeline.report import comparison
 from pipeline.report import run as runs
@@ -50,7 +50,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Row:
+class SweepRow:
     """A row of the table; None for what the run has not written.
 
     Attributes:
@@ -79,7 +79,7 @@ class Row:
     within_noise: bool = False
 
 
-def rows(points: Sequence[Point]) -> tuple[list[Row], str]:
+def rows(points: Sequence[Point]) -> tuple[list[SweepRow], str]:
     """Return the rows, the best one first as comparison.compare sorts them, and which is best, in words; empty if none has a loss."""
     found = [runs.read(point.run_dir) for point in points]
     places = comparison.compare(found, [point.values for point in points], [point.run_dir.name for point in points])
@@ -88,12 +88,12 @@ def rows(points: Sequence[Point]) -> tuple[list[Row], str]:
     return ordered, comparison.verdict(places) if any(run.loss is not None for run in found) else ""
 
 
-def row(point: Point, run: Run) -> Row:
+def row(point: Point, run: Run) -> SweepRow:
     """Return the row of a point."""
     validations = metrics_file.columns(metrics_file.read(point.run_dir)).get("validation_loss", [])
     best = min(validations, key=lambda validation: validation[1], default=(None, None))
     step = run.step or None
-    return Row(
+    return SweepRow(
         values=point.values,
         state="; ".join(filter(None, (point.state or _state(point, run), run.trouble))),
         step=step,
@@ -141,7 +141,7 @@ def write(folder: Path, points: Sequence[Point]) -> str:
     return "\n".join(filter(None, [*lines, verdict]))
 
 
-def _cells(found: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     """The head of the table and its cells; a column that no run has a value for is left out."""
     keys = list(dict.fromkeys(value.partition("=")[0] for row in found for value in row.values))
     columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
@@ -175,14 +175,14 @@ class PointState:
         run: the numbers of its run; None if it has not begun.
     """
 
-    entry: Entry
+    entry: SweepEntry
     values: tuple[str, ...]
     state: str
     reason: str
     run: Run | None
 
 
-def read_states(manifest: Manifest) -> list[PointState]:
+def read_states(manifest: SweepManifest) -> list[PointState]:
     """Return the points of a sweep, in the order of their numbers. Without an answer of Slurm, the files of the runs tell alone."""
     entries, values = manifest.sorted(), manifest.differing()
     queue = _queue() if any(entry.job is not None for entry in entries) else None
@@ -204,7 +204,7 @@ def _job_of(run: Run) -> str | None:
     return last.id if last is not None and run.state in _ALIVE else None
 
 
-def _without_job(entry: Entry, run: Run | None) -> tuple[str, str]:
+def _without_job(entry: SweepEntry, run: Run | None) -> tuple[str, str]:
     """State and reason of a point that has no job in the queue: what is recorded of its run on this machine, else what its files say."""
     if entry.outcome and (run is None or run.state in _ENDED):
         state, _, reason = entry.outcome.partition(": ")
@@ -233,7 +233,7 @@ def _queue() -> dict[int, tuple[str, str]] | None:
     return {int(number): (state.lower(), "" if reason == "None" else reason) for number, state, reason in lines}
 
 
-def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[SweepJob]:
+def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[SweepJob]:
     """Submit the points that are neither finished nor in the queue, with the configuration files as they are now.
 
     Args:
@@ -264,7 +264,7 @@ def resubmit(manifest: Manifest, numbers: Sequence[int], arguments: Sequence[str
     return points
 
 
-def cancel(manifest: Manifest) -> list[int]:
+def cancel(manifest: SweepManifest) -> list[int]:
     """Cancel the jobs of a sweep that wait or run, which is recorded in its manifest, and return their ids.
 
     Raises:
@@ -281,7 +281,7 @@ def cancel(manifest: Manifest) -> list[int]:
     return jobs
 
 
-def manifest_of(folder: Path) -> Manifest:
+def manifest_of(folder: Path) -> SweepManifest:
     """Return the manifest of a sweep.
 
     Raises:

@@ -27,7 +27,7 @@ from pipeline.parallel import device as rank_device
 from pipeline.parallel import node_groups
 from pipeline.parallel.mesh import destroy_process_group
 from pipeline.preflight import file_system, gpu_query, node_result, place, speed
-from pipeline.preflight.place import Place, bounded, pairings
+from pipeline.preflight.place import NodePlace, bounded, pairings
 
 log = logging.getLogger("pipeline")
 #: Share of the time limit that checks of this node may take: of the file system, the name server, nvidia-smi.
@@ -104,7 +104,7 @@ class Preflight:
         at_the_limit: called when the time limit has passed, in a thread; the process ends afterwards.
     """
 
-    def __init__(self, cluster: ClusterConfig, ranks: Ranks, place: Place, folder: Path, at_the_limit: Callable[[], None]) -> None:
+    def __init__(self, cluster: ClusterConfig, ranks: Ranks, place: NodePlace, folder: Path, at_the_limit: Callable[[], None]) -> None:
         self._cluster, self._ranks, self._place, self._folder = cluster, ranks, place, folder
         self._leads = ranks.local_rank == 0
         self._step = node_result.step_id()

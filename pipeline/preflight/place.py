@@ -63,7 +63,7 @@ def resolve(names: Sequence[str], seconds: float) -> dict[str, str | None]:
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Attributes: names of the nodes in the order of their ranks, the index of this node, and the first rank of each node."""
 
     nodes: tuple[str, ...]
@@ -82,7 +82,7 @@ class Place:
         return range(self.first_ranks[index], ends[index])
 
 
-def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> Place:
+def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> NodePlace:
     """Find the nodes in the variables of srun; without it, all ranks are on this machine.
 
     Raises:
@@ -92,7 +92,7 @@ def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> Place:
         nodes = expand_hosts(environment["SLURM_STEP_NODELIST"])
         tasks = expand_tasks(environment["SLURM_STEP_TASKS_PER_NODE"])
         index = int(environment.get("SLURM_NODEID", "0"))
-        place = Place(tuple(nodes), index, tuple(sum(tasks[:i]) for i in range(len(tasks))), ranks.world_size)
+        place = NodePlace(tuple(nodes), index, tuple(sum(tasks[:i]) for i in range(len(tasks))), ranks.world_size)
         if ranks.rank not in place.members(index):
             fix = "start it with srun --distribution=block"
             raise UserError.of("SLURM_DISTRIBUTION", environment.get("SLURM_DISTRIBUTION", ""), "must fill one node after the other", fix)
@@ -100,7 +100,7 @@ def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> Place:
     if ranks.local_size != ranks.world_size:
         rule = f"has {ranks.world_size} ranks, {ranks.local_size} of them on this host, and the names of the other hosts are unknown"
         raise UserError.of("stage", "preflight", rule, "start it with srun, or with sbatch slurm/preflight.sbatch")
-    return Place((socket.gethostname(),), 0, (0,), ranks.world_size)
+    return NodePlace((socket.gethostname(),), 0, (0,), ranks.world_size)
 
 
 def pairings(count: int) -> list[list[tuple[int, int]]]:

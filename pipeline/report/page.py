@@ -11,7 +11,7 @@ from pipeline.common import charts, page
 from pipeline.common.charts import unit_of
 from pipeline.common.page import Bar
 from pipeline.report.answers import Answer, answers, end, last_error, moment, short, validation
-from pipeline.report.comparison import Place, compare, differing, names_of, verdict
+from pipeline.report.comparison import RankedRun, compare, differing, names_of, verdict
 from pipeline.report.history import History
 from pipeline.report.run import duration
 from pipeline.report.starts import Start
@@ -86,12 +86,12 @@ def of_runs(histories: Sequence[History], also: Sequence[str] = ()) -> str:
     )
 
 
-def compared(histories: Sequence[History]) -> list[Place]:
+def compared(histories: Sequence[History]) -> list[RankedRun]:
     """Return the runs with the settings in which they differ, the best one first."""
     return compare([history.run for history in histories], differing([history.config for history in histories]))
 
 
-def _last_end(places: Sequence[Place]) -> str:
+def _last_end(places: Sequence[RankedRun]) -> str:
     """The run that ends last, of those that are running."""
     running = [place for place in places if place.run.seconds_left is not None]
     if not running:
@@ -106,7 +106,7 @@ _NOISE = (
 )
 
 
-def _compared(place: Place, history: History) -> list[Any]:
+def _compared(place: RankedRun, history: History) -> list[Any]:
     """The row of a run in a comparison."""
     run = place.run
     behind = "-" if place.behind is None else f"{place.behind:.4f}" + ("" if place.error is None else f" +- {place.error:.4f}")

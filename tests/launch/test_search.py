@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import RunFailed, UserError
 from pipeline.launch import hydra_sweeper, submission
 from pipeline.launch.submission import QueuedJob
-from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 from pipeline.launch.sweep_submission import SweepJob
 from pipeline.launch.sweep_table import Point
 from tests.helpers import pipeline
@@ -76,8 +76,8 @@ def test_the_result_of_a_run(tmp_path: Path) -> None:
 def test_jobs_are_waited_for_also_those_with_which_a_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = str(tmp_path / "0")
     config: Any = SimpleNamespace(stage=SimpleNamespace(name="pretrain"))
-    point = SweepJob(Entry("x", 0, run_dir, ()), config, ())
-    manifest = Manifest(tmp_path, {"x": Entry("x", 0, run_dir, (), job=7)})
+    point = SweepJob(SweepEntry("x", 0, run_dir, ()), config, ())
+    manifest = SweepManifest(tmp_path, {"x": SweepEntry("x", 0, run_dir, (), job=7)})
     first = [QueuedJob(7, "a", "/", "python"), QueuedJob(8, "b", "/", "python")]
     following = [QueuedJob(9, "c", "/", f"slurm/pretrain.sbatch run_dir={run_dir}")]
     answers: list[Any] = [first, UserError.of("slurm", "squeue", "failed", "try again"), following, first[1:]]

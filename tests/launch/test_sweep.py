@@ -149,11 +149,11 @@ def test_points_by_what_slurm_says_and_by_their_files(tmp_path: Path, monkeypatc
     (tmp_path / "squeue").write_text("#!/bin/sh\necho '5|RUNNING|None'\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    manifest = sweep_manifest.Manifest(tmp_path / "sweep", {})
+    manifest = sweep_manifest.SweepManifest(tmp_path / "sweep", {})
     for number in range(3):
         values, run_dir = (f"training.seed={number}",), tmp_path / "sweep" / str(number)
         point = sweep_manifest.point_id(values)
-        manifest = manifest.with_point(sweep_manifest.Entry(point, number, str(run_dir), values))
+        manifest = manifest.with_point(sweep_manifest.SweepEntry(point, number, str(run_dir), values))
         manifest = manifest.with_job(point, 5 + number, str(run_dir / f"slurm-{number}.out"))
         run_dir.mkdir(parents=True)
         (run_dir / f"slurm-{number}.out").touch()
@@ -203,8 +203,8 @@ def test_a_folder_with_runs_of_no_sweep_is_refused(tmp_path: Path) -> None:
 
 def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
     words = ["-m", "stage=pretrain", "optimizer.lr=1e-4", f"run_dir={tmp_path}", *SLURM]
-    one = sweep_manifest.Entry(sweep_manifest.point_id(["optimizer.lr=1e-3"]), 3, f"{tmp_path}/3", ("optimizer.lr=1e-3",), job=7)
-    sweep_manifest.Manifest(tmp_path, {one.id: one}).write()
+    one = sweep_manifest.SweepEntry(sweep_manifest.point_id(["optimizer.lr=1e-3"]), 3, f"{tmp_path}/3", ("optimizer.lr=1e-3",), job=7)
+    sweep_manifest.SweepManifest(tmp_path, {one.id: one}).write()
     assert sweep_manifest.read(tmp_path).sorted() == [one]
     path = tmp_path / "sweep.json"
     path.write_text(path.read_text().replace("1e-3", "2e-3"))
@@ -223,7 +223,7 @@ KEYS = st.sampled_from(["optimizer.lr", "model.layers", "data.seed", "cluster.no
 )
 def test_points_keep_their_numbers_however_they_are_listed(lists: list[dict[str, list[int]]]) -> None:
     """A sweep extended along any list, with the lists in any order; its points have different numbers without a gap."""
-    manifest = sweep_manifest.Manifest(Path("sweep"), {})
+    manifest = sweep_manifest.SweepManifest(Path("sweep"), {})
     known: dict[str, int] = {}
     for values in lists:
         points = [[f"{key}={value}" for key, value in zip(values, chosen, strict=True)] for chosen in itertools.product(*values.values())]
@@ -231,7 +231,7 @@ def test_points_keep_their_numbers_however_they_are_listed(lists: list[dict[str,
             point = sweep_manifest.point_id(settings_)
             number = manifest.number(point)
             assert known.setdefault(point, number) == number
-            manifest = manifest.with_point(sweep_manifest.Entry(point, number, f"sweep/{number}", settings_, options))
+            manifest = manifest.with_point(sweep_manifest.SweepEntry(point, number, f"sweep/{number}", settings_, options))
     assert sorted(known.values()) == list(range(len(known)))
 
 

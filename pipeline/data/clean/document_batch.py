@@ -29,7 +29,7 @@ BATCH_CHARACTERS = 1 << 18
 """Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
 
 
-class Limits:
+class StepLimits:
     """The thresholds of a step for the documents of a batch.
 
     Args:

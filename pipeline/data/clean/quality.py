@@ -13,14 +13,14 @@ from pipeline.common import languages
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep
 from pipeline.data import slices
 from pipeline.data.clean import counts
-from pipeline.data.clean.document_batch import DocumentBatch, Limits, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
 
 
 def length(knobs: LengthStep) -> Step:
     """Drop texts that are too short or too long, in characters."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        characters, limits = batch.characters, Limits(knobs, batch)
+        characters, limits = batch.characters, StepLimits(knobs, batch)
         return drop(batch, [(characters < limits["least"], "too short"), (characters > limits["most"], "too long")])
 
     return step
@@ -30,7 +30,7 @@ def gopher(knobs: GopherStep) -> Step:
     """Gopher's quality rules. Stop words are those of the text's language; languages without a list skip that rule."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        limits = Limits(knobs, batch)
+        limits = StepLimits(knobs, batch)
         found = counts.large_gopher(batch) if batch.is_large else counts.gopher(batch)
         count = found["words"]
         divisor, line_count = np.maximum(count, 1), np.maximum(found["lines"], 1)
@@ -65,7 +65,7 @@ def c4(knobs: C4Step) -> Step:
     """C4's page-level rules: enough sentences, no placeholder text, and optionally no curly brackets."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        limits = Limits(knobs, batch)
+        limits = StepLimits(knobs, batch)
         code = np.array(["{" in text for text in batch.texts])
         placeholder = np.array([any("lorem ipsum" in piece.lower() for piece in slices.overlapping(text)) for text in batch.texts])
         sentences = counts.large_sentences(batch) if batch.is_large else counts.sentences(batch.words)
@@ -85,7 +85,7 @@ def fineweb(knobs: FineWebStep) -> Step:
     """FineWeb's rules for lines: enough end in punctuation, not too many are short, few are repeated, not too many lines per word."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        limits = Limits(knobs, batch)
+        limits = StepLimits(knobs, batch)
         found = (counts.large_fineweb if batch.is_large else counts.fineweb)(batch, limits["short_line"])
         count = np.maximum(found["lines"], 1)
         closed, short, repeats = found["closed"], found["short"], found["repeated_characters"]

@@ -9,7 +9,7 @@ import numpy as np
 from pipeline.config.cleaning import RepetitionStep
 from pipeline.data import slices
 from pipeline.data.clean import repeated_ngrams
-from pipeline.data.clean.document_batch import DocumentBatch, Limits, Step, Verdict, drop
+from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
 from pipeline.data.clean.repeated_ngrams import ChosenWords, grouped
 from pipeline.data.words import Spans, Words, ngrams
 
@@ -20,7 +20,7 @@ def repetition(knobs: RepetitionStep) -> Step:
     """Drop texts by their shares of repeated lines and paragraphs, of the top short n-grams, and of repeated long n-grams."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        characters, limits, large = batch.characters, Limits(knobs, batch), batch.is_large
+        characters, limits, large = batch.characters, StepLimits(knobs, batch), batch.is_large
         lines, paragraphs = (batch.lines.spans, batch.lines.paragraphs) if large else (batch.words.lines, _paragraphs(batch.words))
         faults: Faults = []
         for spans, what, share, part in (

@@ -18,7 +18,7 @@ import zstandard
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import Comm
-from pipeline.data.dedup.clusters import ORIGIN, Clusters, Kind
+from pipeline.data.dedup.clusters import ORIGIN, ClusterKind, Clusters
 from pipeline.data.dedup.distributed import fetch
 from pipeline.data.shard.spilled_documents import Pool
 
@@ -59,7 +59,7 @@ def write_duplicates(comm: Comm, pool: Pool, found: Clusters) -> None:
         with writer(pool.stem(part).with_suffix(BY_DEDUPLICATION)) as add:
             mine = parts == part
             for number, (of, kind) in zip(found.drop[mine].tolist(), found.origin[mine].tolist(), strict=True):
-                (meta, text), reason = pool.record(number), Kind(kind).reason
+                (meta, text), reason = pool.record(number), ClusterKind(kind).reason
                 original = originals[of] if of >= 0 else "a document of dedup.against"
                 add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
 

@@ -153,7 +153,7 @@ class ShardPasses:
             else:
                 deque(documents, maxlen=0)  # this rank sends its documents to the others
         comm.barrier()
-        written = shards.Written.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
+        written = shards.WrittenShard.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
         excerpts = report.excerpts_of(comm, pool, duplicated)
         totals = self._publish(written, counts, duplicated, excerpts, plan) if comm.rank == 0 else {}
@@ -168,7 +168,7 @@ class ShardPasses:
         return totals
 
     def _publish(
-        self, written: shards.Written, counts: PartCounts, found: Clusters, excerpts: report.Excerpts, plan: list[ShardPlan]
+        self, written: shards.WrittenShard, counts: PartCounts, found: Clusters, excerpts: report.Excerpts, plan: list[ShardPlan]
     ) -> dict[str, Any]:
         """Write report and manifest; return the totals. Only on rank 0."""
         unfinished = self._unfinished
@@ -186,12 +186,12 @@ class ShardPasses:
     def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
         """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""
         groups, sizes = pool.groups_and_sizes(found.drop)
-        table = np.zeros((len(self._order.corpora), len(clusters.Kind), 2), dtype=np.int64)
+        table = np.zeros((len(self._order.corpora), len(clusters.ClusterKind), 2), dtype=np.int64)
         np.add.at(table, (groups // 2, found.origin["kind"]), np.stack([np.ones_like(sizes), sizes], axis=1))
         gathered = self._comm.gather(table)
         if gathered is not None:
             for corpus, of_corpus in zip(self._order.corpora, sum(gathered).tolist(), strict=True):
-                for kind, (documents, size) in zip(clusters.Kind, of_corpus, strict=True):
+                for kind, (documents, size) in zip(clusters.ClusterKind, of_corpus, strict=True):
                     if documents:
                         counts.count_lost(corpus, f"dedup: {kind.reason}", documents, size)
 
@@ -219,7 +219,7 @@ class ShardPasses:
         if dedup.url:
             documents = pool.documents(url=True)
             duplicated = duplicates.find(comm, documents, replace(dedup, exact=True, near=False))
-            duplicated.origin["kind"] = clusters.Kind.URL
+            duplicated.origin["kind"] = clusters.ClusterKind.URL
         if dedup.exact or dedup.near:
             chosen = ~contained(documents.numbers, duplicated.drop) if dedup.url else None
             known = signatures.load(comm, dedup) if dedup.against else None

@@ -31,7 +31,7 @@ OUTPUTS = ("*-?????.tar", f"{signatures.PREFIX}*.safetensors", "report.json", "r
 
 
 @dataclass
-class Written:
+class WrittenShard:
     """What was written, summed over shards.
 
     Attributes:
@@ -47,7 +47,7 @@ class Written:
     repeated: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def gathered(cls, comm: Comm, notes: list[dict[str, Any]]) -> Written:
+    def gathered(cls, comm: Comm, notes: list[dict[str, Any]]) -> WrittenShard:
         """Sum the results of `write` of all ranks on rank 0; the other ranks return the sum of theirs. Collective.
 
         Args:
@@ -68,7 +68,7 @@ class Written:
         everything.files = [files for turn in turns for files in turn if files is not None]
         return everything
 
-    def _add(self, other: Written) -> None:
+    def _add(self, other: WrittenShard) -> None:
         self.files += other.files
         for mine, others in ((self.languages, other.languages), (self.repeated, other.repeated)):
             for name, (documents, size) in others.items():
@@ -131,7 +131,7 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
 def publish(
     folder: Path,
     settings: dict[str, Any],
-    written: Written,
+    written: WrittenShard,
     counts: PartCounts,
     found: Clusters,
     excerpts: report.Excerpts,
