@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import peft_format
-from pipeline.checkpoint.averaged import chosen, settings_of
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, check_base, lora_of, saved_weights
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import read_peft
-from pipeline.checkpoint.reader import Checkpoint, Run
+from pipeline.checkpoint.reader import Checkpoint, Run, settings_of_weights, with_weights
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import UserError, collect_errors
@@ -111,11 +110,11 @@ def export_adapter(path: Path, output: Path, weights: str = "trained") -> None:
     Raises:
         UserError: the checkpoint has no adapter, no transformers class implements the model, or the folder contains other files.
     """
-    settings = {"stage.checkpoint": f"{path.name} {digest(path / INDEX)}", "stage.format": "peft", **settings_of(weights)}
+    settings = {"stage.checkpoint": f"{path.name} {digest(path / INDEX)}", "stage.format": "peft", **settings_of_weights(weights)}
     if artifact.find_complete(output, key="stage.output", stage="convert", settings=settings):
         log.info("convert: %s is complete, nothing to do (from %s)", output, path)
         return
-    checkpoint = chosen(Checkpoint(path), weights)
+    checkpoint = with_weights(Checkpoint(path), weights)
     model = config_classes.from_dict(checkpoint.config["model"])
     if getattr(model, "labels", []):
         rule = "would leave out the head of the classifier, which is trained beside the adapter"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.common import slurm_time
+from pipeline.common import ranks
 from pipeline.common.errors import Violation
 from pipeline.common.ranks import Ranks
 from pipeline.config.cluster import ClusterConfig
@@ -231,7 +231,7 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
     unknown = [key for key in cluster.required if key not in REQUIRABLE]
     found += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
     # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
-    if cluster.time != queues.LONGEST and not slurm_time.is_limit(cluster.time):
+    if cluster.time != queues.LONGEST and not ranks.is_slurm_limit(cluster.time):
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
         found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     else:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.common.slurm_time import is_limit, seconds
+from pipeline.common.ranks import is_slurm_limit, slurm_seconds
 from pipeline.config import hardware
 from pipeline.config.cluster import ClusterConfig, QueueConfig
 from pipeline.config.paths import batch_scripts
@@ -125,7 +125,7 @@ def _replaced(queue: QueueConfig, limits: QueueLimits, *, only_lower: bool = Fal
     values = {name: value for name, value in dataclasses.asdict(limits).items() if value is not None}
     if only_lower:
         values = {name: value for name, value in values.items() if _is_tighter(name, value, getattr(queue, name))}
-    if "max_time" in values and queue.max_time is not None and seconds(values["max_time"]) == seconds(queue.max_time):
+    if "max_time" in values and queue.max_time is not None and slurm_seconds(values["max_time"]) == slurm_seconds(queue.max_time):
         del values["max_time"]  # 1-00:00:00 and 24:00:00 are the same
     return dataclasses.replace(queue, **values)
 
@@ -134,7 +134,7 @@ def _is_tighter(name: str, live: str | int, written: str | int | None) -> bool:
     if written is None:
         return True
     if isinstance(live, str) or isinstance(written, str):
-        return seconds(str(live)) < seconds(str(written))
+        return slurm_seconds(str(live)) < slurm_seconds(str(written))
     return live > written if name == "min_nodes" else live < written
 
 
@@ -151,7 +151,7 @@ def _differences(written: QueueConfig, live: QueueConfig, cluster: str) -> list[
 
 
 def _time(text: str) -> str | None:
-    return text if is_limit(text) and text != "UNLIMITED" else None
+    return text if is_slurm_limit(text) and text != "UNLIMITED" else None
 
 
 def _number(text: str | None) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.slurm_time import seconds
+from pipeline.common.ranks import slurm_seconds
 from pipeline.launch import slurm
 
 #: Timeout of sbatch, seconds.
@@ -194,7 +194,7 @@ def _too_long(text: str, limits: Mapping[str, str]) -> Violation | None:
     """Why a job would wait for ever: unless Slurm has EnforcePartLimits, it accepts a time above the limit of the partition."""
     partition, time = _option(text, "partition") or "", _option(text, "time")
     longest = [limits[name] for name in partition.split(",") if name in limits]
-    if time is None or not longest or seconds(time) <= max(map(seconds, longest)):
+    if time is None or not longest or slurm_seconds(time) <= max(map(slurm_seconds, longest)):
         return None
     rule = f"exceeds the time limit of the partition {partition or '(default)'}, {' and '.join(longest)}: the job would wait for ever"
     return Violation("cluster.time", time, rule, "reduce cluster.time, or choose another cluster.partition")

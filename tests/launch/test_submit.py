@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common import locks, ranks, slurm_time
+from pipeline.common import locks, ranks
 from pipeline.common.errors import UserError
 from pipeline.config import command_line, compose
 from pipeline.config.stages import Certify
@@ -291,7 +291,7 @@ def test_the_key_of_a_rejection(said: str, key: str) -> None:
     [("90", 5400), ("10:30", 630), ("01:00:00", 3600), ("7-12", 648_000), ("1-00:30:00", 88_200), ("UNLIMITED", math.inf)],
 )
 def test_times_of_slurm(time: str, seconds: float) -> None:
-    assert slurm_time.seconds(time) == seconds
+    assert ranks.slurm_seconds(time) == seconds
 
 
 def test_a_job_that_would_never_start_is_refused(slurm: Path, tmp_path: Path) -> None:

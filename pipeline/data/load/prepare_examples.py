@@ -12,7 +12,7 @@ from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError
 from pipeline.common.mpi import Comm
-from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.progress import SharedProgress
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import example_parts, example_shards, instructions

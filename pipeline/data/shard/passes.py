@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
-from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner

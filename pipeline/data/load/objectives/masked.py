@@ -1,10 +1,12 @@
 """Masked language modeling: predict masked tokens from all others (BERT, Devlin et al. 2019, section 3.1; RoBERTa, Liu et al. 2019).
 
-BERT's segment pairs for next-sentence prediction are taken from samples of a stream of documents.
+BERT's segment pairs for next-sentence prediction are taken from samples of a stream of documents. Pseudo-log-likelihoods mask each token
+alone (Salazar et al. 2020, https://arxiv.org/abs/1910.14659).
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -17,6 +19,7 @@ from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective,
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
+from pipeline.data.load.validation_split import choose
 from pipeline.models.config import MaskedModelConfig
 
 #: The counter of a sample's own random words; masking uses the position, which is smaller.
@@ -232,3 +235,40 @@ def _document(text: np.ndarray, end_of_document: int, where: float) -> np.ndarra
         return text
     part = int(np.searchsorted(total, int(where * total[-1]), side="right"))
     return text[starts[part] : stops[part]]
+
+
+class PseudoLikelihood(Masked):
+    """The sequences of Masked, each once for every position, with that position masked; for evaluation.
+
+    Sample i is position i % sequence_length of sequence i // sequence_length. At a special token, it has no target.
+    """
+
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
+        """See Masked."""
+        super().__init__(samples, vocabulary, config)
+        self.samples = copy.copy(samples)
+        self.samples.counts = samples.counts * self._length
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """See Objective."""
+        return [(name, count * self._length) for name, count in super().parts]
+
+    def validation_sample(self, size: int | None) -> np.ndarray:
+        """See Objective: all positions of the sequences that Masked would read."""
+        sequences = choose([count for _, count in super().parts], None if size is None else size // self._length)
+        return (sequences[:, None] * self._length + np.arange(self._length)).ravel()
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: as Masked, with one target in each row at most."""
+        sequences, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
+        distinct, where = np.unique(sequences, return_inverse=True)
+        arrays = {name: array[where] for name, array in self.unmasked(distinct).items()}
+        rows, targets = np.arange(len(positions)), np.full(arrays["tokens"].shape, IGNORE, dtype=np.int32)
+        original = arrays["tokens"][rows, positions]
+        counted = self._is_ordinary[original]
+        if "documents" in arrays:
+            counted &= arrays["documents"][rows, positions] >= 0
+        targets[rows[counted], positions[counted]] = original[counted]
+        arrays["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
+        return {**arrays, "targets": targets}
