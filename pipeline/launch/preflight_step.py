@@ -25,7 +25,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import site, slurm
 from pipeline.preflight import file_system, judge, node_result
-from pipeline.preflight.search import search
+from pipeline.preflight.bisection import search
 
 log = logging.getLogger("pipeline")
 

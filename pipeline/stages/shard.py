@@ -15,8 +15,8 @@ from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.read import input_files, inventory
 from pipeline.data.shard import shards, spill
 from pipeline.data.shard.passes import ShardPasses, claim_final_passes
-from pipeline.data.shard.report import summary
 from pipeline.data.shard.settings import list_input
+from pipeline.data.shard.shard_report import summary
 
 log = logging.getLogger("pipeline")
 

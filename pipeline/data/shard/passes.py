@@ -24,7 +24,7 @@ from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, limits, report, shards, spill
+from pipeline.data.shard import dropped, limits, shard_report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import Pool, contained
@@ -155,7 +155,7 @@ class ShardPasses:
         comm.barrier()
         written = shards.WrittenShard.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
-        excerpts = report.excerpts_of(comm, pool, duplicated)
+        excerpts = shard_report.excerpts_of(comm, pool, duplicated)
         totals = self._publish(written, counts, duplicated, excerpts, plan) if comm.rank == 0 else {}
         comm.barrier()  # the manifest is written: the folder is complete
         for part in pool.mine:
@@ -168,7 +168,7 @@ class ShardPasses:
         return totals
 
     def _publish(
-        self, written: shards.WrittenShard, counts: PartCounts, found: Clusters, excerpts: report.Excerpts, plan: list[ShardPlan]
+        self, written: shards.WrittenShard, counts: PartCounts, found: Clusters, excerpts: shard_report.Excerpts, plan: list[ShardPlan]
     ) -> dict[str, Any]:
         """Write report and manifest; return the totals. Only on rank 0."""
         unfinished = self._unfinished
