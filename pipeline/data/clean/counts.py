@@ -1,16 +1,15 @@
-"""What the rules of Gopher and FineWeb count in texts; in a large document, the only one of its batch, a slice at a time."""
+"""What the rules of Gopher and FineWeb count in texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 
-from pipeline.data import slices
 from pipeline.data.clean.document_batch import DocumentBatch
-from pipeline.data.clean.repetition import repeated, repeated_spans
-from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, Spans, Words, is_sentence_end
+from pipeline.data.clean.repetition import repeated
+from pipeline.data.words import IDEOGRAPH, LETTER, SENTENCE_END, SPACE, Lookup, Spans, Words
 
 STOP_WORDS: dict[str, str] = {
     "en": "the be to of and that have with is was for it in he his as on",
@@ -56,7 +55,6 @@ _ELLIPSIS = ord("…")
 _SPANS = 1 << 16
 """Spans whose intermediate results are in memory at once."""
 _QUOTES = np.array([ord(character) for character in "…”’“」』"])
-_BULLETS = frozenset(map(chr, BULLETS))
 
 
 def _per_text(values: np.ndarray, offsets: np.ndarray) -> np.ndarray:
@@ -102,12 +100,11 @@ def gopher(batch: DocumentBatch) -> Counts:
     }
 
 
-def of_words(words: Words, of_language: Sequence[tuple[str, float]], *, every: bool = False) -> Counts:
+def of_words(words: Words, of_language: Sequence[tuple[str, float]]) -> Counts:
     """The counts that are sums over words and characters: name -> (texts,).
 
     Args:
         of_language: the language of every text, and its share.
-        every: count the words with a letter even where spaces separate most words.
     """
     spans = words.spans
     count = np.diff(words.offsets)
@@ -115,7 +112,7 @@ def of_words(words: Words, of_language: Sequence[tuple[str, float]], *, every: b
     if (words.kinds & IDEOGRAPH).any():
         separate = words.kinds[spans.starts] & IDEOGRAPH == 0
         spaced, characters = _per_text(separate, words.offsets), _per_text(spans.lengths * separate, words.offsets)
-    if every or not (2 * spaced >= count).all():
+    if not (2 * spaced >= count).all():
         lettered = _per_text(with_letter(words, spans), words.offsets)
     own, has_list = _stop_words(words, of_language)
     return {
@@ -198,78 +195,3 @@ def _stop_word_table() -> tuple[Lookup, np.ndarray, dict[str, int]]:
     assert len(hashes) == len(every), "each stop word must be a single word"
     belongs = np.array([[word in listed for listed in split.values()] for word in every])
     return Lookup(hashes, bits=16), belongs[np.argsort(hashes)], {code: number for number, code in enumerate(split)}
-
-
-def large_gopher(batch: DocumentBatch) -> Counts:
-    """What Gopher's rules are about: name -> (1,)."""
-    (text,) = batch.texts
-    total: Counts = {}
-    tokens = _Tokens()
-    for words in slices.between_words(text):
-        of_slice = of_words(words, batch.languages, every=True)
-        total = {name: total.get(name, 0) + count for name, count in of_slice.items()}
-        tokens.add(words)
-    total["has_stop_words"] = total.get("has_stop_words", np.zeros(1)) > 0
-    spans = batch.lines.spans
-    bullets = sum(text[start] in _BULLETS for start in _values(spans.starts))
-    open_lines = sum(text[end - 1] == "…" or text[max(0, end - 3) : end] == "..." for end in _values(spans.ends))
-    found = {"lines": len(spans), "bullets": bullets, "open_lines": open_lines, "tokens": tokens.number, "lettered_tokens": tokens.lettered}
-    return {**total, **{name: np.array([count]) for name, count in found.items()}}
-
-
-def large_sentences(batch: DocumentBatch) -> np.ndarray:
-    """The number of sentences: (1,)."""
-    return np.sum([sentences(words) for words in slices.between_words(batch.texts[0])], axis=0)
-
-
-def large_fineweb(batch: DocumentBatch, short_line: np.ndarray) -> Counts:
-    """What FineWeb's rules are about: name -> (1,)."""
-    (text,), spans = batch.texts, batch.lines.spans
-    short = np.flatnonzero(spans.lengths <= short_line[0])
-    columns = (_columns(text[start:end]) for start, end in zip(_values(spans.starts[short]), _values(spans.ends[short]), strict=True))
-    return {
-        "words": np.array([sum(len(words.spans) for words in slices.between_words(text))]),
-        "newlines": np.array([text.count("\n")]),
-        "lines": np.array([len(spans)]),
-        "closed": np.array([sum(is_sentence_end(text[end - 1]) for end in _values(spans.ends))]),
-        "short": np.array([sum(width <= short_line[0] for width in columns)]),
-        "repeated_characters": repeated_spans(text, spans)[1],
-    }
-
-
-class _Tokens:
-    """Counts the tokens of a text, and those with a letter; a slice may end within a token.
-
-    Attributes:
-        number, lettered: the counts.
-    """
-
-    def __init__(self) -> None:
-        self.number = self.lettered = 0
-        self._open: bool | None = None  # whether the token at the end of the last slice has a letter; None if none reaches it
-
-    def add(self, words: Words) -> None:
-        """Count those of the next slice."""
-        spans = words.tokens
-        if not len(spans):
-            self._open = None
-            return
-        lettered = with_letter(words, spans)
-        self.number += len(spans)
-        self.lettered += int(lettered.sum())
-        if self._open is not None and spans.starts[0] == 0:
-            self.number -= 1
-            self.lettered -= bool(self._open and lettered[0])
-            lettered[0] |= self._open
-        self._open = bool(lettered[-1]) if words.kinds[len(words.kinds) - 2] & SPACE == 0 else None
-
-
-def _columns(line: str) -> int:
-    """The width of a line in columns, as counts.py has it."""
-    return len(line) if line.isascii() else len(line) + sum("\u2e80" <= character <= "\uffe6" for character in line)
-
-
-def _values(positions: np.ndarray) -> Iterator[int]:
-    """Yield positions as int, without a list of all."""
-    for first in range(0, len(positions), slices.SLICE):
-        yield from positions[first : first + slices.SLICE].tolist()

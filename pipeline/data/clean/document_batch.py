@@ -14,7 +14,6 @@ import numpy as np
 import pycld2
 
 from pipeline.common import languages
-from pipeline.data import slices
 from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
@@ -105,16 +104,6 @@ class DocumentBatch:
         self.tags: list[list[str]] = [[] for _ in documents]
         self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
 
-    @property
-    def is_large(self) -> bool:
-        """Whether the batch is one large document, which rules process in slices: they do not use `words`."""
-        return len(self.texts) == 1 and slices.is_large(self.texts[0])
-
-    @cached_property
-    def lines(self) -> slices.Lines:
-        """The lines of a large document."""
-        return slices.Lines.of(self.texts[0])
-
     @cached_property
     def words(self) -> Words:
         """The words of all current texts."""
@@ -131,16 +120,7 @@ class DocumentBatch:
         return self.words if self.changed.all() else Words([self.texts[index] for index in np.flatnonzero(self.changed)])
 
     def mark(self, *tests: Callable[[Words], np.ndarray]) -> list[np.ndarray]:
-        """Apply tests to the current texts: a (documents,) bool array of each. Words of unchanged texts are not computed again.
-
-        Of a large document each test sees slices, and may be true of the end of one: the step decides what it changes by the text.
-        """
-        if self.is_large:
-            found = [False] * len(tests)
-            for piece in slices.overlapping(self.texts[0]):
-                words = Words([piece])
-                found = [true or bool(test(words)[0]) for true, test in zip(found, tests, strict=True)]
-            return [np.array([true]) for true in found]
+        """Apply tests to the current texts: a (documents,) bool array of each. Words of unchanged texts are not computed again."""
         if self.changed.all():
             return [test(self.words) for test in tests]
         masks = [test(self.first_words) for test in tests]
@@ -160,10 +140,7 @@ class DocumentBatch:
         return [self._identified(index) if alive else UNKNOWN for index, alive in enumerate(self.alive)]
 
     def _identified(self, index: int) -> tuple[str, float]:
-        text = self.texts[index]
-        if slices.is_large(text):
-            return identify(code_detection.middle_of_prose(text, max(SAMPLE_CHARACTERS)))
-        return identify(code_detection.prose(text))
+        return identify(code_detection.prose(self.texts[index]))
 
     def label(self, index: int, *, identify: bool = False) -> str:
         """The language of a document as a step identified it, else as its metadata has it; "" if neither is known.
@@ -192,7 +169,7 @@ class DocumentBatch:
         for name in ("languages", "first_words"):
             if name in vars(self) and not (name == "first_words" and batch.changed.all()):
                 setattr(batch, name, getattr(self, name))
-        for name in ("words", "first_words", "changed_words", "lines"):  # large, and the caller may hold this batch
+        for name in ("words", "first_words", "changed_words"):  # large, and the caller may hold this batch
             vars(self).pop(name, None)
         return batch
 

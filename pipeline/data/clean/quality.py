@@ -11,7 +11,6 @@ import numpy as np
 
 from pipeline.common import languages
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep
-from pipeline.data import slices
 from pipeline.data.clean import counts
 from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
 
@@ -31,7 +30,7 @@ def gopher(knobs: GopherStep) -> Step:
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         limits = StepLimits(knobs, batch)
-        found = counts.large_gopher(batch) if batch.is_large else counts.gopher(batch)
+        found = counts.gopher(batch)
         count = found["words"]
         divisor, line_count = np.maximum(count, 1), np.maximum(found["lines"], 1)
         mean_length = found["spaced_characters"] / np.maximum(found["spaced"], 1)
@@ -67,8 +66,8 @@ def c4(knobs: C4Step) -> Step:
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         limits = StepLimits(knobs, batch)
         code = np.array(["{" in text for text in batch.texts])
-        placeholder = np.array([any("lorem ipsum" in piece.lower() for piece in slices.overlapping(text)) for text in batch.texts])
-        sentences = counts.large_sentences(batch) if batch.is_large else counts.sentences(batch.words)
+        placeholder = np.array(["lorem ipsum" in text.lower() for text in batch.texts])
+        sentences = counts.sentences(batch.words)
         return drop(
             batch,
             [
@@ -86,7 +85,7 @@ def fineweb(knobs: FineWebStep) -> Step:
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         limits = StepLimits(knobs, batch)
-        found = (counts.large_fineweb if batch.is_large else counts.fineweb)(batch, limits["short_line"])
+        found = counts.fineweb(batch, limits["short_line"])
         count = np.maximum(found["lines"], 1)
         closed, short, repeats = found["closed"], found["short"], found["repeated_characters"]
         many = count > 1  # the rules do not apply to a single line
