@@ -138,6 +138,8 @@ ATTRIBUTES: dict[str, Callable[[], Any]] = {
 OF_GPU_BUILDS = {"_activate_gpu_trace", "_cuda_getCurrentRawStream", "_dump_nccl_trace"}
 #: Documented, though their names are private.
 DOCUMENTED = {"os._exit", "sys._getframe"}
+#: Ours, those of another test, and those of stubs.
+_NOT_HERE = ("pipeline", "deepspeed", "_typeshed")
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
 
@@ -157,7 +159,7 @@ def imported(tree: ast.Module) -> dict[str, str]:
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and isinstance(node.targets[0], ast.Name):
             names[node.targets[0].id] = qualified(node.value, names) or "pipeline"
-    return {name: whole for name, whole in names.items() if whole.partition(".")[0] not in ("pipeline", "deepspeed", "_typeshed")}
+    return names
 
 
 def qualified(node: ast.expr, names: dict[str, str]) -> str | None:
@@ -181,7 +183,8 @@ def defined(tree: ast.Module) -> set[str]:
 
 def used(tree: ast.Module) -> Iterator[str]:
     """Yield each private name of another library that a module uses: as in NAMES, or as in ATTRIBUTES."""
-    names, own = imported(tree), defined(tree)
+    own = defined(tree)
+    names = {name: whole for name, whole in imported(tree).items() if whole.partition(".")[0] not in _NOT_HERE}
     yield from filter(is_private, names.values())
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

@@ -272,21 +272,6 @@ class BlockHasher:
         return np.array(self._digests, np.uint64)
 
 
-def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, before: int, digests: npt.NDArray[np.uint64]) -> list[int]:
-    """Read bytes of an open file, and return the numbers of the blocks that differ from their checksums.
-
-    Args:
-        handle: the file.
-        offset: of the first byte.
-        size: number of bytes.
-        block_bytes: bytes of a block.
-        before: bytes by which the first block is shorter.
-        digests: of the blocks.
-    """
-    found = read_digests(handle, offset, size, block_bytes, before)
-    return [int(number) for number in np.flatnonzero(found != digests)]
-
-
 def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: int) -> npt.NDArray[np.uint64]:
     """Read bytes of an open file and return the checksums of their blocks; missing bytes of a short file are left out."""
     hasher, end = BlockHasher(block_bytes, before), offset + size
