@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import UserError
 from pipeline.config import paths
 from pipeline.config.cluster import ClusterConfig
+from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import job, rank_step, submission
 from tests.helpers import ROOT
 
@@ -75,6 +76,11 @@ def test_sbatch_line_starts_the_requested_number_of_ranks(world_size: int, per_n
 def test_every_script_returns_the_exit_code_of_its_stage() -> None:
     for script in set((ROOT / "slurm").glob("*.sbatch")) - {ROOT / "slurm/preflight.sbatch"}:  # one process, which starts its own steps
         assert script.read_text().splitlines()[-1] == f'run_stage stage={script.stem} "$@"'
+
+
+def test_scripts_and_submitted_jobs_are_signaled_at_the_same_time() -> None:
+    for stage in TRAINING_STAGES:
+        assert f"#SBATCH --signal=USR1@{job.SIGNAL_SECONDS}\n" in (ROOT / f"slurm/{stage}.sbatch").read_text(encoding="utf-8")
 
 
 def test_violations_are_reported_together() -> None:
