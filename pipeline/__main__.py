@@ -194,7 +194,7 @@ def run_one(composed: object, command: Command | None = None) -> None:
             config = moldable.simulated(config, compose.task_arguments())
         check.check(config, layout.job_size(config, here.world_size))
         if here.rank == 0:  # stages load PyTorch, which takes seconds on a busy file system
-            kind = "dry run of " * config.dry_run.enabled
+            kind = "dry run of " if config.dry_run.enabled else ""
             log.info("%s%s: run_dir=%s, tannschen %s", kind, config.stage.name, config.run_dir, git_commit.version())
             for line in deepspeed_json.lines(config.parallel.deepspeed) if config.parallel.deepspeed else ():
                 log.info("%s", line)

@@ -20,14 +20,12 @@ import numpy as np
 import torch
 
 from pipeline.checkpoint import commit, handover
-from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.fragments import Fragment, Share
 from pipeline.checkpoint.handover import Abandon, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.save import file_name, node_file_name
-from pipeline.checkpoint.save_plan import Share
-from pipeline.checkpoint.saver import Outcome, Request, Saver
-from pipeline.checkpoint.staging import Snapshot, Source, Staging
-from pipeline.checkpoint.writer_connection import WriterConnection, WriterEndedError
-from pipeline.checkpoint.writer_process import WriterProcess
+from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
+from pipeline.checkpoint.staging import LiveSource, Snapshot, Staging
+from pipeline.checkpoint.writer_process import WriterConnection, WriterEndedError, WriterProcess
 from pipeline.common.atomic_files import remove_leftovers
 
 log = logging.getLogger("pipeline")
@@ -126,7 +124,7 @@ class AsyncSaver(Saver):
         member = self._member(node, shares, files, lock, patience)
         self._writer = WriterConnection(member, descriptors, node.writer, process)
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """See Saver."""
         self.before_update()
         self._receive_while(lambda pending: pending.data or pending.commit, self._before_next)
@@ -179,11 +177,11 @@ class AsyncSaver(Saver):
         if self._rank == 0 and code and self._pending is None:  # it died as it removed older checkpoints, after the last one was complete
             remove_leftovers(self._run_dir / "checkpoints")
 
-    def _sources(self, fragments: Sequence[Fragment]) -> list[Source]:
+    def _sources(self, fragments: Sequence[Fragment]) -> list[LiveSource]:
         """The live tensors of the parts that this rank writes."""
-        return [Source(share.part, fragments[share.fragment].tensors, share.first) for share in self._shares]
+        return [LiveSource(share.part, fragments[share.fragment].tensors, share.first) for share in self._shares]
 
-    def _hand_over(self, request: Request, pending: _Pending, snapshot: Snapshot) -> None:
+    def _hand_over(self, request: SaveRequest, pending: _Pending, snapshot: Snapshot) -> None:
         """Hand a copy over to the writer. The thread of the snapshot."""
         try:
             if snapshot.problem:
@@ -246,7 +244,6 @@ class AsyncSaver(Saver):
                 self._forgotten(str(error))
 
     def _answered(self, answer: Written | Failed | Committed) -> None:
-        """Note an answer of the writer."""
         pending = self._pending
         if pending is None or answer.attempt != pending.attempt:
             return

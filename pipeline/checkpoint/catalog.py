@@ -123,5 +123,4 @@ def prune(run_dir: Path, keep: int, every: int = 0, needed: Callable[[Path], boo
 
 
 def _is_kept(folder: Path, every: int) -> bool:
-    """Whether a checkpoint is kept for ever."""
     return (folder / KEEP).is_file() or bool(every and step_of(folder) % every == 0)

@@ -1,25 +1,28 @@
-"""Which checkpoints a run may continue or start from: those of the same model and, once samples were consumed, the same data."""
+"""Which checkpoints a run may continue or start from: those of the same model, tokenizer and, once samples were consumed, the same data."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from pipeline.checkpoint import trained_tokenizer
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.artifact import MANIFEST
+from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, Violation
+from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
+from pipeline.data.tokenize.tokenizer import check_same
 from pipeline.models import config_classes
 from pipeline.models.rope import extended
 
 log = logging.getLogger("pipeline")
-
 #: Keys of the head of an encoder.
 _HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
 #: Parts of the configuration whose changes are not named at a resume: they do not change training, or may not differ.
@@ -40,6 +43,44 @@ _NOT_OF_TRAINING = frozenset(
 )
 #: Settings of lora that decide which weights a run has, and trains.
 _ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
+
+
+def fingerprint_of(config: Mapping[str, Any], checkpoint: Path | None = None) -> str | None:
+    """Return the checksum of tokenizer.json, as manifests of token shards record it; None if nothing that tells is there any more.
+
+    Args:
+        config: the resolved configuration as nested dictionaries.
+        checkpoint: with this configuration; None for a run without one.
+    """
+    data = config.get("data", {})
+    reads_text = config.get("stage", {}).get("name") != "pretrain" or data.get("pairs", {}).get("train")
+    for folder in () if reads_text else (data.get("tokens"), *(corpus.get("tokens") for corpus in data.get("blend", {}).values())):
+        manifest = None if folder is None else Path(folder) / MANIFEST
+        if manifest is not None and manifest.is_file():
+            recorded = json.loads(manifest.read_text(encoding="utf-8")).get("totals", {}).get("tokenizer")
+            if recorded is not None:
+                return str(recorded)
+    path = _folder_of(config, checkpoint) / "tokenizer.json"
+    return digest(path) if path.is_file() else None
+
+
+def check_tokenizer(checkpoint: Path, config: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to use a checkpoint with this configuration and another tokenizer than it was trained with, as far as that is known.
+
+    Raises:
+        UserError: tokenizer.path (folder) is another one.
+    """
+    trained, theirs = _folder_of(config, checkpoint), fingerprint_of(config, checkpoint)
+    known = trained if (trained / "tokenizer.json").is_file() and digest(trained / "tokenizer.json") == theirs else None
+    fix = f"set tokenizer.path={known}" if known else "set tokenizer.path to the folder of the tokenizer of that run"
+    check_same(folder, theirs, f"{checkpoint}", fix, known)
+
+
+def _folder_of(config: Mapping[str, Any], checkpoint: Path | None) -> Path:
+    """Return the folder of the tokenizer; an imported model has its own in the run directory."""
+    if checkpoint is not None and config.get("stage", {}).get("name") == "convert":
+        return checkpoint.resolve().parent.parent / IMPORTED
+    return Path(config.get("tokenizer", {}).get("path", ""))
 
 
 class TrainingData(Protocol):
@@ -72,7 +113,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
         UserError: with one violation per difference.
     """
     if not checkpoint.train_state.samples:
-        trained_tokenizer.check(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
+        check_tokenizer(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
     new, old = dataclasses.asdict(config), dict(checkpoint.config)
     old["training"] = dataclasses.asdict(TrainingConfig()) | old["training"]  # an older checkpoint lacks newer keys
     consumed = checkpoint.train_state.samples
@@ -106,7 +147,7 @@ def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingD
         UserError: the tokenizer is another one.
     """
     new, key, consumed = dataclasses.asdict(config), data.data_key, checkpoint.train_state.samples
-    before, now = trained_tokenizer.fingerprint_of(checkpoint.config, checkpoint.path), trained_tokenizer.fingerprint_of(new)
+    before, now = fingerprint_of(checkpoint.config, checkpoint.path), fingerprint_of(new)
     if None not in (before, now) and before != now:
         rule = f"is of another tokenizer than {key}={_value(checkpoint.config, key)} of {checkpoint.path}"
         raise UserError.of(key, _value(new, key), rule, "tokenize it with the tokenizer of that run")
@@ -131,7 +172,7 @@ def check_same_model(
     Raises:
         UserError: with one violation per difference.
     """
-    trained_tokenizer.check(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
+    check_tokenizer(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
     new = dataclasses.asdict(config)
     differences = _model_differences(new, checkpoint.config, context_factor)
     if other_head:

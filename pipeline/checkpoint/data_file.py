@@ -255,7 +255,6 @@ class BlockHasher:
             self._add(data[whole:])
 
     def _add(self, data: memoryview) -> None:
-        """Add bytes of one block."""
         self._open.update(data)
         self._filled += len(data)
         if self._filled == self._block:
@@ -271,21 +270,6 @@ class BlockHasher:
         if self._filled and not self._empty:
             self._finish()
         return np.array(self._digests, np.uint64)
-
-
-def damaged_blocks(handle: int, offset: int, size: int, block_bytes: int, before: int, digests: npt.NDArray[np.uint64]) -> list[int]:
-    """Read bytes of an open file, and return the numbers of the blocks that differ from their checksums.
-
-    Args:
-        handle: the file.
-        offset: of the first byte.
-        size: number of bytes.
-        block_bytes: bytes of a block.
-        before: bytes by which the first block is shorter.
-        digests: of the blocks.
-    """
-    found = read_digests(handle, offset, size, block_bytes, before)
-    return [int(number) for number in np.flatnonzero(found != digests)]
 
 
 def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: int) -> npt.NDArray[np.uint64]:

@@ -1,19 +1,111 @@
-"""Fragments: what a rank saves and loads of a weight, joined into full weights and extracted from them (words: parallel/pieces.py)."""
+"""Fragments: what a rank holds, saves and loads of a weight, joined into full weights and extracted from them (words: parallel/pieces.py).
+
+Which elements of its fragments a rank writes is arithmetic of its own fragments, without communication.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.save_plan import Held
+from pipeline.checkpoint.parts import ITEM_SIZE, Box, Part, block_bytes
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel.pieces import Piece
 
 #: Name of a dtype in safetensors.
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds of a weight, and which ranks hold the same.
+
+    Attributes:
+        name: of the weight.
+        shape: of the full weight.
+        box: the piece of the rank.
+        start: first element in the flattened box.
+        count: number of elements.
+        dtypes: kind -> name of its dtype in safetensors.
+        sliced_dim: the largest dim that tensor parallelism slices in any layout, 0 also for none (parts.block_bytes).
+        replicas: number of ranks that hold the same elements.
+        replica: number of this rank among them.
+        group: distinguishes the sets of ranks: of two fragments of a rank with the same group, all ranks that hold one hold the other.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    start: int
+    count: int
+    dtypes: dict[str, str]
+    sliced_dim: int = 0
+    replicas: int = 1
+    replica: int = 0
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part that this rank writes.
+
+    Attributes:
+        fragment: number of the fragment.
+        first: first element, counted from the start of the fragment.
+        part: what is stored.
+    """
+
+    fragment: int
+    first: int
+    part: Part
+
+
+def plan(held: Sequence[Held]) -> list[Share]:
+    """Return the parts that this rank writes of its fragments.
+
+    The fragments that the same ranks hold are lined up by name, and each of these ranks writes an equal share of their bytes,
+    to the element.
+
+    Args:
+        held: the fragments of this rank, one of each weight.
+
+    Returns:
+        The parts, in the order of the fragments.
+    """
+    groups: dict[str, list[int]] = {}
+    for number in sorted(range(len(held)), key=lambda number: held[number].name):  # pipeline stages have them in another order
+        groups.setdefault(held[number].group, []).append(number)
+    return sorted((share for members in groups.values() for share in _shares(held, members)), key=lambda share: share.fragment)
+
+
+def _shares(held: Sequence[Held], members: list[int]) -> list[Share]:
+    """The share of this rank of the fragments that the same ranks hold."""
+    replica, replicas = held[members[0]].replica, held[members[0]].replicas
+    total = sum(_element_bytes(held[number]) * held[number].count for number in members)
+    begin, end = total * replica // replicas, total * (replica + 1) // replicas
+    shares, offset = [], 0
+    for number in members:
+        fragment, size = held[number], _element_bytes(held[number])
+        assert (fragment.replica, fragment.replicas) == (replica, replicas), f"{fragment.name}: other ranks hold it than its group"
+        first, last = (min(max((border - offset) // size, 0), fragment.count) for border in (begin, end))
+        if first < last:
+            shares.append(Share(number, first, _part(fragment, first, last)))
+        offset += size * fragment.count
+    return shares
+
+
+def _element_bytes(fragment: Held) -> int:
+    """Bytes of an element of all kinds."""
+    return sum(ITEM_SIZE[dtype] for dtype in fragment.dtypes.values())
+
+
+def _part(fragment: Held, first: int, last: int) -> Part:
+    block = block_bytes(fragment.shape, fragment.sliced_dim, ITEM_SIZE[fragment.dtypes["weight"]])
+    return Part(fragment.name, fragment.shape, fragment.box, fragment.start + first, last - first, block, fragment.dtypes)
 
 
 @dataclass(frozen=True)

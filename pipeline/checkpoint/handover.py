@@ -19,7 +19,7 @@ from pipeline.config.optimizer import OptimizerConfig
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedPlace:
     """Where the bytes of a part and kind lie in a rank's shared memory: number of the segment, offset, and bytes."""
 
     segment: int
@@ -56,7 +56,7 @@ class Member:
     sharing: tuple[int, ...]
     file: str
     parts: list[Part]
-    places: list[dict[str, Place]]
+    places: list[dict[str, SharedPlace]]
     segments: list[int]
     has_lock: bool
     patience: float

@@ -1,4 +1,4 @@
-"""What a checkpoint contains: progress, layout, versions, settings, sizes and, if asked for, norms. Imports no torch."""
+"""What a checkpoint contains (progress, layout, versions, settings, sizes, norms), and which are kept under a name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint import keeping, stored_runs
+from pipeline.checkpoint import catalog, stored_runs
 from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.parts import ITEM_SIZE
 from pipeline.checkpoint.stored_runs import StoredRun
+from pipeline.common.atomic_files import atomic_file
+from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.models import config_classes
 
 
 @dataclass
-class Kind:
+class StoredKind:
     """What is stored of a weight in one kind.
 
     Attributes:
@@ -51,7 +53,7 @@ class Weight:
     """A weight: the shape of the full weight, and its kinds."""
 
     shape: tuple[int, ...]
-    kinds: dict[str, Kind] = field(default_factory=dict)
+    kinds: dict[str, StoredKind] = field(default_factory=dict)
 
     @property
     def elements(self) -> int:
@@ -146,17 +148,17 @@ def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object]
     index = contents.index
     weights: dict[str, Weight] = {}
     for name, entry in index.tensors.items():
-        weights[name] = Weight(entry.shape, {kind: Kind(dtype, prod(entry.shape)) for kind, dtype in entry.dtypes.items()})
+        weights[name] = Weight(entry.shape, {kind: StoredKind(dtype, prod(entry.shape)) for kind, dtype in entry.dtypes.items()})
     if norms:
         with stored_runs.report_damage(folder):
             for run in stored_runs.runs(folder, contents):
                 _add_values(weights[run.name].kinds[run.kind], folder / index.files[run.file].name, run)
                 progress(run.bytes)
     files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-    return Summary(folder, index, dict(sorted(weights.items())), files, keeping.name_of(folder))
+    return Summary(folder, index, dict(sorted(weights.items())), files, name_of(folder))
 
 
-def _add_values(kind: Kind, path: Path, run: StoredRun) -> None:
+def _add_values(kind: StoredKind, path: Path, run: StoredRun) -> None:
     """Add the values of a run to the sums of its kind."""
     kind.squares = kind.squares or 0.0
     for values in stored_runs.values(path, run):
@@ -190,3 +192,46 @@ def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
             defaults[f"model.{part.name}"] = part.default
     absent = object()
     return {key: value for key, value in flat_settings(config) if defaults.get(key, absent) != value}
+
+
+def name_of(folder: Path) -> str | None:
+    """The name under which a checkpoint is kept; None if it is not."""
+    file = folder / catalog.KEEP
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def kept(run_dir: Path) -> dict[Path, str]:
+    """The checkpoints of a run that are kept under a name, oldest first."""
+    names = {folder: name_of(folder) for folder in catalog.complete(run_dir)}
+    return {folder: name for folder, name in names.items() if name is not None}
+
+
+def keep(folder: Path, name: str) -> None:
+    """Keep a checkpoint for ever. A name that it has already is replaced.
+
+    Raises:
+        UserError: the name is empty or has several lines, another checkpoint of the run has it, or the run has removed the checkpoint in
+            the meantime.
+    """
+    if not name.strip() or not name.isprintable():
+        raise UserError.of("NAME", repr(name), "must be one line of text", "give the checkpoint a name such as before-cooldown")
+    for other, known in kept(folder.parents[1]).items():
+        if known == name.strip() and other.resolve() != folder.resolve():
+            fix = f"choose another name, or release that one: tools/checkpoint keep {other} --remove"
+            raise UserError.of("NAME", repr(name), f"is the name of {other}", fix)
+    with atomic_file(folder / catalog.KEEP, "w") as handle:
+        handle.write(name.strip() + "\n")
+    if not (folder / catalog.INDEX).is_file():
+        raise UserError.of("PATH", folder, "was removed by its run in the meantime", "keep a newer checkpoint, or increase checkpoint.keep")
+
+
+def release(folder: Path) -> None:
+    """No longer keep a checkpoint; its run removes it when it is not among the newest ones.
+
+    Raises:
+        UserError: it was not kept.
+    """
+    try:
+        (folder / catalog.KEEP).unlink()
+    except FileNotFoundError as error:
+        raise UserError.of("PATH", folder, "is not kept under a name", "name one that tools/checkpoint keep RUN --list prints") from error

@@ -220,7 +220,6 @@ def _write_saved(saved: Mapping[str, Tensor], config: ModelConfig, tensors: dict
 
 
 def _is_tied(config: ModelConfig) -> bool:
-    """Whether the output head has the weight of the embedding."""
     with torch.device("meta"):
         names = {name for name, _ in registry.build(config).named_parameters()}
     return _EMBEDDING in names and not any(name.startswith("head.") and name.endswith(".weight") for name in names)
@@ -235,7 +234,6 @@ def _linear_entries(config: ModelConfig) -> list[tuple[StockTensor, list[int]]]:
 
 
 def _module(entry: StockTensor) -> str:
-    """The stock module of an entry."""
     return entry.hf_name.removesuffix(".weight")
 
 

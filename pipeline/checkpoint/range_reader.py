@@ -14,7 +14,7 @@ from pipeline.checkpoint.data_reader import Counters, DataFiles
 from pipeline.checkpoint.native import REMEDY
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box, box_of, overlap, padded
 from pipeline.checkpoint.read_chunk import Bytes, Damage
-from pipeline.checkpoint.read_plan import FilePlan, Integers, Source, plan
+from pipeline.checkpoint.read_plan import FilePlan, Integers, ReadSource, plan
 from pipeline.common.errors import DamagedCheckpointError, Violation
 
 #: Damages that one rank names; the number of the others is reported.
@@ -22,7 +22,7 @@ _NAMED = 8
 
 
 @dataclass(frozen=True)
-class Request:
+class RangeRequest:
     """A run of elements of one kind of a weight.
 
     Attributes:
@@ -66,7 +66,7 @@ class RangeReader:
         self._rows = Rows(folder, contents, self.counters)
         self._files = DataFiles(folder, contents.index.files, self.counters)
 
-    def read(self, requests: Sequence[Request]) -> None:
+    def read(self, requests: Sequence[RangeRequest]) -> None:
         """Read runs into their buffers; each file is opened once.
 
         Raises:
@@ -79,18 +79,18 @@ class RangeReader:
         if damaged:
             raise DamagedCheckpointError(self._violations(damaged, requests, stored))
 
-    def plan(self, requests: Sequence[Request]) -> list[FilePlan]:
+    def plan(self, requests: Sequence[RangeRequest]) -> list[FilePlan]:
         """Plan how to read runs."""
         return plan(self._sources(requests)[0])
 
-    def _sources(self, requests: Sequence[Request]) -> tuple[list[Source], list[np.void]]:
+    def _sources(self, requests: Sequence[RangeRequest]) -> tuple[list[ReadSource], list[np.void]]:
         """Where the requests are stored, and the row of parts.npy of each source.
 
         Raises:
             DamagedCheckpointError: no part has some of the elements.
         """
         rows = dict(zip((r.name for r in requests), self._rows.read(r.name for r in requests), strict=True))
-        sources: list[Source] = []
+        sources: list[ReadSource] = []
         stored: list[np.void] = []
         geometry: tuple[object, ...] = ()
         parts: list[_Part] = []
@@ -111,7 +111,7 @@ class RangeReader:
                 stored.append(part.row)
         return sources, stored
 
-    def _check_coverage(self, request: Request, count: int, parts: list[_Part]) -> None:
+    def _check_coverage(self, request: RangeRequest, count: int, parts: list[_Part]) -> None:
         """Refuse a run of which parts do not have every element once."""
         stretches = np.concatenate([np.zeros((0, 3), np.int64), *(part.stretches for part in parts)])
         stretches = stretches[np.argsort(stretches[:, 1], kind="stable")]
@@ -122,12 +122,12 @@ class RangeReader:
             reason = "are in no part" if found > wanted else "are in more than one part"
             raise self._lost(request, min(found, wanted), max(found, wanted), reason)
 
-    def _lost(self, request: Request, first: int, last: int, reason: str) -> DamagedCheckpointError:
+    def _lost(self, request: RangeRequest, first: int, last: int, reason: str) -> DamagedCheckpointError:
         """The error that elements of a request cannot be found."""
         what = _text(request.name, request.box, request.start + first, request.start + last)
         return DamagedCheckpointError([Violation("checkpoint", self._folder, f"{request.kind} of {what} {reason}", REMEDY)])
 
-    def _violations(self, damaged: list[Damage], requests: Sequence[Request], stored: list[np.void]) -> list[Violation]:
+    def _violations(self, damaged: list[Damage], requests: Sequence[RangeRequest], stored: list[np.void]) -> list[Violation]:
         """One violation for each damage, which names what is lost; a single one if the checkpoint is gone."""
         if not self._folder.is_dir():
             return list(native.unreadable(self._folder, self._folder, "").violations)
@@ -176,10 +176,10 @@ def _position(corner: Integers, start: Integers, stop: Integers) -> Integers:
     return found
 
 
-def _source(part: _Part, column: int, number: int, target: int, item: int, block: int) -> Source:
+def _source(part: _Part, column: int, number: int, target: int, item: int, block: int) -> ReadSource:
     """The bytes of one kind of a part."""
     row = part.row
-    return Source(
+    return ReadSource(
         number=number,
         file=int(row["file"]),
         offset=int(row["offset"][column]),

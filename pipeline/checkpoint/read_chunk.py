@@ -11,7 +11,7 @@ import numpy.typing as npt
 import xxhash
 from numpy.lib.stride_tricks import as_strided
 
-from pipeline.checkpoint.read_plan import FilePlan, Integers, Source
+from pipeline.checkpoint.read_plan import FilePlan, Integers, ReadSource
 
 Bytes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[np.uint64]
@@ -28,7 +28,7 @@ class Damage:
         reason: what is wrong, after the name of the file.
     """
 
-    source: Source
+    source: ReadSource
     first: int
     last: int
     reason: str

@@ -27,7 +27,7 @@ GAP, LIMIT = 64 << 10, 1.1
 
 
 @dataclass(frozen=True)
-class Source:
+class ReadSource:
     """A part and kind in a data file, and the bytes of it that are wanted.
 
     Attributes:
@@ -82,7 +82,7 @@ class FilePlan:
     joined: npt.NDArray[np.bool_]
     chunks: Integers
     pieces: Integers
-    sources: list[Source]
+    sources: list[ReadSource]
 
     @property
     def bytes(self) -> int:
@@ -97,9 +97,9 @@ class FilePlan:
         return np.stack([position + first, position + last], axis=1)
 
 
-def plan(sources: Sequence[Source]) -> list[FilePlan]:
+def plan(sources: Sequence[ReadSource]) -> list[FilePlan]:
     """Plan how to read the wanted bytes of sources; every file that has some is opened once."""
-    by_file: dict[int, list[Source]] = {}
+    by_file: dict[int, list[ReadSource]] = {}
     for source in sources:
         by_file.setdefault(source.file, []).append(source)
     spans = {file: _spans(members) for file, members in sorted(by_file.items())}
@@ -114,7 +114,7 @@ def plan(sources: Sequence[Source]) -> list[FilePlan]:
     return plans
 
 
-def _spans(sources: list[Source]) -> Integers:
+def _spans(sources: list[ReadSource]) -> Integers:
     """The spans of a file: ascending, without overlap, none longer than a chunk unless a block is."""
     wanted = np.concatenate([_blocks(source, number) for number, source in enumerate(sources)])
     wanted = wanted[np.lexsort((wanted[:, 1], wanted[:, 0]))]
@@ -133,7 +133,7 @@ def _spans(sources: list[Source]) -> Integers:
     return np.stack([begins, np.minimum(grid + (number + 1) * step, high), np.repeat(merged[:, 2], counts)], axis=1)
 
 
-def _blocks(source: Source, number: int) -> Integers:
+def _blocks(source: ReadSource, number: int) -> Integers:
     """The blocks that the stretches of a source need: (ranges, 3) of first byte and end in the file, and the number of the source."""
     begin, end = source.stretches[:, 0], source.stretches[:, 0] + source.stretches[:, 2]
     first, last = source.first_blocks(begin), source.last_blocks(end)
@@ -169,7 +169,7 @@ def _chunks(spans: Integers) -> Integers:
     return np.append(first, len(spans))
 
 
-def _pieces(sources: list[Source], spans: Integers) -> Integers:
+def _pieces(sources: list[ReadSource], spans: Integers) -> Integers:
     """The wanted stretches, divided at the ends of spans."""
     parts = []
     for source in sources:

@@ -1,9 +1,9 @@
-"""Reads weights of a native checkpoint into tensors, without a GPU or a process group: full ones, or the parts that a rank needs."""
+"""Reads weights of a native checkpoint into tensors, without a GPU or a process group: full ones or parts, trained or averaged."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,10 +12,10 @@ from torch import Tensor
 from pipeline.checkpoint.contents import Contents, read_contents
 from pipeline.checkpoint.data_reader import Counters
 from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.native import REMEDY, find
+from pipeline.checkpoint.native import EMA, REMEDY, find
 from pipeline.checkpoint.parts import Box
-from pipeline.checkpoint.range_reader import RangeReader, Request
-from pipeline.common.errors import DamagedCheckpointError, Violation
+from pipeline.checkpoint.range_reader import RangeReader, RangeRequest
+from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
 from pipeline.layers.nf4 import NF4Weight
 
 __all__ = ["Checkpoint", "Run", "find"]
@@ -59,6 +59,7 @@ class Checkpoint:
 
     Attributes:
         path: the checkpoint folder.
+        contents: index, and rows of parts.
         index: the index.
         config: the configuration of the run that wrote it, as nested dictionaries.
         train_state: step, samples and updates of that run.
@@ -70,10 +71,10 @@ class Checkpoint:
 
     def __init__(self, path: Path, contents: Contents | None = None) -> None:
         self.path = path
-        contents = read_contents(path) if contents is None else contents
-        self.index = contents.index
+        self.contents = read_contents(path) if contents is None else contents
+        self.index = self.contents.index
         self.config, self.train_state, self.data = self.index.config, self.index.train_state, self.index.data
-        self._reader = RangeReader(path, contents)
+        self._reader = RangeReader(path, self.contents)
 
     @property
     def step(self) -> int:
@@ -138,7 +139,7 @@ class Checkpoint:
         """
         runs = list(runs)
         self._check_shapes(runs)
-        requests: list[Request] = []
+        requests: list[RangeRequest] = []
         staged: list[tuple[Tensor | NF4Weight, Tensor]] = []
         for run in runs:
             for kind, values in run.tensors.items():
@@ -151,20 +152,19 @@ class Checkpoint:
                         buffer = torch.empty(part.numel(), dtype=DTYPES[dtype])
                         staged.append((part, buffer))
                     assert isinstance(buffer, Tensor)
-                    requests.append(Request(run.name, kind, run.box, run.start + first, buffer.detach().view(torch.uint8).numpy()))
+                    requests.append(RangeRequest(run.name, kind, run.box, run.start + first, buffer.detach().view(torch.uint8).numpy()))
                     if sum(buffer.nbytes for _, buffer in staged) >= _STAGED:
                         self._read(requests, staged)
                         requests, staged = [], []
         self._read(requests, staged)
 
-    def _read(self, requests: list[Request], staged: list[tuple[Tensor | NF4Weight, Tensor]]) -> None:
+    def _read(self, requests: list[RangeRequest], staged: list[tuple[Tensor | NF4Weight, Tensor]]) -> None:
         """Read requests, and copy those that were read into a buffer first."""
         self._reader.read(requests)
         for values, buffer in staged:
             values.copy_(buffer)
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a weight; raises if the checkpoint does not have it."""
         if name not in self._reader.tensors:
             raise DamagedCheckpointError([self._missing(name)])
         return self.shape(name)
@@ -196,3 +196,40 @@ def _in_parts(values: Tensor | NF4Weight, dtype: torch.dtype) -> Iterable[tuple[
         step = _STAGED_RUN // dtype.itemsize
         return [(first, values[first : first + step]) for first in range(0, values.numel(), step)]
     return [(0, values)]
+
+
+class AveragedCheckpoint(Checkpoint):
+    """A checkpoint that is read with its averaged weights; a weight that has no average, such as a frozen one, is read as it is.
+
+    Args:
+        checkpoint: the checkpoint.
+
+    Raises:
+        UserError: it has no averaged weights.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.path, checkpoint.contents)
+        if not any(self.has(name, EMA) for name in self.names()):
+            rule = f"requires averaged weights, and {self.path} has none: its run had no training.ema"
+            raise UserError.of("stage.weights", EMA, rule, "set stage.weights=trained, or train with training.ema=0.999")
+
+    def read(self, runs: Iterable[Run]) -> None:
+        """See Checkpoint."""
+        mapped: list[Run] = []
+        for run in runs:
+            averaged = self.has(run.name, EMA)
+            if averaged and "weight" in run.tensors:
+                mapped.append(replace(run, tensors={EMA: run.tensors["weight"]}))
+            mapped.append(replace(run, tensors={kind: values for kind, values in run.tensors.items() if kind != "weight" or not averaged}))
+        super().read(mapped)
+
+
+def with_weights(checkpoint: Checkpoint, weights: str) -> Checkpoint:
+    """Return a checkpoint with the weights that stage.weights names; raises as AveragedCheckpoint."""
+    return AveragedCheckpoint(checkpoint) if weights == EMA else checkpoint
+
+
+def settings_of_weights(weights: str) -> dict[str, str]:
+    """Return what records and manifests of a stage say of stage.weights; nothing for the default, as before there was a choice."""
+    return {"stage.weights": weights} if weights == EMA else {}

@@ -6,17 +6,17 @@ import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.checkpoint import catalog, commit, handover
 from pipeline.checkpoint.data_file import DataFile, WrittenFile, write
-from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.host_buffers import host_bytes
+from pipeline.checkpoint.fragments import Fragment, Share, plan
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.records import write_record
-from pipeline.checkpoint.save_plan import Share, plan
 from pipeline.common.atomic_files import advice
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
@@ -24,9 +24,56 @@ from pipeline.parallel.mesh import on_rank_0
 
 log = logging.getLogger("pipeline")
 
+#: Bytes of each of the two pinned buffers that a tensor of a GPU passes through.
+BOUNCE = 32 << 20
 #: Bytes of weights at which a file of full weights is written.
 _MOST = 512 << 20
 _THEN = "checkpoint.resume=auto continues"
+
+
+class Event(Protocol):
+    """What is used of torch.cuda.Event."""
+
+    def record(self) -> object:
+        """Mark this moment in the work of the GPU."""
+
+    def synchronize(self) -> object:
+        """Wait until the GPU has come to the mark."""
+
+
+def host_bytes(values: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a flat tensor, in order. A buffer may be overwritten when the next one is requested.
+
+    A tensor in host memory is not copied. That of a GPU passes through two pinned buffers: one is filled while the caller uses the other.
+    """
+    flat = values.view(torch.uint8)
+    if flat.device.type == "cpu":
+        yield flat.numpy().data
+        return
+    buffers = [torch.empty(min(BOUNCE, len(flat)), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    yield from through_buffers(flat, buffers, [torch.cuda.Event(), torch.cuda.Event()])
+
+
+def through_buffers(flat: Tensor, buffers: Sequence[Tensor], copied: Sequence[Event]) -> Iterator[memoryview]:
+    """Copy bytes through two buffers in turn; the next copy begins before the caller gets the one before.
+
+    Args:
+        flat: the bytes.
+        buffers: two of the same size, in host memory.
+        copied: an event for each.
+    """
+    chunks = flat.split(len(buffers[0]))
+
+    def begin(number: int) -> None:
+        buffers[number % 2][: len(chunks[number])].copy_(chunks[number], non_blocking=True)
+        copied[number % 2].record()
+
+    begin(0)
+    for number, chunk in enumerate(chunks):
+        copied[number % 2].synchronize()
+        if number + 1 < len(chunks):
+            begin(number + 1)
+        yield buffers[number % 2][: len(chunk)].numpy().data
 
 
 def file_name(rank: int) -> str:
@@ -175,7 +222,6 @@ def _write_with_node(folder: Path, fragments: Sequence[Fragment], shares: Sequen
 
 
 def _gather(value: Any) -> list[Any]:
-    """Return the values of all ranks, by rank; collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.checkpoint.handover import Place
+from pipeline.checkpoint.handover import SharedPlace
 from pipeline.checkpoint.parts import ITEM_SIZE, Part
-from pipeline.checkpoint.staged_checks import word_sum
+from pipeline.checkpoint.staged_file import word_sum
 from pipeline.layers.nf4 import NF4Weight
 
 #: Bytes at whose multiples a part begins in its segment.
@@ -34,7 +34,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 @dataclass(frozen=True)
-class Source:
+class LiveSource:
     """A part that this rank saves, and where its elements are now.
 
     Attributes:
@@ -110,12 +110,12 @@ class Staging:
         self._device = device
         dtypes = sorted({dtype for part in parts for dtype in part.dtypes.values()})
         sizes = [0] * len(dtypes)
-        self.places: list[dict[str, Place]] = []
+        self.places: list[dict[str, SharedPlace]] = []
         for part in parts:
             self.places.append(places := {})
             for kind, dtype in part.dtypes.items():
                 segment = dtypes.index(dtype)
-                places[kind] = Place(segment, sizes[segment], part.bytes(kind))
+                places[kind] = SharedPlace(segment, sizes[segment], part.bytes(kind))
                 sizes[segment] += -(-part.bytes(kind) // _ALIGNMENT) * _ALIGNMENT
         self.segments = [
             Segment(f"checkpoint {dtype}", size, pinned=device.type == "cuda") for dtype, size in zip(dtypes, sizes, strict=True)
@@ -123,7 +123,7 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread: threading.Thread | None = None
 
-    def begin(self, sources: Sequence[Source], then: Callable[[Snapshot], None]) -> Snapshot:
+    def begin(self, sources: Sequence[LiveSource], then: Callable[[Snapshot], None]) -> Snapshot:
         """Begin a snapshot, and return at once.
 
         Args:
@@ -171,7 +171,7 @@ class Staging:
                 self._stream.wait_event(started)
             yield
 
-    def _sum(self, sources: Sequence[Source]) -> list[int] | Tensor:
+    def _sum(self, sources: Sequence[LiveSource]) -> list[int] | Tensor:
         """word_sum of each live part and kind, one after the other; on GPUs as a tensor in pinned memory, which is filled later."""
         words = [(source.live(kind), ITEM_SIZE[dtype]) for source in sources for kind, dtype in source.part.dtypes.items()]
         if self._stream is None:
@@ -182,7 +182,6 @@ class Staging:
         return sums.to("cpu", non_blocking=True)
 
     def _copy(self, snapshot: Snapshot) -> None:
-        """Copy every part and kind to its place."""
         for source, places in zip(snapshot.sources, self.places, strict=True):
             for kind, place in places.items():
                 copy(source.live(kind), self.segments[place.segment].tensor[place.offset : place.offset + place.bytes])
@@ -212,7 +211,7 @@ class Snapshot:
         summed: word_sum of each live part and kind, one after the other.
     """
 
-    def __init__(self, sources: Sequence[Source], started: torch.cuda.Event | None) -> None:
+    def __init__(self, sources: Sequence[LiveSource], started: torch.cuda.Event | None) -> None:
         self.sources, self.started = sources, started
         self.queued, self.released = threading.Event(), threading.Event()
         self.copied: torch.cuda.Event | None = None

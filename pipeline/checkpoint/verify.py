@@ -109,7 +109,6 @@ def _format_1(folder: Path, index: Index, progress: Progress) -> Iterator[Damage
 
 
 def _content(path: Path) -> str:
-    """What a damaged file of format 1 holds."""
     try:
         keys = [key for key in stored_runs.header(path)[0] if key != "__metadata__"]
     except (OSError, ValueError):

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from pipeline.checkpoint import commit, committing, handover, records
-from pipeline.checkpoint.attempt import Attempt, check_folder, discard, reason_of, tell, tell_later
+from pipeline.checkpoint import commit, handover, records
+from pipeline.checkpoint.attempt import Attempt, check_folder, discard, finish, prune, reason_of, tell, tell_later
 from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
 from pipeline.common import locks
@@ -201,7 +201,7 @@ class Node:
             check_folder(member)
             commit.finish_interrupted(member.run_dir)
             partial = commit.begin(member.run_dir, settings.index, save.attempt, member.nodes)
-            folder = committing.finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
+            folder = finish(member.run_dir, partial, member.nodes, lambda: attempt.abandoned, lambda: self._patience(member))
         except Exception as error:
             reason = reason_of(error)
             self._give_up(member, attempt, reason)
@@ -212,7 +212,7 @@ class Node:
             return
         rank.answer(Committed(save.attempt, save.step, folder))
         try:
-            committing.prune(member.run_dir, settings)
+            prune(member.run_dir, settings)
         except OSError:
             traceback.print_exc()  # the next save removes them
 

@@ -7,6 +7,27 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+_UNITS = {
+    "loss": "nats per target",
+    "validation_loss": "nats per target",
+    "bits_per_byte": "bits per byte of text",
+    "perplexity": "perplexity",
+    "pseudo_perplexity": "perplexity",
+    "aux_loss": "nats",
+    "grad_norm": "norm of the gradient",
+    "lr": "learning rate",
+    "tokens": "tokens",
+    "samples": "sequences",
+    "tokens_per_second": "tokens/s",
+    "seconds": "seconds",
+    "data_seconds": "seconds",
+    "data_stalls": "batches",
+    "skipped": "steps",
+    "memory_gb": "GB (10^9 bytes)",
+    "mfu": "share of the peak FLOP/s",
+    "validation_targets": "targets",
+    "loss_scale": "factor",
+}
 #: Colors of the series of a chart, which can be told apart with any color vision (Okabe and Ito 2008), in order.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#5b6570", "#000000")
 #: Points of a series at most; of a longer one, each interval shows its smallest and its largest value.
@@ -15,6 +36,13 @@ LONGEST = 1000
 _MARKED = 100
 #: Size of a chart, pixels, and its margins: left for labels of 9 characters.
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 260, 70, 16, 26, 42
+
+
+def unit_of(metric: str) -> str:
+    """Return the unit of a metric of metrics.jsonl, or of a score of an evaluation; the name of one without a unit."""
+    if "rewards_" in metric and not metric.endswith("accuracy"):
+        return "nats"
+    return _UNITS.get(metric, metric.replace("_", " "))
 
 
 @dataclass(frozen=True)

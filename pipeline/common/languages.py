@@ -8,7 +8,207 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar
 
-from pipeline.common.language_codes import SCRIPTS, TABLE
+#: The languages that the detector (CLD2) tells apart, with the scripts that it recognizes them in and the other ISO 639 codes of each.
+#: Other codes are those of ISO 639-2 and 639-3, of the individual language that the detector means by a macrolanguage (arb for ar), and
+#: withdrawn ones (iw for he). Codes of a variety that the detector does not recognize, such as kmr, written in Latin script, are left out.
+TABLE = """
+Afar | aa | Latn | aar
+Abkhazian | ab | Cyrl | abk
+Afrikaans | af | Latn | afr
+Akan | ak | Latn | aka tw twi fat
+Amharic | am | Ethi | amh
+Arabic | ar | Arab | ara arb
+Assamese | as | Beng | asm
+Aymara | ay | Latn | aym ayr ayc
+Azerbaijani | az | Arab Latn | aze azj
+Bashkir | ba | Cyrl | bak
+Balinese | ban | Bali
+Bamum | bax | Bamu
+Belarusian | be | Cyrl | bel
+Bulgarian | bg | Cyrl | bul
+Bihari | bh | Deva | bih bho
+Bislama | bi | Latn | bis
+Tai Dam | blt | Tavt
+Bengali | bn | Beng | ben
+Tibetan | bo | Tibt | bod tib
+Breton | br | Latn | bre
+Bosnian | bs | Cyrl Latn | bos
+Buginese | bug | Bugi
+Catalan | ca | Latn | cat
+Chakma | ccp | Cakm
+Cebuano | ceb | Latn
+Cherokee | chr | Cher
+Cham | cjm | Cham
+Corsican | co | Latn | cos
+Coptic | cop | Copt
+Seychellois Creole | crs | Latn
+Czech | cs | Latn | ces cze
+Welsh | cy | Latn | cym wel
+Danish | da | Latn | dan
+German | de | Latn | deu ger
+Dhivehi | dv | Thaa | div
+Dzongkha | dz | Tibt | dzo
+Greek | el | Grek | ell gre
+English | en | Latn | eng
+Esperanto | eo | Latn | epo
+Spanish | es | Latn | spa
+Estonian | et | Latn | est ekk
+Basque | eu | Latn | eus baq
+Persian | fa | Arab | fas per pes
+Finnish | fi | Latn | fin
+Fijian | fj | Latn | fij
+Faroese | fo | Latn | fao
+French | fr | Latn | fra fre
+Frisian | fy | Latn | fry
+Irish | ga | Latn | gle
+Scottish Gaelic | gd | Latn | gla
+Galician | gl | Latn | glg
+Guarani | gn | Latn | grn gug
+Gothic | got | Goth
+Gujarati | gu | Gujr | guj
+Manx | gv | Latn | glv
+Hausa | ha | Latn | hau
+Hawaiian | haw | Latn
+Hebrew | he | Hebr | heb iw
+Hindi | hi | Deva | hin
+Hmong | hmn | Latn | mww hnj
+Croatian | hr | Latn | hrv scr
+Haitian Creole | ht | Latn | hat
+Hungarian | hu | Latn | hun
+Armenian | hy | Armn | hye arm
+Interlingua | ia | Latn | ina
+Indonesian | id | Latn | ind in
+Interlingue | ie | Latn | ile
+Igbo | ig | Latn | ibo
+Yi | ii | Yiii | iii
+Inupiaq | ik | Latn | ipk esi
+Icelandic | is | Latn | isl ice
+Italian | it | Latn | ita
+Inuktitut | iu | Cans | iku ike
+Japanese | ja | Jpan Hira Kana Hani | jpn
+Javanese | jv | Latn Java | jav jw
+Georgian | ka | Geor | kat geo
+Khasi | kha | Latn
+Lü | khb | Talu
+Kazakh | kk | Arab Cyrl Latn | kaz
+Greenlandic | kl | Latn | kal
+Khmer | km | Khmr | khm
+Kannada | kn | Knda | kan
+Korean | ko | Kore Hang Hani | kor
+Kashmiri | ks | Arab Deva | kas
+Kurdish | ku | Arab Latn | kur ckb
+Kyrgyz | ky | Arab Cyrl | kir
+Western Kayah | kyu | Kali
+Latin | la | Latn | lat
+Luxembourgish | lb | Latn | ltz
+Lepcha | lep | Lepc
+Ganda | lg | Latn | lug
+Limbu | lif | Limb
+Lisu | lis | Lisu
+Lingala | ln | Latn | lin
+Lao | lo | Laoo | lao
+Lithuanian | lt | Latn | lit
+Latvian | lv | Latn | lav lvs
+Mauritian Creole | mfe | Latn
+Malagasy | mg | Latn | mlg plt
+Maori | mi | Latn | mri mao
+Mandaic | mid | Mand
+Macedonian | mk | Cyrl | mkd mac
+Malayalam | ml | Mlym | mal
+Mongolian | mn | Cyrl Mong | mon khk
+Meitei | mni | Mtei
+Marathi | mr | Deva | mar
+Malay | ms | Latn Arab | msa may zsm
+Maltese | mt | Latn | mlt
+Burmese | my | Mymr | mya bur
+Nauru | na | Latn | nau
+Nepali | ne | Deva | nep npi
+Dutch | nl | Latn | nld dut
+Norwegian Nynorsk | nn | Latn | nno
+Norwegian | no | Latn | nor nb nob
+Northern Thai | nod | Lana
+N'Ko | nqo | Nkoo
+Ndebele | nr | Latn | nbl
+Pedi | nso | Latn
+Nyanja | ny | Latn | nya
+Occitan | oc | Latn | oci
+Oromo | om | Latn | orm gaz
+Odia | or | Orya | ori ory
+Punjabi | pa | Guru | pan
+Polish | pl | Latn | pol
+Pashto | ps | Arab | pus pbt pbu
+Portuguese | pt | Latn | por
+Quechua | qu | Latn | que quz quy
+Rejang | rej | Rjng
+Romansh | rm | Latn | roh
+Rundi | rn | Latn | run
+Romanian | ro | Latn Cyrl | ron rum mo mol
+Russian | ru | Cyrl | rus
+Kinyarwanda | rw | Latn | kin
+Sanskrit | sa | Deva Latn | san
+Santali | sat | Olck
+Saurashtra | saz | Saur
+Scots | sco | Latn
+Sindhi | sd | Arab Deva | snd
+Sango | sg | Latn | sag
+Sinhala | si | Sinh | sin
+Slovak | sk | Latn | slk slo
+Slovenian | sl | Latn | slv
+Samoan | sm | Latn | smo
+Shona | sn | Latn | sna
+Somali | so | Latn | som
+Albanian | sq | Latn | sqi alb als
+Serbian | sr | Cyrl Latn | srp scc
+Swati | ss | Latn | ssw
+Sotho | st | Latn | sot
+Sundanese | su | Latn Sund | sun
+Swedish | sv | Latn | swe
+Swahili | sw | Latn | swa swh
+Sylheti | syl | Sylo
+Syriac | syr | Syrc
+Tamil | ta | Taml | tam
+Tai Nüa | tdd | Tale
+Telugu | te | Telu | tel
+Tajik | tg | Arab Cyrl | tgk
+Thai | th | Thai | tha
+Tigrinya | ti | Ethi | tir
+Turkmen | tk | Cyrl Latn | tuk
+Tagalog | tl | Latn Tglg | tgl fil
+Klingon | tlh | Latn
+Tswana | tn | Latn | tsn
+Tongan | to | Latn | ton
+Turkish | tr | Latn | tur
+Tsonga | ts | Latn | tso
+Tatar | tt | Cyrl Latn | tat
+Uyghur | ug | Arab Cyrl Latn | uig
+Ukrainian | uk | Cyrl | ukr
+Urdu | ur | Arab | urd
+Uzbek | uz | Arab Cyrl Latn | uzb uzn
+Vai | vai | Vaii
+Venda | ve | Latn | ven
+Vietnamese | vi | Latn | vie
+Volapük | vo | Latn | vol
+Waray | war | Latn
+Wolof | wo | Latn | wol
+Xhosa | xh | Latn | xho
+Yiddish | yi | Hebr | yid ydd ji
+Yoruba | yo | Latn | yor
+Zhuang | za | Hani Latn | zha zyb
+Chinese | zh | Hans | zho chi cmn
+Chinese, Traditional | zh-Hant | Hant
+Zulu | zu | Latn | zul
+Pig Latin | zzp | Latn
+"""
+"""A line per language: name | label | scripts (ISO 15924) | other codes. The label is the shortest ISO 639 code, as in BCP 47."""
+
+SCRIPTS = """
+Arab Armi Armn Avst Bali Bamu Batk Beng Bopo Brah Brai Bugi Buhd Cakm Cans Cari Cham Cher Copt Cprt Cyrl Deva Dsrt Egyp Ethi Geor Glag Goth
+Grek Gujr Guru Hang Hani Hano Hebr Hira Ital Java Kali Kana Khar Khmr Knda Kthi Lana Laoo Latn Lepc Limb Linb Lisu Lyci Lydi Mand Merc Mero
+Mlym Mong Mtei Mymr Nkoo Ogam Olck Orkh Orya Osma Phag Phli Phnx Plrd Prti Qaai Rjng Runr Samr Sarb Saur Shaw Shrd Sinh Sora Sund Sylo Syrc
+Tagb Takr Tale Talu Taml Tavt Telu Tfng Tglg Thaa Thai Tibt Ugar Vaii Xpeo Xsux Yiii Zyyy
+"""
+"""The scripts that the detector names where it does not know the language."""
+
 
 T = TypeVar("T")
 

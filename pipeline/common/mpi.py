@@ -122,7 +122,8 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             yield comm
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            message, code = "interrupted; run the same command again to continue" * (comm.rank == 0), 128 + signal.SIGINT
+            code = 128 + signal.SIGINT
+            message = "interrupted; run the same command again to continue" if comm.rank == 0 else ""
         else:
             expected = isinstance(error, UserError | CheckFailed)
             message, code = str(error) if expected else traceback.format_exc(), 2 if isinstance(error, UserError) else 1

@@ -1,4 +1,4 @@
-"""How a process ends: with a recorded exit code, and without the finalization of the interpreter."""
+"""How a process ends: with a recorded exit code, also when the reader of its output is gone, and without the interpreter's finalization."""
 
 from __future__ import annotations
 
@@ -6,7 +6,23 @@ import atexit
 import os
 import signal
 import sys
+from collections.abc import Callable
 from typing import NoReturn
+
+#: Exit code of a process that SIGPIPE ends.
+CLOSED_PIPE = 141
+
+
+def quiet(main: Callable[[], int]) -> int:
+    """Call the main function of a program and return its exit code; CLOSED_PIPE if the reader of its output has gone."""
+    try:
+        code = main()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        sys.stdout = None  # Python would flush it at its end, and fail once more
+        return CLOSED_PIPE
+    return code
 
 
 def leave(code: int) -> NoReturn:

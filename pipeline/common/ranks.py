@@ -1,7 +1,8 @@
-"""Rank detection from the environment variables of torchrun, srun and mpirun. Imports no torch."""
+"""Rank detection from the environment variables of torchrun, srun and mpirun, and the formats of Slurm. Imports no torch."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -271,3 +272,18 @@ def expand_tasks(counts: str) -> list[int]:
     if not re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", counts, re.ASCII):
         raise UserError.of("SLURM_STEP_TASKS_PER_NODE", counts, "must be Slurm task counts, for example 2(x3),1", _NEW_SHELL)
     return [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts) for _ in range(int(times or 1))]
+
+
+def is_slurm_limit(time: str) -> bool:
+    """Whether a text is a time limit: days-hours[:minutes[:seconds]], [hours:]minutes:seconds, or UNLIMITED. A plain number is not."""
+    return re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2}|UNLIMITED", time) is not None
+
+
+def slurm_seconds(time: str) -> float:
+    """Return a time of Slurm in seconds: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]], or UNLIMITED."""
+    if (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)) is None:
+        return math.inf
+    days, first, second, third = (int(part or 0) for part in found.groups())
+    if found[1] or found[4]:  # the first number is hours
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    return first * 60 + second

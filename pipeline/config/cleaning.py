@@ -94,7 +94,7 @@ class LanguageStep:
 
     keep: list[str] = knob(
         [],
-        "languages to keep (ISO 639 or BCP 47: en, deu, zh-Hant, ...; pipeline/common/language_codes.py lists them); empty keeps all; the "
+        "languages to keep (ISO 639 or BCP 47: en, deu, zh-Hant, ...; pipeline/common/languages.py lists them); empty keeps all; the "
         "language is recorded in any case",
     )
     share: float = knob(0.65, "minimum fraction of the text in that language", at_least=0, at_most=1)

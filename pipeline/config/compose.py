@@ -10,7 +10,6 @@ import sysconfig
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -23,7 +22,7 @@ from pipeline.common import ends
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import ladder, planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
-from pipeline.config.composition_errors import COMPOSITION_ERRORS, keys_of, unknown_key, violation_of
+from pipeline.config.composition_errors import COMPOSITION_ERRORS, is_set, keys_of, unknown_key, violation_of
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import paths
 from pipeline.config.schema import RunConfig
@@ -94,29 +93,29 @@ def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]
     schema = OmegaConf.get_type(node)
     fields = {item.name for item in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else None
     for name in node:
-        key, value = f"{prefix}{name}", node._get_node(name)
+        key = f"{prefix}{name}"
         if fields is not None and name not in fields:
             if key != "hydra":
-                yield from _leaves(key, value)
-        elif isinstance(value, DictConfig | ListConfig) and not (value._is_none() or value._is_missing()):
-            yield from _unknown_items(key, value)
+                yield from _leaves(key, OmegaConf.to_container(node, resolve=False)[name])
+        elif is_set(node, name):
+            yield from _unknown_items(key, node[name])
 
 
-def _unknown_items(key: str, value: DictConfig | ListConfig) -> Iterator[tuple[str, object]]:
+def _unknown_items(key: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the unknown keys below a key, and their values."""
     if isinstance(value, DictConfig):
         yield from _unknown(value, f"{key}.")
-        return
-    for number in range(len(value)):
-        if isinstance(item := value._get_node(number), DictConfig | ListConfig):
-            yield from _unknown_items(f"{key}.{number}", item)
+    elif isinstance(value, ListConfig):
+        for number in range(len(value)):
+            if is_set(value, number):
+                yield from _unknown_items(f"{key}.{number}", value[number])
 
 
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, object]]:
+def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield (dotted key, value) of every value below a key."""
-    if isinstance(value, DictConfig) and len(value) > 0:
-        for name in value:
-            yield from _leaves(f"{key}.{name}", value._get_node(name))
+    if isinstance(value, dict) and value:
+        for name, child in value.items():
+            yield from _leaves(f"{key}.{name}", child)
     else:
         yield key, value
 

@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
@@ -103,7 +103,11 @@ def keys_of(node: Any, prefix: str = "") -> list[str]:
     for name in node:
         key = f"{prefix}{name}"
         keys.append(key)
-        child = node._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_missing() and not child._is_none():
+        if is_set(node, name) and isinstance(child := node[name], DictConfig):
             keys.extend(keys_of(child, f"{key}."))
     return keys
+
+
+def is_set(node: Any, name: Any) -> bool:
+    """Whether an item of a node has a value of its own: it is neither `???` nor an interpolation, which may not resolve."""
+    return not (OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name))

@@ -22,7 +22,7 @@ from torch import Tensor, serialization
 from torch.utils.serialization import config as serialization_config
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.mapped_memory import release
+from pipeline.common.host_memory import release
 from pipeline.conversion import safe_pickle
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"

@@ -21,7 +21,7 @@ from pipeline.common.atomic_files import apply_umask, behind_link, digest, parti
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm, SingleProcessComm
-from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
 
 log = logging.getLogger("pipeline")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.mapped_memory import release
+from pipeline.common.host_memory import release
 from pipeline.conversion.foreign_names import Naming, Row
 from pipeline.conversion.huggingface_import import FORMATS, MATCH
 from pipeline.models import registry

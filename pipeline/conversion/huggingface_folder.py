@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint import averaged
+from pipeline.checkpoint import reader
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
@@ -138,7 +138,7 @@ def settings_of(
         "stage.shard_gigabytes": shard_gigabytes,
         **encoder.settings,
         "tokenizer.end_of_document": tokenizer.end_of_document,
-        **averaged.settings_of(stage.weights),
+        **reader.settings_of_weights(stage.weights),
     }
     if stage.adapter is not None:
         file = Path(stage.adapter) / WEIGHTS

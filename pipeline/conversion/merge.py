@@ -5,11 +5,15 @@ Wortsman et al. 2022, https://arxiv.org/abs/2203.05482.)
 
 The optimizer's moments are averaged with the same weights, so that training continues without a restart of the optimizer. Step, samples,
 updates, loss scale, configuration and data are those of the newest checkpoint: training continues at its sample.
+
+Members have one model, tokenizer and kind of adapter. config.yaml, tokenizer and imported model are those of the newest one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,27 +21,119 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from pipeline.checkpoint import native, save
+from pipeline.checkpoint.compatibility import fingerprint_of
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.common.atomic_files import digest
+from pipeline.common.atomic_files import atomic_file, atomic_folder, digest, make_folder
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.progress import Progress
 from pipeline.config.lora import is_adapter
-from pipeline.conversion import mergeable, merged_run
+from pipeline.conversion import imported
 from pipeline.models import config_classes, registry
 from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece
 
 log = logging.getLogger("pipeline")
 
+_TOKENIZER = "checksum of the tokenizer"
+_FIX = "merge checkpoints of one model, tokenizer and kind of adapter"
+#: Settings of adapters that two checkpoints may differ in.
+_FREE = ("adapter", "dropout")
+#: Files and folders of a run directory.
+CONFIG, TOKENIZER = "config.yaml", "tokenizer"
 #: Elements that are averaged at a time, fp64.
 CHUNK = 1 << 24
 #: Bytes at which a file of the merged checkpoint is ended.
 FILE_BYTES = 512 << 20
+
+
+def check(checkpoints: Sequence[Checkpoint]) -> None:
+    """Refuse checkpoints of different models, tokenizers or adapters.
+
+    Raises:
+        UserError: with one violation per difference from the first checkpoint.
+    """
+    first, violations = checkpoints[0], []
+    for other in checkpoints[1:]:
+        differences = _differences(_settings(first), _settings(other))
+        for key, (expected, found) in differences.items():
+            violations.append(Violation("PATH", other.path, f"has {key}={found}; {first.path} has {key}={expected}", _FIX))
+        names = set(first.names()) ^ set(other.names())
+        if names and not differences:
+            violations.append(Violation("PATH", other.path, f"has other weights than {first.path}: {', '.join(sorted(names)[:3])}", _FIX))
+    if violations:
+        raise UserError(violations)
+    tokenizers = {checkpoint.path: fingerprint_of(checkpoint.config, checkpoint.path) for checkpoint in checkpoints}
+    if unknown := [path for path, tokenizer in tokenizers.items() if tokenizer is None]:
+        log.warning("whether all members have the same tokenizer is not known: the data of %s is gone", unknown[0])
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What members have in common: key -> value."""
+    model, lora = config_classes.from_dict(checkpoint.config["model"]), dataclasses.asdict(lora_of(checkpoint.config))
+    adapter = {name: value for name, value in lora.items() if name not in _FREE} if lora["rank"] else {"rank": 0}
+    return {
+        **{f"model.{name}": value for name, value in dataclasses.asdict(model).items()},
+        **{f"lora.{name}": value for name, value in adapter.items()},
+        _TOKENIZER: fingerprint_of(checkpoint.config, checkpoint.path),
+    }
+
+
+def _differences(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Key -> both values, where they differ; the family alone if that differs, whose models have other keys."""
+    differing = {key: (expected.get(key), found.get(key)) for key in expected | found if expected.get(key) != found.get(key)}
+    if None in differing.get(_TOKENIZER, ()):  # not known
+        del differing[_TOKENIZER]
+    if "model.family" in differing:
+        return {"model.family": differing["model.family"]}
+    if 0 in differing.get("lora.rank", ()):  # one has no adapter
+        return {key: values for key, values in differing.items() if key == "lora.rank" or not key.startswith("lora.")}
+    return differing
+
+
+def find_complete(run_dir: Path, step: int, parent: dict[str, Any]) -> Path | None:
+    """Return the merged checkpoint if it is complete already.
+
+    Args:
+        run_dir: the run directory.
+        step: of the merged checkpoint.
+        parent: Index.parent of the merged checkpoint.
+
+    Raises:
+        UserError: the directory has other checkpoints, or cannot be written.
+    """
+    complete, path = native.complete(run_dir), native.folder_of(run_dir, step)
+    if not complete:
+        make_folder(run_dir)
+        return None
+    if path in complete and native.read_index(path).parent == parent:
+        return path
+    rule = f"contains the checkpoints of another run, the newest of step {native.step_of(complete[-1])}"
+    raise UserError.of("--output", run_dir, rule, "choose a new run directory")
+
+
+def write_settings(newest: Checkpoint, run_dir: Path) -> dict[str, Any]:
+    """Write what the stages read of a run directory beside its checkpoints, and return the configuration for its checkpoint.
+
+    Args:
+        newest: the newest member.
+        run_dir: the run directory.
+    """
+    source, config = newest.path.resolve().parent.parent, {**newest.config, "run_dir": str(run_dir)}
+    tokenizer = dict(config.get("tokenizer", {}))
+    if (source / TOKENIZER / "tokenizer.json").is_file():  # with the chat template of the run
+        with atomic_folder(run_dir / TOKENIZER) as folder:
+            shutil.copytree(source / TOKENIZER, folder, dirs_exist_ok=True)
+        tokenizer["path"] = str(run_dir / TOKENIZER)
+    imported.carry(newest.path, run_dir)
+    with atomic_file(run_dir / CONFIG, "w") as handle:
+        handle.write(OmegaConf.to_yaml(OmegaConf.create({**config, "tokenizer": tokenizer})))
+    return config
 
 
 @dataclass(frozen=True)
@@ -129,15 +225,15 @@ def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BY
         UserError: the checkpoints are of different models, tokenizers or adapters; or run_dir has another content.
     """
     checkpoints = [source.checkpoint for source in sources]
-    mergeable.check(checkpoints)
+    check(checkpoints)
     newest = max(reversed(checkpoints), key=lambda checkpoint: checkpoint.step)  # of equal steps, the one that is named last
     members = [{"path": str(s.checkpoint.path.resolve()), "step": s.checkpoint.step, "weight": s.weight} for s in sources]
     parent = {"path": str(newest.path.resolve()), "step": newest.step, "how": "merge", "members": members}
-    if (complete := merged_run.find_complete(run_dir, newest.step, parent)) is not None:
+    if (complete := find_complete(run_dir, newest.step, parent)) is not None:
         log.info("%s is complete, nothing to do", complete)
         return complete
     kinds = _kinds(checkpoints)
-    config = merged_run.write_settings(newest, run_dir)
+    config = write_settings(newest, run_dir)
     index = native.Index(newest.train_state, config, newest.data, parent=parent)
     elements = {name: torch.Size(newest.shape(name)).numel() for name in newest.names()}
     with Progress(sum(elements.values()), "merge", "elements", every=10.0) as progress:

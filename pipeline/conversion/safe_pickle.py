@@ -44,7 +44,7 @@ _VALUES: dict[str, Any] = {
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
     "numpy.dtypes.UInt32DType": np.dtypes.UInt32DType,
-    **{f"numpy.{core}.multiarray._reconstruct": np._core.multiarray._reconstruct for core in ("core", "_core")},  # type: ignore[attr-defined]
+    **{f"numpy.{core}.multiarray._reconstruct": np.empty(0).__reduce__()[0] for core in ("core", "_core")},
 }
 #: Enums and settings that the checkpoints of Megatron-LM and DeepSpeed contain and that an import does not need, or needs the value of.
 _INERT = (
@@ -92,9 +92,10 @@ _INDEX = {
         (metadata.__name__, name): getattr(metadata, name)
         for name in (
             *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-            *("StorageMeta", "_MEM_FORMAT_ENCODING"),
+            "StorageMeta",
         )
     },
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
     **{(planner.__name__, name): getattr(planner, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
     (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): metadata.Metadata,

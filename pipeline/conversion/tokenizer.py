@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.checkpoint import trained_tokenizer
+from pipeline.checkpoint import compatibility
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
@@ -35,4 +35,4 @@ def check_tokenizer(tokenizer: TextEncoder, weights: MergedWeights, vocab_size: 
     if tokenizer.vocab_size > vocab_size:
         rule = f"has {tokenizer.vocab_size} entries, which exceeds model.vocab_size={vocab_size} of the checkpoint"
         raise UserError.of("tokenizer.path", folder, rule, "set it to the tokenizer of the training run")
-    trained_tokenizer.check(weights.path, weights.config, folder)
+    compatibility.check_tokenizer(weights.path, weights.config, folder)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.mapped_memory import release
+from pipeline.common.host_memory import release
 from pipeline.conversion import safe_pickle
 from pipeline.conversion import universal_format as universal
 from pipeline.conversion.foreign_weights import DTYPES, NamedTensors

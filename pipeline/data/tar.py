@@ -84,7 +84,7 @@ def _read(handle: IO[bytes], size: int) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """A file in an archive: its name, the offset of its content in bytes, and its size in bytes."""
 
     name: str
@@ -108,7 +108,7 @@ class Archive:
         self._left = 0  # unread bytes of the current member
         self._padding = 0
 
-    def __iter__(self) -> Iterator[Member]:
+    def __iter__(self) -> Iterator[TarMember]:
         """Yield the members; the unread content of a member is skipped.
 
         Raises:
@@ -127,7 +127,7 @@ class Archive:
                 raise DamageError(self._position - BLOCK, f"invalid tar header: {library_reason(error)}") from error
             self._left, self._padding = size, -size % BLOCK
             if info.isreg():
-                yield Member(extended.get("path", info.name), self._position, size)
+                yield TarMember(extended.get("path", info.name), self._position, size)
             extended = {}
             while self.read(BUFFER_BYTES):
                 pass

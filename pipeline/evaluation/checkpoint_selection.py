@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import averaged, catalog, native
+from pipeline.checkpoint import catalog, native, reader
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
@@ -28,7 +28,12 @@ def settings_of(path: Path, stage: Evaluate, settings: dict[str, Any]) -> dict[s
     """
     native.with_index(path)
     adapter = None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS)
-    return {"stage.checkpoint": digest(path / native.INDEX), "stage.adapter": adapter, **averaged.settings_of(stage.weights), **settings}
+    return {
+        "stage.checkpoint": digest(path / native.INDEX),
+        "stage.adapter": adapter,
+        **reader.settings_of_weights(stage.weights),
+        **settings,
+    }
 
 
 def current(run_dir: Path, stage: Evaluate, path: Path) -> list[Path]:

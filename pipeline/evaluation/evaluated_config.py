@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.averaged import chosen
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.peft_format import configured, read_peft
+from pipeline.checkpoint.reader import with_weights
 from pipeline.common.errors import UserError
 from pipeline.config.lora import LoraConfig
 from pipeline.config.preferences import has_reference
@@ -82,8 +82,8 @@ def load(config: RunConfig, stage: Evaluate, trainer: Trainer, path: Path) -> Tr
         UserError: as the functions that it calls.
     """
     if config.lora.adapter is not None:
-        checkpoint = chosen(open_on_all_ranks(path), stage.weights)
+        checkpoint = with_weights(open_on_all_ranks(path), stage.weights)
         resume.initialize(config, trainer, checkpoint)
         return checkpoint.train_state
-    checkpoint = chosen(open_on_all_ranks(path), stage.weights)
+    checkpoint = with_weights(open_on_all_ranks(path), stage.weights)
     return resume.load(trainer, checkpoint if config.lora.rank else open_merged(checkpoint, stage.adapter))

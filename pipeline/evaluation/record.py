@@ -11,8 +11,7 @@ from typing import Any
 
 from pipeline.common import page
 from pipeline.common.atomic_files import atomic_file
-from pipeline.common.charts import COLORS, Chart, Series, chart
-from pipeline.common.units import unit_of
+from pipeline.common.charts import COLORS, Chart, Series, chart, unit_of
 
 #: Folder of the records in the run directory.
 FOLDER = "evaluations"

@@ -18,10 +18,10 @@ from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.causal import Sliding
 from pipeline.data.load.objectives.classification import Classification
+from pipeline.data.load.objectives.masked import PseudoLikelihood
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.data.load.objectives.pseudo_likelihood import PseudoLikelihood
-from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.evaluation import record
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import validate

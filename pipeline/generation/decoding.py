@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
 from pipeline.conversion import imported
-from pipeline.data.load.objectives.encoder_decoder import decoder_start
+from pipeline.data.load.objectives.objective import decoder_start
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.generation import weights

@@ -95,7 +95,6 @@ def _wrong(written: dict[str, Any], config: RunConfig, world_size: int) -> Itera
 
 
 def _different(certified: Any, ours: Any, key: str) -> Iterator[str]:
-    """Yield the keys whose values differ."""
     if key in WITHOUT_EFFECT:
         return
     if isinstance(certified, dict) and isinstance(ours, dict):

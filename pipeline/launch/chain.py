@@ -75,8 +75,8 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
     else:
         found += [f"--nodes={len(granted.nodes)}"]
         found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
-        found += ["--no-kill"] * (config.cluster.spares > 0)
-    found += ["--no-requeue"] * (fields.get("Requeue") == "0")  # slurm/STAGE.sbatch has --requeue
+        found += ["--no-kill"] if config.cluster.spares else []
+    found += ["--no-requeue"] if fields.get("Requeue") == "0" else []  # slurm/STAGE.sbatch has --requeue
     return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 
@@ -126,7 +126,6 @@ class Chain:
         self._thread.start()
 
     def _run(self) -> None:
-        """Submit the job."""
         for attempt in itertools.count():
             job = self._submit()
             with self._lock:

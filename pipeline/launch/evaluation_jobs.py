@@ -29,7 +29,7 @@ from pipeline.config.rules.evaluation import reads_average
 from pipeline.config.schema import EvaluationConfig, RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import record
-from pipeline.launch import job, sbatch
+from pipeline.launch import job, submission
 from pipeline.models.config import ModelConfig
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 
@@ -65,7 +65,7 @@ class Submissions:
         if len(self._calls) < 2:  # one runs, and one follows
             self._calls.append(self._thread.submit(self._submit))
 
-    def wait(self, seconds: float = sbatch.TIMEOUT) -> None:
+    def wait(self, seconds: float = submission.TIMEOUT) -> None:
         """Wait for the calls, at most for some seconds: the nodes of the job have nothing to do meanwhile."""
         if futures.wait(self._calls, seconds).not_done:
             log.warning("Slurm does not answer: the evaluation of the last checkpoint may not be submitted; stage=evaluate evaluates it")
@@ -91,7 +91,10 @@ class Schedule:
         self._cluster = _cluster(config.evaluation, config.cluster, environment)
         self._weights = native.EMA if reads_average(config.evaluation) else None
         self._environment = job.outside(environment)
-        self._jobs = {kind: _job(config.evaluation, config.run_dir, kind, overrides, environment) for kind in _kinds(config.evaluation)}
+        kinds = {"validation": config.evaluation.validation, "tasks": bool(config.evaluation.tasks)}  # as record.path_of names them
+        self._jobs = {
+            kind: _job(config.evaluation, config.run_dir, kind, overrides, environment) for kind, wanted in kinds.items() if wanted
+        }
         if shutil.which("sbatch", path=environment.get("PATH")) is None:
             fix = "set it to 0, and evaluate the checkpoints after the run: stage=evaluate stage.checkpoint=all"
             raise UserError.of("evaluation.every", self._every, "submits Slurm jobs, and this machine has no command sbatch", fix)
@@ -126,23 +129,18 @@ class Schedule:
             shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
             try:
                 (self._run_dir / record.FOLDER).mkdir(exist_ok=True)  # Slurm opens the log in it
-                if sbatch.is_pending(planned.name, self._environment):
+                if submission.is_pending(planned.name, self._environment):
                     log.info("evaluation of %s: a %s job is in the queue", shown, kind)
                     continue
                 log.info(
                     "evaluation of %s: job %d (%s)",
                     shown,
-                    sbatch.submit(job.render(planned, self._cluster), self._environment, _TIMEOUT),
+                    submission.submit(job.render(planned, self._cluster), self._environment, _TIMEOUT),
                     kind,
                 )
             except (UserError, OSError) as error:
                 reason = error.violations[0] if isinstance(error, UserError) else error
                 log.warning("evaluation of %s was not submitted, and the checkpoints are kept: %s", shown, reason)
-
-
-def _kinds(wanted: EvaluationConfig) -> list[str]:
-    """The evaluations of a checkpoint, as record.path_of names them."""
-    return ["validation"] * wanted.validation + ["tasks"] * bool(wanted.tasks)
 
 
 def _cluster(wanted: EvaluationConfig, cluster: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:

@@ -30,19 +30,9 @@ from pipeline.common.metrics_file import FILE as METRICS
 from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
-from pipeline.launch import (
-    hydra_sweeper,
-    job_size,
-    local_sweep,
-    moldable,
-    sweep_manifest,
-    sweep_results,
-    sweep_state,
-    sweep_submission,
-    sweep_table,
-)
-from pipeline.launch.sweep_manifest import Entry, Manifest
-from pipeline.launch.sweep_runs import SweepRun, check_fork, points_of, without_hydra
+from pipeline.launch import hydra_sweeper, moldable, sweep_manifest, sweep_submission, sweep_table
+from pipeline.launch.hydra_sweeper import SweepRun, check_fork, points_of, without_hydra
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 from pipeline.launch.sweep_table import Point
 
 log = logging.getLogger("pipeline")
@@ -58,7 +48,7 @@ class ValidatingLauncher(Launcher):
         """Store the Hydra context. Called by Hydra before launch()."""
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
         self._multirun = hydra_sweeper.MultirunFile(self.folder)
-        if not sweep_results.searches(config):
+        if not hydra_sweeper.searches(config):
             loader = hydra_context.config_loader
             loader.load_sweep_config = hydra_sweeper.compose_once(loader.load_sweep_config, self._multirun)
         self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> a run and its state, also of earlier batches of a sweeper
@@ -72,7 +62,7 @@ class ValidatingLauncher(Launcher):
         """The folder of the sweep."""
         return Path(self.config.hydra.sweep.dir)
 
-    def runs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[list[SweepRun], Manifest]:
+    def runs(self, job_overrides: Sequence[Sequence[str]]) -> tuple[list[SweepRun], SweepManifest]:
         """Compose and validate all runs of the sweep. Those that are in its manifest keep their numbers.
 
         Raises:
@@ -86,7 +76,7 @@ class ValidatingLauncher(Launcher):
             lists = " ".join(word for word in self.config.hydra.overrides.task if re.search(r"[,(]", word))
             raise UserError.of("argument", lists, "gives no point: a list or range is empty", "name at least one value")
         count, job_overrides = len(job_overrides), hydra_sweeper.without_repeated(job_overrides)
-        if len(job_overrides) < count and not sweep_results.searches(self.config):  # a search may choose a point twice
+        if len(job_overrides) < count and not hydra_sweeper.searches(self.config):  # a search may choose a point twice
             log.warning("%d points of the sweep have the settings of others: each point is one run", count - len(job_overrides))
         own = [tuple(filter_overrides(overrides)) for overrides in job_overrides]
         for overrides, words, (settings, options) in zip(job_overrides, own, sweep_manifest.split(own), strict=True):
@@ -96,7 +86,7 @@ class ValidatingLauncher(Launcher):
             with open_dict(composed):
                 composed.hydra.job.id = composed.hydra.job.num = number
                 composed.run_dir = str(Path(composed.hydra.sweep.dir) / str(composed.hydra.sweep.subdir))
-            entry = Entry(point, number, composed.run_dir, settings, options)
+            entry = SweepEntry(point, number, composed.run_dir, settings, options)
             manifest = manifest.with_point(entry)
             if (other := earlier.other(entry.run_dir, point)) is not None:
                 rule = f"is that of another point of this sweep ({sweep_manifest.NAME}): {' '.join(other.overrides)}"
@@ -119,19 +109,19 @@ class ValidatingLauncher(Launcher):
             raise UserError(list(violations.values()))
         return found, manifest
 
-    def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: Manifest) -> None:
+    def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: SweepManifest) -> None:
         """Write and print the table of all points: these runs, those of earlier batches, and those of earlier commands."""
         self._done |= {run.config.run_dir: (run, point.state) for run, point in zip(runs, points, strict=True)}
         done = points_of([run for run, _ in self._done.values()], manifest, [state for _, state in self._done.values()])
         known = {entry.id for entry in (run.entry for run, _ in self._done.values())}
-        done += [sweep_state.row_of(point) for point in sweep_state.read(manifest) if point.entry.id not in known]
+        done += [sweep_table.row_of(point) for point in sweep_table.read_states(manifest) if point.entry.id not in known]
         print(f"{sweep_table.write(self.folder, done)}\nsee {self.folder / sweep_table.MARKDOWN}", flush=True)
 
     def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
         """Return the results of runs that have ended, in the order of the overrides, of which some may be alike."""
         found = {run.overrides: point for run, point in zip(runs, points, strict=True)}
-        per_byte = sweep_results.per_byte(self.config)
-        return [sweep_results.result(found[tuple(filter_overrides(words))], words, per_byte=per_byte) for words in job_overrides]
+        per_byte = hydra_sweeper.per_byte(self.config)
+        return [hydra_sweeper.result(found[tuple(filter_overrides(words))], words, per_byte=per_byte) for words in job_overrides]
 
 
 class LocalLauncher(ValidatingLauncher):
@@ -154,7 +144,7 @@ class LocalLauncher(ValidatingLauncher):
     def _launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
         """See launch()."""
         here = ranks.detect()
-        if found := list(sweep_results.violations(self.config, here.world_size)):
+        if found := list(hydra_sweeper.search_violations(self.config, here.world_size)):
             raise UserError(found)
         runs, manifest = self.runs(job_overrides)
         manifest = replace(manifest, config_dirs=tuple(map(str, compose.own_folders(self.config.hydra))))
@@ -170,10 +160,10 @@ class LocalLauncher(ValidatingLauncher):
             make_folder(self.folder)
             manifest.write()
             self._multirun.started = True
-        points, code = local_sweep.execute(points_of(runs, manifest), [partial(self._execute, run) for run in runs], here, record)
+        points, code = hydra_sweeper.execute(points_of(runs, manifest), [partial(self._execute, run) for run in runs], here, record)
         if writes:
             self.show_table(runs, points, manifest)
-        if sweep_results.searches(self.config) and code not in STOPPED:
+        if hydra_sweeper.searches(self.config) and code not in STOPPED:
             return self.results(runs, points, job_overrides)
         if code:
             sys.exit(code)
@@ -209,7 +199,7 @@ class SlurmLauncher(ValidatingLauncher):
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the layout and the number of ranks of the job of a run on as many nodes as it asks for."""
         words = [*compose.folder_options(compose.own_folders(self.config.hydra)), *overrides]
-        return job_size.expected(config, words, overrides)
+        return moldable.expected(config, words, overrides)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002 -- numbers are those of the manifest
         """Submit the runs, print the job ids and return. Called by Hydra with the overrides of each run."""
@@ -220,7 +210,7 @@ class SlurmLauncher(ValidatingLauncher):
         """See launch()."""
         runs, manifest = self.runs(job_overrides)
         own = compose.own_folders(self.config.hydra)
-        points = [sweep_submission.Point(run.entry, run.config, run.overrides) for run in runs]
+        points = [sweep_submission.SweepJob(run.entry, run.config, run.overrides) for run in runs]
         sweep_submission.refuse(points, own, self._at_once, self._violations())
         if any(run.config.dry_run.enabled for run in runs):
             sweep_submission.render(points, manifest, own, self._at_once)
@@ -235,12 +225,12 @@ class SlurmLauncher(ValidatingLauncher):
             print(f"{point.state}: {point.entry.run_dir}  {' '.join(row.values)}".rstrip(), flush=True)
         if not self._wait:
             return []
-        sweep_results.wait(points, manifest)
-        states = {point.entry.id: sweep_state.row_of(point).state for point in sweep_state.read(manifest)}
+        hydra_sweeper.wait_for(points, manifest)
+        states = {point.entry.id: sweep_table.row_of(point).state for point in sweep_table.read_states(manifest)}
         done = [replace(row, state=row.state or states[run.entry.id]) for run, row in zip(runs, done, strict=True)]
         self.show_table(runs, done, manifest)
         results = self.results(runs, done, job_overrides)
-        if sweep_results.searches(self.config):
+        if hydra_sweeper.searches(self.config):
             return results
         if any(point.steps is not None and result.status is JobStatus.FAILED for point, result in zip(done, results, strict=True)):
             sys.exit(1)
@@ -248,8 +238,8 @@ class SlurmLauncher(ValidatingLauncher):
 
     def _violations(self) -> Iterator[Violation]:
         """Yield why these launches cannot submit: several launchers, or batches of runs."""
-        yield from sweep_results.violations(self.config, 1)
-        if sweep_results.searches(self.config) and not self._wait:
+        yield from hydra_sweeper.search_violations(self.config, 1)
+        if hydra_sweeper.searches(self.config) and not self._wait:
             rule = "does not wait for the results, by which hydra/sweeper chooses the next points"
             yield Violation("hydra.launcher.wait", False, rule, "set it to true, and leave this process running, for example in tmux")
         if ranks.detect().world_size > 1:

@@ -1,18 +1,44 @@
-"""What Hydra's sweeper does before it calls a launcher: it composes each point to see whether it does, and writes multirun.yaml."""
+"""What Hydra does for a sweep around its jobs: points are composed, run on this machine, and waited for by a search."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import logging
+import re
+import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, repeat
 from pathlib import Path
 
-from hydra.core.utils import filter_overrides
-from omegaconf import DictConfig
+from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from omegaconf import DictConfig, open_dict
+
+from pipeline.common.errors import RunFailed, ToBeContinued, UserError, Violation
+from pipeline.common.ranks import Ranks
+from pipeline.config.schema import RunConfig
+from pipeline.config.stages import TRAINING_STAGES
+from pipeline.launch import in_use, submission, sweep_table
+from pipeline.launch.submission import QueuedJob
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
+from pipeline.launch.sweep_submission import SweepJob
+from pipeline.launch.sweep_table import Point
+from pipeline.report import run as runs
+
+log = logging.getLogger("pipeline")
 
 #: The settings of the newest command, in the folder of a sweep.
 FILE = "multirun.yaml"
 
 Load = Callable[[DictConfig, list[str]], DictConfig]
+#: Settings with which points may have different tokenizers.
+_TOKENS = ("tokenizer", "data.tokens", "data.blend", "model.vocab_size")
+#: Seconds between the first looks at the queue, and between all later ones.
+_FIRST, _LATER = (1.0, 2.0, 4.0, 8.0, 15.0), 30.0
 
 
 class MultirunFile:
@@ -76,3 +102,201 @@ def compose_once(load: Load, multirun: MultirunFile) -> Load:
 def without_repeated(job_overrides: Sequence[Sequence[str]]) -> list[Sequence[str]]:
     """Return the overrides of different points, of which some may be listed twice."""
     return list({tuple(filter_overrides(overrides)): overrides for overrides in job_overrides}.values())
+
+
+@dataclass(frozen=True)
+class _Ending:
+    """How a run ended.
+
+    Attributes:
+        reason: why it failed; empty if it did not.
+        code: its exit code, 0 for success.
+        goes_on: whether the next run may start.
+    """
+
+    reason: str = ""
+    code: int = 0
+    goes_on: bool = True
+
+
+def execute(
+    points: Sequence[Point], runs: Sequence[Callable[[], JobReturn]], ranks: Ranks, record: Callable[[int, str], None]
+) -> tuple[list[Point], int]:
+    """Execute runs, and return their points with the reason of each failure, and the exit code of the first one, 0 for none.
+
+    A run that fails does not end the sweep of a single process; several ranks could disagree on whether one has failed. A run that was
+    asked to stop ends the sweep.
+
+    Args:
+        points: of the runs.
+        runs: execute one each.
+        ranks: of this process; rank 0 prints.
+        record: gets the place of each run when it begins, with an empty text, and when it ends, with its state.
+    """
+    done: list[Point] = []
+    code, goes_on = 0, True
+    for number, (point, run) in enumerate(zip(points, runs, strict=True), start=1):
+        if not goes_on:
+            done.append(point)
+            continue
+        if ranks.rank == 0:
+            shown = f"sweep, {number} of {len(points)}: {' '.join(point.values)}".rstrip()
+            print(f"{shown} ({point.run_dir})", file=sys.stderr, flush=True)
+        record(number - 1, "")
+        ending = _ending_of(run)
+        code = code or ending.code
+        goes_on = not ending.code or (ending.goes_on and ranks.world_size == 1)
+        finished = "finished" if point.steps is None and not ending.code else ""  # the files of a training run say how far it is
+        done.append(dataclasses.replace(point, state=ending.reason or finished))
+        record(number - 1, done[-1].state)
+    return done, code
+
+
+def _ending_of(run: Callable[[], JobReturn]) -> _Ending:
+    """Execute a run. The entry point has printed the errors of users, and this function prints others."""
+    try:
+        result = run()
+    except SystemExit as end:
+        if isinstance(end.__context__, ToBeContinued):
+            return _Ending(code=end.__context__.code, goes_on=False)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        return _Ending(f"failed: {_reason(end.__context__)}", code) if code else _Ending()
+    if result.status is not JobStatus.FAILED:
+        return _Ending()
+    error = result._return_value  # the property raises it
+    traceback.print_exception(error)
+    return _Ending(f"failed: {_reason(error)}", 1)
+
+
+def _reason(error: BaseException | None) -> str:
+    """The first problem of an error on one line."""
+    if isinstance(error, UserError):
+        first = error.violations[0]
+        return f"{first.key}={first.value}: {first.rule}"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep.
+
+    Attributes:
+        overrides: command-line overrides, without those of Hydra itself.
+        composed: configuration composed by Hydra, with the run_dir of this run.
+        config: the same configuration as dataclasses.
+        entry: its place in the manifest of the sweep.
+    """
+
+    overrides: tuple[str, ...]
+    composed: DictConfig
+    config: RunConfig
+    entry: SweepEntry
+
+
+def points_of(runs: Sequence[SweepRun], manifest: SweepManifest, states: Sequence[str] | None = None) -> list[Point]:
+    """Return the runs as points of the table, with the settings that not all points of the sweep have.
+
+    Args:
+        runs: of the sweep.
+        manifest: of the sweep.
+        states: of the runs; default: their files tell.
+    """
+    values = manifest.differing()
+    points = []
+    for run, state in zip(runs, states or [""] * len(runs), strict=True):
+        steps = run.config.training.steps if run.config.stage.name in TRAINING_STAGES else None
+        points.append(Point(Path(run.config.run_dir), values[run.entry.id], steps, state))
+    return points
+
+
+def check_fork(config: RunConfig) -> None:
+    """Refuse a point whose checkpoint.fork is not there, except in a dry run, or if its job waits for another one, which may write it.
+
+    Raises:
+        UserError: see there; or no step is left to train.
+    """
+    waits = any(option.startswith(("--dependency", "-d")) for option in config.cluster.sbatch)
+    if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is not None and not (waits or config.dry_run.enabled):
+        from pipeline.training import starting_checkpoint as starting  # loads torch
+
+        starting.parent_of(config, starting.starting_checkpoint(Path(config.run_dir), config.checkpoint))
+
+
+def without_hydra(composed: DictConfig) -> DictConfig:
+    """Return the configuration without the node hydra."""
+    task = copy.deepcopy(composed)
+    with open_dict(task):
+        del task["hydra"]
+    return task
+
+
+def searches(config: DictConfig) -> bool:
+    """Whether the sweeper chooses further points by the results of others, as Optuna's does; Hydra's own runs a list of points."""
+    return not str(config.hydra.sweeper.get("_target_", "")).endswith(".BasicSweeper")
+
+
+def search_violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
+    """Yield why a sweeper that searches cannot: several ranks, which would choose different points, or a dry run.
+
+    Args:
+        config: of the sweep, composed by Hydra.
+        world_size: ranks of this job.
+    """
+    sweeper = str(config.hydra.sweeper.get("_target_", "")).rpartition(".")[2]
+    if searches(config) and world_size > 1:
+        rule = f"chooses points of its own in each of {world_size} ranks"
+        yield Violation("hydra/sweeper", sweeper, rule, "start one process, and let hydra/launcher=slurm submit the runs")
+    if searches(config) and config.dry_run.get("enabled"):
+        yield Violation("dry_run.enabled", True, f"has no result that {sweeper} could learn from", "remove one of both")
+
+
+def per_byte(config: DictConfig) -> bool:
+    """Whether a search chooses among tokenizers or their tokens, so that losses per token of its points cannot be compared.
+
+    Args:
+        config: of the sweep, composed by Hydra.
+    """
+    chosen = [word for word in config.hydra.overrides.task if re.search(r"[,(]", word)]
+    return any(str(key).lstrip("+").startswith(_TOKENS) for key in (*chosen, *(config.hydra.sweeper.get("params") or ())))
+
+
+def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool) -> JobReturn:
+    """Return the result of a run that has ended: its last validation loss, or why it has none.
+
+    Args:
+        point: the run.
+        overrides: of Hydra.
+        per_byte: whether the result is bits per byte of text.
+    """
+    row = sweep_table.row(point, runs.read(point.run_dir))
+    value = row.bits_per_byte if per_byte else row.validation_loss
+    if row.state == "finished" and runs.is_finite(value):
+        return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=value)
+    missing = "bits per byte of the validation split" if per_byte and row.validation_loss is not None else "validation loss"
+    why = row.state if row.state != "finished" else f"it has no {missing}; set training.validate_every"
+    return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=RunFailed(f"{row.run_dir}: {why}"))
+
+
+def wait_for(points: Sequence[SweepJob], manifest: SweepManifest, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Wait until no job of the points is in the queue, also those with which a run continues. If Slurm does not answer, ask again later.
+
+    Args:
+        points: of the sweep.
+        manifest: with their jobs.
+        sleep: for tests.
+    """
+    log.info("waiting for %d jobs; after Ctrl-C they remain, and the same command waits for them again", len(points))
+    for seconds in chain(_FIRST, repeat(_LATER)):
+        try:
+            queue = submission.queue()
+        except UserError as error:
+            log.warning("%s", error)
+        else:
+            if not any(_is_queued(point, manifest, queue) for point in points):
+                return
+        sleep(seconds)
+
+
+def _is_queued(point: SweepJob, manifest: SweepManifest, queue: Sequence[QueuedJob]) -> bool:
+    job = manifest.entries[point.entry.id].job
+    return any(queued.number == job for queued in queue) or bool(in_use.queued(Path(point.entry.run_dir), [point.config.stage.name], queue))

@@ -15,7 +15,7 @@ from pipeline.common import locks
 from pipeline.common.errors import Violation
 from pipeline.config.command_line import key_of
 from pipeline.launch import sweep_manifest
-from pipeline.launch.sbatch import QueuedJob
+from pipeline.launch.submission import QueuedJob
 
 #: Record of the submitted jobs of a chain, in its run directory; that of a sweep is its manifest, in the folder above.
 CHAIN = "submission.json"

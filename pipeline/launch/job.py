@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.common import slurm_time
+from pipeline.common import ranks
 from pipeline.common.errors import Violation
 from pipeline.common.ranks import Ranks
 from pipeline.config.cluster import ClusterConfig
@@ -139,8 +139,8 @@ def size_options(cluster: ClusterConfig, stage: str, nodes: int) -> list[str]:
     """
     least, most = node_range(cluster, stage, nodes)
     if least == most:
-        spares = stage in TRAINING_STAGES and cluster.spares > 0
-        return [f"--nodes={most}", f"--ntasks-per-node={cluster.tasks_per_node}", *["--no-kill"] * spares]
+        no_kill = ["--no-kill"] if stage in TRAINING_STAGES and cluster.spares else []
+        return [f"--nodes={most}", f"--ntasks-per-node={cluster.tasks_per_node}", *no_kill]
     return [f"--nodes={least}-{most}", f"--mincpus={cluster.tasks_per_node * cluster.cpus_per_task}", "--no-kill"]
 
 
@@ -231,7 +231,7 @@ def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Viol
     unknown = [key for key in cluster.required if key not in REQUIRABLE]
     found += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
     # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
-    if cluster.time != queues.LONGEST and not slurm_time.is_limit(cluster.time):
+    if cluster.time != queues.LONGEST and not ranks.is_slurm_limit(cluster.time):
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
         found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     else:
@@ -243,7 +243,7 @@ def missing(cluster: ClusterConfig) -> list[str]:
     """Return the keys that the cluster requires (cluster.required) and that are not set, nor as SBATCH_ACCOUNT and the like."""
     given = [option.lstrip("-").partition("=")[0] for option in cluster.sbatch]
     given += [key for key in cluster.required if os.environ.get(f"SBATCH_{key.upper()}")]
-    given += ["partition"] * any(queue.partition for queue in cluster.queues) + ["qos"] * any(queue.qos for queue in cluster.queues)
+    given += [key for key in ("partition", "qos") if any(getattr(queue, key) for queue in cluster.queues)]
     return [key for key in cluster.required if getattr(cluster, key, None) is None and key not in given]
 
 

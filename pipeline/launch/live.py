@@ -1,4 +1,4 @@
-"""The limits of cluster.queues that Slurm itself tells: they replace those of the file of the site, and a difference is printed once."""
+"""The limits of cluster.queues that Slurm itself tells, and the sbatch command that stage=plan and a dry run print with them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ import functools
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from pipeline.common.slurm_time import is_limit, seconds
+from pipeline.common.ranks import is_slurm_limit, slurm_seconds
+from pipeline.config import hardware
 from pipeline.config.cluster import ClusterConfig, QueueConfig
-from pipeline.launch import slurm
+from pipeline.config.paths import batch_scripts
+from pipeline.config.schema import RunConfig
+from pipeline.launch import job, queues, site, slurm
 
 log = logging.getLogger("pipeline")
 
@@ -23,7 +27,7 @@ _QOS_FIELDS = "Name,MaxWall,MaxSubmitJobsPerUser,MaxJobsPerUser"
 
 
 @dataclass(frozen=True)
-class Limits:
+class QueueLimits:
     """Limits of a partition or of a QoS; None for one that is not set."""
 
     max_time: str | None = None
@@ -33,26 +37,29 @@ class Limits:
     max_running: int | None = None
 
 
-def parse_partitions(printed: str) -> dict[str, Limits]:
+def parse_partitions(printed: str) -> dict[str, QueueLimits]:
     """Return the limits by partition from `scontrol show partition --oneliner`; no job has more nodes than the partition."""
     found = {}
     for line in printed.splitlines():
         fields = slurm.parse_facts(line)
         if name := fields.get("PartitionName"):
             most = _number(fields.get("MaxNodes")) or _number(fields.get("TotalNodes"))
-            found[name] = Limits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
+            found[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
     return found
 
 
-def parse_qos(printed: str) -> dict[str, Limits]:
+def parse_qos(printed: str) -> dict[str, QueueLimits]:
     """Return the limits by QoS from `sacctmgr --noheader --parsable2 show qos format=...`."""
     rows = [line.split("|") for line in printed.splitlines() if line.count("|") == _QOS_FIELDS.count(",")]
     return {
-        name: Limits(_time(time), max_submitted=_number(submitted), max_running=_number(running)) for name, time, submitted, running in rows
+        name: QueueLimits(_time(time), max_submitted=_number(submitted), max_running=_number(running))
+        for name, time, submitted, running in rows
     }
 
 
-def with_limits(cluster: ClusterConfig, partitions: Mapping[str, Limits], qos: Mapping[str, Limits]) -> tuple[ClusterConfig, list[str]]:
+def with_limits(
+    cluster: ClusterConfig, partitions: Mapping[str, QueueLimits], qos: Mapping[str, QueueLimits]
+) -> tuple[ClusterConfig, list[str]]:
     """Return the options of a cluster with the limits that Slurm tells, and a line for each difference.
 
     Several entries of one partition divide its limits by nodes or by QoS: there the limits of the partition are upper bounds.
@@ -65,7 +72,7 @@ def with_limits(cluster: ClusterConfig, partitions: Mapping[str, Limits], qos: M
     entries = Counter(queue.partition for queue in cluster.queues)
     queues, differences = [], []
     for queue in cluster.queues:
-        partition, own = partitions.get(queue.partition or "", Limits()), qos.get(queue.qos or "", Limits())
+        partition, own = partitions.get(queue.partition or "", QueueLimits()), qos.get(queue.qos or "", QueueLimits())
         alone = entries[queue.partition] == 1 and queue.qos is None
         live = _replaced(_replaced(queue, partition, only_lower=not alone), own)
         differences += _differences(queue, live, cluster.name)
@@ -92,7 +99,7 @@ def corrected(cluster: ClusterConfig) -> ClusterConfig:
 
 
 @functools.cache
-def _asked() -> tuple[dict[str, Limits], dict[str, Limits]]:
+def _asked() -> tuple[dict[str, QueueLimits], dict[str, QueueLimits]]:
     """The limits of partitions and QoS; empty where Slurm is not installed or does not answer."""
     commands = {
         "scontrol": ["scontrol", "--all", "show", "partition", "--oneliner"],
@@ -110,26 +117,24 @@ def _asked() -> tuple[dict[str, Limits], dict[str, Limits]]:
 
 @functools.cache
 def _warn(text: str) -> None:
-    """Log a line, once in this process."""
     log.warning("%s", text)
 
 
-def _replaced(queue: QueueConfig, limits: Limits, *, only_lower: bool = False) -> QueueConfig:
+def _replaced(queue: QueueConfig, limits: QueueLimits, *, only_lower: bool = False) -> QueueConfig:
     """The entry with the limits that are known; with only_lower, those that are tighter than its own."""
     values = {name: value for name, value in dataclasses.asdict(limits).items() if value is not None}
     if only_lower:
         values = {name: value for name, value in values.items() if _is_tighter(name, value, getattr(queue, name))}
-    if "max_time" in values and queue.max_time is not None and seconds(values["max_time"]) == seconds(queue.max_time):
+    if "max_time" in values and queue.max_time is not None and slurm_seconds(values["max_time"]) == slurm_seconds(queue.max_time):
         del values["max_time"]  # 1-00:00:00 and 24:00:00 are the same
     return dataclasses.replace(queue, **values)
 
 
 def _is_tighter(name: str, live: str | int, written: str | int | None) -> bool:
-    """Whether a live limit allows less than the one in the file."""
     if written is None:
         return True
     if isinstance(live, str) or isinstance(written, str):
-        return seconds(str(live)) < seconds(str(written))
+        return slurm_seconds(str(live)) < slurm_seconds(str(written))
     return live > written if name == "min_nodes" else live < written
 
 
@@ -146,10 +151,53 @@ def _differences(written: QueueConfig, live: QueueConfig, cluster: str) -> list[
 
 
 def _time(text: str) -> str | None:
-    """A finite time limit."""
-    return text if is_limit(text) and text != "UNLIMITED" else None
+    return text if is_slurm_limit(text) and text != "UNLIMITED" else None
 
 
 def _number(text: str | None) -> int | None:
     """A number of nodes or jobs above 0; Slurm prints 0 or UNLIMITED where there is no limit."""
     return int(text) if text and text.isdecimal() and int(text) > 0 else None
+
+
+def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_weights: bool) -> Iterator[str]:
+    """Yield the command, and a line for everything that it lacks.
+
+    Args:
+        config: of the job, whose stage is that of the job.
+        world_size: ranks.
+        arguments: of `python -m pipeline`, for this job.
+        has_weights: whether the job has a checkpoint to start from.
+    """
+    cluster = corrected(config.cluster)
+    if cluster.tasks_per_node == 1 and world_size != cluster.nodes:
+        yield f"choose cluster=NAME, or set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}, for the sbatch line"
+        return
+    nodes = -(-world_size // cluster.tasks_per_node)
+    if misfit := list(queues.violations(cluster, *job.node_range(cluster, config.stage.name, nodes))):
+        yield from (f"{violation.key}={violation.value}: {violation.rule}: {violation.fix}" for violation in misfit)
+        return
+    yield job.sbatch_line(cluster, config.stage.name, world_size, arguments, batch_scripts(Path.cwd()))
+    for key in job.missing(cluster):
+        yield f"  cluster.{key} is not set, and cluster={cluster.name} requires it: add cluster.{key}=NAME, or --{key}=NAME to this line"
+    if (config.stage.name == "finetune" or config.lora.rank) and not has_weights:
+        yield "  checkpoint.initialize_from is not set: add the run directory or checkpoint with the weights of this model"
+    yield from _gpus(cluster)
+    if text := site.other_architecture(cluster):
+        yield f"  {text}"
+
+
+def _gpus(cluster: ClusterConfig) -> Iterator[str]:
+    """Yield what is wrong with the GPUs of a job: each rank has one."""
+    ranks, gpus = cluster.tasks_per_node, cluster.gpus_per_node
+    requested = any(option.startswith(("--gpus", "--gres", "-G", "--exclusive")) for option in cluster.sbatch)
+    if gpus and gpus != ranks:
+        yield f"  cluster.gpus_per_node={gpus} and cluster.tasks_per_node={ranks} differ, and each rank has one GPU: set both to the same"
+    elif cluster.hardware and not gpus and not requested:
+        yield f"  no GPUs are requested: add cluster.gpus_per_node={ranks}, unless the partition gives whole nodes"
+    elif cluster.hardware and ranks == 1 < hardware.load(cluster.hardware).gpus_per_node:
+        yield f"  one rank a node: set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}"
+
+
+def _known(cluster: ClusterConfig) -> str:
+    """The GPUs of a node that the file of the hardware has, as a remark."""
+    return f" ({hardware.load(cluster.hardware).gpus_per_node} in conf/hardware/{cluster.hardware}.yaml)" if cluster.hardware else ""

@@ -2,25 +2,30 @@
 
 The layout is that of cluster.layouts, of the configuration, or of the planner; config/layouts.py says what every layout keeps. Where none
 is legal on all nodes, a job uses fewer, cluster.min_nodes at least. Without cluster.min_nodes it uses exactly the nodes that it has.
+Before the submission: the size of the job of any stage, and whether a training job fits in the memory of its GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.checkpoint import catalog
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import layouts
+from pipeline.config import layout, layouts
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import key_of
 from pipeline.config.layout import Layout
-from pipeline.config.schema import RunConfig
+from pipeline.config.schema import DryRunConfig, RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job
+from pipeline.launch import job, live
 from pipeline.launch.legal_layouts import LegalLayouts, Planned, has_model
+
+log = logging.getLogger("pipeline")
 
 
 @dataclass(frozen=True)
@@ -166,11 +171,11 @@ def idle(config: RunConfig, overrides: Sequence[str] = (), planned: Planned | No
 def idle_text(config: RunConfig) -> str:
     """Return a line about the numbers of nodes that leave some without work, empty if none does."""
     lost = idle(config)
-    shown = ", ".join(f"{granted} ({count})" for granted, count in list(lost.items())[:8]) + ", ..." * (len(lost) > 8)
+    shown = ", ".join(f"{granted} ({count})" for granted, count in list(lost.items())[:8]) + (", ..." if len(lost) > 8 else "")
     return f"no layout is legal on {len(lost)} of the numbers of nodes that Slurm may grant; nodes without work: {shown}" if lost else ""
 
 
-def expected(config: RunConfig, overrides: Sequence[str] = (), nodes: int | None = None) -> tuple[RunConfig, int]:
+def expected_training(config: RunConfig, overrides: Sequence[str] = (), nodes: int | None = None) -> tuple[RunConfig, int]:
     """Return the configuration and the number of ranks of a job that gets the nodes that it asks for.
 
     Args:
@@ -194,7 +199,7 @@ def expected(config: RunConfig, overrides: Sequence[str] = (), nodes: int | None
 def simulated(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of a dry run with the layout for its nodes, those that the job asks for by default."""
     size, tasks = config.dry_run.world_size, config.cluster.tasks_per_node
-    config, ranks = expected(config, overrides, None if size is None else max(1, size // max(1, tasks)))
+    config, ranks = expected_training(config, overrides, None if size is None else max(1, size // max(1, tasks)))
     return config if size is not None or not follows_nodes(config) else knobs.changed(config, {"dry_run.world_size": ranks})
 
 
@@ -269,8 +274,66 @@ def _without(overrides: Sequence[str], settings: Sequence[str]) -> list[str]:
 
 
 def _text(config: RunConfig, world_size: int) -> str:
-    """The layout for the log."""
     parallel = config.parallel
     data = world_size // parallel.model_ranks
     axes = Layout(parallel.pipeline, data, parallel.tensor, parallel.expert, parallel.context).axes_text()
     return f"{axes}, ZeRO {parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"
+
+
+def job_options(config: RunConfig, own: Sequence[str]) -> ClusterConfig:
+    """Return the sbatch options of a job, in the first queue that fits; where Slurm is installed, with the limits that it tells.
+
+    Args:
+        config: of the job.
+        own: settings of this job alone (job.one_task).
+    """
+    cluster = live.corrected(job.one_task(cluster_at(config), config.stage.name, own))
+    return job.placed(cluster, config.stage.name, cluster.nodes)
+
+
+def expected(config: RunConfig, overrides: Sequence[str], own: Sequence[str]) -> tuple[RunConfig, int]:
+    """Return the configuration with its layout, and the number of ranks, of a job that gets the nodes that it asks for.
+
+    For a stage that is about another job, such as certify, it is the number of ranks of that job.
+
+    Args:
+        config: of the job.
+        overrides: arguments of `python -m pipeline`.
+        own: as of `options`.
+    """
+    if config.stage.name in TRAINING_STAGES:
+        return expected_training(config, overrides)
+    size = job_options(config, own)
+    return config, layout.job_size(dataclasses.replace(config, dry_run=DryRunConfig()), size.nodes * size.tasks_per_node)
+
+
+def memory_violations(config: RunConfig, overrides: Sequence[str]) -> Iterator[Violation]:
+    """Yield why a training job would not fit on the most nodes that it asks for, or on the fewest, if the GPU of the cluster is known.
+
+    Args:
+        config: of the job.
+        overrides: arguments of `python -m pipeline`.
+    """
+    if config.stage.name in TRAINING_STAGES and config.cluster.hardware and config.cluster.check_memory:
+        for nodes in {None, cluster_at(config).min_nodes}:
+            if refused := memory_violation(*expected_training(config, overrides, nodes)):
+                yield refused
+
+
+def memory_violation(config: RunConfig, size: int) -> Violation | None:
+    """Return why a job would not fit in the memory of its GPUs; None if it fits, or fine-tunes weights that do not exist yet.
+
+    Args:
+        config: of the job.
+        size: number of its ranks.
+    """
+    from pipeline.planner import memory_check  # loads torch
+    from pipeline.training import finetuning
+
+    if config.stage.name == "finetune":
+        try:
+            config = finetuning.complete(config, size)
+        except UserError as error:  # an earlier job of a chain may write the checkpoint; the job itself refuses everything else
+            log.warning("%s: whether it fits in memory is not checked: %s", config.run_dir, error.violations[0])
+            return None
+    return memory_check.violation(config, size, memory_check.planned(config, size))

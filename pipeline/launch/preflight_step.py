@@ -24,8 +24,8 @@ from pipeline.config.command_line import quoted
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import site, slurm
-from pipeline.preflight import file_system, judge, node_result, report
-from pipeline.preflight.search import search
+from pipeline.preflight import file_system, judge, node_result
+from pipeline.preflight.bisection import search
 
 log = logging.getLogger("pipeline")
 
@@ -88,16 +88,15 @@ def run(config: RunConfig, nodes: Sequence[str], folder: Path, tasks_per_node: i
     findings = judge.judge(steps.results, nodes, config.cluster)
     findings = [finding for finding in findings if finding.node in steps.results or finding.node not in bad]
     bad = judge.bad_nodes(findings) | bad
-    log.info("preflight:\n%s", report.table(findings, nodes, bad))
+    log.info("preflight:\n%s", judge.table(findings, nodes, bad))
     seconds = time.monotonic() - started
-    log.info("%s (%.0f s, %d steps)", report.verdict(nodes, bad), seconds, steps.count)
+    log.info("%s (%.0f s, %d steps)", judge.verdict(nodes, bad), seconds, steps.count)
     medians = {finding.check: finding.median for finding in findings if finding.median}
     events.record(run_dir, "preflight", nodes=len(nodes), bad=bad, seconds=round(seconds, 1), steps=steps.count, medians=medians)
     return bad
 
 
 def _tasks_of_job() -> int | None:
-    """Tasks of the first node of this job."""
     counts = os.environ.get("SLURM_TASKS_PER_NODE")
     return expand_tasks(counts)[0] if counts else None
 
@@ -112,7 +111,7 @@ def _tested(steps: _Steps, nodes: Sequence[str], config: RunConfig) -> dict[str,
         if not passed and not found:
             found = _searched(steps, good)
         if len(found) == len(good):
-            said = f"; the last message: {steps.message}" * bool(steps.message)
+            said = f"; the last message: {steps.message}" if steps.message else ""
             raise CheckFailed(f"preflight: none of {len(good)} nodes passes; {good[0]}: {found[good[0]]}{said}")
         bad |= found
         good = [node for node in good if node not in bad]
@@ -243,7 +242,6 @@ class _Steps:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
 
     def _read(self, nodes: Sequence[str], folder: Path, output: IO[bytes]) -> bool:
-        """Read the results of a step that has ended."""
         output.seek(0)
         text = output.read().decode(errors="replace")
         results = node_result.printed(text) | node_result.read(folder, nodes)

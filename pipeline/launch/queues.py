@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pipeline.common.errors import Violation
-from pipeline.common.slurm_time import seconds
+from pipeline.common.ranks import slurm_seconds
 from pipeline.config.cluster import ClusterConfig, QueueConfig
 
 #: Value of cluster.time for the longest time of the queue.
@@ -26,7 +26,7 @@ def placed(cluster: ClusterConfig, least: int, most: int, enough: str | None = N
     queue = _first_fit(cluster, least, most)
     if queue is None:
         return cluster
-    time = min(filter(None, (queue.max_time, enough)), key=seconds) if cluster.time == LONGEST and queue.max_time else cluster.time
+    time = min(filter(None, (queue.max_time, enough)), key=slurm_seconds) if cluster.time == LONGEST and queue.max_time else cluster.time
     return dataclasses.replace(cluster, partition=cluster.partition or queue.partition, qos=cluster.qos or queue.qos, time=time)
 
 
@@ -93,6 +93,5 @@ def _first_fit(cluster: ClusterConfig, least: int, most: int) -> QueueConfig | N
 
 
 def _fits(queue: QueueConfig, time: str, least: int, most: int) -> bool:
-    """Whether the limits of an entry allow a job."""
     nodes = queue.min_nodes <= least and (queue.max_nodes is None or most <= queue.max_nodes)
-    return nodes and (time == LONGEST or queue.max_time is None or seconds(time) <= seconds(queue.max_time))
+    return nodes and (time == LONGEST or queue.max_time is None or slurm_seconds(time) <= slurm_seconds(queue.max_time))

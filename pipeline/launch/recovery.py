@@ -1,16 +1,24 @@
-"""What follows the end of the ranks of a job: a pure function of how they ended and of what Slurm allows."""
+"""What follows the end of the ranks of a job: a function of how they ended and of what Slurm allows, and the lines that explain it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 
 from pipeline.common.ends import End
 from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
+from pipeline.launch.rank_step import StepEnd
+
+#: Exit code of ranks that refuse their configuration or inputs.
+_INVALID = 2
+#: A job with less time until its limit is not worth another start of its ranks, seconds.
+LEAST_SECONDS = 180.0
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What a job does after its ranks have ended.
 
     END: it ends. RESTART: it starts the ranks again, on the nodes that it has. REQUEUE: it goes back to the queue under the same id.
@@ -35,7 +43,7 @@ class Action:
         exclude: nodes on which the run must not continue.
     """
 
-    kind: Kind
+    kind: ActionKind
     code: int
     reason: str
     exclude: tuple[str, ...] = ()
@@ -88,12 +96,6 @@ class Situation:
     has_phase: bool = False
 
 
-#: Exit code of ranks that refuse their configuration or inputs.
-_INVALID = 2
-#: A job with less time until its limit is not worth another start of its ranks, seconds.
-LEAST_SECONDS = 180.0
-
-
 def decide(now: Situation) -> Action:
     """Return what follows.
 
@@ -103,40 +105,40 @@ def decide(now: Situation) -> Action:
     excludes them.
     """
     if now.stopped:
-        return Action(Kind.END, CONTINUE, "stopped by the file stop; the same command continues")
+        return Action(ActionKind.END, CONTINUE, "stopped by the file stop; the same command continues")
     if now.code == 0:
-        return Action(Kind.END, 0, "finished")
+        return Action(ActionKind.END, 0, "finished")
     if now.requeued:
-        return Action(Kind.REQUEUED, TERMINATED, "Slurm has put the job back into the queue")
+        return Action(ActionKind.REQUEUED, TERMINATED, "Slurm has put the job back into the queue")
     if now.preempted:
         return _later(now, "preempted", ())
     if (now.canceled and now.code != CONTINUE) or (now.code in (TERMINATED, INTERRUPTED) and now.first is None):
-        return Action(Kind.END, TERMINATED, "canceled; the same command continues")
+        return Action(ActionKind.END, TERMINATED, "canceled; the same command continues")
     if now.code == CONTINUE:
         if not now.progress and now.failures >= now.most_failures:
-            return Action(Kind.END, 1, f"{now.failures} jobs in a row ended without a further checkpoint: cluster.time is too short")
+            return Action(ActionKind.END, 1, f"{now.failures} jobs in a row ended without a further checkpoint: cluster.time is too short")
         if now.phase is None:
             return _later(now, "the time limit", ())
         if now.has_phase and now.seconds_left >= LEAST_SECONDS:
-            return Action(Kind.RESTART, now.code, f"the next steps have {now.phase} nodes")
+            return Action(ActionKind.RESTART, now.code, f"the next steps have {now.phase} nodes")
         return _later(now, f"the next steps have {now.phase} nodes", ())
     if now.first is not None and now.first.final:
-        return Action(Kind.END, now.code, now.first.reason)
+        return Action(ActionKind.END, now.code, now.first.reason)
     if now.first is None and now.code == _INVALID:  # the ranks could not record why
-        return Action(Kind.END, now.code, "the ranks refused their settings or inputs, see above")
+        return Action(ActionKind.END, now.code, "the ranks refused their settings or inputs, see above")
     if now.failures >= now.most_failures:
         why = "" if now.first is None else f": {now.first.reason}"
         count = f"failure {now.failures} of {now.most_failures} since the last checkpoint (cluster.max_retries)"
-        return Action(Kind.END, now.code, f"{count}{why}")
+        return Action(ActionKind.END, now.code, f"{count}{why}")
     if not (now.progress or _is_passing(now)):
-        return Action(Kind.END, now.code, "the ranks failed before a checkpoint was written, and not because of a node")
+        return Action(ActionKind.END, now.code, "the ranks failed before a checkpoint was written, and not because of a node")
     return _again(now)
 
 
 def too_few_nodes(now: Situation, bad: Iterable[str]) -> Action:
     """Return what follows a preflight that leaves too few nodes: another allocation, unless that has not helped before."""
     if now.failures >= now.most_failures:
-        return Action(Kind.END, now.code, f"the preflight failed {now.failures} times in a row (cluster.max_retries)")
+        return Action(ActionKind.END, now.code, f"the preflight failed {now.failures} times in a row (cluster.max_retries)")
     return _later(now, "the preflight leaves too few nodes", tuple(sorted(bad)))
 
 
@@ -157,15 +159,37 @@ def _again(now: Situation) -> Action:
     remaining = now.nodes + (host is not None and host not in bad)
     fewest = now.fewest or now.needed
     if remaining >= fewest and now.seconds_left >= LEAST_SECONDS:
-        return Action(Kind.RESTART, now.code, "started again from the newest checkpoint", exclude)
+        return Action(ActionKind.RESTART, now.code, "started again from the newest checkpoint", exclude)
     why = "too little time is left" if remaining >= fewest else f"{remaining} nodes remain, and {fewest} are needed"
     return _later(now, why, exclude)
 
 
 def _later(now: Situation, why: str, exclude: Sequence[str]) -> Action:
-    """Continue in a later job."""
     if now.chain:
-        return Action(Kind.CHAIN, 0, why, tuple(exclude))
+        return Action(ActionKind.CHAIN, 0, why, tuple(exclude))
     if now.can_requeue:
-        return Action(Kind.REQUEUE, now.code, why, tuple(exclude))
-    return Action(Kind.END, now.code, f"{why}, and the job cannot be requeued: the same command continues", tuple(exclude))
+        return Action(ActionKind.REQUEUE, now.code, why, tuple(exclude))
+    return Action(ActionKind.END, now.code, f"{why}, and the job cannot be requeued: the same command continues", tuple(exclude))
+
+
+def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run_dir: Path | None, step: int) -> list[str]:
+    """Return at most five lines.
+
+    Args:
+        stage: its name.
+        ended: how the ranks ended.
+        action: what follows.
+        lost: nodes that do not answer.
+        run_dir: of a training run.
+        step: of its newest checkpoint, -1 for none.
+    """
+    first = ended.first
+    found = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
+    if first is not None and not first.final:  # the message of a final one is above
+        moment = datetime.fromtimestamp(first.time).isoformat(sep=" ", timespec="seconds")
+        what = "lost its peers" if first.follows else "failed first"
+        found.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
+        found += [f"  at {first.where}"] if first.where else []
+    found += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
+    found += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []
+    return [*found, f"{stage}: exit code {ended.code}; {action.kind}: {action.reason}"]

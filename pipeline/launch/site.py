@@ -2,8 +2,8 @@
 
 A rendered job runs the modules and lines itself, before the batch script of the stage, which needs its Python. A job of plain
 `sbatch slurm/STAGE.sbatch cluster=NAME` knows its cluster only when the supervisor has composed the configuration: there the supervisor
-runs them, and takes over the variables that they set. In both, the supervisor sets cluster.environment, completes it by defaults
-(rank_environment.py) and starts the ranks.
+runs them, and takes over the variables that they set. In both, the supervisor sets cluster.environment, completes it by the defaults of
+ranks on GPUs (slurm/site.sh raises the limits), and starts the ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,81 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from pipeline.common.errors import UserError
+from pipeline.config import hardware
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import GPU_STAGES
-from pipeline.launch import rank_environment
+from pipeline.config.stages import GPU_STAGES, TRAINING_STAGES
 
+#: Where the flight recorder writes, below run_dir: a file for each rank, whose name ends with the rank.
+FLIGHT_RECORDER = "flight_recorder/rank_"
 #: Variable of a job whose text has run the modules and lines of a cluster: its name.
 READY = "PIPELINE_SITE"
+
+
+@dataclass(frozen=True)
+class Default:
+    """The default of a variable.
+
+    Attributes:
+        value: set if neither the variable nor one of `others` is.
+        reason: why it is not left to PyTorch or NCCL.
+        others: earlier and later names of the same setting.
+    """
+
+    value: str
+    reason: str
+    others: tuple[str, ...] = ()
+
+
+#: What every rank on a GPU starts with.
+DEFAULTS = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": Default(
+        "3", "a rank whose collective fails or times out ends at once; aborting its communicators first can hang"
+    ),
+    "TORCH_FR_BUFFER_SIZE": Default(
+        "2000", "PyTorch records the last collectives of a rank (flight recorder), by default none", ("TORCH_NCCL_TRACE_BUFFER_SIZE",)
+    ),
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": Default("1", "the record is written when a collective times out"),
+    "NCCL_DEBUG": Default("WARN", "NCCL says why it fails, in the log of the job; by default it only returns an error code"),
+}
+#: What ranks on GPUs of NVIDIA start with besides; PyTorch does not support it on others.
+NVIDIA_DEFAULTS = {
+    "PYTORCH_CUDA_ALLOC_CONF": Default(
+        "expandable_segments:True",
+        "memory that is free, but in pieces, is used: buffers of buckets, micro-batches and warm-ups of the length have many sizes",
+        ("PYTORCH_ALLOC_CONF",),
+    ),
+}
+
+
+def complete(environment: MutableMapping[str, str], config: RunConfig) -> None:
+    """Set the defaults that are missing in the environment of a job. Stages and clusters without GPUs have none.
+
+    Args:
+        environment: of the supervisor, which the ranks inherit.
+        config: of the job.
+    """
+    cluster = config.cluster
+    if config.stage.name not in GPU_STAGES or not cluster.gpus_per_node:
+        return
+    amd = cluster.hardware is not None and hardware.load(cluster.hardware).device.startswith("AMD")
+    defaults = DEFAULTS | ({} if amd else NVIDIA_DEFAULTS)
+    if config.stage.name in TRAINING_STAGES:
+        file = Path(config.run_dir).absolute() / FLIGHT_RECORDER
+        defaults["TORCH_FR_DUMP_TEMP_FILE"] = Default(str(file), "the record is in the run directory", ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE",))
+    add(environment, defaults)
+
+
+def add(environment: MutableMapping[str, str], defaults: Mapping[str, Default]) -> None:
+    """Set the variables that neither the environment nor another name of the same setting has."""
+    for name, default in defaults.items():
+        if not any(environment.get(each) for each in (name, *default.others)):
+            environment[name] = default.value
 
 
 def shell_lines(cluster: ClusterConfig, stage: str) -> list[str]:
@@ -35,7 +100,6 @@ def shell_lines(cluster: ClusterConfig, stage: str) -> list[str]:
 
 
 def _setup_lines(cluster: ClusterConfig) -> list[str]:
-    """The modules and lines of a cluster."""
     return [*([f"module load {shlex.join(cluster.modules)}"] if cluster.modules else []), *cluster.setup]
 
 
@@ -56,7 +120,7 @@ def prepare(config: RunConfig | None) -> None:
     if config.stage.name in GPU_STAGES and cluster.fabric and os.environ.get("FI_PROVIDER") == "tcp":
         del os.environ["FI_PROVIDER"]  # slurm/sites/local.sh sets it for MPI, and NCCL over libfabric would use TCP as well
     os.environ.update(cluster.environment)
-    rank_environment.complete(os.environ, config)
+    complete(os.environ, config)
 
 
 def _variables_after(cluster: ClusterConfig) -> dict[str, str]:

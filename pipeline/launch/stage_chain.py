@@ -16,7 +16,7 @@ from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import GPU_STAGES, STAGES, TRAINING_STAGES, Evaluate
-from pipeline.launch import certified, in_use, job, job_memory, job_size, moldable
+from pipeline.launch import certified, in_use, job, moldable
 
 #: Arguments that no job of the chain gets as they are.
 _OWN = r"[+~]*(stage|submit|dry_run|run_dir)[.=]"
@@ -120,10 +120,10 @@ def _link(config: RunConfig, stage: str, arguments: Sequence[str], pretrain: Lin
     given = (*kept, *last.values(), *run_dir)
 
     def sized(composed: RunConfig) -> tuple[RunConfig, int]:
-        return job_size.expected(composed, given, own)
+        return moldable.expected(composed, given, own)
 
     composed = other_commands.checked([f"stage={stage}", *given], sized)
-    return Link(stage, given, composed, job_size.options(composed, own), sized(composed)[1])
+    return Link(stage, given, composed, moldable.job_options(composed, own), sized(composed)[1])
 
 
 def _link_violations(link: Link, before: Sequence[Link], after: Sequence[Link]) -> Iterator[Violation]:
@@ -131,7 +131,7 @@ def _link_violations(link: Link, before: Sequence[Link], after: Sequence[Link]) 
     yield from job.violations(link.cluster, link.stage, Path.cwd())
     yield from _model_violations(link, before)
     yield from moldable.violations(link.config, link.arguments)
-    yield from job_memory.violations(link.config, link.arguments)
+    yield from moldable.memory_violations(link.config, link.arguments)
     if link.stage == "pretrain" and not any(other.stage == "certify" for other in before):  # else pretrain itself asks for it
         yield from certified.violations(link.config, link.world_size)
     for key, folder in _inputs(link.config):

@@ -15,7 +15,7 @@ from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_f
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import ring_kernels
 from pipeline.config.schema import RunConfig
-from pipeline.launch import conf_copy, in_use, job, moldable, queues, sbatch, site, slurm, snapshot, stage_chain
+from pipeline.launch import in_use, job, moldable, queues, site, slurm, snapshot, stage_chain, submission
 from pipeline.launch.stage_chain import Link
 
 log = logging.getLogger("pipeline")
@@ -57,7 +57,7 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
     """The jobs, and everything that is wrong as far as it is known without asking Slurm."""
     found, links = [], []
     if not config.dry_run.enabled:
-        found += sbatch.absent()
+        found += submission.absent()
     if world_size > 1:
         fix = "start a single process, without srun, torchrun or mpirun"
         found.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
@@ -74,18 +74,18 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
 def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> None:
     """Submit jobs that are valid, with their snapshot and their record."""
     stages = [link.stage for link in links]
-    if found := list(in_use.violations(run_dir, stages, sbatch.queue())):
+    if found := list(in_use.violations(run_dir, stages, submission.queue())):
         raise UserError(found)
-    refused = sbatch.rejected(stage_chain.rendered(links, run_dir))
+    refused = submission.rejected(stage_chain.rendered(links, run_dir))
     if found := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
         raise UserError(found)
     taken = snapshot.path(run_dir)
-    own = conf_copy.files(_own_folders(arguments))
+    own = snapshot.files(_own_folders(arguments))
     configs = {link.stage: snapshot.resolved(link.config) for link in links}
     texts = stage_chain.rendered(links, run_dir, snapshot=taken)
     snapshot.write(taken, arguments, configs, dict(zip(stages, texts, strict=True)), own)
     try:
-        job_ids = sbatch.submit_all([partial(_text, links, run_dir, taken, number) for number in range(len(links))])
+        job_ids = submission.submit_all([partial(_text, links, run_dir, taken, number) for number in range(len(links))])
     except BaseException:
         shutil.rmtree(taken, ignore_errors=True)
         raise
@@ -105,7 +105,6 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
 
 
 def _text(links: Sequence[Link], run_dir: Path, taken: Path, number: int, job_ids: Sequence[int]) -> str:
-    """The script of a job, after those that are submitted."""
     return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
 
 
@@ -121,5 +120,4 @@ def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -
 
 
 def _own_folders(arguments: Sequence[str]) -> list[Path]:
-    """The folders of --config-dir."""
     return [Path(word.partition("=")[2]) for word in arguments if word.startswith("--config-dir=")]

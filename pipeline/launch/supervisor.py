@@ -31,11 +31,10 @@ from pipeline.config import layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import allocation, chain, explanation, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
-from pipeline.launch.allocation import Allocation
+from pipeline.launch import allocation, chain, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
+from pipeline.launch.allocation import Allocation, Placement
 from pipeline.launch.deputy import Deputy
-from pipeline.launch.placement import Placement
-from pipeline.launch.recovery import Action, Kind, Situation
+from pipeline.launch.recovery import Action, ActionKind, Situation
 from pipeline.training import request_files
 
 log = logging.getLogger("pipeline")
@@ -94,7 +93,7 @@ class Supervisor:
             if self._deputy is not None:
                 self._deputy.close()
             if not isinstance(error, UserError | CheckFailed | ToBeContinued):  # a defect, or a run directory that was damaged meanwhile
-                self._record_action(Action(Kind.END, 1, f"{type(error).__name__}: {error}".partition("\n")[0]))
+                self._record_action(Action(ActionKind.END, 1, f"{type(error).__name__}: {error}".partition("\n")[0]))
             raise
 
     def _run(self) -> int:
@@ -126,7 +125,7 @@ class Supervisor:
             self._deputy = Deputy(self._granted.job, self._run_dir)
         while True:
             action = self._launch()
-            if action.kind is not Kind.RESTART:
+            if action.kind is not ActionKind.RESTART:
                 return self._leave(action)
             self._record_action(action)
             log.warning("starting the ranks again, %s", f"without {', '.join(action.exclude)}" if action.exclude else "on the same nodes")
@@ -212,7 +211,8 @@ class Supervisor:
                 has_phase=phase == self._placement.most(),
             )
         )
-        self._blamed += [host] * bool(host)
+        if host:
+            self._blamed.append(host)
         first = ended.first
         self._exclude(set(action.exclude) & set(lost), "it does not answer")
         self._exclude(set(action.exclude) - set(lost), action.reason if first is None else f"rank {first.rank}: {first.reason}")
@@ -221,7 +221,7 @@ class Supervisor:
         self._record("ranks_end", code=ended.code, step=step, progress=progress, failed=counts, **named)
         if failed:
             stage = self._arguments[0].partition("=")[2] if self._config is None else self._config.stage.name
-            print("\n".join(explanation.lines(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
+            print("\n".join(recovery.explain(stage, ended, action, lost, self._run_dir, step)), file=sys.stderr, flush=True)
         return action
 
     def _facts(self) -> dict[str, str]:
@@ -267,16 +267,16 @@ class Supervisor:
         """Do what ends this job, record it, and return the exit code."""
         if self._deputy is not None:
             self._deputy.close()
-        if action.kind in (Kind.REQUEUE, Kind.CHAIN):
+        if action.kind in (ActionKind.REQUEUE, ActionKind.CHAIN):
             action = replace(action, exclude=self._excluded())
-        if action.kind is Kind.REQUEUE:
+        if action.kind is ActionKind.REQUEUE:
             return self._requeue(action)
-        if self._next is not None and action.kind is Kind.CHAIN:
+        if self._next is not None and action.kind is ActionKind.CHAIN:
             number = self._next.hand_over(action.exclude)
             self._placement.resize(number)
             log.info("job %s continues: %s", number, action.reason)
         self._record_action(action)
-        if self._next is not None and action.kind not in (Kind.CHAIN, Kind.REQUEUED):
+        if self._next is not None and action.kind not in (ActionKind.CHAIN, ActionKind.REQUEUED):
             (self._next.finish if action.code == 0 else self._next.close)()
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
             run_state.remove_if_unused(self._run_dir)
@@ -294,7 +294,7 @@ class Supervisor:
         self._record("requeue_asked", reason=action.reason)  # Slurm may end this process before it answers
         if refused := slurm.requeue(self._granted.job, self._patience()):
             log.error("job %s could not be requeued (%s): the same command continues", self._granted.job, refused)
-            self._record_action(Action(Kind.END, action.code, f"{action.reason}; not requeued: {refused}"))
+            self._record_action(Action(ActionKind.END, action.code, f"{action.reason}; not requeued: {refused}"))
             return action.code
         self._record_action(action)
         if set(action.exclude) != set(slurm.hosts(self._fields.get("ExcNodeList", ""))):
@@ -304,7 +304,6 @@ class Supervisor:
         return action.code
 
     def _record_action(self, action: Action) -> None:
-        """Record what the job does."""
         self._record("action", action=str(action.kind), reason=action.reason, code=action.code, exclude=list(action.exclude))
 
     def _exclude(self, nodes: Collection[str], reason: str) -> None:
@@ -314,7 +313,6 @@ class Supervisor:
             allocation.exclude(self._run_dir, nodes, reason)
 
     def _record(self, event: str, **fields: object) -> None:
-        """Record an event of a training run."""
         if self._run_dir is not None:
             events.record(self._run_dir, event, **fields)
 

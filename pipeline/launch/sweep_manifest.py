@@ -26,7 +26,7 @@ _NAMED = 20
 
 
 @dataclass(frozen=True)
-class Entry:
+class SweepEntry:
     """A point of a sweep.
 
     Attributes:
@@ -56,7 +56,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class SweepManifest:
     """The points of a sweep.
 
     Attributes:
@@ -66,7 +66,7 @@ class Manifest:
     """
 
     folder: Path
-    entries: dict[str, Entry]
+    entries: dict[str, SweepEntry]
     config_dirs: tuple[str, ...] = ()
 
     def number(self, point: str) -> int:
@@ -75,17 +75,17 @@ class Manifest:
             return entry.number
         return max((entry.number for entry in self.entries.values()), default=-1) + 1
 
-    def with_point(self, entry: Entry) -> Manifest:
+    def with_point(self, entry: SweepEntry) -> SweepManifest:
         """Return the manifest with a point; one that it has keeps its job and outcome."""
         known = self.entries.get(entry.id)
         kept = entry if known is None else replace(entry, job=known.job, log=known.log, outcome=known.outcome)
         return replace(self, entries=self.entries | {entry.id: kept})
 
-    def with_job(self, point: str, job: int, log: str) -> Manifest:
+    def with_job(self, point: str, job: int, log: str) -> SweepManifest:
         """Return the manifest with the job that was submitted for a point."""
         return replace(self, entries=self.entries | {point: replace(self.entries[point], job=job, log=log, outcome="")})
 
-    def with_outcome(self, point: str, outcome: str) -> Manifest:
+    def with_outcome(self, point: str, outcome: str) -> SweepManifest:
         """Return the manifest with the outcome of a run on this machine."""
         return replace(self, entries=self.entries | {point: replace(self.entries[point], outcome=outcome)})
 
@@ -94,7 +94,7 @@ class Manifest:
         common = set.intersection(*(set(entry.values) for entry in self.entries.values())) if len(self.entries) > 1 else set()
         return {entry.id: tuple(value for value in entry.values if value not in common) for entry in self.entries.values()}
 
-    def other(self, run_dir: str, point: str) -> Entry | None:
+    def other(self, run_dir: str, point: str) -> SweepEntry | None:
         """Return the point with a run directory, if it is another one; None if there is none."""
         return next((entry for entry in self.entries.values() if entry.run_dir == run_dir and entry.id != point), None)
 
@@ -110,7 +110,7 @@ class Manifest:
             json.dump(content, handle, indent=1)
             handle.write("\n")
 
-    def sorted(self) -> list[Entry]:
+    def sorted(self) -> list[SweepEntry]:
         """Return the points in the order of their numbers."""
         return sorted(self.entries.values(), key=lambda entry: entry.number)
 
@@ -139,7 +139,7 @@ def split(points: Sequence[Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[
     return found
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Path) -> SweepManifest:
     """Read the manifest of a sweep; without one, it has no points.
 
     Raises:
@@ -150,7 +150,7 @@ def read(folder: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = [_in_place(folder, entry) for entry in _entries(content)]
     except FileNotFoundError:
-        return Manifest(folder, {})
+        return SweepManifest(folder, {})
     except (ValueError, KeyError, TypeError) as error:
         fix = "restore it, or choose another run_dir"
         raise UserError.of("run_dir", str(folder), f"has a {NAME} that cannot be read: {type(error).__name__}: {error}", fix) from error
@@ -166,7 +166,7 @@ def read(folder: Path) -> Manifest:
             ]
         )
     folders = content.get("config_dirs", ()) if isinstance(content, dict) else ()
-    return Manifest(folder, {entry.id: entry for entry in found}, tuple(folders))
+    return SweepManifest(folder, {entry.id: entry for entry in found}, tuple(folders))
 
 
 #: What a run directory in the folder of the sweep begins with in the manifest, so that the folder can be moved and copied.
@@ -179,7 +179,7 @@ def _stored(folder: Path, run_dir: str) -> str:
     return _INSIDE + path.relative_to(folder).as_posix() if path.is_relative_to(folder) else run_dir
 
 
-def _in_place(folder: Path, entry: Entry) -> Entry:
+def _in_place(folder: Path, entry: SweepEntry) -> SweepEntry:
     """A point of the manifest in a folder. In a copy of the folder of a sweep, it has no job: that is the one of the original."""
     if not entry.run_dir.startswith(_INSIDE):
         return entry
@@ -188,7 +188,7 @@ def _in_place(folder: Path, entry: Entry) -> Entry:
     return replace(entry, run_dir=str(run_dir), job=None if is_copy else entry.job, log=None if is_copy else entry.log)
 
 
-def _entries(content: Any) -> Iterator[Entry]:
+def _entries(content: Any) -> Iterator[SweepEntry]:
     """Yield the points of a manifest, also of one without ids and numbers, which earlier versions wrote."""
     for place, point in enumerate(content["points"] if isinstance(content, dict) else content):
         if "id" not in point:
@@ -196,7 +196,7 @@ def _entries(content: Any) -> Iterator[Entry]:
             settings, options = split([point["overrides"]])[0]
             number = int(name) if name.isdecimal() else place
             point |= {"id": point_id(settings), "number": number, "overrides": settings, "options": options}
-        yield Entry(**point | {"overrides": tuple(point["overrides"]), "options": tuple(point["options"])})
+        yield SweepEntry(**point | {"overrides": tuple(point["overrides"]), "options": tuple(point["options"])})
 
 
 def not_begun(folder: Path) -> list[str]:

@@ -23,8 +23,8 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
-from pipeline.launch import conf_copy, in_use, job, job_memory, job_size, moldable, sbatch, slurm, snapshot
-from pipeline.launch.sweep_manifest import Entry, Manifest
+from pipeline.launch import in_use, job, moldable, slurm, snapshot, submission
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 
 log = logging.getLogger("pipeline")
 
@@ -33,7 +33,7 @@ _LIMIT = r"MaxSubmitJob|MaxJobCount|temporarily unable to accept"
 
 
 @dataclass
-class Point:
+class SweepJob:
     """A point and its job.
 
     Attributes:
@@ -44,7 +44,7 @@ class Point:
         text: the script of the job.
     """
 
-    entry: Entry
+    entry: SweepEntry
     config: RunConfig
     words: tuple[str, ...]
     state: str = ""
@@ -53,10 +53,10 @@ class Point:
     @cached_property
     def options(self) -> ClusterConfig:
         """The sbatch options of the job."""
-        return job_size.options(self.config, self.words)
+        return moldable.job_options(self.config, self.words)
 
 
-def refuse(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | None, also: Iterable[Violation] = ()) -> None:
+def refuse(points: Sequence[SweepJob], config_dirs: Sequence[Path], at_once: int | None, also: Iterable[Violation] = ()) -> None:
     """Refuse points whose jobs cannot be submitted, as far as it is known without asking Slurm.
 
     Args:
@@ -70,12 +70,12 @@ def refuse(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | 
     """
     found = {str(v): v for v in also}
     if not any(point.config.dry_run.enabled for point in points):
-        found |= {str(v): v for v in [*sbatch.absent(), *(v for point in points for v in job.not_given(point.options))]}
+        found |= {str(v): v for v in [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]}
     for point in points:
         words = [*compose.folder_options(config_dirs), *point.words]
         found |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
         found |= {str(v): v for v in moldable.violations(point.config, words)}
-        found |= {str(v): v for v in job_memory.violations(point.config, words)}
+        found |= {str(v): v for v in moldable.memory_violations(point.config, words)}
         own = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
         if at_once is not None and own:
             rule = f"would replace the dependencies between the jobs of hydra.launcher.at_once={at_once}"
@@ -90,13 +90,13 @@ def refuse(points: Sequence[Point], config_dirs: Sequence[Path], at_once: int | 
         log.warning("%s", text)
 
 
-def render(points: Sequence[Point], manifest: Manifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
+def render(points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
     """Render the jobs of points, with names in place of the ids of the jobs that they wait for.
 
     Returns:
         The folders for the copy of the configuration files and for the snapshot that the jobs name.
     """
-    conf, taken = conf_copy.hashed(manifest.folder, config_dirs), snapshot.path(manifest.folder)
+    conf, taken = snapshot.hashed(manifest.folder, config_dirs), snapshot.path(manifest.folder)
     for place, point in enumerate(points):
         before = f"JOB_OF_{points[place - at_once].entry.number}" if at_once is not None and place >= at_once else None
         point.text = job.render(_job(point, manifest.folder, conf, taken, before), point.options)
@@ -104,8 +104,8 @@ def render(points: Sequence[Point], manifest: Manifest, config_dirs: Sequence[Pa
 
 
 def submit(
-    points: Sequence[Point], manifest: Manifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
-) -> Manifest:
+    points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
+) -> SweepManifest:
     """Submit the jobs of valid points that are neither finished nor in the queue, and set the state of every point.
 
     If Slurm rejects a job, those submitted before it are canceled; if it has reached its limit of jobs, they remain.
@@ -125,21 +125,21 @@ def submit(
     """
     make_folder(manifest.folder / snapshot.FOLDER)
     with locks.claimed(manifest.folder / snapshot.FOLDER, "run_dir"):  # two commands at the same time
-        queue = sbatch.queue()
+        queue = submission.queue()
         for point in points:
             point.state = _state(point, manifest.entries.get(point.entry.id), {queued.number for queued in queue})
         new = [point for point in points if not point.state]
         if used := [v for point in new for v in in_use.violations(Path(point.entry.run_dir), [point.config.stage.name], queue)]:
             raise UserError(used)
         conf, taken = render(new, manifest, config_dirs, at_once)
-        if found := sbatch.rejected([point.text for point in new]):
+        if found := submission.rejected([point.text for point in new]):
             raise UserError(list({str(v): v for v in found.values()}.values()))
         for point in points:
             manifest = manifest.with_point(point.entry)
         for point in new:
             make_folder(Path(point.entry.run_dir))  # Slurm opens the log file in it when the job starts
         if new:
-            conf_copy.write(conf, config_dirs)
+            snapshot.write_conf_copy(conf, config_dirs)
             names = [str(point.entry.number) for point in new]
             configs = dict(zip(names, (snapshot.resolved(point.config) for point in new), strict=True))
             snapshot.write(taken, arguments, configs, dict(zip(names, (point.text for point in new), strict=True)))
@@ -161,7 +161,7 @@ def submit(
     return manifest
 
 
-def _submitted(new: Sequence[Point], folder: Path, conf: Path, taken: Path, at_once: int | None) -> list[int]:
+def _submitted(new: Sequence[SweepJob], folder: Path, conf: Path, taken: Path, at_once: int | None) -> list[int]:
     """Submit the jobs, and return their ids: less than there are points at the limit of Slurm. Without jobs, there is no snapshot."""
 
     def text(number: int, job_ids: Sequence[int]) -> str:
@@ -169,13 +169,13 @@ def _submitted(new: Sequence[Point], folder: Path, conf: Path, taken: Path, at_o
         return job.render(_job(new[number], folder, conf, taken, before), new[number].options)
 
     try:
-        return sbatch.submit_all([partial(text, number) for number in range(len(new))], limit=_LIMIT)
+        return submission.submit_all([partial(text, number) for number in range(len(new))], limit=_LIMIT)
     except BaseException:
         shutil.rmtree(taken, ignore_errors=True)
         raise
 
 
-def _state(point: Point, before: Entry | None, queue: Iterable[int]) -> str:
+def _state(point: SweepJob, before: SweepEntry | None, queue: Iterable[int]) -> str:
     """The state of a point: finished, queued, or empty if it is to be submitted."""
     manifest = Path(point.entry.run_dir) / MANIFEST
     if before is not None and before.job is not None and before.job in queue:
@@ -186,13 +186,13 @@ def _state(point: Point, before: Entry | None, queue: Iterable[int]) -> str:
     return "finished" if totals.get("step", 0) >= point.config.training.steps else ""
 
 
-def _log(point: Point, job_id: str) -> str:
+def _log(point: SweepJob, job_id: str) -> str:
     """Return the path of the job output. With job_id="%j" it is a pattern for sbatch, in which % is escaped as %%."""
     folder = str(Path.cwd() / point.entry.run_dir)
     return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{job_id}.out"
 
 
-def _job(point: Point, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
+def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
     """Create the Slurm job of a point. The stage is set by the script; run_dir is the last override."""
     overrides = [o for o in point.words if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
     scripts = batch_scripts(Path.cwd())

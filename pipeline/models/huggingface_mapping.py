@@ -86,7 +86,7 @@ class HuggingFaceMapping:
         separate_weights: our configuration -> patterns (fnmatch) of tensors that the class does not expect; they are exported to files of
             their own (mtp.safetensors), which the class does not read.
         ignored_weights: patterns (fnmatch) of tensors that files may contain and the class does not use.
-        mxfp4: whether files may hold stacks of matrices in MXFP4 (conversion/mxfp4.py).
+        mxfp4: whether files may hold stacks of matrices in MXFP4 (conversion/stock_weights.py).
         renamed: (regular expression, replacement) for weights whose names in files differ from those of the class.
         wrappers: classes whose model contains that of this one.
         export_only: whether another family imports this class.

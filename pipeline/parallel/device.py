@@ -6,7 +6,7 @@ import os
 import socket
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed import Store
 
 from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig

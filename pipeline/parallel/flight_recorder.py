@@ -11,7 +11,7 @@ import torch
 
 log = logging.getLogger("pipeline")
 
-#: Prefix of the files, which PyTorch reads too. Set by the job (launch/rank_environment.py).
+#: Prefix of the files, which PyTorch reads too. Set by the job (launch/site.py).
 FILE = "TORCH_FR_DUMP_TEMP_FILE"
 _SECONDS = 10.0
 

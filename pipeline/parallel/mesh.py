@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, ProcessGroup
 
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.config.layout import Coordinates, Layout

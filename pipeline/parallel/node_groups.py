@@ -8,8 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed import ProcessGroup
+from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store, TCPStore
 
 from pipeline.common.ranks import Ranks
 from pipeline.parallel import device as rank_device

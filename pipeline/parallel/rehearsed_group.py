@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 from pipeline.parallel.rehearsed_contents import fill
 from pipeline.parallel.rehearsed_store import CountingStore

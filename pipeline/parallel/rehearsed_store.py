@@ -6,7 +6,7 @@ from collections import Counter
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store
 
 
 class CountingStore(Store):

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Work
+from torch.distributed import Work
 
 
 class RehearsedWork(Work):

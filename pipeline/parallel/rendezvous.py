@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 
 from pipeline.common import ranks, signals
 from pipeline.common.errors import RunFailed, ToBeContinued, UserError

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined] # not exported
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from pipeline.layers import document_attention, partial_attention
 from pipeline.layers.mask import Mask

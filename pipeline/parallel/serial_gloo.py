@@ -12,8 +12,7 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import ProcessGroupGloo, Store
 
 #: Its name, for init_process_group and new_group.
 SERIAL_GLOO = "serial_gloo"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.config.cluster import ClusterConfig
-from pipeline.preflight import nccl_log
+from pipeline.preflight import node_result
 from pipeline.preflight.node_result import PHASES, Result
 
 #: A network that other jobs share varies more than devices: half of the median bandwidth is a lost rail or a bad cable.
@@ -22,6 +22,9 @@ FREE_INODES = 1000
 SLOW_WRITE = 5.0
 #: Largest difference of a clock from the median, seconds. NTP keeps milliseconds; the reading itself has the error of a collective.
 CLOCK_SKEW = 1.0
+#: Up to so many nodes the table has every check of every node; of more, the bad ones, and one line for each check.
+ALL_ROWS = 16
+HEADER = ("node", "check", "value", "median", "verdict")
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,9 @@ def _gpus(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Fin
             few = wanted and seen < wanted
             yield Finding(node, "GPUs", str(seen), str(wanted or ""), f"has {seen} GPUs, not {wanted}" if few else None)
         for index, gpu in enumerate(gpus):
-            faults = [f"{gpu['ecc']} uncorrected ECC errors"] * bool(gpu["ecc"]) + [f"has {fault}" for fault in gpu["faults"]]
-            faults += ["clocks are reduced: " + ", ".join(gpu["throttled"])] * bool(gpu["throttled"])
+            faults = [f"{gpu['ecc']} uncorrected ECC errors"] if gpu["ecc"] else []
+            faults += [f"has {fault}" for fault in gpu["faults"]]
+            faults += ["clocks are reduced: " + ", ".join(gpu["throttled"])] if gpu["throttled"] else []
             if gpu["max_sm_mhz"] and clocks and gpu["max_sm_mhz"] < 0.95 * clocks:
                 faults.append(f"its highest clock is {gpu['max_sm_mhz']:g} MHz, that of others {clocks:g} MHz")
             value = f"ECC {'off' if gpu['ecc'] is None else gpu['ecc']}, {gpu['sm_mhz'] or 0:g} MHz"
@@ -190,8 +194,8 @@ def _bandwidths(check: str, what: str, rates: Mapping[str, float], usual: float,
 def _network(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Finding]:
     for node, result in results.items():
         if found := result.get("network"):
-            network = nccl_log.Network(**found)
-            yield Finding(node, "network", str(network), cluster.fabric or "", nccl_log.refused(network, cluster.fabric))
+            network = node_result.Network(**found)
+            yield Finding(node, "network", str(network), cluster.fabric or "", node_result.refused(network, cluster.fabric))
 
 
 def _names(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Finding]:
@@ -273,3 +277,33 @@ def _median(values: Iterable[float | None]) -> float:
     """The median of what is known, 0 if nothing is."""
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else 0.0
+
+
+def table(findings: Sequence[Finding], nodes: Sequence[str], bad: Mapping[str, str]) -> str:
+    """Render the findings, and reasons that no finding has, such as those of the bisection.
+
+    Args:
+        findings: of judge().
+        nodes: of the job.
+        bad: node -> reason.
+    """
+    rows = [(f.node, f.check, f.value, f.median, f.problem or "ok") for f in findings]
+    if len(nodes) > ALL_ROWS:
+        rows = [row for row in rows if row[4] != "ok"]
+        for check in dict.fromkeys(f.check for f in findings):
+            passed = [f for f in findings if f.check == check and not f.problem]
+            if passed:
+                rows.append((f"{len(passed)} nodes", check, passed[0].value if len(passed) == 1 else "", passed[0].median, "ok"))
+    shown = {f.node for f in findings if f.problem}
+    rows += [(node, "all-reduces", "failed", "", reason) for node, reason in bad.items() if node not in shown]
+    order = {node: index for index, node in enumerate(nodes)}
+    rows.sort(key=lambda row: order.get(row[0], len(order)))
+    widths = [max(len(row[i]) for row in [HEADER, *rows]) for i in range(4)]
+    return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4]]).rstrip() for row in [HEADER, *rows])
+
+
+def verdict(nodes: Sequence[str], bad: Mapping[str, str]) -> str:
+    """The last line: how many nodes are bad, and which."""
+    if not bad:
+        return f"preflight: all {len(nodes)} nodes passed" if len(nodes) > 1 else "preflight: the node passed"
+    return f"preflight: {len(bad)} of {len(nodes)} nodes bad: " + "; ".join(f"{node}: {reason}" for node, reason in bad.items())

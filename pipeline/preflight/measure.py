@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -24,14 +26,71 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.parallel import device as rank_device
 from pipeline.parallel import node_groups
 from pipeline.parallel.mesh import destroy_process_group
-from pipeline.preflight import file_system, gpu_query, host_names, nccl_log, neighbors, node_result, speed
-from pipeline.preflight.bounded import bounded
-from pipeline.preflight.place import Place, pairings
+from pipeline.preflight import file_system, gpu_query, node_result, place, speed
+from pipeline.preflight.place import NodePlace, bounded, pairings
 
 log = logging.getLogger("pipeline")
-
 #: Share of the time limit that checks of this node may take: of the file system, the name server, nvidia-smi.
 _LOCAL_SHARE = 0.5
+
+
+def _address(step: str, node: str) -> str:
+    """An abstract Unix socket, which leaves no file behind."""
+    return f"\0tannschen-preflight-{step}-{node}"
+
+
+class Gathering:
+    """The first rank's end; it must exist before the others send, who wait for it.
+
+    Args:
+        step: node_result.step_id().
+        node: name of this node.
+    """
+
+    def __init__(self, step: str, node: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(_address(step, node))
+        self._socket.listen(1024)
+
+    def receive(self, count: int, seconds: float) -> list[dict[str, Any]]:
+        """Wait for so many results, and return those that arrived in time."""
+        found: list[dict[str, Any]] = []
+        deadline = time.monotonic() + seconds
+        while len(found) < count and (left := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            try:
+                connection, _ = self._socket.accept()
+            except TimeoutError:
+                break
+            with connection, contextlib.suppress(OSError, ValueError):  # a rank that died while it sent
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
+                found.append(json.loads(_all(connection)))
+        return found
+
+    def close(self) -> None:
+        """Release the address."""
+        self._socket.close()
+
+
+def _all(connection: socket.socket) -> bytes:
+    """What a rank sends until it closes the connection."""
+    parts = []
+    while part := connection.recv(1 << 16):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def send(step: str, node: str, result: dict[str, Any], seconds: float) -> bool:
+    """Send the result of a rank to the first rank of its node, and return whether it was there in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+            connection.settimeout(seconds)
+            connection.connect(_address(step, node))
+            connection.sendall(json.dumps(result).encode())
+            return True
+        time.sleep(0.05)
+    return False
 
 
 class Preflight:
@@ -45,7 +104,7 @@ class Preflight:
         at_the_limit: called when the time limit has passed, in a thread; the process ends afterwards.
     """
 
-    def __init__(self, cluster: ClusterConfig, ranks: Ranks, place: Place, folder: Path, at_the_limit: Callable[[], None]) -> None:
+    def __init__(self, cluster: ClusterConfig, ranks: Ranks, place: NodePlace, folder: Path, at_the_limit: Callable[[], None]) -> None:
         self._cluster, self._ranks, self._place, self._folder = cluster, ranks, place, folder
         self._leads = ranks.local_rank == 0
         self._step = node_result.step_id()
@@ -59,7 +118,7 @@ class Preflight:
     def run(self) -> bool:
         """Do everything, and return whether the last all-reduce over all ranks succeeded."""
         self._timer.start()
-        gathering = neighbors.Gathering(self._step, self._place.node) if self._leads else None
+        gathering = Gathering(self._step, self._place.node) if self._leads else None
         self._write()
         self._logs.mkdir(exist_ok=True)
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", "NCCL_DEBUG_FILE": f"{self._logs}/%h.%p"}
@@ -101,11 +160,11 @@ class Preflight:
         then()
         os._exit(1)  # the main thread hangs in a collective
 
-    def _local(self, gathering: neighbors.Gathering | None) -> str | None:
+    def _local(self, gathering: Gathering | None) -> str | None:
         """The checks that need no other node; the reason why this node cannot take part in collectives."""
         mine = self._device()
         if gathering is None:
-            if not neighbors.send(self._step, self._place.node, mine, self._left()):
+            if not send(self._step, self._place.node, mine, self._left()):
                 raise RuntimeError("the first rank of this node does not answer")
             return None
         self.result |= self._node()
@@ -138,13 +197,13 @@ class Preflight:
     def _node(self) -> dict[str, Any]:
         """The checks that one rank does for its node, at once and within their share of the time."""
         seconds = self._left() * _LOCAL_SHARE
-        names = [*host_names.to_resolve(self._place.nodes, self._place.index, self._cluster.host_suffix), socket.gethostname()]
+        names = [*place.to_resolve(self._place.nodes, self._place.index, self._cluster.host_suffix), socket.gethostname()]
         late = {"error": f"no answer within {seconds:.0f} s"}
         return {"host": socket.gethostname()} | bounded(
             {
                 "smi": lambda: gpu_query.query(seconds),
                 "file_system": lambda: file_system.check(self._folder),
-                "names": lambda: host_names.resolve(list(dict.fromkeys(names)), seconds * 0.9),
+                "names": lambda: place.resolve(list(dict.fromkeys(names)), seconds * 0.9),
                 "versions": versions,
             },
             seconds,
@@ -173,7 +232,7 @@ class Preflight:
         self.result["all_gb_s"] = round(speed.all_reduce(device), 3) if self._ranks.world_size > 1 else None
         if device.type == "cuda" and len(place.nodes) > 1 and self._leads:
             text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in self._logs.iterdir())
-            self.result["network"] = vars(nccl_log.parse(text))
+            self.result["network"] = vars(node_result.parse(text))
         self._write("complete")
         speed.clock_readings(device)  # all files are written when a rank leaves this
         destroy_process_group()

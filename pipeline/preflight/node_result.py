@@ -1,4 +1,7 @@
-"""The result of one node: a JSON file in a folder that all nodes share, or a line of standard output where the file cannot be written."""
+"""The result of one node: a JSON file in a folder that all nodes share, or a line of standard output where the file cannot be written.
+
+With the network that NCCL chose between nodes, read from its log (NCCL_DEBUG=INFO).
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,92 @@ import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pipeline.common.atomic_files import atomic_file
 
+#: Providers of libfabric that are sockets of the kernel.
+_SOCKET_PROVIDERS = ("tcp", "sockets", "udp", "net")
+SOCKET = "Socket"
 Result = dict[str, Any]
 #: What a node has done, in this order; its file names the last one.
 PHASES = ("started", "local", "connected", "inside", "between", "complete")
 #: Begins the line of standard output that holds the result of a node which could not write its file.
 MARK = "preflight-result "
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network between nodes.
+
+    Attributes:
+        name: as NCCL names it: Socket, IB, IBext_v8, AWS Libfabric; None if the log does not say.
+        provider: that of libfabric, such as cxi or efa.
+        direct: all connections between nodes use GPUDirect RDMA; None if the log names no connection.
+        version: of NCCL or RCCL.
+    """
+
+    name: str | None = None
+    provider: str | None = None
+    direct: bool | None = None
+    version: str | None = None
+
+    @property
+    def is_socket(self) -> bool:
+        """Whether the connections are sockets of the kernel, also below libfabric."""
+        return self.name == SOCKET or (self.provider or "").partition(";")[0] in _SOCKET_PROVIDERS
+
+    def __str__(self) -> str:
+        direct = "" if self.direct is None else ", GPUDirect RDMA" if self.direct else ", without GPUDirect RDMA"
+        return f"{self.name or 'unknown'}{f' ({self.provider})' if self.provider else ''}{direct}"
+
+
+def parse(text: str) -> Network:
+    """Read the log of the ranks of a node.
+
+    A connection (`Channel 00/0 : 0[0] -> 4[0] [send] via NET/IB/0/GDRDMA`) counts more than what a rank says when it starts
+    (`Using network IB`; `Assigned NET plugin IB to comm` since NCCL 2.27), and that more than the devices that it has found
+    (`NET/IB : Using [0]mlx5_0:1/IB`), of which Socket is the last choice. A single socket connection makes the network Socket.
+    """
+    version = re.search(r"\b[NR]CCL version[: ]+(\S+)", text)
+    provider = re.search(r"NET/OFI Selected [Pp]rovider is ([\w;.-]+)", text)
+    routes = re.findall(r"\bvia NET/([^/\n]+)/\d+(?:\(\d+\))?(\S*)", text)
+    names = Counter(name.strip() for name, _ in routes)
+    if not names:
+        names.update(
+            _name(n) for n in re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", text, re.MULTILINE)
+        )
+    if not names:
+        names.update(name for name in re.findall(r"NCCL INFO NET/(\w+) ?: Using \[0\]", text))
+        if len(names) > 1:
+            del names[SOCKET]
+    name = SOCKET if SOCKET in names else max(names, key=names.__getitem__, default=None)
+    direct = all("GDRDMA" in rest for _, rest in routes) if routes else None
+    return Network(name, provider[1] if provider else None, direct, version[1] if version else None)
+
+
+def _name(text: str) -> str:
+    return text.partition(" and target")[0].strip()
+
+
+def refused(network: Network, fabric: str | None) -> str | None:
+    """Return why a network is not the promised fabric (cluster.fabric); None if it may be, or nothing is promised.
+
+    A plugin may have a suffix (IBext_v8 for IB) or leave a prefix out (Libfabric for AWS Libfabric). Only sockets in place of a fabric
+    are refused for certain; a log that names no network is not.
+    """
+    if not fabric or fabric.lower() == SOCKET.lower() or network.name is None:
+        return None
+    promised, chosen = fabric.lower(), network.name.lower()
+    if network.is_socket:
+        return f"NCCL uses {network} between nodes, not {fabric}"
+    if chosen.startswith(promised) or promised.endswith(chosen) or promised == (network.provider or "").lower():
+        return None
+    return f"NCCL uses {network} between nodes, not {fabric}"
 
 
 def step_id(environment: Mapping[str, str] = os.environ) -> str:

@@ -1,18 +1,69 @@
-"""The nodes of a job, and which of them this process is on."""
+"""The nodes of a job, which of them this process is on, and the host names that it resolves: each name is resolved by several nodes."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks, expand_hosts, expand_tasks
 
+#: Nodes after its own whose names a node resolves. All names on all nodes would be a million requests for 1,024 nodes.
+NEIGHBORS = 2
+
+
+def bounded(calls: Mapping[str, Callable[[], Any]], seconds: float, otherwise: Any) -> dict[str, Any]:
+    """Run calls at once, each in a thread of its own; name -> result, or `otherwise` for one that takes longer.
+
+    The thread of such a call goes on, and does not keep the process from ending. A call that raises must not be passed.
+    """
+    results: dict[str, Any] = {}
+
+    def run(name: str, call: Callable[[], Any]) -> None:
+        results[name] = call()
+
+    threads = [threading.Thread(target=run, args=item, daemon=True) for item in calls.items()]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {name: results.get(name, otherwise) for name in calls}
+
+
+def to_resolve(nodes: Sequence[str], index: int, suffix: str) -> list[str]:
+    """The names that a node resolves: the first node's, its own and those of its successors, with cluster.host_suffix.
+
+    Args:
+        nodes: of the job, in the order of their ranks.
+        index: this node's.
+        suffix: cluster.host_suffix.
+    """
+    following = [nodes[(index + step) % len(nodes)] for step in range(NEIGHBORS + 1)]
+    return list(dict.fromkeys(f"{name}{suffix}" for name in (nodes[0], *following)))
+
+
+def resolve(names: Sequence[str], seconds: float) -> dict[str, str | None]:
+    """Resolve names, all at once; name -> None, or what failed."""
+
+    def failure(name: str) -> str | None:
+        try:
+            socket.getaddrinfo(name, None)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    return bounded({name: partial(failure, name) for name in names}, seconds, f"no answer within {seconds:.0f} s")
+
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """Attributes: names of the nodes in the order of their ranks, the index of this node, and the first rank of each node."""
 
     nodes: tuple[str, ...]
@@ -31,7 +82,7 @@ class Place:
         return range(self.first_ranks[index], ends[index])
 
 
-def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> Place:
+def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> NodePlace:
     """Find the nodes in the variables of srun; without it, all ranks are on this machine.
 
     Raises:
@@ -41,7 +92,7 @@ def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> Place:
         nodes = expand_hosts(environment["SLURM_STEP_NODELIST"])
         tasks = expand_tasks(environment["SLURM_STEP_TASKS_PER_NODE"])
         index = int(environment.get("SLURM_NODEID", "0"))
-        place = Place(tuple(nodes), index, tuple(sum(tasks[:i]) for i in range(len(tasks))), ranks.world_size)
+        place = NodePlace(tuple(nodes), index, tuple(sum(tasks[:i]) for i in range(len(tasks))), ranks.world_size)
         if ranks.rank not in place.members(index):
             fix = "start it with srun --distribution=block"
             raise UserError.of("SLURM_DISTRIBUTION", environment.get("SLURM_DISTRIBUTION", ""), "must fill one node after the other", fix)
@@ -49,7 +100,7 @@ def find(ranks: Ranks, environment: Mapping[str, str] = os.environ) -> Place:
     if ranks.local_size != ranks.world_size:
         rule = f"has {ranks.world_size} ranks, {ranks.local_size} of them on this host, and the names of the other hosts are unknown"
         raise UserError.of("stage", "preflight", rule, "start it with srun, or with sbatch slurm/preflight.sbatch")
-    return Place((socket.gethostname(),), 0, (0,), ranks.world_size)
+    return NodePlace((socket.gethostname(),), 0, (0,), ranks.world_size)
 
 
 def pairings(count: int) -> list[list[tuple[int, int]]]:

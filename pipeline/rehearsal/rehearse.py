@@ -15,10 +15,10 @@ from typing import Self
 import numpy as np
 import torch
 
+from pipeline.checkpoint.fragments import plan
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.save_plan import plan
-from pipeline.checkpoint.saver import Outcome, Request, Saver
-from pipeline.checkpoint.staging import Snapshot, Source, Staging, staged_bytes
+from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
+from pipeline.checkpoint.staging import LiveSource, Snapshot, Staging, staged_bytes
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
@@ -192,11 +192,11 @@ class HostCopySaver(Saver):
         self._snapshot: Snapshot | None = None
         self._outcomes: list[Outcome] = []
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """See Saver."""
         self.before_update()
         self._moments.note(BETWEEN)
-        sources = [Source(share.part, request.fragments[share.fragment].tensors, share.first) for share in self._shares]
+        sources = [LiveSource(share.part, request.fragments[share.fragment].tensors, share.first) for share in self._shares]
         self._snapshot = self._staging.begin(sources, lambda _: None)
         self._snapshot.queued.wait()
         self._moments.note("save")

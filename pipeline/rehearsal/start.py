@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.config.hardware import Hardware
-from pipeline.launch import rank_environment
+from pipeline.launch import site
 from pipeline.rehearsal import driver
 
 #: Environment variable of the process that rehearses: path of the driver.
@@ -39,7 +39,7 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None, program:
     if is_this(python):
         library = driver.build(hardware)
         environment |= {**driver.environment(library), ACTIVE: str(library)}
-        rank_environment.add(environment, rank_environment.NVIDIA_DEFAULTS)  # the allocator of the job
+        site.add(environment, site.NVIDIA_DEFAULTS)  # the allocator of the job
     return subprocess.run([python, *program, *arguments], env=environment, check=False).returncode
 
 

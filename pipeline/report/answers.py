@@ -9,9 +9,8 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from pipeline.report.history import Health, History
+from pipeline.report.history import Health, History, Seen
 from pipeline.report.run import LOSS_STEPS, Run, State, duration
-from pipeline.report.seen_data import Seen
 
 #: Characters of a reason in a sentence or a table.
 SHORT = 110
@@ -52,7 +51,6 @@ def answers(history: History) -> list[Answer]:
 
 
 def _level(run: Run) -> str:
-    """Whether a state is good."""
     return "good" if run.state in _GOOD else "bad" if run.state in _BAD else ""
 
 
@@ -187,7 +185,6 @@ def lines_now(run: Run, width: int) -> Iterator[str]:
 
 
 def _more(run: Run) -> list[Answer]:
-    """What is shown below the answers."""
     found = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
     found += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
     found += last_error(run)

@@ -20,7 +20,7 @@ _OWN = ("run_dir", "tracking", "stage.name", "cluster", "dry_run")
 
 
 @dataclass(frozen=True)
-class Place:
+class RankedRun:
     """A run in a comparison.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place:
         return self.behind is not None and (self.behind == 0 or self.behind <= ERRORS * (self.error or 0.0))
 
 
-def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Sequence[str] | None = None) -> list[Place]:
+def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Sequence[str] | None = None) -> list[RankedRun]:
     """Return the runs, the lowest score first, else the lowest training loss; those without a finite loss are last.
 
     Args:
@@ -59,7 +59,7 @@ def compare(runs: Sequence[Run], values: Sequence[tuple[str, ...]], names: Seque
     order = sorted(range(len(runs)), key=lambda n: (bool(runs[n].trouble), *rank(scores[n], runs[n].loss)))
     first = order[0] if not incomparable(runs) else None
     behind = [(None, None) if first is None else _behind(n == first, runs[n], scores[n], runs[first], scores[first]) for n in order]
-    return [Place(names[n], runs[n], scores[n], *of_best, values[n]) for n, of_best in zip(order, behind, strict=True)]
+    return [RankedRun(names[n], runs[n], scores[n], *of_best, values[n]) for n, of_best in zip(order, behind, strict=True)]
 
 
 def per_byte(runs: Sequence[Run]) -> bool:
@@ -102,14 +102,14 @@ def _behind(first: bool, run: Run, score: float | None, best: Run, lowest: float
     return score - lowest, None if first or None in errors else math.hypot(*(value or 0.0 for value in errors))
 
 
-def verdict(places: Sequence[Place]) -> str:
+def verdict(places: Sequence[RankedRun]) -> str:
     """Return which run is best, by how much, and which others may be as good. A run that has lost its finite loss is not counted."""
     bad = [place.name for place in places if place.run.trouble]
     end = f"; not counted, without a finite loss: {named(bad)}" if bad else ""
     return _best(places) + end
 
 
-def _best(places: Sequence[Place]) -> str:
+def _best(places: Sequence[RankedRun]) -> str:
     """The verdict on the runs that have a loss."""
     best, others = places[0], [place for place in places[1:] if place.behind is not None]
     runs = [place.run for place in places]
@@ -165,7 +165,6 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Dotted keys and values."""
     found: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"

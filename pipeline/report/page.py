@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import charts, page
+from pipeline.common.charts import unit_of
 from pipeline.common.page import Bar
-from pipeline.common.units import unit_of
 from pipeline.report.answers import Answer, answers, end, last_error, moment, short, validation
-from pipeline.report.comparison import Place, compare, differing, names_of, verdict
+from pipeline.report.comparison import RankedRun, compare, differing, names_of, verdict
 from pipeline.report.history import History
 from pipeline.report.run import duration
 from pipeline.report.starts import Start
@@ -86,12 +86,12 @@ def of_runs(histories: Sequence[History], also: Sequence[str] = ()) -> str:
     )
 
 
-def compared(histories: Sequence[History]) -> list[Place]:
+def compared(histories: Sequence[History]) -> list[RankedRun]:
     """Return the runs with the settings in which they differ, the best one first."""
     return compare([history.run for history in histories], differing([history.config for history in histories]))
 
 
-def _last_end(places: Sequence[Place]) -> str:
+def _last_end(places: Sequence[RankedRun]) -> str:
     """The run that ends last, of those that are running."""
     running = [place for place in places if place.run.seconds_left is not None]
     if not running:
@@ -106,7 +106,7 @@ _NOISE = (
 )
 
 
-def _compared(place: Place, history: History) -> list[Any]:
+def _compared(place: RankedRun, history: History) -> list[Any]:
     """The row of a run in a comparison."""
     run = place.run
     behind = "-" if place.behind is None else f"{place.behind:.4f}" + ("" if place.error is None else f" +- {place.error:.4f}")
@@ -180,7 +180,6 @@ def _starts(starts: Sequence[Start]) -> Table:
 
 
 def _spent(history: History) -> Table:
-    """The table of node-hours."""
     whole = history.run.node_hours or 0.0
     note = "Training: steps that count. A failure has the time after the last checkpoint of its start, and the time until it was noticed."
     rows: list[list[Any]] = [
@@ -191,7 +190,6 @@ def _spent(history: History) -> Table:
 
 
 def _seen(history: History) -> Table:
-    """The table of corpora."""
     total = sum(one.samples for one in history.seen)
     rows: list[list[Any]] = [
         [one.corpus or "all data", one.samples, one.tokens, "-" if one.epochs is None else f"{one.epochs:.3f}", Bar(one.samples, total)]

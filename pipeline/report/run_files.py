@@ -148,12 +148,10 @@ def _content(path: Path) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _unreadable(name: str, error: OSError) -> str:
-    """What is wrong with a file that exists."""
     return f"{name} cannot be read: {error.strerror}"
 
 
 def _metrics(text: bytes, problems: tuple[str, ...] = ()) -> Lines:
-    """Lines of metrics.jsonl."""
     return _parsed(metrics_file.FILE, text, lambda line: isinstance(line.get("step"), int), problems)
 
 

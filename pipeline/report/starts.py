@@ -12,7 +12,7 @@ _LAST_ACTIONS = ("end", "requeue", "chain")
 
 
 @dataclass
-class Job:
+class RecordedJob:
     """A Slurm job, or its part between two stays in the queue.
 
     Attributes:
@@ -68,7 +68,7 @@ class Start:
     """
 
     begin: float
-    job: Job | None
+    job: RecordedJob | None
     nodes: tuple[str, ...]
     step: int
     layout: str = ""
@@ -99,7 +99,7 @@ class Life:
         problems: what is missing.
     """
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[RecordedJob, ...]
     starts: tuple[Start, ...]
     corpora: dict[str, int]
     last: float | None
@@ -123,7 +123,7 @@ class _Reader:
     """Reads events one after the other."""
 
     def __init__(self) -> None:
-        self._jobs: list[Job] = []
+        self._jobs: list[RecordedJob] = []
         self._starts: list[Start] = []
         self._corpora: dict[str, int] = {}
         self._problems: list[str] = []
@@ -155,7 +155,7 @@ class _Reader:
         """Return what was read."""
         return Life(tuple(self._jobs), tuple(self._starts), self._corpora, last, tuple(self._problems))
 
-    def _job(self, event: dict[str, Any]) -> Job | None:
+    def _job(self, event: dict[str, Any]) -> RecordedJob | None:
         """The job of an event, if it is the current one."""
         job = self._jobs[-1] if self._jobs else None
         return job if job is not None and job.end is None and job.id == str(event.get("job")) else None
@@ -173,7 +173,9 @@ class _Reader:
         begin = _number(event, "started")
         nodes = event.get("nodes")
         size = len(nodes) if isinstance(nodes, list) else 1
-        self._jobs.append(Job(str(event.get("job")), size, event["time"] if begin is None else begin, limit=_number(event, "limit")))
+        self._jobs.append(
+            RecordedJob(str(event.get("job")), size, event["time"] if begin is None else begin, limit=_number(event, "limit"))
+        )
 
     def _start(self, event: dict[str, Any]) -> Start:
         """The ranks are started."""
@@ -236,7 +238,6 @@ class _Reader:
             start.place = " ".join(part for part in (_text(event, "host"), _text(event, "where")) if part)
 
     def _close(self, start: Start, event: dict[str, Any], code: int, *, failed: bool) -> None:
-        """A start ends."""
         start.end = start.last = event["time"]
         start.code, start.failed, start.reason = code, failed, _text(event, "reason") or start.reason
         if lost := event.get("lost"):
@@ -272,7 +273,6 @@ class _Reader:
 
 
 def _text(event: dict[str, Any], name: str) -> str:
-    """A text of an event, in one line; empty if it has none."""
     value = event.get(name)
     return " ".join(value.split()) if isinstance(value, str) else ""
 

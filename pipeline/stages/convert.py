@@ -8,9 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import averaged, reader
-from pipeline.checkpoint.lora_export import export_adapter
-from pipeline.checkpoint.lora_merge import open_merged
+from pipeline.checkpoint import reader
+from pipeline.checkpoint.lora_merge import export_adapter, open_merged
 from pipeline.checkpoint.newest import read_newest
 from pipeline.common import artifact, mpi
 from pipeline.common.atomic_files import report_disk_full
@@ -80,7 +79,7 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm, path: P
     if path is None:
         return
     tokenizer = open_tokenizer(config.tokenizer, Path(config.run_dir))
-    weights = open_merged(averaged.chosen(reader.Checkpoint(path), stage.weights), stage.adapter)
+    weights = open_merged(reader.with_weights(reader.Checkpoint(path), stage.weights), stage.adapter)
     model = config_classes.from_dict(weights.config["model"])
     source = Source(weights, model, tokenizer, original_of(weights, model, tokenizer))
     samples = _check(config, stage, output, source) if comm.rank == 0 else None

@@ -10,8 +10,8 @@ from pipeline.common.mpi import Comm
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ConvertTokens
-from pipeline.data.tokenize import megatron, megatron_import, parquet_tokens, token_shards
-from pipeline.data.tokenize.conversion import Files, convert_parts
+from pipeline.data.tokenize import megatron, parquet_tokens, token_shards
+from pipeline.data.tokenize.parquet_tokens import Files, convert_parts
 
 
 def run(config: RunConfig, ranks: Ranks) -> None:
@@ -54,9 +54,9 @@ def _export(config: RunConfig, output: Path, to: str, comm: Comm) -> None:
 def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
     """Import indexed datasets as token shards in the format of stage=tokenize."""
     arguments = stage.input, config.tokenizer, config.data.shard_megabytes
-    planned = megatron_import.plan_shards(*arguments) if comm.rank == 0 else None  # rank 0 first: it reports the errors
+    planned = megatron.plan_shards(*arguments) if comm.rank == 0 else None  # rank 0 first: it reports the errors
     comm.barrier()
-    plan, encoder = planned or megatron_import.plan_shards(*arguments)
+    plan, encoder = planned or megatron.plan_shards(*arguments)
 
     def convert(name: str) -> Files:
         dataset, first, stop, metadata = plan[name]
@@ -66,7 +66,7 @@ def _import(config: RunConfig, stage: ConvertTokens, comm: Comm) -> None:
         return {**encoder.totals, "dtype": encoder.dtype.name, **token_shards.totals(files)}
 
     folder, prefixes = Path(config.data.tokens), [Path(name) for name in stage.input]
-    datasets = comm.bcast({prefix.name: megatron_import.fingerprint(prefix) for prefix in prefixes} if comm.rank == 0 else None)
+    datasets = comm.bcast({prefix.name: megatron.fingerprint(prefix) for prefix in prefixes} if comm.rank == 0 else None)
     settings = {
         "stage.input": datasets,
         "tokenizer.path": encoder.fingerprint,

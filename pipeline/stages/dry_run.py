@@ -12,7 +12,7 @@ from pipeline.config.command_line import key_of, quoted
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import job, live, moldable, submission
+from pipeline.launch import job, live, moldable
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner import memory_check, rank_report
 from pipeline.training import finetuning
@@ -47,7 +47,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
-    submit = submission.lines(config, world_size, arguments, has_weights=finetuning.has_weights(config))
+    submit = live.lines(config, world_size, arguments, has_weights=finetuning.has_weights(config))
     print("\n".join(["", "submit", *submit]))
     if text := moldable.idle_text(config):
         print(f"  {text}")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.checkpoint import averaged, compatibility
+from pipeline.checkpoint import compatibility, reader
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.newest import read_newest
@@ -114,7 +114,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
         paths = meshes.on_rank_0(lambda: _selected(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
         for path in paths:
-            checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)
+            checkpoint = open_merged(reader.with_weights(open_on_all_ranks(path), stage.weights), stage.adapter)
             model = weights.model_of(checkpoint)
             tasks.check_model(model, run_dir)
             check_tokenizer(encoder, checkpoint, model.vocab_size)

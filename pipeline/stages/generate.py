@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint import averaged, native
+from pipeline.checkpoint import native
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import MergedWeights, open_merged
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import WEIGHTS
+from pipeline.checkpoint.reader import settings_of_weights, with_weights
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.common.progress import Progress
@@ -69,7 +70,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     try:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
         path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
-        checkpoint = open_merged(averaged.chosen(open_on_all_ranks(path), stage.weights), stage.adapter)
+        checkpoint = open_merged(with_weights(open_on_all_ranks(path), stage.weights), stage.adapter)
         drafts = None if draft_path is None else open_merged(open_on_all_ranks(draft_path), None)
         model = weights.model_of(checkpoint)
         reader = PromptReader(
@@ -160,7 +161,7 @@ def _settings(
         "data.decoder_start": config.data.decoder_start,
         "precision.dtype": config.precision.dtype,
         **{f"stage.{key}": list(value) if isinstance(value := getattr(stage, key), list) else value for key in keys},
-        **averaged.settings_of(stage.weights),
+        **settings_of_weights(stage.weights),
         "stage.adapter": None if stage.adapter is None else digest(Path(stage.adapter) / WEIGHTS),
         **{f"stage.{key}": digest(Path(path)) for key in ("template", "examples") if (path := getattr(stage, key)) is not None},
         "stage.draft": None if drafts is None else f"{drafts.path.name} {digest(drafts.path / INDEX)}",

@@ -16,7 +16,7 @@ from pipeline.config.planned import planned_job
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.config.stages import plans_other_layouts
-from pipeline.launch import submission
+from pipeline.launch import live
 from pipeline.planner import accuracy, measured_report, memory_check, plan_report
 from pipeline.planner.plan import hardware_of, plan, table
 from pipeline.planner.run_cost import cost
@@ -132,7 +132,7 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
 def _print_command(planned: RunConfig, world_size: int) -> None:
     """Print the command that starts a planned job: the arguments of this stage, with the planned layout and number of steps."""
     arguments = compose.job_arguments(compose.task_arguments(), planned, (*CHOSEN, "training.steps"))
-    lines = submission.lines(planned, world_size, arguments, has_weights=finetuning.has_weights(planned))
+    lines = live.lines(planned, world_size, arguments, has_weights=finetuning.has_weights(planned))
     print("\n".join(["", "submit", *lines]))
 
 

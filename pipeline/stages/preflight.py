@@ -17,7 +17,7 @@ from pipeline.common.ranks import Ranks, expand_hosts
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Preflight
 from pipeline.launch import preflight_step
-from pipeline.preflight import judge, node_result, place, report
+from pipeline.preflight import judge, node_result, place
 
 #: Seconds in which the other nodes write their results after a failure.
 GRACE_SECONDS = 2.0
@@ -36,7 +36,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if ranks.launcher == "none" and "SLURM_JOB_NODELIST" in os.environ:
         nodes = expand_hosts(os.environ["SLURM_JOB_NODELIST"])
         if bad := preflight_step.run(config, nodes, folder):
-            raise CheckFailed(report.verdict(nodes, bad))
+            raise CheckFailed(judge.verdict(nodes, bad))
         return
     _run_rank(config, ranks, folder)
 
@@ -54,12 +54,12 @@ def _run_rank(config: RunConfig, ranks: Ranks, folder: Path) -> None:
         results = node_result.read(folder, where.nodes, step)
         findings = judge.judge(results, where.nodes, config.cluster)
         bad = judge.bad_nodes(findings)
-        print(report.table(findings, where.nodes, bad), flush=True)
+        print(judge.table(findings, where.nodes, bad), flush=True)
         if not bad and not judge.is_complete(results, where.nodes):
             bad = dict.fromkeys(
                 where.nodes, "the all-reduce over all nodes failed; sbatch slurm/preflight.sbatch finds out which nodes cause it"
             )
-        print(report.verdict(where.nodes, bad), flush=True)
+        print(judge.verdict(where.nodes, bad), flush=True)
         return bad
 
     def at_the_limit() -> None:

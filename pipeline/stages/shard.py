@@ -12,11 +12,11 @@ from pipeline.common.unfinished import work
 from pipeline.config.schema import RunConfig
 from pipeline.data import few_documents
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.read import fingerprint, input_files, inventory
+from pipeline.data.read import input_files, inventory
 from pipeline.data.shard import shards, spill
 from pipeline.data.shard.passes import ShardPasses, claim_final_passes
-from pipeline.data.shard.report import summary
 from pipeline.data.shard.settings import list_input
+from pipeline.data.shard.shard_report import summary
 
 log = logging.getLogger("pipeline")
 
@@ -29,12 +29,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         # Rank 0 lists the input and broadcasts it, which keeps metadata requests off the parallel file system.
         listing, settings = comm.bcast(list_input(config.data, config.clean, config.dedup) if comm.rank == 0 else None)
         files = listing.files
-        settings |= {"data.input": fingerprint.content(comm, files)}
+        settings |= {"data.input": input_files.content(comm, files)}
         parts = input_files.parts(files, input_files.part_bytes(files, config.data.part_megabytes))
         resume = {
             "data.part_megabytes": config.data.part_megabytes,
             "version of the intermediate files": spill.FORMAT,
-            **fingerprint.versions(files),
+            **input_files.versions(files),
         }
         cleaner = Cleaner(config.clean)
         made_as, job_array = ("data.shards", "shard"), array.job if array else None

@@ -14,8 +14,8 @@ from typing import Any
 from pipeline.common import artifact, mpi
 from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError, collect_errors
+from pipeline.common.progress import SharedProgress
 from pipeline.common.ranks import Ranks
-from pipeline.common.shared_progress import SharedProgress
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import prepare_examples

@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from pipeline.checkpoint import commit
 from pipeline.checkpoint.async_save import AsyncSaver, Node
-from pipeline.checkpoint.save_plan import plan
-from pipeline.checkpoint.saver import Saver
+from pipeline.checkpoint.fragments import plan
+from pipeline.checkpoint.saver import Saver, SyncSaver
 from pipeline.checkpoint.staging import staged_bytes
-from pipeline.checkpoint.sync_save import SyncSaver
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.host_memory import available_bytes
 from pipeline.common.ranks import Ranks

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipeline.checkpoint import handover, native
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
 from pipeline.common.atomic_files import advice, is_full
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
@@ -127,7 +127,7 @@ class Saves(Callback):
         counters = HostCopy(engine.counters())
         commit = partial(self._commit, state, counters) if self._rank == 0 else None
         self._last = None
-        self._saver.begin(Request(state.step, engine.fragments(), partial(self._last_update, counters), commit))
+        self._saver.begin(SaveRequest(state.step, engine.fragments(), partial(self._last_update, counters), commit))
 
     def before_update(self) -> None:
         """Wait until the weights may change; called before every update of the optimizer."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.certification import data_order
-from pipeline.data.load.objectives import goldfish
+from pipeline.data.load.objectives import causal
 from pipeline.data.load.objectives.causal import Causal
 from tests.certification import faults
 from tests.helpers import pipeline
@@ -67,7 +67,7 @@ def test_packed_documents_that_lose_their_ends(tokens: Path) -> None:
 def test_targets_of_the_goldfish_loss(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured(*JOB, f"data.tokens={tokens}", "training.goldfish_k=4")
     assert data_order.report(config, 8).failures == []
-    monkeypatch.setattr(goldfish, "dropped", lambda text, *_: np.zeros_like(text[:, 1:], dtype=bool))
+    monkeypatch.setattr(causal, "dropped", lambda text, *_: np.zeros_like(text[:, 1:], dtype=bool))
     assert any("training.goldfish_k=4 drops no target" in failure for failure in data_order.report(config, 8).failures)
 
 

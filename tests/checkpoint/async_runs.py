@@ -13,10 +13,10 @@ import torch
 
 from pipeline.checkpoint import catalog
 from pipeline.checkpoint.async_save import AsyncSaver, Node
+from pipeline.checkpoint.fragments import Held, plan
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import Index, TrainState
-from pipeline.checkpoint.save_plan import Held, plan
-from pipeline.checkpoint.saver import Outcome, Request
+from pipeline.checkpoint.saver import Outcome, SaveRequest
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.config.optimizer import OptimizerConfig
 
@@ -54,7 +54,7 @@ class Run:
     def begin(self) -> None:
         update = LastUpdate(self.lr, self.step, OptimizerConfig(beta1=0.0, beta2=0.0), 0)
         index = Index(TrainState(self.step), {})
-        self.saver.begin(Request(self.step, self.fragments(), lambda: update, lambda: Commit(index, 9, 0, frozenset())))
+        self.saver.begin(SaveRequest(self.step, self.fragments(), lambda: update, lambda: Commit(index, 9, 0, frozenset())))
 
     def end(self) -> Outcome:
         self.saver.wait()
@@ -112,7 +112,7 @@ class Job:
         """One rank begins a save."""
         fragments: list[Any] = [SimpleNamespace(tensors={"weight": self.weights[rank]})]
         commit = None if rank else lambda: Commit(Index(TrainState(step), {}), 9, 0, frozenset())
-        self.savers[rank].begin(Request(step, fragments, lambda: None, commit))
+        self.savers[rank].begin(SaveRequest(step, fragments, lambda: None, commit))
 
     def save(self, step: int, torn: tuple[int, ...] = (), dying: int | None = None) -> list[list[Outcome]]:
         """The outcomes of the ranks; the copies of some are useless, and a writer dies when it has got those of its node."""

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.checkpoint import data_file
-from pipeline.checkpoint.host_buffers import through_buffers
 from pipeline.checkpoint.parts import NOT_STORED, Part, count_blocks
+from pipeline.checkpoint.save import through_buffers
 
 
 def part(name: str, count: int, kinds: dict[str, str], block_bytes: int = 64) -> Part:
@@ -79,11 +79,10 @@ def test_a_flipped_byte_and_a_short_file_name_their_blocks(tmp_path: Path) -> No
     offset, size = int(written.places[0, 0, 0]), len(contents[0, "weight"])
     handle = os.open(tmp_path / "file", os.O_RDWR)
     digests = data_file.read_digests(handle, offset, size, 64, 12)
-    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == []
     os.pwrite(handle, b"?", offset + 130)
-    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == [2]
+    assert np.flatnonzero(data_file.read_digests(handle, offset, size, 64, 12) != digests).tolist() == [2]
     os.ftruncate(handle, offset + 200)
-    assert data_file.damaged_blocks(handle, offset, size, 64, 12, digests) == [2, 3, 4, 5, 6]
+    assert np.flatnonzero(data_file.read_digests(handle, offset, size, 64, 12) != digests).tolist() == [2, 3, 4, 5, 6]
     os.close(handle)
 
 

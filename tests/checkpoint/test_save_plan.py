@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.fragments import Fragment
-from pipeline.checkpoint.save_plan import Held, Share, plan
+from pipeline.checkpoint.fragments import Fragment, Held, Share, plan
 from pipeline.config.layout import Layout
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import init_weights, partition_model

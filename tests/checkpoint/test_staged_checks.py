@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.handover import LastUpdate
-from pipeline.checkpoint.staged_checks import finite_bits, should_have_changed, word_sum
+from pipeline.checkpoint.staged_file import finite_bits, should_have_changed, word_sum
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.training.weight_update import BUILD
 

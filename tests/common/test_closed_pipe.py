@@ -14,7 +14,7 @@ TOOLS = ["checkpoint", "memory", "plot", "status", "sweep", "wandb_sync", "watch
 def test_a_program_ends_quietly_when_its_reader_has_gone():
     reader, writer = os.pipe()
     os.close(reader)
-    program = "import sys; from pipeline.common.closed_pipe import quiet; sys.exit(quiet(lambda: print('x' * 100_000) or 0))"
+    program = "import sys; from pipeline.common.process_exit import quiet; sys.exit(quiet(lambda: print('x' * 100_000) or 0))"
     done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

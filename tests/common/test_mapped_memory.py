@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.common.mapped_memory import release
+from pipeline.common.host_memory import release
 
 
 def mapped_bytes() -> int:

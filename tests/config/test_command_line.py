@@ -22,7 +22,7 @@ from pipeline.config.rules.objectives import RULES
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import READS, STAGES
 from pipeline.data.load.objectives.registry import OBJECTIVES
-from pipeline.launch import conf_copy
+from pipeline.launch import snapshot
 from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, with_stage
 
@@ -292,7 +292,7 @@ def test_jobs_of_a_sweep_read_own_files(command: Callable[..., Ended], own: Path
     assert copies[0] != copies[1]
     assert "experiment=short" in texts[1]
     (own / "experiment" / "demo.yaml").write_text("training: {steps: 1}\n")
-    conf_copy.write(tmp_path / "copy", [own])
+    snapshot.write_conf_copy(tmp_path / "copy", [own])
     for name in ("config.yaml", "experiment/demo.yaml"):
         assert (tmp_path / "copy" / name).read_text() == (CONF_DIR / name).read_text()
     assert (tmp_path / "copy" / "experiment" / "short.yaml").is_file()

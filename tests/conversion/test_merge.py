@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.compatibility import fingerprint_of
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.checkpoint.trained_tokenizer import fingerprint_of
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
 from pipeline.conversion import merge

@@ -11,7 +11,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pipeline.common.errors import UserError
-from pipeline.conversion import mxfp4
+from pipeline.conversion import stock_weights
 from tests.conversion.test_deepspeed_import import imported, logits, samples
 from tools.audit.small_models import randomize
 
@@ -34,9 +34,9 @@ def test_every_number_is_that_of_transformers(dtype):
     assert len(blocks.unique()) == 256
     assert len(scales.unique()) == 252
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-    found = mxfp4.dequantized(blocks, scales)
+    found = stock_weights.dequantized(blocks, scales)
     assert found.isfinite().all()
-    assert found.shape == mxfp4.shape_of(tuple(blocks.shape), tuple(scales.shape)) == (3, 1600, 20)
+    assert found.shape == stock_weights.shape_of(tuple(blocks.shape), tuple(scales.shape)) == (3, 1600, 20)
     assert torch.equal(found, expected.float())
 
 

@@ -22,7 +22,7 @@ from mpi4py import MPI
 from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import distributed, duplicates, exact, minhash, paragraphs, signatures
-from pipeline.data.dedup.clusters import LISTED, Clusters, Kind, near_stars, resolve
+from pipeline.data.dedup.clusters import LISTED, ClusterKind, Clusters, near_stars, resolve
 from pipeline.data.words import Words
 
 
@@ -69,10 +69,10 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
 def check_origin(clusters: Clusters, texts: list[str], settings: DedupConfig) -> None:
     """Every dropped document names one that is kept; an exact copy is no near duplicate."""
     assert len(clusters.origin) == len(clusters.drop)
-    assert int((clusters.origin["kind"] == Kind.EXACT).sum()) == clusters.exact
+    assert int((clusters.origin["kind"] == ClusterKind.EXACT).sum()) == clusters.exact
     for number, (kept, kind) in zip(clusters.drop.tolist(), clusters.origin.tolist(), strict=True):
         assert kept not in clusters.drop
-        assert kind != Kind.NEAR or kept < 0 or texts[kept] != texts[number] or not settings.exact
+        assert kind != ClusterKind.NEAR or kept < 0 or texts[kept] != texts[number] or not settings.exact
 
 
 def check_exchange(comm: mpi.Comm) -> None:

@@ -20,13 +20,11 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
-from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.objectives.causal import Causal
+from pipeline.data.load.corpus import Corpus, Windows
+from pipeline.data.load.objectives.causal import Causal, Sliding
 from pipeline.data.load.objectives.objective import IGNORE
-from pipeline.data.load.objectives.sliding import Sliding
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.token_stream import TokenStream
-from pipeline.data.load.windows import Windows
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline

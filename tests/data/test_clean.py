@@ -13,9 +13,8 @@ from pipeline.common.errors import UserError
 from pipeline.common.knobs import changed
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches
+from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches, identify
 from pipeline.data.dedup import minhash
-from pipeline.data.language_detection import identify
 from pipeline.data.read.documents import Document
 from tests.data import planted
 from tests.helpers import pipeline

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.data.clean import code_detection, phones, pii_masking
 from pipeline.data.clean.cleaner import EXAMPLES, Change, StepCounts
-from pipeline.data.clean.repeated_ngrams import ChosenWords
+from pipeline.data.clean.repetition import ChosenWords
 from pipeline.data.words import Words
 
 NASTY = [

@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 from pipeline.common.errors import UserError
 from pipeline.config.data import SpansConfig
 from pipeline.data.load.objectives.objective import IGNORE
-from pipeline.data.load.objectives.pairs import Pairs, TokenizedPairs
+from pipeline.data.load.objectives.pairs import PairFiles, Pairs, TokenizedPairs
 from pipeline.data.load.objectives.span_corruption import SpanCorruption, lengths, longest, partitions
-from pipeline.data.load.pair_files import PairFiles
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from tests.helpers import pipeline
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.load.objectives import registry
-from pipeline.data.load.objectives.goldfish import dropped
+from pipeline.data.load.objectives.causal import dropped
 from pipeline.data.load.objectives.objective import IGNORE
 from tests.training.one_rank import lines, run
 from tests.world import configured

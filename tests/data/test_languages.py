@@ -4,13 +4,12 @@ import pycld2
 import pytest
 
 from pipeline.common import languages
-from pipeline.common.language_codes import TABLE
-from pipeline.data.clean.document_batch import DocumentBatch
-from pipeline.data.clean.stop_words import STOP_WORDS
+from pipeline.common.languages import TABLE
+from pipeline.data.clean.counts import STOP_WORDS
+from pipeline.data.clean.document_batch import DocumentBatch, identify
 from pipeline.data.dedup.clusters import NOTHING
-from pipeline.data.language_detection import identify
 from pipeline.data.read.documents import Document
-from pipeline.data.shard import report, text_shards
+from pipeline.data.shard import shard_report, text_shards
 from pipeline.data.shard.process_part import KEPT, PartCounts
 from tests.data.test_clean import PROSE, clean, config
 
@@ -120,8 +119,8 @@ def test_the_report_counts_what_cleaning_dropped_of_every_language():
     counts.add(other)
     empty = {"documents": 0, "bytes": 0}
     output = {"train": empty, "validation": empty, "corpora": {}, "languages": {}, "lengths": {}, "repeated_documents": 0}
-    built = report.build(counts, NOTHING, None, output, {}, [])
+    built = shard_report.build(counts, NOTHING, None, output, {}, [])
     assert built["languages"]["dz"] == {"gopher: mean word length": [30, 3000], KEPT: [10, 1000]}
-    made = report.html(built)
+    made = shard_report.html(built)
     assert "Cleaning drops 75.0 % of the documents in <b>dz</b>: gopher: mean word length (75.0 %)" in made
     assert "documents in <b>en</b>" not in made

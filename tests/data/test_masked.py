@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
-from pipeline.data.load.objectives import registry, sentence_pairs
+from pipeline.data.load.objectives import masked, registry
 from pipeline.data.load.objectives.masked import Vocabulary, mask
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.layers import loss
@@ -161,7 +161,7 @@ def test_sentence_pairs(text):
 @given(st.integers(2, 1000), st.integers(0, 1 << 40), st.integers(0, 100))
 def test_elsewhere_is_another_sample_of_the_same_epoch(epoch, sample, seed):
     samples = np.arange(sample, sample + 20)
-    others = sentence_pairs.other_samples(samples, epoch, seed)
+    others = masked.other_samples(samples, epoch, seed)
     assert (others != samples).all()
     assert np.array_equal(others // epoch, samples // epoch)
 

@@ -6,7 +6,7 @@ from pipeline.common import page
 from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import NOTHING
-from pipeline.data.shard import report
+from pipeline.data.shard import shard_report
 from pipeline.data.shard.process_part import PartCounts
 
 DIFFERENCES = {
@@ -40,7 +40,7 @@ def test_the_page_warns_of_a_corpus_that_loses_half(kept, warned):
     corpora = {name: {"train": {"documents": n, "bytes": 100 * n}, "validation": empty} for name, n in (("books", 10), ("web", kept))}
     totals = {"documents": 10 + kept, "bytes": 100 * (10 + kept)}
     output = {"train": totals, "validation": empty, "corpora": corpora, "languages": {}, "lengths": {}, "repeated_documents": 0}
-    made = report.html(report.build(counts, NOTHING, None, output, {"dedup.bands": DedupConfig().bands}, []))
+    made = shard_report.html(shard_report.build(counts, NOTHING, None, output, {"dedup.bands": DedupConfig().bands}, []))
     assert ("<b>web</b> keeps 40.0 % of its documents" in made) == warned
     assert "<b>books</b> keeps" not in made
     assert f"<b>{50 + 5 * kept}.0 % of 20 documents kept</b>" in made

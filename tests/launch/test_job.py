@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 from pipeline.common.errors import UserError
 from pipeline.config import paths
 from pipeline.config.cluster import ClusterConfig
-from pipeline.launch import job, rank_step, sbatch
+from pipeline.config.stages import TRAINING_STAGES
+from pipeline.launch import job, rank_step, submission
 from tests.helpers import ROOT
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -77,6 +78,11 @@ def test_every_script_returns_the_exit_code_of_its_stage() -> None:
         assert script.read_text().splitlines()[-1] == f'run_stage stage={script.stem} "$@"'
 
 
+def test_scripts_and_submitted_jobs_are_signaled_at_the_same_time() -> None:
+    for stage in TRAINING_STAGES:
+        assert f"#SBATCH --signal=USR1@{job.SIGNAL_SECONDS}\n" in (ROOT / f"slurm/{stage}.sbatch").read_text(encoding="utf-8")
+
+
 def test_violations_are_reported_together() -> None:
     wrong = ClusterConfig(account="a\n#SBATCH --nodes=9", time="soon", sbatch=["exclusive"])
     keys = {violation.key for violation in job.violations(wrong, "brew", ROOT)}
@@ -126,7 +132,7 @@ def test_an_unquoted_yaml_time_is_refused() -> None:
 def test_submission_without_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="sbatch is not installed on this machine"):
-        sbatch.submit("#!/bin/bash\n")
+        submission.submit("#!/bin/bash\n")
 
 
 def test_a_range_of_nodes_is_for_training_alone() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.launch import rank_environment, site
+from pipeline.launch import site
 from tests.helpers import ROOT
 from tests.world import configured
 
@@ -44,7 +44,7 @@ def test_what_a_device_does_not_support_is_not_set(monkeypatch):
     assert "PYTORCH_CUDA_ALLOC_CONF" not in amd
     assert "TORCH_FR_BUFFER_SIZE" in amd
     for words in (("stage=pretrain", "cluster=local"), ("stage=tokenize", "cluster=juwels")):
-        assert not rank_environment.DEFAULTS.keys() & environment(monkeypatch, *words).keys()
+        assert not site.DEFAULTS.keys() & environment(monkeypatch, *words).keys()
 
 
 def test_soft_limits_are_raised_to_the_hard_ones():

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.common import git_commit
 from pipeline.common.ends import End
-from pipeline.launch import rank_step, sbatch, slurm
-from pipeline.launch.recovery import Kind, Situation, decide
+from pipeline.launch import rank_step, slurm, submission
+from pipeline.launch.recovery import ActionKind, Situation, decide
 from pipeline.preflight import file_system
 
 ERROR = End(3, "n2", 0.0, 1, "ValueError: x", "loop.py:3")
@@ -27,50 +27,50 @@ PORT = End(0, "n1", 0.0, 1, "DistNetworkError: Address already in use", start=Tr
 @pytest.mark.parametrize(
     "now, kind, code, exclude",
     [
-        (Situation(0), Kind.END, 0, ()),
-        (Situation(75, progress=True, stopped=True), Kind.END, 75, ()),
-        (Situation(75, progress=True, stopped=True, chain=True), Kind.END, 75, ()),
-        (Situation(75, progress=True, stopped=True, preempted=True), Kind.END, 75, ()),
-        (Situation(75, progress=True, stopped=True, phase=8, has_phase=True), Kind.END, 75, ()),
-        (Situation(137, KILLED, progress=True, stopped=True), Kind.END, 75, ()),  # killed after its checkpoint was complete
-        (Situation(75, progress=True), Kind.REQUEUE, 75, ()),
-        (Situation(75, progress=True, chain=True), Kind.CHAIN, 0, ()),
-        (Situation(75, progress=True, can_requeue=False), Kind.END, 75, ()),
-        (Situation(75, failures=3), Kind.END, 1, ()),
-        (Situation(143), Kind.END, 143, ()),
-        (Situation(137, KILLED, progress=True, canceled=True), Kind.END, 143, ()),
-        (Situation(75, progress=True, canceled=True), Kind.REQUEUE, 75, ()),
-        (Situation(143, preempted=True), Kind.REQUEUE, 143, ()),
-        (Situation(137, KILLED, preempted=True), Kind.REQUEUE, 137, ()),
-        (Situation(143, requeued=True, canceled=True, chain=True), Kind.REQUEUED, 143, ()),
-        (Situation(2, MISTAKE, progress=True), Kind.END, 2, ()),
-        (Situation(2, progress=True), Kind.END, 2, ()),  # the disk is full: the ranks could not record their mistake
-        (Situation(1, ERROR), Kind.END, 1, ()),  # before any checkpoint: the next attempt would end in the same way
-        (Situation(1, ERROR, progress=True, nodes=1, needed=2), Kind.RESTART, 1, ()),
-        (Situation(1, ERROR, progress=True, failures=3, nodes=1, needed=2), Kind.END, 1, ()),
-        (Situation(1, PORT, nodes=1, needed=2), Kind.RESTART, 1, ()),
-        (Situation(137, KILLED, nodes=1, needed=2), Kind.RESTART, 137, ()),
-        (Situation(137, KILLED, nodes=2, needed=2), Kind.RESTART, 137, ("n2",)),
-        (Situation(137, KILLED, nodes=1, needed=2, blamed_before=("n2",)), Kind.REQUEUE, 137, ("n2",)),
-        (Situation(1, SUSPENDED, nodes=1, needed=2), Kind.RESTART, 1, ()),
-        (Situation(1, SUSPENDED, nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
-        (Situation(1, ECC, nodes=1, needed=2), Kind.REQUEUE, 1, ("n2",)),
-        (Situation(1, ECC, nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
-        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2), Kind.REQUEUE, 1, ("n2",)),
-        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2, chain=True), Kind.CHAIN, 0, ("n2",)),
-        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2, can_requeue=False), Kind.END, 1, ("n2",)),
-        (Situation(1, LOST_PEER, lost=("n2",), nodes=2, needed=2), Kind.RESTART, 1, ("n2",)),
-        (Situation(1, LOST_PEER, lost=("n2",), nodes=2, needed=2, seconds_left=60), Kind.REQUEUE, 1, ("n2",)),
-        (Situation(1, LOST_PEER, nodes=2, needed=2), Kind.RESTART, 1, ()),
-        (Situation(1, LOST_PEER, lost=("n2",), nodes=3, needed=4, fewest=2), Kind.RESTART, 1, ("n2",)),
-        (Situation(1, LOST_PEER, lost=("n2", "n3", "n4"), nodes=1, needed=4, fewest=2), Kind.REQUEUE, 1, ("n2", "n3", "n4")),
-        (Situation(137, KILLED, nodes=3, needed=4, fewest=2), Kind.RESTART, 137, ()),  # once may be chance
-        (Situation(75, progress=True, phase=8), Kind.REQUEUE, 75, ()),
-        (Situation(75, progress=True, phase=8, chain=True), Kind.CHAIN, 0, ()),
-        (Situation(75, progress=True, phase=8, has_phase=True), Kind.RESTART, 75, ()),
+        (Situation(0), ActionKind.END, 0, ()),
+        (Situation(75, progress=True, stopped=True), ActionKind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, chain=True), ActionKind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, preempted=True), ActionKind.END, 75, ()),
+        (Situation(75, progress=True, stopped=True, phase=8, has_phase=True), ActionKind.END, 75, ()),
+        (Situation(137, KILLED, progress=True, stopped=True), ActionKind.END, 75, ()),  # killed after its checkpoint was complete
+        (Situation(75, progress=True), ActionKind.REQUEUE, 75, ()),
+        (Situation(75, progress=True, chain=True), ActionKind.CHAIN, 0, ()),
+        (Situation(75, progress=True, can_requeue=False), ActionKind.END, 75, ()),
+        (Situation(75, failures=3), ActionKind.END, 1, ()),
+        (Situation(143), ActionKind.END, 143, ()),
+        (Situation(137, KILLED, progress=True, canceled=True), ActionKind.END, 143, ()),
+        (Situation(75, progress=True, canceled=True), ActionKind.REQUEUE, 75, ()),
+        (Situation(143, preempted=True), ActionKind.REQUEUE, 143, ()),
+        (Situation(137, KILLED, preempted=True), ActionKind.REQUEUE, 137, ()),
+        (Situation(143, requeued=True, canceled=True, chain=True), ActionKind.REQUEUED, 143, ()),
+        (Situation(2, MISTAKE, progress=True), ActionKind.END, 2, ()),
+        (Situation(2, progress=True), ActionKind.END, 2, ()),  # the disk is full: the ranks could not record their mistake
+        (Situation(1, ERROR), ActionKind.END, 1, ()),  # before any checkpoint: the next attempt would end in the same way
+        (Situation(1, ERROR, progress=True, nodes=1, needed=2), ActionKind.RESTART, 1, ()),
+        (Situation(1, ERROR, progress=True, failures=3, nodes=1, needed=2), ActionKind.END, 1, ()),
+        (Situation(1, PORT, nodes=1, needed=2), ActionKind.RESTART, 1, ()),
+        (Situation(137, KILLED, nodes=1, needed=2), ActionKind.RESTART, 137, ()),
+        (Situation(137, KILLED, nodes=2, needed=2), ActionKind.RESTART, 137, ("n2",)),
+        (Situation(137, KILLED, nodes=1, needed=2, blamed_before=("n2",)), ActionKind.REQUEUE, 137, ("n2",)),
+        (Situation(1, SUSPENDED, nodes=1, needed=2), ActionKind.RESTART, 1, ()),
+        (Situation(1, SUSPENDED, nodes=2, needed=2), ActionKind.RESTART, 1, ("n2",)),
+        (Situation(1, ECC, nodes=1, needed=2), ActionKind.REQUEUE, 1, ("n2",)),
+        (Situation(1, ECC, nodes=2, needed=2), ActionKind.RESTART, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2), ActionKind.REQUEUE, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2, chain=True), ActionKind.CHAIN, 0, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=1, needed=2, can_requeue=False), ActionKind.END, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=2, needed=2), ActionKind.RESTART, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=2, needed=2, seconds_left=60), ActionKind.REQUEUE, 1, ("n2",)),
+        (Situation(1, LOST_PEER, nodes=2, needed=2), ActionKind.RESTART, 1, ()),
+        (Situation(1, LOST_PEER, lost=("n2",), nodes=3, needed=4, fewest=2), ActionKind.RESTART, 1, ("n2",)),
+        (Situation(1, LOST_PEER, lost=("n2", "n3", "n4"), nodes=1, needed=4, fewest=2), ActionKind.REQUEUE, 1, ("n2", "n3", "n4")),
+        (Situation(137, KILLED, nodes=3, needed=4, fewest=2), ActionKind.RESTART, 137, ()),  # once may be chance
+        (Situation(75, progress=True, phase=8), ActionKind.REQUEUE, 75, ()),
+        (Situation(75, progress=True, phase=8, chain=True), ActionKind.CHAIN, 0, ()),
+        (Situation(75, progress=True, phase=8, has_phase=True), ActionKind.RESTART, 75, ()),
     ],
 )
-def test_decisions(now: Situation, kind: Kind, code: int, exclude: tuple[str, ...]) -> None:
+def test_decisions(now: Situation, kind: ActionKind, code: int, exclude: tuple[str, ...]) -> None:
     action = decide(now)
     assert (action.kind, action.code, action.exclude) == (kind, code, exclude)
     assert action.reason
@@ -79,8 +79,8 @@ def test_decisions(now: Situation, kind: Kind, code: int, exclude: tuple[str, ..
 def test_a_broken_job_does_not_restart_for_ever() -> None:
     for end in (ERROR, KILLED, ECC, PORT, LOST_PEER, None):
         now = Situation(1, end, nodes=4, needed=2, failures=3)
-        assert decide(now).kind is Kind.END
-        assert decide(dataclasses.replace(now, chain=True)).kind is Kind.END
+        assert decide(now).kind is ActionKind.END
+        assert decide(dataclasses.replace(now, chain=True)).kind is ActionKind.END
 
 
 LINES = [
@@ -151,7 +151,7 @@ def test_a_byte_that_is_no_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert slurm.facts("7")["JobState"] == "RUNNING"
     assert slurm.command(["squeue"]).startswith("answers n1 5* \ufffdber")
     assert slurm.answering(["n1"]) == set()
-    assert sbatch.run("#!/bin/sh\n# \udcfc", []).startswith("answers n1")
+    assert submission.run("#!/bin/sh\n# \udcfc", []).startswith("answers n1")
     assert file_system.exceeded_quotas(tmp_path)[0] == "answers n1 5* \ufffdber"
 
 

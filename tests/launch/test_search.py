@@ -13,11 +13,11 @@ from hydra.core.utils import JobStatus
 from omegaconf import OmegaConf
 
 from pipeline.common.errors import RunFailed, UserError
-from pipeline.launch import sbatch, sweep_results
-from pipeline.launch.sbatch import QueuedJob
-from pipeline.launch.sweep_manifest import Entry, Manifest
-from pipeline.launch.sweep_submission import Point
-from pipeline.launch.sweep_table import Point as Row
+from pipeline.launch import hydra_sweeper, submission
+from pipeline.launch.submission import QueuedJob
+from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
+from pipeline.launch.sweep_submission import SweepJob
+from pipeline.launch.sweep_table import Point
 from tests.helpers import pipeline
 from tests.launch.test_sweep_table import write_run
 from tests.training.one_rank import TINY
@@ -49,9 +49,9 @@ def test_several_ranks_and_dry_runs_cannot_search() -> None:
         "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
         "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper",
     )
-    assert not list(sweep_results.violations(sweeper(basic, enabled=True), 8))
-    assert not list(sweep_results.violations(sweeper(optuna), 1))
-    assert [v.key for v in sweep_results.violations(sweeper(optuna, enabled=True), 2)] == ["hydra/sweeper", "dry_run.enabled"]
+    assert not list(hydra_sweeper.search_violations(sweeper(basic, enabled=True), 8))
+    assert not list(hydra_sweeper.search_violations(sweeper(optuna), 1))
+    assert [v.key for v in hydra_sweeper.search_violations(sweeper(optuna, enabled=True), 2)] == ["hydra/sweeper", "dry_run.enabled"]
 
 
 def test_a_search_of_jobs_must_wait_for_them(tmp_path: Path) -> None:
@@ -62,12 +62,12 @@ def test_a_search_of_jobs_must_wait_for_them(tmp_path: Path) -> None:
 
 def test_the_result_of_a_run(tmp_path: Path) -> None:
     write_run(tmp_path / "0", [5.0, 4.0, 3.0], {2: 2.5, 3: 3.5})
-    found = sweep_results.result(Row(tmp_path / "0", (), 3), ("a=1",), per_byte=False)
+    found = hydra_sweeper.result(Point(tmp_path / "0", (), 3), ("a=1",), per_byte=False)
     assert (found.status, found.return_value, found.overrides) == (JobStatus.COMPLETED, 3.5, ("a=1",))
     write_run(tmp_path / "1", [5.0], {1: 2.5}, finished=False)
     write_run(tmp_path / "2", [5.0], {})
     for number, steps, why in ((1, 3, "step 1 of 3"), (2, 1, "set training.validate_every"), (3, 1, "not started")):
-        found = sweep_results.result(Row(tmp_path / str(number), (), steps), (), per_byte=False)
+        found = hydra_sweeper.result(Point(tmp_path / str(number), (), steps), (), per_byte=False)
         assert found.status is JobStatus.FAILED
         with pytest.raises(RunFailed, match=why):
             _ = found.return_value
@@ -76,14 +76,14 @@ def test_the_result_of_a_run(tmp_path: Path) -> None:
 def test_jobs_are_waited_for_also_those_with_which_a_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = str(tmp_path / "0")
     config: Any = SimpleNamespace(stage=SimpleNamespace(name="pretrain"))
-    point = Point(Entry("x", 0, run_dir, ()), config, ())
-    manifest = Manifest(tmp_path, {"x": Entry("x", 0, run_dir, (), job=7)})
+    point = SweepJob(SweepEntry("x", 0, run_dir, ()), config, ())
+    manifest = SweepManifest(tmp_path, {"x": SweepEntry("x", 0, run_dir, (), job=7)})
     first = [QueuedJob(7, "a", "/", "python"), QueuedJob(8, "b", "/", "python")]
     following = [QueuedJob(9, "c", "/", f"slurm/pretrain.sbatch run_dir={run_dir}")]
     answers: list[Any] = [first, UserError.of("slurm", "squeue", "failed", "try again"), following, first[1:]]
-    monkeypatch.setattr(sbatch, "queue", lambda: answer if isinstance(answer := answers.pop(0), list) else _raise(answer))
+    monkeypatch.setattr(submission, "queue", lambda: answer if isinstance(answer := answers.pop(0), list) else _raise(answer))
     slept: list[float] = []
-    sweep_results.wait([point], manifest, slept.append)
+    hydra_sweeper.wait_for([point], manifest, slept.append)
     assert (answers, slept) == ([], [1.0, 2.0, 4.0])
 
 

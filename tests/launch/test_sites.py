@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.common.slurm_time import seconds
+from pipeline.common.ranks import slurm_seconds
 from pipeline.config import hardware
 from pipeline.config.cluster import ClusterConfig, QueueConfig
 from pipeline.config.rules import cluster as rules
@@ -84,9 +84,9 @@ def test_ranks_have_the_cores_beside_their_gpus(site: str) -> None:
 @pytest.mark.parametrize("site", ["lumi", "frontier", "juwels"])
 def test_only_training_asks_for_the_longest_time(site: str) -> None:
     longest = job.placed(at(site), "pretrain", 1).time
-    assert seconds(longest) == max(seconds(queue.max_time or "") for queue in at(site).queues[:1])
+    assert slurm_seconds(longest) == max(slurm_seconds(queue.max_time or "") for queue in at(site).queues[:1])
     for stage, own in (("convert", "01:00:00"), ("shard", "04:00:00"), ("evaluate", "01:00:00")):
-        assert job.placed(at(site), stage, 1).time == min(own, longest, key=seconds)
+        assert job.placed(at(site), stage, 1).time == min(own, longest, key=slurm_seconds)
 
 
 def test_a_longer_job_gets_a_later_queue() -> None:
@@ -127,7 +127,9 @@ def test_the_first_queue_that_fits_is_chosen(entries: list[QueueConfig], nodes: 
     named = [dataclasses.replace(queue, partition=f"p{number}") for number, queue in enumerate(entries)]
     config = ClusterConfig(queues=named, time=time)
     room = [
-        queue for queue in named if queue.min_nodes <= nodes <= (queue.max_nodes or 9) and seconds(time) <= seconds(queue.max_time or "")
+        queue
+        for queue in named
+        if queue.min_nodes <= nodes <= (queue.max_nodes or 9) and slurm_seconds(time) <= slurm_seconds(queue.max_time or "")
     ]
     assert queues.placed(config, nodes, nodes).partition == (room[0].partition if room else None)
     assert (list(queues.violations(config, nodes, nodes)) == []) == bool(room)
@@ -156,7 +158,7 @@ PartitionName=batch AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=04:00:
 
 def test_limits_that_slurm_tells_replace_those_of_the_file() -> None:
     partitions = live.parse_partitions(PARTITIONS)
-    assert partitions["booster"] == live.Limits("12:00:00", None, 384)
+    assert partitions["booster"] == live.QueueLimits("12:00:00", None, 384)
     changed, said = live.with_limits(at("juwels"), partitions, {})
     assert changed.queues == [QueueConfig("booster", max_nodes=384, max_time="12:00:00")]
     assert said == ["partition booster: max_time is 12:00:00 in Slurm, and 24:00:00 in cluster=juwels; that of Slurm is used"]

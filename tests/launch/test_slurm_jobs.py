@@ -21,7 +21,7 @@ import transformers
 from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig, QueueConfig
 from pipeline.launch import job, live
-from pipeline.launch import sbatch as submission
+from pipeline.launch import submission as submission
 from tests.helpers import ROOT, SHARDS, pipeline, same_files
 
 pytestmark = pytest.mark.slurm

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common import locks, ranks, slurm_time
+from pipeline.common import locks, ranks
 from pipeline.common.errors import UserError
 from pipeline.config import command_line, compose
 from pipeline.config.stages import Certify
-from pipeline.launch import sbatch, snapshot, stage_chain
+from pipeline.launch import snapshot, stage_chain, submission
 from tests.helpers import ROOT, pipeline
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -283,7 +283,7 @@ def test_slurm_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_the_key_of_a_rejection(said: str, key: str) -> None:
-    assert sbatch.rejection(said, "#SBATCH --nodes=3\n").key == key
+    assert submission.rejection(said, "#SBATCH --nodes=3\n").key == key
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_the_key_of_a_rejection(said: str, key: str) -> None:
     [("90", 5400), ("10:30", 630), ("01:00:00", 3600), ("7-12", 648_000), ("1-00:30:00", 88_200), ("UNLIMITED", math.inf)],
 )
 def test_times_of_slurm(time: str, seconds: float) -> None:
-    assert slurm_time.seconds(time) == seconds
+    assert ranks.slurm_seconds(time) == seconds
 
 
 def test_a_job_that_would_never_start_is_refused(slurm: Path, tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_an_interrupted_submission_cancels_its_jobs(slurm: Path) -> None:
 
     texts: list[Callable[..., str]] = [lambda _: "#!/bin/bash\n", interrupt]
     with pytest.raises(KeyboardInterrupt):
-        sbatch.submit_all(texts)
+        submission.submit_all(texts)
     assert (slurm / "canceled").read_text() == "7\n"
 
 

@@ -16,8 +16,7 @@ import pytest
 from pipeline.common import ends, events, locks
 from pipeline.common.errors import UserError
 from pipeline.launch import allocation, chain, rank_step, run_state, slurm
-from pipeline.launch.allocation import Allocation
-from pipeline.launch.placement import Placement
+from pipeline.launch.allocation import Allocation, Placement
 from tests.helpers import ROOT, environment
 from tests.world import configured
 

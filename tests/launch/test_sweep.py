@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
-from pipeline.launch import job, job_memory, sweep_manifest, sweep_state
+from pipeline.launch import job, moldable, sweep_manifest, sweep_table
 from pipeline.training import finetuning
 from tests.helpers import RAW, pipeline
 from tests.report import builder
@@ -86,10 +86,10 @@ def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.Monk
         "cluster.hardware=v100-16",
     )
     config = configured(*words, "run_dir=none", "data.instructions.train=[unread.jsonl]")
-    assert job_memory.violation(config, 1) is None  # an earlier job of a chain may write its checkpoint
+    assert moldable.memory_violation(config, 1) is None  # an earlier job of a chain may write its checkpoint
     assert "none: whether it fits in memory is not checked: checkpoint.initialize_from=None: is required" in caplog.text
     monkeypatch.setattr(finetuning, "complete", lambda config, _: config)
-    refused = job_memory.violation(config, 1)
+    refused = moldable.memory_violation(config, 1)
     assert refused is not None
     assert "the planned job does not fit" in refused.rule
 
@@ -130,7 +130,7 @@ def test_a_local_sweep_says_the_same_of_its_points_everywhere(tokens: Path, tmp_
     printed = pipeline(*words, f"run_dir={tmp_path}/sweep", expect=2)
     manifest = sweep_manifest.read(tmp_path / "sweep")
     assert manifest.config_dirs == (f"{tmp_path}/own",)
-    points = sweep_state.read(manifest)
+    points = sweep_table.read_states(manifest)
     assert [point.state for point in points] == ["finished", "failed"]
     assert f"failed: {points[1].reason}" in printed
     assert [row["state"] for row in json.loads((tmp_path / "sweep/table.json").read_text())] == ["finished", f"failed: {points[1].reason}"]
@@ -138,7 +138,7 @@ def test_a_local_sweep_says_the_same_of_its_points_everywhere(tokens: Path, tmp_
     pipeline(*words[:-1], f"data.tokens={tokens}", f"run_dir={tmp_path}/sweep")
     assert len(json.loads((tmp_path / "sweep/table.json").read_text())) == 2, "also the point that this command does not have"
     moved = (tmp_path / "sweep").rename(tmp_path / "moved")
-    assert [point.state for point in sweep_state.read(sweep_manifest.read(moved))] == ["finished", "failed"]
+    assert [point.state for point in sweep_table.read_states(sweep_manifest.read(moved))] == ["finished", "failed"]
     again = replace(manifest.sorted()[1], overrides=("++data.seed=1",))
     assert again.values == ("data.seed=1",)
     assert manifest.with_job(manifest.sorted()[1].id, 7, "log").sorted()[1].outcome == ""
@@ -149,11 +149,11 @@ def test_points_by_what_slurm_says_and_by_their_files(tmp_path: Path, monkeypatc
     (tmp_path / "squeue").write_text("#!/bin/sh\necho '5|RUNNING|None'\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    manifest = sweep_manifest.Manifest(tmp_path / "sweep", {})
+    manifest = sweep_manifest.SweepManifest(tmp_path / "sweep", {})
     for number in range(3):
         values, run_dir = (f"training.seed={number}",), tmp_path / "sweep" / str(number)
         point = sweep_manifest.point_id(values)
-        manifest = manifest.with_point(sweep_manifest.Entry(point, number, str(run_dir), values))
+        manifest = manifest.with_point(sweep_manifest.SweepEntry(point, number, str(run_dir), values))
         manifest = manifest.with_job(point, 5 + number, str(run_dir / f"slurm-{number}.out"))
         run_dir.mkdir(parents=True)
         (run_dir / f"slurm-{number}.out").touch()
@@ -161,17 +161,17 @@ def test_points_by_what_slurm_says_and_by_their_files(tmp_path: Path, monkeypatc
     builder.write(tmp_path / "sweep/1", builder.steps(1, 3))
     begun = time.time() - builder.BEGIN
     builder.events(tmp_path / "sweep/1", (begun, "job_start", {"nodes": ["a"]}), (begun, "ranks_start", {"nodes": ["a"]}), job="6")
-    states = [(point.state, point.reason) for point in sweep_state.read(sweep_manifest.read(tmp_path / "sweep"))]
+    states = [(point.state, point.reason) for point in sweep_table.read_states(sweep_manifest.read(tmp_path / "sweep"))]
     assert states[0] == ("running", "")
     assert states[1] == ("failed", "job 6 ended without a record: killed, or its first node was lost")
     assert states[2] == ("ended", f"see {tmp_path}/sweep/2/slurm-2.out")
     builder.events(tmp_path / "sweep/1", (time.time() - builder.BEGIN, "run_start", {"nodes": ["a"], "step": 0}), job=None)
-    again = sweep_state.read(sweep_manifest.read(tmp_path / "sweep"))[1]
+    again = sweep_table.read_states(sweep_manifest.read(tmp_path / "sweep"))[1]
     assert again.state == "starting", "somebody continues it outside of Slurm"
     shutil.copytree(tmp_path / "sweep", tmp_path / "copy")
     copied = sweep_manifest.read(tmp_path / "copy")
     assert [(entry.run_dir, entry.job) for entry in copied.sorted()] == [(f"{tmp_path}/copy/{number}", None) for number in range(3)]
-    assert sweep_state.cancel(copied) == [], "the jobs are those of the original"
+    assert sweep_table.cancel(copied) == [], "the jobs are those of the original"
     text = (tmp_path / "sweep/sweep.json").read_text()
     (tmp_path / "sweep/sweep.json").write_text(text.replace('"number": 2', '"number": 1'))
     with pytest.raises(UserError, match="two points have one number"):
@@ -203,8 +203,8 @@ def test_a_folder_with_runs_of_no_sweep_is_refused(tmp_path: Path) -> None:
 
 def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
     words = ["-m", "stage=pretrain", "optimizer.lr=1e-4", f"run_dir={tmp_path}", *SLURM]
-    one = sweep_manifest.Entry(sweep_manifest.point_id(["optimizer.lr=1e-3"]), 3, f"{tmp_path}/3", ("optimizer.lr=1e-3",), job=7)
-    sweep_manifest.Manifest(tmp_path, {one.id: one}).write()
+    one = sweep_manifest.SweepEntry(sweep_manifest.point_id(["optimizer.lr=1e-3"]), 3, f"{tmp_path}/3", ("optimizer.lr=1e-3",), job=7)
+    sweep_manifest.SweepManifest(tmp_path, {one.id: one}).write()
     assert sweep_manifest.read(tmp_path).sorted() == [one]
     path = tmp_path / "sweep.json"
     path.write_text(path.read_text().replace("1e-3", "2e-3"))
@@ -223,7 +223,7 @@ KEYS = st.sampled_from(["optimizer.lr", "model.layers", "data.seed", "cluster.no
 )
 def test_points_keep_their_numbers_however_they_are_listed(lists: list[dict[str, list[int]]]) -> None:
     """A sweep extended along any list, with the lists in any order; its points have different numbers without a gap."""
-    manifest = sweep_manifest.Manifest(Path("sweep"), {})
+    manifest = sweep_manifest.SweepManifest(Path("sweep"), {})
     known: dict[str, int] = {}
     for values in lists:
         points = [[f"{key}={value}" for key, value in zip(values, chosen, strict=True)] for chosen in itertools.product(*values.values())]
@@ -231,7 +231,7 @@ def test_points_keep_their_numbers_however_they_are_listed(lists: list[dict[str,
             point = sweep_manifest.point_id(settings_)
             number = manifest.number(point)
             assert known.setdefault(point, number) == number
-            manifest = manifest.with_point(sweep_manifest.Entry(point, number, f"sweep/{number}", settings_, options))
+            manifest = manifest.with_point(sweep_manifest.SweepEntry(point, number, f"sweep/{number}", settings_, options))
     assert sorted(known.values()) == list(range(len(known)))
 
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
-from pipeline.launch import local_sweep, sweep_results, sweep_table
+from pipeline.launch import hydra_sweeper, sweep_table
 from pipeline.launch.sweep_table import Point
 
 ALONE = Ranks(0, 1, 0, 1)
@@ -74,14 +74,14 @@ def test_the_best_run_comes_first(tmp_path):
 )
 def test_what_a_search_minimizes(tmp_path, words, params, per_byte):
     config = OmegaConf.create({"hydra": {"overrides": {"task": words}, "sweeper": {"params": params}}})
-    assert sweep_results.per_byte(config) == per_byte
+    assert hydra_sweeper.per_byte(config) == per_byte
     write_run(tmp_path / "0", [5.0], {1: 3.25})
     point = Point(tmp_path / "0", (), 1)
-    assert sweep_results.result(point, [], per_byte=False).return_value == 3.25
-    assert "it has no bits per byte" in str(sweep_results.result(point, [], per_byte=True)._return_value)
+    assert hydra_sweeper.result(point, [], per_byte=False).return_value == 3.25
+    assert "it has no bits per byte" in str(hydra_sweeper.result(point, [], per_byte=True)._return_value)
     lines = (tmp_path / "0/metrics.jsonl").read_text()
     (tmp_path / "0/metrics.jsonl").write_text(lines.replace('"validation_loss": 3.25', '"validation_loss": 3.25, "bits_per_byte": 0.5'))
-    assert sweep_results.result(point, [], per_byte=True).return_value == 0.5
+    assert hydra_sweeper.result(point, [], per_byte=True).return_value == 0.5
 
 
 def run(outcome: BaseException | None = None) -> JobReturn:
@@ -99,7 +99,7 @@ def test_a_failed_run_does_not_end_the_sweep(tmp_path, capsys):
     outcomes = [UserError.of("data.tokens", "x", "is not a folder", "set it"), RuntimeError("out of memory\nmore"), None]
     points = [Point(tmp_path / str(number), (f"training.seed={number}",), 1) for number in range(3)]
     recorded = []
-    done, code = local_sweep.execute(points, [lambda one=one: run(one) for one in outcomes], ALONE, lambda *one: recorded.append(one))
+    done, code = hydra_sweeper.execute(points, [lambda one=one: run(one) for one in outcomes], ALONE, lambda *one: recorded.append(one))
     assert recorded == [(0, ""), (0, done[0].state), (1, ""), (1, done[1].state), (2, ""), (2, "")]
     assert [point.state for point in done] == ["failed: data.tokens=x: is not a folder", "failed: RuntimeError: out of memory", ""]
     assert code == 2
@@ -117,7 +117,7 @@ def test_a_run_that_stops_or_ranks_that_may_disagree_end_it(outcome, ranks, tmp_
         return run()
 
     points = [Point(tmp_path / name, (), 1) for name in "ab"]
-    done, code = local_sweep.execute(points, [lambda: run(outcome), second], ranks, lambda *_: None)
+    done, code = hydra_sweeper.execute(points, [lambda: run(outcome), second], ranks, lambda *_: None)
     assert not started
     assert code == (75 if isinstance(outcome, ToBeContinued) else 1)
     assert done[1].state == ""

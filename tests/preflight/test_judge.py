@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from pipeline.config.cluster import ClusterConfig
-from pipeline.preflight import judge, report
+from pipeline.preflight import judge
 
 NODES = [f"n{i}" for i in range(8)]
 CLUSTER = ClusterConfig(gpus_per_node=2, fabric="IB", host_suffix="i")
@@ -172,9 +172,9 @@ def test_the_table_of_many_nodes_has_the_bad_ones():
     del results["m500"]
     findings = judge.judge(results, nodes, dataclasses.replace(CLUSTER, fabric=None))
     bad = judge.bad_nodes(findings)
-    lines = report.table(findings, nodes, bad).splitlines()
+    lines = judge.table(findings, nodes, bad).splitlines()
     assert len(lines) < 25
     assert lines[0].split() == ["node", "check", "value", "median", "verdict"]
     assert [line.split()[0] for line in lines[1:3]] == ["m77", "m500"]
     assert "9 ms" in lines[1]
-    assert report.verdict(nodes, bad).startswith("preflight: 2 of 1000 nodes bad: ")
+    assert judge.verdict(nodes, bad).startswith("preflight: 2 of 1000 nodes bad: ")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.preflight.nccl_log import Network, parse, refused
+from pipeline.preflight.node_result import Network, parse, refused
 
 #: Since NCCL 2.27, on InfiniBand with GPUDirect RDMA; the ranks of a node have one file each.
 INFINIBAND = """

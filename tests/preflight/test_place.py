@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.preflight import host_names, place
+from pipeline.preflight import place
 
 
 @pytest.mark.parametrize("count", range(1, 20))
@@ -21,13 +21,13 @@ def test_every_node_is_in_two_pairs_and_in_one_at_a_time(count):
 
 def test_every_name_is_resolved_by_three_nodes_and_no_node_resolves_many():
     nodes = [f"n{i}" for i in range(1000)]
-    asked = [host_names.to_resolve(nodes, index, "i") for index in range(1000)]
+    asked = [place.to_resolve(nodes, index, "i") for index in range(1000)]
     assert max(map(len, asked)) == 4
     assert all(sum(f"{node}i" in names for names in asked) >= 3 for node in nodes)
 
 
 def test_names_that_do_not_exist():
-    found = host_names.resolve(["localhost", "no-such-host.invalid"], 20)
+    found = place.resolve(["localhost", "no-such-host.invalid"], 20)
     assert found["localhost"] is None
     assert found["no-such-host.invalid"]
 

@@ -14,7 +14,7 @@ import torch
 
 from pipeline import __main__
 from pipeline.checkpoint import native
-from pipeline.checkpoint.sync_save import SyncSaver
+from pipeline.checkpoint.saver import SyncSaver
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.plan import hardware_of, plan

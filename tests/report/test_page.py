@@ -161,7 +161,7 @@ def test_points_of_a_sweep_that_have_not_begun_are_named(tmp_path: Path) -> None
     manifest = sweep_manifest.read(tmp_path)
     for number in range(4):
         values = (f"optimizer.lr={number}",)
-        manifest = manifest.with_point(sweep_manifest.Entry(sweep_manifest.point_id(values), number, f"elsewhere/{number}", values))
+        manifest = manifest.with_point(sweep_manifest.SweepEntry(sweep_manifest.point_id(values), number, f"elsewhere/{number}", values))
     manifest.write()
     for number in (0, 2):
         write(tmp_path / str(number), steps(1, 5))

@@ -86,7 +86,7 @@ def test_every_fault_is_drawn_at_the_lines_of_its_moments():
         ("rank 1", "pipeline/training/validation.py", 6, "training"): 3,
         ("rank 0", "pipeline/checkpoint/staging.py", 7, "finishing"): 1,
         ("rank 0", "pipeline/training/run.py", 8, "leaving"): 1,
-        ("rank 0", "pipeline/checkpoint/staged_checks.py", 9, "training"): 6,
+        ("rank 0", "pipeline/checkpoint/staged_file.py", 9, "training"): 6,
         ("rank 0", "pipeline/checkpoint/catalog.py", 10, "training"): 6,
     }
     layouts = tuple(cases.LAYOUTS.values())

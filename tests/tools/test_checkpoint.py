@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.checkpoint import catalog, commit, keeping, native, stored_runs
+from pipeline.checkpoint import catalog, commit, inspection, native, stored_runs
 from tests.checkpoint import small_checkpoints
 from tests.helpers import ROOT, load_tool
 
@@ -196,7 +196,7 @@ def test_a_name_is_that_of_one_checkpoint(tool, tmp_path):
     assert tool("keep", first, "best")[0] == 0
     assert tool("keep", first, "best")[0] == 0
     code, text = tool("keep", second, " best ")
-    assert (code, keeping.kept(tmp_path)) == (2, {first: "best"})
+    assert (code, inspection.kept(tmp_path)) == (2, {first: "best"})
     assert f"is the name of {first}" in text
     assert tool("keep", first, "--remove")[0] == 0
     assert tool("keep", second, "best")[0] == 0

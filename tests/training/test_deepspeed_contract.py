@@ -16,6 +16,7 @@ from pipeline.config.deepspeed_sections import READERS
 from pipeline.config.optimizer import OptimizerConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.training.lr_schedule import learning_rate
+from tests.test_private_names import imported, qualified
 
 #: Methods of DeepSpeed's optimizer that we replace or extend.
 REPLACED = {
@@ -144,24 +145,14 @@ def is_init(node):
 
 
 def mentioned():
-    """Every name of DeepSpeed that the package uses, as MODULE:NAME."""
+    """Every name of DeepSpeed that the package uses."""
     for path in PIPELINE.rglob("*.py"):
-        if "deepspeed" not in (text := path.read_text(encoding="utf-8")):
-            continue
-        modules = {}
-        tree = ast.parse(text)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "deepspeed":
-                for alias in node.names:
-                    yield f"{node.module}:{alias.name}"
-                    modules[alias.name] = f"{node.module}.{alias.name}"
-            elif isinstance(node, ast.Import):
-                modules.update({alias.name: alias.name for alias in node.names if alias.name == "deepspeed"})
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and (chain := ast.unparse(node)).partition(".")[0] in modules:
-                first, _, rest = chain.partition(".")
-                yield f"{modules[first]}.{rest}"
-        yield from re.findall(r'"(deepspeed(?:\.\w+){2,})"', text)
+        if "deepspeed" in (text := path.read_text(encoding="utf-8")):
+            tree = ast.parse(text)
+            names = {name: whole for name, whole in imported(tree).items() if whole.partition(".")[0] == "deepspeed"}
+            yield from names.values()
+            yield from filter(None, (qualified(node, names) for node in ast.walk(tree) if isinstance(node, ast.Attribute)))
+            yield from re.findall(r'"(deepspeed(?:\.\w+){2,})"', text)
 
 
 def test_every_name_of_deepspeed_exists():

@@ -25,11 +25,11 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
     """Save after three steps, train two more beside it; continue from the checkpoint. Both losses, and what changed before the update."""
     from pipeline.checkpoint import catalog
     from pipeline.checkpoint.async_save import AsyncSaver, Node
+    from pipeline.checkpoint.fragments import plan
     from pipeline.checkpoint.handover import Commit, LastUpdate
     from pipeline.checkpoint.native import TrainState, new_index
     from pipeline.checkpoint.reader import Checkpoint
-    from pipeline.checkpoint.save_plan import plan
-    from pipeline.checkpoint.saver import Request
+    from pipeline.checkpoint.saver import SaveRequest
     from pipeline.checkpoint.writer_process import WriterProcess
     from pipeline.training import resume
 
@@ -74,7 +74,7 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
     state = TrainState(3, 3 * config.training.global_batch_size, int(updates), factor, int(finite_steps))
     index = new_index(state, dataclasses.asdict(config), "", size)
     update = LastUpdate(config.optimizer.lr, int(updates), config.optimizer, config.training.steps)
-    saver.begin(Request(3, mine.engine.fragments(), lambda: update, None if rank else lambda: Commit(index, 9, 0, frozenset())))
+    saver.begin(SaveRequest(3, mine.engine.fragments(), lambda: update, None if rank else lambda: Commit(index, 9, 0, frozenset())))
     straight = train(range(3, 5))
     saver.wait()
     saver.wait_for_commit()

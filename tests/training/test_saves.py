@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Outcome, Request, Saver
+from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.parallel import mesh as meshes
@@ -30,7 +30,7 @@ class Scripted(Saver):
         self._ended: list[Outcome] = []
         self._copies = False
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: SaveRequest) -> None:
         self.events.append(f"begin {request.step}")
         self._copies = True
         reason = self._outcomes.pop(0) if self._outcomes else ""

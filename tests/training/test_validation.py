@@ -11,12 +11,11 @@ import torch.nn.functional as F
 
 from pipeline.certification.reference import initialize
 from pipeline.checkpoint.native import TrainState
-from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.shard_checksums import Shard
 from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.validation_split import ValidationSamples, choose
-from pipeline.data.load.windows import Windows
 from pipeline.models import registry
 from pipeline.training.metrics import Metrics
 from pipeline.training.validation import MeanLoss, Validation, validate

@@ -20,7 +20,7 @@ from pipeline.checkpoint.fragments import Fragment, extract_fragment
 from pipeline.checkpoint.handover import Commit
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.checkpoint.saver import Request
+from pipeline.checkpoint.saver import SaveRequest
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.parallel import mesh as meshes
@@ -78,7 +78,7 @@ def saving(trainer: Trainer, config: Any, run_dir: Path) -> Iterator[Callable[[i
 
     def save(step: int) -> None:
         commit = Commit(native.new_index(TrainState(step), settings, "", size), 1_000_000, 0, frozenset())
-        saver.begin(Request(step, trainer.engine.fragments(), lambda: None, (lambda: commit) if rank == 0 else None))
+        saver.begin(SaveRequest(step, trainer.engine.fragments(), lambda: None, (lambda: commit) if rank == 0 else None))
         saver.before_update()
         failures.extend(outcome.reason for outcome in saver.poll() if outcome.reason)
         fill(trainer.engine.fragments(), known=False)

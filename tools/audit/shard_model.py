@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import distributed, duplicates, exact
-from pipeline.data.read import fingerprint, input_files
+from pipeline.data.read import input_files
 from pipeline.data.read.input_files import InputFile
 from pipeline.data.read.streams import BUFFER_BYTES
 from pipeline.data.shard import spill, sweep
@@ -160,7 +160,7 @@ class Model:
 
     def _list(self) -> Counts:
         c = self.corpus
-        sample = min(c.input_bytes / c.files, fingerprint.BLOCKS * fingerprint.BLOCK_BYTES)
+        sample = min(c.input_bytes / c.files, input_files.BLOCKS * input_files.BLOCK_BYTES)
         return Counts(
             opens=c.files + 8,
             most_opens=math.ceil(c.files / self.ranks) + 8,

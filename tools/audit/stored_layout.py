@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.checkpoint import save_plan
+from pipeline.checkpoint import fragments
 from pipeline.checkpoint.contents import Contents
 from pipeline.checkpoint.data_file import FileEntry
+from pipeline.checkpoint.fragments import Held
 from pipeline.checkpoint.native import Index, TensorEntry, TrainState
 from pipeline.checkpoint.parts import ITEM_SIZE, count_blocks, padded, row_dtype, sort_rows
-from pipeline.checkpoint.save_plan import Held
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel import mesh as meshes
@@ -97,7 +97,7 @@ def store(job: Job) -> Contents:
     names: dict[str, int] = {}
     rows, files, shapes = [], [], {}
     for rank in range(job.layout.world_size):
-        parts = [share.part for share in save_plan.plan(job.held(rank))]
+        parts = [share.part for share in fragments.plan(job.held(rank))]
         own = np.zeros(len(parts), row_dtype(len(KINDS)))
         end, blocks = 8 + _HEADER * len(parts) * len(KINDS), 0
         for column, kind in enumerate(KINDS):

@@ -25,8 +25,7 @@ from pipeline.checkpoint import native
 from pipeline.checkpoint.async_save import AsyncSaver
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Request
-from pipeline.checkpoint.sync_save import SyncSaver
+from pipeline.checkpoint.saver import SaveRequest, SyncSaver
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import CheckpointConfig
@@ -175,12 +174,12 @@ def ours(job: Job, options: dict[str, Any], process: WriterProcess) -> dict[str,
     return result
 
 
-def request_of(job: Job) -> Request:
+def request_of(job: Job) -> SaveRequest:
     """A request to save the state of a job."""
     index = native.new_index(TrainState(job.steps, job.steps, job.steps), dataclasses.asdict(job.config), "", 1)
     optimizer = job.config.optimizer
     update = LastUpdate(optimizer.lr, job.steps, optimizer, job.steps)
-    return Request(job.steps, job.trainer.engine.fragments(), lambda: update, lambda: Commit(index, 1, 0, frozenset()))
+    return SaveRequest(job.steps, job.trainer.engine.fragments(), lambda: update, lambda: Commit(index, 1, 0, frozenset()))
 
 
 def main() -> None:

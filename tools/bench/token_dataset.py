@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.common import artifact
-from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.document_boundaries import cumulative_lengths
 from pipeline.data.load.samples import Samples, too_short
 from pipeline.data.load.token_stream import TokenStream
-from pipeline.data.load.windows import Windows
 
 
 class TokenDataset(Samples):

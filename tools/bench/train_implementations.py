@@ -26,7 +26,7 @@ from transformers import Trainer as StockTrainer
 
 from pipeline.certification.reference import initialize
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.sync_save import SyncSaver
+from pipeline.checkpoint.saver import SyncSaver
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.common.progress import set_up_logging

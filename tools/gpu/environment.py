@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pipeline.config import hardware
-from pipeline.launch import rank_environment
+from pipeline.launch import site
 from pipeline.parallel import cpu_affinity
 from pipeline.preflight import gpu_query
 from pipeline.preflight.measure import versions
@@ -40,7 +40,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     yield guarded(SECTION, "topology", lambda: _topology(setup))
     yield from _limits()
     yield guarded(SECTION, "cores beside the GPU", lambda: _affinity(setup))
-    for name, default in (rank_environment.DEFAULTS | rank_environment.NVIDIA_DEFAULTS).items():
+    for name, default in (site.DEFAULTS | site.NVIDIA_DEFAULTS).items():
         found = next((os.environ[each] for each in (name, *default.others) if os.environ.get(each)), "")
         same = found == default.value
         yield Row(

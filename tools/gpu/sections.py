@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-from pipeline.launch import rank_environment
+from pipeline.launch import site
 from tools.gpu.report import as_json, from_json
 from tools.gpu.rows import Row, Setup
 
@@ -40,7 +40,7 @@ def names() -> tuple[str, ...]:
 
 def prepare(environment: MutableMapping[str, str]) -> None:
     """Add the variables that a job of the launch profile has on a GPU."""
-    rank_environment.add(environment, rank_environment.DEFAULTS | rank_environment.NVIDIA_DEFAULTS)
+    site.add(environment, site.DEFAULTS | site.NVIDIA_DEFAULTS)
 
 
 def run(name: str, command: list[str], log: Path, seconds: float, about: dict[str, str]) -> Iterator[Row]:

@@ -41,7 +41,7 @@ def _language(key: str, code: str) -> Iterator[Violation]:
         known = languages.label(code)
         part = f"names a part of {known} that the detector does not distinguish"
         rule = part if known else "is no code of a language that the detector knows"
-        yield Violation(key, code, rule, f"the nearest is {languages.nearest(code)}; pipeline/common/language_codes.py lists all")
+        yield Violation(key, code, rule, f"the nearest is {languages.nearest(code)}; pipeline/common/languages.py lists all")
 
 
 def _by_language(step: Any, name: str) -> Iterator[Violation]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline.common import knobs, slurm_time
+from pipeline.common import knobs, ranks
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import hardware, layouts
 from pipeline.config.cluster import ClusterConfig
@@ -36,7 +36,7 @@ def _queue_violations(cluster: ClusterConfig) -> Iterator[Violation]:
         key = f"cluster.queues.{number}"
         if queue.max_nodes is not None and queue.max_nodes < queue.min_nodes:
             yield Violation(f"{key}.max_nodes", queue.max_nodes, f"must not be below min_nodes={queue.min_nodes}", "correct the entry")
-        if queue.max_time is not None and not slurm_time.is_limit(queue.max_time):
+        if queue.max_time is not None and not ranks.is_slurm_limit(queue.max_time):
             fix = 'write hours:minutes:seconds or days-hours, quoted in a YAML file: "24:00:00"'
             yield Violation(f"{key}.max_time", queue.max_time, "must be a time limit of Slurm", fix)
         if queue.max_running is not None and queue.max_submitted is not None and queue.max_running > queue.max_submitted:

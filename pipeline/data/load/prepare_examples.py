@@ -12,15 +12,15 @@ from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError
 from pipeline.common.mpi import Comm
-from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.progress import SharedProgress
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
-from pipeline.data.load import example_parts, example_report, example_shards, instructions
+from pipeline.data.load import example_parts, example_shards, instructions
 from pipeline.data.load.example_parts import PartNotes
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.prompts_and_answers import ExampleReader
-from pipeline.data.read import fingerprint
+from pipeline.data.read import input_files
 from pipeline.data.read.input_files import InputFile, InputPart, assigned
 from pipeline.data.tokenize import token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -44,7 +44,7 @@ def run(config: RunConfig, comm: Comm) -> None:
     encoder, reader = _opened(config)
     settings = {
         **instructions.made_with(config, encoder),
-        **{key: fingerprint.content(comm, files[split]) for split, key in _KEYS.items()},
+        **{key: input_files.content(comm, files[split]) for split, key in _KEYS.items()},
         "data.shard_megabytes": config.data.shard_megabytes,
     }
     parts = {
@@ -99,7 +99,7 @@ def _publish(
         tokens = sum(entry["tokens"] for entry in entries.values())
         found = [notes[name] for name in entries]
         limit = config.data.quarantine_limit
-        example_report.check(found, reader, key=key, limit=limit, length=length, tokens=tokens, folder=unfinished.output)
+        example_shards.check(found, reader, key=key, limit=limit, length=length, tokens=tokens, folder=unfinished.output)
         sequences = sum(entry["sequences"] for entry in entries.values())
         inputs = tokens - sum(entry["documents"] for entry in entries.values())  # the last token of an example is only a target
         totals[split] |= {"sequences": sequences, "padding": 1 - inputs / (sequences * length)}

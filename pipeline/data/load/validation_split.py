@@ -7,11 +7,10 @@ from itertools import groupby
 
 import numpy as np
 
-from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.permutation import permute, random_words
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.token_stream import TokenStream
-from pipeline.data.load.windows import Windows
 
 #: Seed of every sample: runs with another training.seed are compared on the same windows.
 _SEED = 0

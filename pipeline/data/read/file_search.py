@@ -27,7 +27,7 @@ _VERSION_KEYS = ("ETag", "etag", "LastModified", "last_modified", "updated", "mt
 
 
 @dataclass(frozen=True)
-class Entry:
+class FoundFile:
     """A file, or a folder that cannot be listed.
 
     Attributes:
@@ -63,7 +63,7 @@ class InputPathError(Exception):
         self.fix = fix
 
 
-def search(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
+def search(given: str, exclude: Sequence[str]) -> Iterator[FoundFile]:
     """Yield the files of one entry of data.input, regardless of their suffix.
 
     Raises:
@@ -94,7 +94,7 @@ def printable(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _local(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
+def _local(given: str, exclude: Sequence[str]) -> Iterator[FoundFile]:
     path = Path(given).expanduser()
     if path.is_file():
         if not os.access(path, os.R_OK):
@@ -118,7 +118,7 @@ def _local(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
                 yield _skipped_folder(match, root, EXCLUDED) if match.is_dir() else replace(_file(match, root), skipped=EXCLUDED)
 
 
-def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
+def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[FoundFile]:
     """Yield every file below a folder, and the folders that are not searched.
 
     Symbolic links to folders are followed; each real folder is visited once.
@@ -139,10 +139,10 @@ def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[Entry]:
             yield replace(entry, skipped=EXCLUDED) if _matches(name, exclude) else entry
     for error in refused:
         where = str(error.filename)
-        yield Entry(where, printable(os.path.relpath(where, root)), where, problem=f"cannot be listed: {error.strerror}", folder=True)
+        yield FoundFile(where, printable(os.path.relpath(where, root)), where, problem=f"cannot be listed: {error.strerror}", folder=True)
 
 
-def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
+def _file(path: Path, root: Path, real_folder: str = "") -> FoundFile:
     """The entry of a file, built with few file system calls.
 
     Args:
@@ -153,15 +153,15 @@ def _file(path: Path, root: Path, real_folder: str = "") -> Entry:
     try:
         info = path.stat()
     except OSError as error:
-        return Entry(location, name, real, problem=f"is a broken link: {error.strerror}")
+        return FoundFile(location, name, real, problem=f"is a broken link: {error.strerror}")
     if not stat.S_ISREG(info.st_mode):
-        return Entry(location, name, real, problem=f"is {atomic_files.kind(info)}, not a file")
+        return FoundFile(location, name, real, problem=f"is {atomic_files.kind(info)}, not a file")
     problem = "" if os.access(path, os.R_OK) else "cannot be read: its permissions forbid it"
-    return Entry(location, name, real, info.st_size, _version(info), problem)
+    return FoundFile(location, name, real, info.st_size, _version(info), problem)
 
 
-def _skipped_folder(path: Path, root: Path, reason: str) -> Entry:
-    return Entry(str(path), printable(path.relative_to(root).as_posix()), str(path), skipped=reason, folder=True)
+def _skipped_folder(path: Path, root: Path, reason: str) -> FoundFile:
+    return FoundFile(str(path), printable(path.relative_to(root).as_posix()), str(path), skipped=reason, folder=True)
 
 
 def _version(info: os.stat_result) -> str:
@@ -190,7 +190,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
+def _remote(given: str, exclude: Sequence[str]) -> Iterator[FoundFile]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -210,7 +210,7 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[Entry]:
             skipped = EXCLUDED if path != given_path and any(_matches(part, exclude) for part in name.split("/")) else ""
             url = system.unstrip_protocol(path)
             version = next((f"{key} {infos[path][key]}" for key in _VERSION_KEYS if infos[path].get(key)), "")
-            yield Entry(url, printable(name), url, infos[path]["size"] or 0, version, skipped=skipped)
+            yield FoundFile(url, printable(name), url, infos[path]["size"] or 0, version, skipped=skipped)
 
 
 def _listed(system: Any, path: str) -> tuple[str, dict[str, Any]]:

@@ -1,24 +1,80 @@
-"""Reads documents from files of all supported formats. Bad input is reported, not raised: one broken file must not end a job."""
+"""Reads documents from files of all supported formats. Bad input is reported, not raised: one broken file must not end a job.
+
+Of a damaged compressed file, what its checks confirm is read, and reading goes on behind the damage where it can.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from typing import IO
 
 from pipeline.common.errors import UserError
-from pipeline.data.read import file_search, suffixes, verification
+from pipeline.data.read import file_search, suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions, Skipped, Unchecked, utf8_length
 from pipeline.data.read.input_files import Span
-from pipeline.data.read.streams import CheckError, DamageError, Section, is_remote
+from pipeline.data.read.streams import BUFFER_BYTES, MAGIC, CheckError, CutError, DamageError, Decompressed, Section, is_remote, open_raw
 
 _ONE_DOCUMENT = ("text", "html")
 """Formats of which damage anywhere loses the whole file."""
-
-
 _GOES_ON = {"lines": b"", "json_values": b"", "warc": b"WARC/"}
 """Formats that are read on behind damage -> what the data of a compressed member begins with where they are."""
+
+
+def sections(path: str, compression: str, begins: bytes | None) -> list[Section]:
+    """Decompress a file and return its sections, each but perhaps the last with the damage behind it.
+
+    Of a damaged member nothing is in a section, nor of one that the end of the file cuts: flipped bits can make it look so. Of bzip2, which
+    has a check for every block, the blocks before the damage are.
+
+    Args:
+        begins: with what the data of a member begins where reading may go on behind damage; None ends at the first damage.
+    """
+    found = [Section()]
+    with open_raw(path) as handle:
+        size = handle.seek(0, io.SEEK_END)
+        while True:
+            section = found[-1]
+            handle.seek(section.stored)
+            stream = Decompressed(handle, compression, section)
+            try:
+                while stream.read(BUFFER_BYTES):
+                    pass
+                return found
+            except CheckError as error:
+                following = None if begins is None else _next_member(handle, compression, stream.member[0] + 1, begins)
+                stored, section.end = stream.verified
+                lost = following - stream.member[0] if following else size - stored * (not isinstance(error, CutError))
+                section.damage, section.damaged = type(error)(section.end, str(error), lost), Section(*stream.member)
+                if following is None:
+                    return found
+                found.append(Section(following, section.end))
+
+
+def _next_member(handle: IO[bytes], compression: str, start: int, begins: bytes) -> int | None:
+    """Where the first intact member begins at or behind a position of the file."""
+    magic, size = MAGIC[compression], BUFFER_BYTES
+    while size == BUFFER_BYTES:
+        handle.seek(start)
+        chunk = handle.read(BUFFER_BYTES)
+        place, size = chunk.find(magic), len(chunk)
+        if place < 0:
+            start += size - len(magic) + 1
+            continue
+        start, size = start + place, BUFFER_BYTES
+        handle.seek(start)
+        stream = Decompressed(handle, compression, Section(start))
+        with suppress(CheckError):
+            is_begun = (stream.read(BUFFER_BYTES) or b"").startswith(begins)
+            while is_begun and not stream.complete and stream.read(BUFFER_BYTES):
+                pass
+            if is_begun and stream.complete:
+                return start
+        start += 1
+    return None
 
 
 def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[Document | Bad | Skipped | Unchecked]:
@@ -59,7 +115,7 @@ def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document |
     # Imported on demand: each format imports its own library.
     content, is_empty = import_module(f"pipeline.data.read.formats.{file_format}").read, span.covers_file
     try:
-        verified = verification.sections(source.path, compression, _GOES_ON.get(file_format)) if compression and verify else [Section()]
+        verified = sections(source.path, compression, _GOES_ON.get(file_format)) if compression and verify else [Section()]
         for section in verified:
             try:
                 documents = content(replace(span, section=section, verify=verify), options)

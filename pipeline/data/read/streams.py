@@ -67,7 +67,7 @@ class CutError(CheckError):
 
 @dataclass
 class Section:
-    """A range of a compressed file; see pipeline.data.read.verification.
+    """A range of a compressed file; see pipeline.data.read.reader.
 
     Attributes:
         stored: where its first member begins in the file, bytes.

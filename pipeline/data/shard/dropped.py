@@ -18,7 +18,7 @@ import zstandard
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import Comm
-from pipeline.data.dedup.clusters import Clusters, Kind
+from pipeline.data.dedup.clusters import ORIGIN, ClusterKind, Clusters
 from pipeline.data.dedup.distributed import fetch
 from pipeline.data.shard.spilled_documents import Pool
 
@@ -59,7 +59,7 @@ def write_duplicates(comm: Comm, pool: Pool, found: Clusters) -> None:
         with writer(pool.stem(part).with_suffix(BY_DEDUPLICATION)) as add:
             mine = parts == part
             for number, (of, kind) in zip(found.drop[mine].tolist(), found.origin[mine].tolist(), strict=True):
-                (meta, text), reason = pool.record(number), Kind(kind).reason
+                (meta, text), reason = pool.record(number), ClusterKind(kind).reason
                 original = originals[of] if of >= 0 else "a document of dedup.against"
                 add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
 
@@ -75,3 +75,27 @@ def join(path: Path, parts: Iterable[Path]) -> None:
             if part.exists():
                 with open(part, "rb") as content:
                     shutil.copyfileobj(content, handle, 1 << 22)
+
+
+SUFFIX = ".drop"
+_ROW = np.dtype([("number", "<i8"), *ORIGIN.descr])
+
+
+def save(pool: Pool, found: Clusters) -> None:
+    """Save the drops of the parts of this rank; a part without any has no file."""
+    rows = np.empty(len(found.drop), dtype=_ROW)
+    rows["number"], rows["kept"], rows["kind"] = found.drop, found.origin["kept"], found.origin["kind"]
+    bounds = np.searchsorted(found.drop, pool.starts)
+    for part in pool.mine:
+        if bounds[part] < bounds[part + 1]:
+            with atomic_file(pool.stem(part).with_suffix(SUFFIX)) as handle:
+                handle.write(rows[bounds[part] : bounds[part + 1]].tobytes())
+
+
+def load(pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+    """The drops of the parts of this rank: `drop` and `origin` of Clusters."""
+    paths = [pool.stem(part).with_suffix(SUFFIX) for part in pool.mine]
+    rows = np.concatenate([np.empty(0, _ROW), *(np.fromfile(path, dtype=_ROW) for path in paths if path.exists())])
+    origin = np.empty(len(rows), dtype=ORIGIN)
+    origin["kept"], origin["kind"] = rows["kept"], rows["kind"]
+    return rows["number"].copy(), origin

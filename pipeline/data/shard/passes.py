@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
-from pipeline.common.shared_progress import SharedProgress
+from pipeline.common.progress import SharedProgress
 from pipeline.common.unfinished import Unfinished
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner
@@ -24,7 +24,7 @@ from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, drops, limits, report, shards, spill
+from pipeline.data.shard import dropped, limits, shard_report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import Pool, contained
@@ -32,7 +32,7 @@ from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
 
-INTERMEDIATE = (spill.SUFFIX, drops.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
+INTERMEDIATE = (spill.SUFFIX, dropped.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
 """Suffixes of the files of a part, besides its completion record."""
 
 
@@ -153,9 +153,9 @@ class ShardPasses:
             else:
                 deque(documents, maxlen=0)  # this rank sends its documents to the others
         comm.barrier()
-        written = shards.Written.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
+        written = shards.WrittenShard.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
-        excerpts = report.excerpts_of(comm, pool, duplicated)
+        excerpts = shard_report.excerpts_of(comm, pool, duplicated)
         totals = self._publish(written, counts, duplicated, excerpts, plan) if comm.rank == 0 else {}
         comm.barrier()  # the manifest is written: the folder is complete
         for part in pool.mine:
@@ -168,7 +168,7 @@ class ShardPasses:
         return totals
 
     def _publish(
-        self, written: shards.Written, counts: PartCounts, found: Clusters, excerpts: report.Excerpts, plan: list[ShardPlan]
+        self, written: shards.WrittenShard, counts: PartCounts, found: Clusters, excerpts: shard_report.Excerpts, plan: list[ShardPlan]
     ) -> dict[str, Any]:
         """Write report and manifest; return the totals. Only on rank 0."""
         unfinished = self._unfinished
@@ -186,12 +186,12 @@ class ShardPasses:
     def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
         """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""
         groups, sizes = pool.groups_and_sizes(found.drop)
-        table = np.zeros((len(self._order.corpora), len(clusters.Kind), 2), dtype=np.int64)
+        table = np.zeros((len(self._order.corpora), len(clusters.ClusterKind), 2), dtype=np.int64)
         np.add.at(table, (groups // 2, found.origin["kind"]), np.stack([np.ones_like(sizes), sizes], axis=1))
         gathered = self._comm.gather(table)
         if gathered is not None:
             for corpus, of_corpus in zip(self._order.corpora, sum(gathered).tolist(), strict=True):
-                for kind, (documents, size) in zip(clusters.Kind, of_corpus, strict=True):
+                for kind, (documents, size) in zip(clusters.ClusterKind, of_corpus, strict=True):
                     if documents:
                         counts.count_lost(corpus, f"dedup: {kind.reason}", documents, size)
 
@@ -202,11 +202,11 @@ class ShardPasses:
         """
         saved = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
         if saved:
-            drop, origin = drops.load(pool)
+            drop, origin = dropped.load(pool)
             return clusters.from_json(saved["found"], drop, origin), [ShardPlan(**shard) for shard in saved["shards"]]
         duplicated = self._duplicates(pool)
         plan = self._plan(pool, duplicated, counts)
-        drops.save(pool, duplicated)
+        dropped.save(pool, duplicated)
         self._comm.barrier()
         if self._comm.rank == 0:
             self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [asdict(shard) for shard in plan]})
@@ -219,7 +219,7 @@ class ShardPasses:
         if dedup.url:
             documents = pool.documents(url=True)
             duplicated = duplicates.find(comm, documents, replace(dedup, exact=True, near=False))
-            duplicated.origin["kind"] = clusters.Kind.URL
+            duplicated.origin["kind"] = clusters.ClusterKind.URL
         if dedup.exact or dedup.near:
             chosen = ~contained(documents.numbers, duplicated.drop) if dedup.url else None
             known = signatures.load(comm, dedup) if dedup.against else None

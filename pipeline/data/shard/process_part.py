@@ -203,10 +203,7 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
         rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
     hashes = np.zeros((0, len(alive)), dtype=np.uint64)
     if dedup.near:
-        if batch.is_large:
-            signatures = minhash.signature_of_large(batch.texts[0], dedup.shingle, dedup.permutations)
-        else:
-            signatures = minhash.signatures(*minhash.shingles(batch.words, dedup.shingle), dedup.permutations)
+        signatures = minhash.signatures(*minhash.shingles(batch.words, dedup.shingle), dedup.permutations)
         hashes = minhash.all_band_hashes(signatures[alive], dedup.bands, dedup.rows)
         if permutations(dedup):
             rows["minhash"] = signatures[alive]

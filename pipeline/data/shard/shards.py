@@ -19,7 +19,7 @@ from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read.input_files import InputFile
-from pipeline.data.shard import dropped, report, text_shards
+from pipeline.data.shard import dropped, shard_report, text_shards
 from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import SPLITS, ShardPlan
 from pipeline.data.shard.sweep import Found
@@ -31,7 +31,7 @@ OUTPUTS = ("*-?????.tar", f"{signatures.PREFIX}*.safetensors", "report.json", "r
 
 
 @dataclass
-class Written:
+class WrittenShard:
     """What was written, summed over shards.
 
     Attributes:
@@ -47,7 +47,7 @@ class Written:
     repeated: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
-    def gathered(cls, comm: Comm, notes: list[dict[str, Any]]) -> Written:
+    def gathered(cls, comm: Comm, notes: list[dict[str, Any]]) -> WrittenShard:
         """Sum the results of `write` of all ranks on rank 0; the other ranks return the sum of theirs. Collective.
 
         Args:
@@ -68,7 +68,7 @@ class Written:
         everything.files = [files for turn in turns for files in turn if files is not None]
         return everything
 
-    def _add(self, other: Written) -> None:
+    def _add(self, other: WrittenShard) -> None:
         self.files += other.files
         for mine, others in ((self.languages, other.languages), (self.repeated, other.repeated)):
             for name, (documents, size) in others.items():
@@ -131,10 +131,10 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
 def publish(
     folder: Path,
     settings: dict[str, Any],
-    written: Written,
+    written: WrittenShard,
     counts: PartCounts,
     found: Clusters,
-    excerpts: report.Excerpts,
+    excerpts: shard_report.Excerpts,
     inputs: list[InputFile],
 ) -> dict[str, Any]:
     """Write report and manifest after all shards are written; return the totals.
@@ -165,11 +165,11 @@ def publish(
         "languages": dict(sorted(written.languages.items(), key=lambda entry: (-entry[1][1], entry[0]))),
         "lengths": {bit: written.lengths[bit] for bit in sorted(written.lengths, key=int)},
     }
-    made = report.build(counts, found, excerpts, output, settings, inputs)
+    made = shard_report.build(counts, found, excerpts, output, settings, inputs)
     pages = {
-        "report.json": report.as_json(made),
-        "report.html": report.html(made).encode("utf-8", "replace"),
-        "quarantine.jsonl": report.quarantine(counts.bad),
+        "report.json": shard_report.as_json(made),
+        "report.html": shard_report.html(made).encode("utf-8", "replace"),
+        "quarantine.jsonl": shard_report.quarantine(counts.bad),
     }
     for name, content in pages.items():
         if content:

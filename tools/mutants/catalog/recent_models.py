@@ -9,7 +9,7 @@ from tools.mutants.models import GEMMA2, GPT_OSS, LLAMA, MODERNBERT, OLMOE, QWEN
 from tools.mutants.mutation import Edit, Mutant
 
 PARTIAL, LINEAR = "pipeline/layers/partial_attention.py", "pipeline/parallel/context_parallel.py"
-CAUSAL, GOLDFISH = "pipeline/data/load/objectives/causal.py", "pipeline/data/load/objectives/goldfish.py"
+CAUSAL, GOLDFISH = "pipeline/data/load/objectives/causal.py", "pipeline/data/load/objectives/causal.py"
 #: Of all weights, the gradient of the sinks of a tiny model is 1e-3.
 ALL_BUT_SINKS = (
     *("embed.*", "head.*", "norm.*", "blocks.*.attention_norm.*", "blocks.*.mlp_norm.*", "blocks.*.mlp.*"),

@@ -1,4 +1,15 @@
-"""Causal language modeling: predict the next token from all tokens before it."""
+"""Causal language modeling: predict the next token from all tokens before it.
+
+Of the goldfish loss (Hans et al. 2024, https://arxiv.org/abs/2406.10209) some targets have no loss, so that no text can be recited.
+Whether a target is dropped is a hash of the `context` tokens before it in its document: all copies of a text lose the same targets,
+wherever a copy is in a sample, in which run, on which rank. What has fewer tokens before it cannot be hashed:
+
+- at the begin of a document, the first `context` targets are kept, in every copy;
+- at the begin of a sample, up to `context` targets are dropped if their document may have begun before the sample: they may be targets that
+  are dropped elsewhere.
+
+The target after an end-of-document token is the first token of the next document.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +17,43 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from pipeline.data.load import blend
 from pipeline.data.load.document_boundaries import document_ids
-from pipeline.data.load.objectives import goldfish
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.validation_split import ValidationSamples
+
+#: Odd factor of the polynomial over the tokens of a context, modulo 2**64.
+_FACTOR = 0x9E3779B97F4A7C15
+_MODULUS = 1 << 64
+#: Seeds of the numbers that stand for tokens, and of the last hash; the same in all runs.
+_TOKENS, _CONTEXTS = 0, 1
+
+
+def dropped(text: np.ndarray, end_of_document: int, every: int, context: int) -> np.ndarray:
+    """Return which targets have no loss.
+
+    Args:
+        text: (n, length + 1) tokens; the target of a position is the next token.
+        end_of_document: the token that closes a document.
+        every: one of so many targets is dropped on average (k in the paper).
+        context: number of tokens that are hashed (h in the paper).
+
+    Returns:
+        bool (n, length).
+    """
+    inputs = text[:, :-1]
+    rows, length = inputs.shape
+    last_end = np.maximum.accumulate(np.where(inputs == end_of_document, np.arange(length), -1), axis=1)
+    is_known = np.arange(length) - last_end >= context
+    words = random_words(_TOKENS, inputs.ravel(), count=1)[0].reshape(rows, length)
+    sums = np.zeros_like(words)
+    for back in range(min(context, length)):
+        sums[:, back:] += words[:, : length - back] * np.uint64(pow(_FACTOR, back, _MODULUS))
+    hashes = random_words(_CONTEXTS, sums.ravel(), count=1)[0].reshape(rows, length)
+    return np.where(is_known, hashes < np.uint64(_MODULUS // every), last_end < 0)
 
 
 class Causal(TokenShardObjective):
@@ -73,8 +115,44 @@ class Causal(TokenShardObjective):
             padding = (arrays["tokens"] == end) & (arrays["targets"] == end)
             arrays["targets"] = np.where(padding, np.int32(IGNORE), arrays["targets"].astype(np.int32))
         if self._goldfish is not None:
-            without = goldfish.dropped(text, self.samples.end_of_document, *self._goldfish)
+            without = dropped(text, self.samples.end_of_document, *self._goldfish)
             arrays["targets"] = np.where(without, np.int32(IGNORE), arrays["targets"].astype(np.int32))
         if self._document_mask:
             arrays["documents"] = document_ids(arrays["tokens"], self.samples.end_of_document)
         return arrays
+
+
+class Sliding(Causal):
+    """Windows that begin stage.stride tokens after one another; for evaluation.
+
+    Only the last stage.stride tokens of a window are targets, so that each has a context of at least sequence_length - stride tokens; all
+    tokens of the first window are.
+    """
+
+    stride: int
+
+    @classmethod
+    def open_windows(cls, config: SampleConfig, share: tuple[int, int], stride: int) -> Self | None:
+        """Open the validation data as Objective.open_validation does, with windows `stride` tokens apart."""
+        samples = blend.open_validation(config, share, stride=stride)
+        return None if samples is None else cls.with_stride(config, samples, stride)
+
+    @classmethod
+    def open_windows_of_corpora(cls, config: SampleConfig, share: tuple[int, int], stride: int) -> dict[str, Self | None]:
+        """Open each corpus as Objective.open_validation_corpora does, with windows `stride` tokens apart."""
+        corpora = blend.open_validation_corpora(config, share, stride=stride)
+        return {name: None if samples is None else cls.with_stride(config, samples, stride) for name, samples in corpora.items()}
+
+    @classmethod
+    def with_stride(cls, config: SampleConfig, samples: Samples, stride: int) -> Self:
+        """Return the objective over windows `stride` tokens apart."""
+        objective = cls.of(config, samples)
+        objective.stride = stride
+        return objective
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: as Causal, with the targets of a window's last tokens."""
+        arrays = super().arrays(indices)
+        targets = arrays["targets"].astype(np.int32)
+        targets[np.asarray(indices) > 0, : targets.shape[1] - self.stride] = IGNORE
+        return {**arrays, "targets": targets}

@@ -1,7 +1,12 @@
-"""Masked language modeling: predict masked tokens from all others (BERT, Devlin et al. 2019, section 3.1; RoBERTa, Liu et al. 2019)."""
+"""Masked language modeling: predict masked tokens from all others (BERT, Devlin et al. 2019, section 3.1; RoBERTa, Liu et al. 2019).
+
+BERT's segment pairs for next-sentence prediction are taken from samples of a stream of documents. Pseudo-log-likelihoods mask each token
+alone (Salazar et al. 2020, https://arxiv.org/abs/1910.14659).
+"""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -10,12 +15,17 @@ import numpy as np
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
 from pipeline.data.load.document_boundaries import document_ids
-from pipeline.data.load.objectives import sentence_pairs
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
+from pipeline.data.load.validation_split import choose
 from pipeline.models.config import MaskedModelConfig
+
+#: The counter of a sample's own random words; masking uses the position, which is smaller.
+_SAMPLE_COUNTER = 1 << 40
+#: A segment, a second one, and whether the second follows the first in its document.
+SegmentPair = tuple[np.ndarray, np.ndarray, bool]
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class Masked(TokenShardObjective):
         rows, width = text.shape
         tokens = np.full((rows, self._length), self.samples.end_of_document, dtype=text.dtype)
         tokens[:, 0], tokens[:, 1:-1] = self._vocabulary.first, text
-        ends = sentence_pairs.text_ends(text, self.samples.end_of_document) if self._packed else np.full(rows, width)
+        ends = text_ends(text, self.samples.end_of_document) if self._packed else np.full(rows, width)
         tokens[np.arange(rows), ends + 1] = self._vocabulary.between
         if not (self._packed or self._document_mask):
             return {"tokens": tokens}
@@ -116,9 +126,9 @@ class Masked(TokenShardObjective):
     def _pairs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """[CLS] a [SEP] b [SEP], padded if the document is short."""
         vocabulary, end = self._vocabulary, self.samples.end_of_document
-        others = sentence_pairs.other_samples(indices, self._count, self._seed)
+        others = other_samples(indices, self._count, self._seed)
         texts = self.samples.samples(np.concatenate([indices, others]))[:, :-1]
-        pairs = sentence_pairs.segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
+        pairs = segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
         shape = (len(indices), self._length)
         tokens = np.full(shape, end, dtype=texts.dtype)
         segments, documents = np.zeros(shape, dtype=np.int8), np.full(shape, -1, dtype=np.int32)
@@ -167,3 +177,98 @@ def mask(
     drawn = ~stays & (chance < rates.keep + rates.random)
     changed = np.where(chosen & ~stays, np.where(drawn, random, tokens.dtype.type(vocabulary.mask)), tokens)
     return changed, np.where(chosen, tokens.astype(np.int32), np.int32(IGNORE))
+
+
+def other_samples(samples: np.ndarray, epoch: int, seed: int) -> np.ndarray:
+    """For each sample another sample of the same epoch, (n,) int64; `epoch` is the samples per epoch, at least 2."""
+    (word,) = random_words(seed, samples, _SAMPLE_COUNTER, count=1)
+    begin, place = samples - samples % epoch, samples % epoch
+    return begin + (place + 1 + (word % np.uint64(epoch - 1)).astype(np.int64)) % epoch
+
+
+def segment_pairs(texts: np.ndarray, others: np.ndarray, samples: np.ndarray, end_of_document: int, seed: int) -> list[SegmentPair]:
+    """Two segments of each text; in half of the pairs the second segment comes from another text.
+
+    The document of a pair is the one at a random position of the text, so that documents are drawn in proportion to their length. A second
+    segment from another text has the length of the segment that it replaces, or of its document if that is shorter.
+
+    Args:
+        texts: (n, text) tokens.
+        others: (n, text) of other samples.
+        samples: (n,) sample numbers, which seed the choices together with `seed`.
+        end_of_document: id of the token at the end of every document.
+        seed: of the choices.
+    """
+    words = random_words(seed, samples, _SAMPLE_COUNTER + 1, count=5)
+    chances = np.stack(words, axis=1).astype(np.float64) / 2.0**64
+    made: list[SegmentPair] = []
+    for text, other, (where, cut, whether, place, start) in zip(texts, others, chances.tolist(), strict=True):
+        document = _document(text, end_of_document, where)
+        middle = 1 + int(cut * (len(document) - 1))
+        former, latter = document[:middle], document[middle:]
+        follows = whether < 0.5
+        if not follows:
+            foreign = _document(other, end_of_document, place)
+            first = int(start * (max(len(foreign) - len(latter), 0) + 1))
+            latter = foreign[first : first + len(latter)]
+        made.append((former, latter, follows))
+    return made
+
+
+def text_ends(texts: np.ndarray, end_of_document: int) -> np.ndarray:
+    """Tokens of each packed text without its padding, (n,); padding are the end-of-document tokens after the last document's own."""
+    is_text = texts != end_of_document
+    last = texts.shape[1] - is_text[:, ::-1].argmax(axis=1)
+    return np.minimum(np.where(is_text.any(axis=1), last, 0) + 1, texts.shape[1])
+
+
+def _document(text: np.ndarray, end_of_document: int, where: float) -> np.ndarray:
+    """The part of a document at a random position of the text, without its end token; only parts of at least two tokens are considered.
+
+    A text without such a part is returned unchanged.
+    """
+    ends = np.flatnonzero(text == end_of_document)
+    starts, stops = np.append(0, ends + 1), np.append(ends, len(text))
+    lengths = np.where(stops - starts >= 2, stops - starts, 0)
+    total = np.cumsum(lengths)
+    if total[-1] == 0:
+        return text
+    part = int(np.searchsorted(total, int(where * total[-1]), side="right"))
+    return text[starts[part] : stops[part]]
+
+
+class PseudoLikelihood(Masked):
+    """The sequences of Masked, each once for every position, with that position masked; for evaluation.
+
+    Sample i is position i % sequence_length of sequence i // sequence_length. At a special token, it has no target.
+    """
+
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
+        """See Masked."""
+        super().__init__(samples, vocabulary, config)
+        self.samples = copy.copy(samples)
+        self.samples.counts = samples.counts * self._length
+
+    @property
+    def parts(self) -> list[tuple[str, int]]:
+        """See Objective."""
+        return [(name, count * self._length) for name, count in super().parts]
+
+    def validation_sample(self, size: int | None) -> np.ndarray:
+        """See Objective: all positions of the sequences that Masked would read."""
+        sequences = choose([count for _, count in super().parts], None if size is None else size // self._length)
+        return (sequences[:, None] * self._length + np.arange(self._length)).ravel()
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: as Masked, with one target in each row at most."""
+        sequences, positions = np.divmod(np.asarray(indices, dtype=np.int64), self._length)
+        distinct, where = np.unique(sequences, return_inverse=True)
+        arrays = {name: array[where] for name, array in self.unmasked(distinct).items()}
+        rows, targets = np.arange(len(positions)), np.full(arrays["tokens"].shape, IGNORE, dtype=np.int32)
+        original = arrays["tokens"][rows, positions]
+        counted = self._is_ordinary[original]
+        if "documents" in arrays:
+            counted &= arrays["documents"][rows, positions] >= 0
+        targets[rows[counted], positions[counted]] = original[counted]
+        arrays["tokens"][rows[counted], positions[counted]] = self._vocabulary.mask
+        return {**arrays, "targets": targets}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import xxhash
 
+from pipeline.config.data import DECODER_STARTS
 from pipeline.data.load import blend
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples
@@ -182,3 +183,16 @@ class TokenShardObjective(Objective):
 def special_tokens(config: SampleConfig, samples: Dataset) -> SpecialTokens:
     """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
     return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])
+
+
+def decoder_start(named: str | None, special: SpecialTokens) -> int:
+    """The id of the token that a decoder reads first, which is also its padding.
+
+    Args:
+        named: data.decoder_start.
+        special: the special tokens of the tokenizer.
+
+    Raises:
+        UserError: as SpecialTokens.find.
+    """
+    return special.find({"data.decoder_start": (named, DECODER_STARTS)})[0]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.config.data import SpansConfig
-from pipeline.data.load.objectives import encoder_decoder
+from pipeline.data.load.objectives import objective
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
@@ -113,7 +113,7 @@ class SpanCorruption(TokenShardObjective):
             samples,
             sizes,
             np.array(sentinels),
-            encoder_decoder.decoder_start(config.data.decoder_start, special),
+            objective.decoder_start(config.data.decoder_start, special),
             config.training.seed,
             padded,
         )

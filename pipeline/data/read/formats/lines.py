@@ -10,11 +10,19 @@ import orjson
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats import long_strings
-from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, representable, small_fields, text_of, too_large, utf8
+from pipeline.data.read.formats.checks import (
+    BYTE_ORDER_MARK,
+    UnusableError,
+    representable,
+    small_fields,
+    text_of,
+    too_large,
+    utf8,
+)
 from pipeline.data.read.input_files import InputFile, Span
 
 _SKIPPED_BYTES = 1 << 20
+Record = tuple[str, dict[str, Any]]
 
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
@@ -32,9 +40,6 @@ def read_from(handle: IO[bytes], span: Span, options: ReadOptions) -> Iterator[D
     # The line number is known only from the start of the file.
     where = (lambda offset, _: f"byte {offset}") if start else (lambda _, number: f"line {number}")
     yield from documents(span.file, records(handle, start, span.end, options), where)
-
-
-Record = tuple[str, dict[str, Any]]
 
 
 def documents(
@@ -70,18 +75,14 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
                 if not line.endswith(b"\n"):
                     offset += skip_line(handle)
                 raise UnusableError(too_large(options))
-            strings: dict[str, list[bytes]] = {}
             try:
-                record = orjson.loads(line) if len(line) < long_strings.LINE_BYTES else long_strings.loads(line, strings)
+                record = orjson.loads(line)
             except orjson.JSONDecodeError:
                 if line.isspace():
                     continue
                 record = _parsed(line.removeprefix(BYTE_ORDER_MARK) if begin == 0 else line)
             line = b""  # perhaps large
             text = text_of(record, field)
-            if text in strings:
-                text = long_strings.joined(strings[text])
-            strings.clear()
             yield begin, number, (text, small_fields(record.items()))
         except UnusableError as error:
             yield begin, number, str(error)

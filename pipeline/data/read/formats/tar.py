@@ -52,7 +52,7 @@ def documents(span: Span, archive: Any, options: ReadOptions, metadata: dict[str
     try:
         for sample in _samples(archive, options):
             if not isinstance(sample, _Sample):
-                yield from _lines(span, sample, archive.content(), options) if isinstance(sample, tar.Member) else [sample]
+                yield from _lines(span, sample, archive.content(), options) if isinstance(sample, tar.TarMember) else [sample]
             elif metadata and sample.key in metadata:
                 if not sample.is_metadata(options):
                     sample.members.setdefault("json", metadata[sample.key])
@@ -68,7 +68,7 @@ def documents(span: Span, archive: Any, options: ReadOptions, metadata: dict[str
         yield Bad(source.label, f"byte {error.position}", f"is perhaps truncated: {error}")
 
 
-def _samples(archive: Any, options: ReadOptions) -> Iterator[_Sample | tar.Member | Skipped]:
+def _samples(archive: Any, options: ReadOptions) -> Iterator[_Sample | tar.TarMember | Skipped]:
     """Yield the samples, the members with JSON lines, whose content is then to be read, and a Skipped for other members."""
     sample = _Sample("")
     try:
@@ -100,9 +100,9 @@ class _Sample:
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.members: dict[str, tuple[tar.Member, bytes]] = {}
+        self.members: dict[str, tuple[tar.TarMember, bytes]] = {}
 
-    def add(self, suffix: str, member: tar.Member, raw: bytes) -> Iterator[Skipped]:
+    def add(self, suffix: str, member: tar.TarMember, raw: bytes) -> Iterator[Skipped]:
         """Add a member; as in tar, it replaces an earlier one of the same name."""
         if suffix in self.members:
             yield Skipped("archive member that a later one of the same name replaces", self.members[suffix][0].size)
@@ -158,7 +158,7 @@ class _Sample:
         return record
 
 
-def _lines(span: Span, member: tar.Member, handle: IO[bytes], options: ReadOptions) -> Iterator[Document | Bad]:
+def _lines(span: Span, member: tar.TarMember, handle: IO[bytes], options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of a JSON lines member."""
     found = lines.records(handle, 0, None, options)
     yield from lines.documents(span.file, found, lambda _, number: f"member {printable(member.name)}, line {number}", member.offset)

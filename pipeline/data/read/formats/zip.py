@@ -47,11 +47,11 @@ class _Zip:
     def __init__(self, archive: zipfile.ZipFile, members: list[zipfile.ZipInfo]) -> None:
         self._archive, self._members = archive, members
 
-    def __iter__(self) -> Iterator[tar.Member]:
+    def __iter__(self) -> Iterator[tar.TarMember]:
         offset = 0
         for info in self._members:
             with self._archive.open(info) as self._member:
-                yield tar.Member(info.filename, offset, info.file_size)
+                yield tar.TarMember(info.filename, offset, info.file_size)
             offset += info.file_size + 1
 
     def read(self, limit: int) -> bytes:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.preflight.search import search
+from pipeline.preflight.bisection import search
 
 
 class Nodes:
