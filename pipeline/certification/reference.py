@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from pipeline.certification import plain_optimizers
 from pipeline.certification.batches import RandomBatch, permuted, random_batches, split, with_loss_scale
 from pipeline.certification.comparison import Outcome
+from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.certification.plain_qk_clip import PlainQKClip
-from pipeline.certification.plain_rate import plain_rate
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights
 from pipeline.config.optimizer import OPTIMIZERS

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from pipeline.certification.parts import PartReport
-from pipeline.certification.plain_rate import plain_rate
+from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.rotary import Rotary

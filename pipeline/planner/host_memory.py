@@ -13,7 +13,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import device
 from pipeline.parallel.parallelize import partition_model
-from pipeline.planner.parameter_counts import count_model_parameters
+from pipeline.planner.flops import count_model_parameters
 from pipeline.planner.state_memory import ModelState, frozen_bytes, model_state, state_format_of
 
 

@@ -1,4 +1,4 @@
-"""The gradient buckets of a rank from the traced weights, by the rule of training/bucket_rule.py that the engine follows."""
+"""The gradient buckets of a rank from the traced weights, by the rule of training/buckets.py that the engine follows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pipeline.config.layout import Layout
 from pipeline.planner.operations import TracedWeights
 from pipeline.planner.trace import Trace
-from pipeline.training.bucket_rule import bucket_name, padded_elements
+from pipeline.training.buckets import bucket_name, padded_elements
 from pipeline.training.matrix_layout import LocalMatrix
 
 

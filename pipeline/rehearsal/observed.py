@@ -20,8 +20,7 @@ from pipeline.layers.batch import Batch
 from pipeline.parallel import rehearsed_group
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.rehearsed_group import Call
-from pipeline.rehearsal.analysis import Findings, analyze
-from pipeline.rehearsal.axis_names import axis_names
+from pipeline.rehearsal.analysis import Findings, analyze, axis_names
 from pipeline.rehearsal.calls import DeviceCalls, Launches
 from pipeline.rehearsal.compiled_kernels import SeenKernels, launches_told
 from pipeline.rehearsal.memory import BETWEEN, Moments

@@ -17,7 +17,7 @@ from pipeline.common.git_commit import commit
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.rehearsed_group import Call
 from pipeline.planner.plan import JobPlan
-from pipeline.rehearsal.axis_names import axis_names
+from pipeline.rehearsal.analysis import axis_names
 from pipeline.rehearsal.compiled_kernels import GeneratedKernel
 from pipeline.rehearsal.memory import BETWEEN, Moments
 from pipeline.rehearsal.rehearse import Rehearsal

@@ -10,8 +10,7 @@ from pipeline.config import compose
 from pipeline.config.schema import RunConfig
 from pipeline.launch import certified, evaluation_jobs
 from pipeline.planner import host_memory, out_of_memory
-from pipeline.planner.flops import peak_flops
-from pipeline.planner.parameter_counts import count_model_parameters
+from pipeline.planner.flops import count_model_parameters, peak_flops
 from pipeline.training import run as training_run
 
 log = logging.getLogger("pipeline")

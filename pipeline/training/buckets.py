@@ -5,6 +5,7 @@ A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,6 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import sums_over_tensor
-from pipeline.training.bucket_rule import VECTORS, bucket_name, padded_elements
 from pipeline.training.matrix_rule import ADAMW, MatrixRule
 
 
@@ -219,3 +219,35 @@ def replica_of(piece: Piece, mesh: Mesh, bucket: Bucket | None = None) -> tuple[
 def _is_uneven(piece: Piece, ranks: int) -> bool:
     """Whether the tensor ranks' pieces differ in size."""
     return any(s.axis == "tensor" and piece.full_shape[s.dim] % ranks for s in piece.slices)
+
+
+#: Name of the bucket of all vectors.
+VECTORS = "vectors"
+#: Elements to which partitions are aligned, 256 bytes in 16 bits: NCCL and vectorized kernels are slower if they are not at 16 bytes.
+ALIGNMENT = 128
+
+
+def bucket_name(name: str, unit: str, *, matrix: bool, shared: bool, muon: bool = False) -> str:
+    """Return the bucket of a weight, among the weights that the same ranks hold.
+
+    Args:
+        name: of the weight in the full model.
+        unit: the block that holds it, or the embedding, the head or another module of the stage.
+        matrix: whether it has two dimensions or more.
+        shared: whether several pipeline stages hold it.
+        muon: whether Muon updates it: it then has other state than the matrices beside it that AdamW updates.
+    """
+    if shared:
+        return name
+    if not matrix:
+        return VECTORS
+    return f"{unit} muon" if muon else unit
+
+
+def padded_elements(elements: int, ranks: int) -> int:
+    """Return the elements of a bucket with the padding that divides it into one partition per rank.
+
+    Partitions start at multiples of ALIGNMENT elements.
+    """
+    alignment = ALIGNMENT * ranks
+    return math.ceil(elements / alignment) * alignment

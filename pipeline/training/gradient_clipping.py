@@ -1,4 +1,7 @@
-"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063)."""
+"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063).
+
+PyTorch's optimizers apply the rule by `found_inf`, without a wait for the device (weight_update.py).
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from pipeline.common.errors import UserError
 
 CPU_ROW = 4096
 """Elements that a CPU adds in fp32: one sum over 5e6 of them is 1e-4 off, sums of 4096 agree with fp64 to 1e-9."""
@@ -58,3 +63,31 @@ def divisor(norm: Tensor, largest: float, loss_scale: Tensor | None = None) -> T
         return loss_scale
     clipping = ((norm + 1e-6) / largest).clamp(min=1.0)
     return clipping if loss_scale is None else clipping * loss_scale
+
+
+def is_skipped(gradient_norm: Tensor) -> Tensor:
+    """Return 1.0 if a step with this global gradient norm changes nothing, else 0.0; 0-dim, on the device of the norm."""
+    return (~gradient_norm.isfinite()).float()
+
+
+class SkippedSteps:
+    """Counts the steps in a row that were skipped.
+
+    Args:
+        most: training.max_skipped_steps.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._in_a_row = most, 0
+
+    def count(self, *, skipped: bool) -> None:
+        """Count a step.
+
+        Raises:
+            UserError: too many steps in a row were skipped.
+        """
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row >= self._most:
+            rule = f"{self._in_a_row} steps in a row were skipped: their gradients are not finite"
+            fix = "reduce optimizer.lr, or continue from an older checkpoint; metrics.jsonl shows where the loss diverges"
+            raise UserError.of("training.max_skipped_steps", self._most, rule, fix)

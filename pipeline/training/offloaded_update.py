@@ -15,8 +15,8 @@ from torch import Tensor
 from pipeline.config.optimizer import OptimizerConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.training.elementwise_optimizers import Groups
+from pipeline.training.gradient_clipping import is_skipped
 from pipeline.training.loss_scale import LossScale
-from pipeline.training.skipped_steps import is_skipped
 from pipeline.training.weight_update import StepResult, WeightUpdate
 
 

@@ -22,8 +22,8 @@ from pipeline.config import layouts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.training.callback import REQUESTS, Callback, Decision, Step
+from pipeline.training.gradient_clipping import SkippedSteps
 from pipeline.training.request_files import RequestFiles
-from pipeline.training.skipped_steps import SkippedSteps
 
 log = logging.getLogger("pipeline")
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.certification.plain_rate import plain_rate
+from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.config.optimizer import OptimizerConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.training.lr_schedule import DECAY_SHAPES, SCHEDULES, learning_rate

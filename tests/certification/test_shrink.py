@@ -24,7 +24,7 @@ from pipeline.config.rules import check
 from pipeline.config.run_parts import is_frozen
 from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.parallel.parallelize import build_model
-from pipeline.planner.parameter_counts import count_model_parameters
+from pipeline.planner.flops import count_model_parameters
 from tests.world import configured
 
 #: Released sizes of every family, and the smallest models there are.

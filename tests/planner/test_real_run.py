@@ -19,7 +19,7 @@ from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.plan import hidden_bytes, hidden_states
 from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import trace
-from pipeline.rehearsal.axis_names import ZERO
+from pipeline.rehearsal.analysis import ZERO
 from tests.world import configured, trainer
 
 #: (kind, axis, bytes) -> count

@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
+from pipeline.planner.flops import count_model_parameters
 from pipeline.planner.operations import AttentionCall, Collective, Product
-from pipeline.planner.parameter_counts import count_model_parameters
 from pipeline.planner.trace import trace
 from tests.world import causal, configured
 

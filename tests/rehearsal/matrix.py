@@ -180,7 +180,7 @@ def generate(case: str, folder: Path) -> None:
     from pipeline.generation.generator import Stopping
     from pipeline.parallel import mesh as meshes
     from pipeline.parallel import rehearsed_group
-    from pipeline.rehearsal.axis_names import axis_names
+    from pipeline.rehearsal.analysis import axis_names
     from pipeline.rehearsal.calls import DeviceCalls
     from tests.world import configured
 

@@ -10,11 +10,10 @@ from pipeline.common import knobs
 from pipeline.config.layout import Layout
 from pipeline.config.rules.check import check
 from pipeline.parallel.parallelize import init_weights, partition_model
-from pipeline.planner.parameter_counts import count_local_parameters, count_primary_parameters
+from pipeline.planner.flops import count_local_parameters, count_primary_parameters
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import frozen_bytes, rank_state
-from pipeline.training.bucket_rule import ALIGNMENT
-from pipeline.training.buckets import build_buckets
+from pipeline.training.buckets import ALIGNMENT, build_buckets
 from tests.helpers import pipeline
 from tests.world import configured
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.training.bucket_rule import padded_elements
+from pipeline.training.buckets import padded_elements
 from pipeline.training.gradient_reduction import MAX_PENDING
 from pipeline.training.weight_gathering import FlatWeights
 from tests.world import causal, share, tiny, trainer

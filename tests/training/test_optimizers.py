@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipeline.certification import plain_optimizers, ranks_work
-from pipeline.certification.plain_rate import plain_rate
+from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.config.optimizer import OPTIMIZERS

@@ -20,8 +20,7 @@ from pipeline.models.tensor_parallel_roles import SPLITS
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import parallelize
 from pipeline.parallel.pieces import Piece, slice_weight
-from pipeline.training.bucket_rule import padded_elements
-from pipeline.training.buckets import build_buckets, replica_of
+from pipeline.training.buckets import build_buckets, padded_elements, replica_of
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 DTYPES = dict.fromkeys(KINDS, "F32")

@@ -59,7 +59,7 @@ MUTANTS = (
         words=(*LLAMA, "parallel.zero_stage=1", "training.max_skipped_steps=100"),
         edits=(
             Edit(
-                "pipeline/training/skipped_steps.py",
+                "pipeline/training/gradient_clipping.py",
                 "(~gradient_norm.isfinite()).float()",
                 "(~gradient_norm.isfinite() | (gradient_norm > 0.5)).float()",
             ),
