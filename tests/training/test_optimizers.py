@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from pipeline.certification import plain_optimizers, ranks_work
 from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
-from pipeline.config.optimizer import OPTIMIZERS
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.rules import check
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import rank_state
 from pipeline.training.weight_copies import disagreements, on_host, parts_of
 from pipeline.training.weight_update import BUILD
+from tests.helpers import ROOT
 from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
 from tests.training.one_rank import run
@@ -38,6 +40,20 @@ SCHEDULE_FREE = ("optimizer=schedule_free", "optimizer.warmup_steps=2")
 def _gradients(shapes, updates):
     generator = torch.Generator().manual_seed(1)
     return [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(updates)]
+
+
+def test_every_optimizer_has_what_the_recipe_says():
+    recipe = (ROOT / ".github/CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Add an optimizer")[2].partition("\n## ")[0]
+    files = {
+        name for name in re.findall(r"`([\w./]+\.(?:py|yaml))`", recipe.partition("\n\nAn optimizer that needs")[0]) if "NAME" not in name
+    }
+    assert len(files) == 5
+    assert not [name for name in files if not (ROOT / name).is_file()], "with conf/optimizer/NAME.yaml they are six"
+    for name, kind in OPTIMIZERS.items():
+        assert (ROOT / f"conf/optimizer/{name}.yaml").is_file()
+        assert {"eps", *kind.keys} <= {"eps", *(field.name for field in dataclasses.fields(OptimizerConfig))}
+        assert name in plain_optimizers.PLAIN
+        assert BUILD[name].__doc__
 
 
 @pytest.mark.parametrize(
