@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import nsmallest
-from itertools import chain, compress
+from itertools import compress
 from typing import Any, NamedTuple
 
 import xxhash
@@ -40,9 +40,6 @@ class Change(NamedTuple):
     before: str
     after: str | None
 
-
-Shown = str | Iterable[str]
-"""What examples show of a text, whole or in pieces."""
 
 Dropped = Callable[[Document, str, str, str, str], None]
 """Receives a dropped document: (document, step, reason, its text before that step, its language)."""
@@ -92,13 +89,12 @@ class StepCounts:
         for reason, examples in other.examples.items():
             self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
 
-    def add_examples(self, changes: Iterable[Change], shown_as: Callable[[Sequence[str]], Sequence[Shown]]) -> None:
+    def add_examples(self, changes: Iterable[Change], shown_as: Callable[[Sequence[str]], Sequence[str]]) -> None:
         """Keep the documents whose hashes are among the lowest as examples.
 
         Args:
             changes: what the step does to the documents of a batch.
-            shown_as: what examples show of texts, whole or in pieces. It takes long, so that it is called once, with the texts that may
-                be shown.
+            shown_as: what examples show of texts. It takes long, so that it is called once, with the texts that may be shown.
         """
         ranked = [(xxhash.xxh3_64_intdigest(change.identity.encode("utf-8", "surrogatepass")), change) for change in changes]
         limits: dict[str, int] = {}  # reason -> a hash above which no document can become an example
@@ -135,7 +131,7 @@ class Cleaner:
         self._tag, self._identify = config.mode == "tag", not _IDENTIFYING.isdisjoint(config.steps)
         self.notes: dict[str, dict[str, int]] = {name: step.notes for name, step in self._steps if hasattr(step, "notes")}
         kinds = config.personal.kinds if "personal" in config.steps else []
-        self._shown_as = partial(pii_masking.shown, kinds=kinds)
+        self._shown_as = partial(pii_masking.mask, kinds=kinds)
 
     def clean(self, batch: DocumentBatch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> DocumentBatch:
         """Apply all steps to a batch; their counts are added to `counts` (step -> counts), and dropped documents are given to `dropped`."""
@@ -171,35 +167,12 @@ class Cleaner:
         return batch
 
 
-def _excerpts(before: Shown, after: Shown | None) -> tuple[str, str | None]:
+def _excerpts(before: str, after: str | None) -> tuple[str, str | None]:
     """What is shown of a text before and after a change, around the first difference; the beginning of a dropped text."""
     if after is None:
-        return _start(before, _EXCERPT), None
-    if isinstance(before, str) and isinstance(after, str):
-        start = max(0, _first_difference(before, after) - _EXCERPT // 4)
-        return before[start : start + _EXCERPT], after[start : start + _EXCERPT]
-    pieces = [iter([text] if isinstance(text, str) else text) for text in (before, after)]
-    texts, shown = ["", ""], _EXCERPT // 4
-    while True:
-        following = [next(iterator, None) for iterator in pieces]
-        texts = [text + (piece or "") for text, piece in zip(texts, following, strict=True)]
-        difference = _first_difference(*texts)
-        start = max(0, difference - shown)
-        if difference < min(map(len, texts)) or following == [None, None]:
-            break
-        texts = [text[start:] for text in texts]
-    first, second = (_start(chain([text[start:]], iterator), _EXCERPT) for text, iterator in zip(texts, pieces, strict=True))
-    return first, second
-
-
-def _start(text: Shown, characters: int) -> str:
-    """The first characters of a text."""
-    start = ""
-    for piece in [text] if isinstance(text, str) else text:
-        start += piece[:characters]
-        if len(start) >= characters:
-            break
-    return start[:characters]
+        return before[:_EXCERPT], None
+    start = max(0, _first_difference(before, after) - _EXCERPT // 4)
+    return before[start : start + _EXCERPT], after[start : start + _EXCERPT]
 
 
 def _first_difference(first: str, second: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,74 +69,28 @@ def personal(knobs: PersonalStep) -> Step:
             return
         masks = batch.mark(*(_SEARCHES[kind].possible for kind in kinds))
         for index in alive_indices(batch, np.logical_or.reduce(masks)):
-            found, text = set[str](), ""
-            for start, piece in _masked(
-                batch.texts[index], [k for k, possible in zip(kinds, masks, strict=True) if possible[index]], found
-            ):
-                if found and not text:
-                    text = batch.texts[index][:start]
-                    text += piece
-                elif found:
-                    text += piece  # in place
+            found, text = [], batch.texts[index]
+            for kind, possible in zip(kinds, masks, strict=True):
+                if possible[index] and (spans := _SEARCHES[kind].find(text)):
+                    found.append(_SEARCHES[kind].name)
+                    text = _replaced(text, spans, kind)
             if found:
-                yield Verdict(index, "masked " + ", ".join(_SEARCHES[kind].name for kind in kinds if kind in found), text)
+                yield Verdict(index, f"masked {', '.join(found)}", text)
 
     return step
 
 
-def shown(texts: Sequence[str], kinds: Sequence[str]) -> list[str | Iterator[str]]:
-    """Texts with all personal data of these kinds replaced; large ones in pieces, which are computed when they are read."""
-    masked: list[str | Iterator[str]] = list(texts)
-    if not (masked and kinds):
-        return masked
-    small = [index for index, text in enumerate(texts) if not slices.is_large(text)]
-    for index, text in zip(small, mask([texts[index] for index in small], kinds), strict=True):
-        masked[index] = text
-    for index in set(range(len(texts))) - set(small):
-        masked[index] = (piece for _, piece in _masked(texts[index], [kind for kind in _SEARCHES if kind in kinds], set()))
-    return masked
-
-
 def mask(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
-    """Return texts with all personal data of these kinds replaced."""
+    """Return texts with all personal data of these kinds replaced. Words of a large text are not computed for it."""
     masked = list(texts)
     if not (masked and kinds):
         return masked
-    words = Words(masked)
+    large = {index for index, text in enumerate(texts) if slices.is_large(text)}
+    words = Words(["" if index in large else text for index, text in enumerate(texts)])
     for kind, (_, possible, find) in _SEARCHES.items():
-        for index in np.flatnonzero(possible(words)) if kind in kinds else ():
+        for index in large.union(np.flatnonzero(possible(words))) if kind in kinds else ():
             masked[index] = _replaced(masked[index], find(masked[index]), kind)
     return masked
-
-
-_CONTEXT = 512
-"""Characters around a slice that decide what is personal data in it; no search looks further."""
-
-
-def _masked(text: str, kinds: Sequence[str], found: set[str]) -> Iterator[tuple[int, str]]:
-    """Yield where the pieces of a text begin, and the pieces with all personal data replaced.
-
-    No match has a newline, so that a large text is cut there.
-
-    Args:
-        kinds: those that are searched for, in the order of _SEARCHES.
-        found: receives the kinds that are found.
-    """
-    for start, end in slices.of_lines(text) if slices.is_large(text) else [(0, len(text))]:
-        first = text.rfind("\n", 0, max(0, start - _CONTEXT)) + 1 if start else 0
-        last = text.find("\n", end + _CONTEXT) if end < len(text) else -1
-        parts = [text[first:start], text[start:end], text[end : len(text) if last < 0 else last]]
-        for kind in kinds:
-            low, high = len(parts[0]), len(parts[0]) + len(parts[1])
-            spans = _SEARCHES[kind].find("".join(parts) if parts[0] or parts[2] else parts[1])
-            bounds, before = (0, low, high), parts
-            parts = [
-                _replaced(part, [(s - base, e - base) for s, e in spans if base <= s < base + len(part)], kind)
-                for base, part in zip(bounds, before, strict=True)
-            ]
-            if any(low <= s < high for s, _ in spans):
-                found.add(kind)
-        yield start, parts[1]
 
 
 def _replaced(text: str, spans: Spans, kind: str) -> str:
