@@ -1,4 +1,4 @@
-"""The trial of a mutant: its effect, then whether certify or a check of the training itself finds it."""
+"""The trial of a mutant: its effect, whether certify or a check of the training itself finds it, and the table of the results."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,9 @@ from tools.mutants.mutation import Mutant, copy_tree
 
 #: Verdicts: certify found it; the training stopped by itself; nobody found it; it changes nothing; the tool could not judge it.
 KILLED, STOPPED, SURVIVED, INEFFECTIVE, FAILED = "killed", "stopped", "survived", "no effect", "failed"
+#: Share of the mutants that must be found.
+REQUIRED = 0.95
+HEADER = f"{'bug':>3} {'mutant':<34}{'effect':<22}{'verdict':<10}{'seconds':>7}  found by"
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ class Trials:
         own = self._folder / "mutant"
         shutil.rmtree(own, ignore_errors=True)
         own.mkdir()
-        tree = copy_tree(own / "tree", mutant.edits)
-        job = Job(mutant.ranks, mutant.words, mutant.resumed, self._files)
+        tree = copy_tree(own / "tree", mutant)
+        resumed = None if mutant.resumed is None else tuple(mutant.resumed.split())
+        job = Job(mutant.ranks, tuple(mutant.words.split()), resumed, self._files)
 
         def result(verdict: str, found_by: str, differences: dict[str, float], seconds: float = 0.0) -> Result:
             return Result(mutant.name, mutant.bug, verdict, differences, found_by, seconds, time.monotonic() - started, mutant.digest)
@@ -120,3 +125,30 @@ def from_json(values: dict[str, object]) -> Result:
     """Return a row that was written as JSON."""
     names = {field.name for field in dataclasses.fields(Result)}
     return Result(**{name: value for name, value in values.items() if name in names})  # type: ignore[arg-type]
+
+
+def line(row: Result) -> str:
+    """A row of the table."""
+    changed = effect.largest(row.effect) if row.effect else ""
+    return f"{row.bug:>3} {row.name:<34}{changed:<22}{row.verdict:<10}{row.seconds:>7.1f}  {row.found_by:.110}"
+
+
+def summary(rows: Sequence[Result], seconds: float) -> str:
+    """The last lines: how many were found, and the names of the others."""
+    counts = Counter(row.verdict for row in rows)
+    effective = sum(counts[verdict] for verdict in (KILLED, STOPPED, SURVIVED))
+    found = counts[KILLED] + counts[STOPPED]
+    lines = [
+        f"{found} of {effective} mutants found ({found / max(1, effective):.0%}): {counts[KILLED]} by a certificate or a run-time check, "
+        f"{counts[STOPPED]} stopped their training; {seconds:.0f} s"
+    ]
+    for verdict in (SURVIVED, INEFFECTIVE, FAILED):
+        if names := [row.name for row in rows if row.verdict == verdict]:
+            lines.append(f"{verdict}: {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def is_failure(rows: Sequence[Result]) -> bool:
+    """Whether a mutant has no effect or no verdict, or too many survive."""
+    counts = Counter(row.verdict for row in rows)
+    return bool(counts[INEFFECTIVE] or counts[FAILED]) or counts[SURVIVED] > (1 - REQUIRED) * len(rows)
