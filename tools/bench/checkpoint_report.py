@@ -7,7 +7,7 @@ from importlib.metadata import version
 from statistics import median
 from typing import Any
 
-from tools.bench.report import verdict
+from tools.bench.harness import verdict
 
 #: Implementations of saves; those that save beside training are compared.
 SAVES = ("ours", "dcp-thread", "dcp-process")

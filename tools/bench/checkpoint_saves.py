@@ -30,7 +30,8 @@ from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import CheckpointConfig
 from pipeline.training import choose_saver
-from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, resident, state_of
+from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, state_of
+from tools.bench.harness import resident
 
 
 class Job:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tools.bench import data_sections
 from tools.bench.data_processes import Setting
 from tools.bench.data_sections import Result, Section
-from tools.bench.report import verdict
+from tools.bench.harness import verdict
 
 
 def format_number(value: float) -> str:

@@ -15,8 +15,8 @@ from pipeline.certification.reference import train_plain
 from pipeline.certification.tolerances import compare_fp32, compare_low, largest_drift
 from pipeline.config.schema import RunConfig
 from tools.audit.family_cases import MODELS
-from tools.gpu.jobs import configured, one_rank
 from tools.gpu.rows import Row, Setup, guarded
+from tools.jobs import configured, one_rank
 
 SECTION = "models"
 QUICK_FAMILIES = ("llama", "mixtral", "t5")

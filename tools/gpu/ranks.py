@@ -19,9 +19,9 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from tools.audit.family_cases import MODELS
 from tools.gpu import models, rank_work, speed, step
-from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup, guarded
 from tools.gpu.stopped_rank import stopped_rank
+from tools.jobs import configured
 
 SECTION = "ranks"
 #: Name of a layout -> family, and settings of parallel. The ranks that are not named are data ranks.

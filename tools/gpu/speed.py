@@ -29,8 +29,8 @@ from pipeline.planner.plan import JobPlan, plan
 from pipeline.training import profiling
 from pipeline.training.trainer import Trainer
 from tools.bench.tensor_memory import TensorMemory
-from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup
+from tools.jobs import configured
 
 SECTION = "speed"
 #: Peak of the tensors over the planned one: the planner's is within some percent, and libraries have workspaces.

@@ -20,8 +20,8 @@ from pipeline.parallel import mesh as meshes
 from pipeline.training.watchdog import Watchdog
 from tools.audit.family_cases import MODELS
 from tools.gpu import models
-from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup
+from tools.jobs import configured
 
 #: Minutes without progress after which the watchdog ends the run.
 MINUTES = 0.25
