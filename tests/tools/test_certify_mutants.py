@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT, python
-from tools.mutants import configurations, effect, jobs, mutation, trial
+from tools.mutants import configurations, effect, mutation, trial
 from tools.mutants.catalog import MUTANTS
 from tools.mutants.mutation import Edit, EditError, Mutant
 from tools.mutants.trial import FAILED, INEFFECTIVE, KILLED, STOPPED, SURVIVED, Result, telling
@@ -60,7 +60,7 @@ def test_letters_stand_for_any_expression_and_dots_for_further_arguments(tmp_pat
 
 
 def test_a_setting_of_the_mutant_replaces_a_common_one() -> None:
-    job = jobs.Job(1, ("training.global_batch_size=32", "model=gpt-tiny"), None, {"tokens": Path("a"), "tokenizer": Path("b")})
+    job = trial.Job(1, ("training.global_batch_size=32", "model=gpt-tiny"), None, {"tokens": Path("a"), "tokenizer": Path("b")})
     words = job.overrides("optimizer.lr=0.5")
     assert words[:2] == ["precision=fp32", "model=gpt-tiny"]
     assert [word for word in words if word.startswith(("training.global_batch_size", "optimizer.lr", "data.tokens"))] == [

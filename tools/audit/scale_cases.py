@@ -37,7 +37,6 @@ class Case:
         ]
 
     def compose(self) -> Any:
-        """Return the checked configuration."""
         from tools.jobs import configured
 
         return configured(*self.overrides(), ranks=self.ranks)

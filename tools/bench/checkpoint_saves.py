@@ -184,7 +184,6 @@ def request_of(job: Job) -> SaveRequest:
 
 
 def main() -> None:
-    """Measure and print the results."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}

@@ -98,7 +98,6 @@ def plain_model(config: Any) -> Any:
 
 
 def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
-    """The Trainer of stage=pretrain."""
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
@@ -211,7 +210,6 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
 
 
 def main() -> None:
-    """Start the ranks and print the result."""
     options = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure, (options, folder), nprocs=options["ranks"])

@@ -366,7 +366,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def main(options: type[Options], run: Callable[[Any], dict[str, Any]]) -> int:
-    """Measure the implementation that the first argument describes as JSON, print JSON, and return the exit code."""
     set_up_logging(rank=1, world_size=1)  # warnings only
     try:
         print(json.dumps(run(options(**json.loads(sys.argv[1])))))

@@ -195,7 +195,7 @@ class Job:
         self.listener, self.fault, self.output = listener, fault, output
         self.writers: list[int] = []
         self.first_step = False
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "none"}
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
         job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | {"CHAOS_SOCKET": listener.name}
         job |= {"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         job |= {} if fault is None else {"CHAOS_FAULT": fault.environment()}
@@ -287,7 +287,7 @@ def _signal(pid: int, number: int) -> bool:
     return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free, below those that the kernel chooses from."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)

@@ -27,7 +27,6 @@ GPU_FLOOR = 1e-4
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     with one_rank():
         for family in QUICK_FAMILIES if setup.quick else MODELS:
             for dtype in ("fp32", "bf16"):

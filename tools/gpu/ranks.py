@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.conditioning import in_precision
 from pipeline.certification.distributed import RanksFailedError, run_ranks
-from pipeline.certification.ranks_work import RankResult, Work, continue_elsewhere
+from pipeline.certification.layout_training import begin, train_in_layout
+from pipeline.certification.ranks_work import RankResult, Work, continue_elsewhere, train_all
 from pipeline.certification.reference import train_plain
 from pipeline.certification.state import other_layout
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.training import determinism
 from tools.audit.family_cases import MODELS
-from tools.gpu import models, rank_work, speed, step
+from tools.gpu import models, speed, step
 from tools.gpu.rows import Row, Setup, guarded
 from tools.gpu.stopped_rank import stopped_rank
 from tools.jobs import configured
@@ -50,7 +54,6 @@ PATIENCE = 600.0
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     count = min(setup.ranks, torch.cuda.device_count()) if setup.cuda else setup.ranks
     if count < 2:
         yield Row.skipped(SECTION, "all", "one GPU" if setup.cuda else "one rank")
@@ -73,11 +76,11 @@ def trained(setup: Setup, count: int, configs: dict[str, RunConfig]) -> Iterator
         while left:
             error = None
             try:
-                run_ranks(count, rank_work.train_each, list(left.items()), folder, seconds=PATIENCE, gpus=setup.cuda)
+                run_ranks(count, train_each, list(left.items()), folder, seconds=PATIENCE, gpus=setup.cuda)
             except RanksFailedError as failed:
                 error = failed
             for name in list(left):
-                file = rank_work.file_of(folder, name)
+                file = file_of(folder, name)
                 if file.exists():
                     yield name, torch.load(file, weights_only=False)
                 else:
@@ -155,10 +158,36 @@ def saved(setup: Setup, count: int, name: str) -> Row:
         other, size = dataclasses.replace(other, parallel=dataclasses.replace(other.parallel, tensor=1, zero_stage=0)), 1
     with tempfile.TemporaryDirectory() as folder:
         work = Work({"bf16": config}, folder, copies=False, saved="bf16")
-        run_ranks(count, rank_work.train_deterministically, work, seconds=PATIENCE, gpus=setup.cuda)
+        run_ranks(count, train_deterministically, work, seconds=PATIENCE, gpus=setup.cuda)
         run_ranks(size, continue_elsewhere, other, folder, seconds=PATIENCE, gpus=setup.cuda)
         result: RankResult = torch.load(f"{folder}/bf16", weights_only=False)
         report, _ = torch.load(f"{folder}/elsewhere", weights_only=False)
     failures = [line for part in (*result.reports, report) for line in part.failures]
     remark = "; ".join(failures) or f"by {count} ranks, loaded by {size}: all bits of weights and moments"
     return Row.bounded(SECTION, name, len(failures), 0, remark)
+
+
+def file_of(folder: str, name: str) -> Path:
+    """Return the file with the result of a job."""
+    return Path(folder, name.replace(" ", "-").replace(",", ""))
+
+
+def train_each(configs: Sequence[tuple[str, RunConfig]], folder: str) -> None:
+    """Train every configuration; rank 0 writes what each computed."""
+    for name, config in configs:
+        _write(folder, name, train_in_layout(config, begin(config)))
+
+
+def train_deterministically(work: Work) -> None:
+    """Train, save and continue, with equal bits on a GPU too."""
+    if torch.cuda.is_available():
+        determinism.enable()
+    train_all(work)
+
+
+def _write(folder: str, name: str, result: object) -> None:
+    """Write a result on rank 0; another rank may go on before."""
+    if dist.get_rank() == 0:
+        file = file_of(folder, name)
+        torch.save(result, file.with_suffix(".partial"))
+        file.with_suffix(".partial").rename(file)

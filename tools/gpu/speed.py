@@ -72,7 +72,6 @@ class Measured:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     if not setup.cuda:
         yield Row.skipped(SECTION, "models", "a tiny model on the CPU stands in for Llama 1B and layers of 8B: its speed says nothing")
     fp8 = ("precision=fp8", "precision.fp8_exclude_layers=0")

@@ -45,7 +45,6 @@ WARM = 2
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     with one_rank():
         yield from compiled(setup)
         for zero in (0, 3) if setup.quick else (0, 1, 2, 3):

@@ -6,7 +6,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +18,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes
 from pipeline.training.watchdog import Watchdog
 from tools.audit.family_cases import MODELS
+from tools.faults.job import free_port
 from tools.gpu import models
 from tools.gpu.rows import Row, Setup
 from tools.jobs import configured
@@ -39,7 +39,7 @@ def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
     config = configured(*MODELS["llama"].overrides, *words, ranks=count)
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn" if setup.cuda else "forkserver")
-        job = count, f"tcp://127.0.0.1:{_free_port()}", config, folder
+        job = count, f"tcp://127.0.0.1:{free_port()}", config, folder
         processes = [context.Process(target=be_rank, args=(rank, *job)) for rank in range(count)]
         try:
             for process in processes:
@@ -80,9 +80,3 @@ def be_rank(rank: int, count: int, store: str, config: RunConfig, folder: str) -
             float(loss)  # on a GPU the host would be ahead
             if step + 1 == LAST and rank == count - 1:
                 os.kill(os.getpid(), STOP)
-
-
-def _free_port() -> int:
-    """A port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

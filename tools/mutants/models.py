@@ -17,8 +17,6 @@ DEEPSEEK = (
 )
 #: Its caps bound scores and logits of a tiny model, too.
 GEMMA2 = f"model=gemma2-tiny {GATED} model.head_width=8 model.window=8 model.query_pre_attn_scalar=8 model.attn_logit_softcapping=1.0"
-#: Its scores are divided by another root than that of the width of a head, as in the model of 27 billion parameters.
-GEMMA3 = f"model=gemma3-tiny {GATED} model.head_width=8 model.window=8 model.query_pre_attn_scalar=16"
 QWEN3_NEXT = (
     f"model=qwen3-next-tiny {GATED} model.head_width=8 model.experts=4 model.top_k=2 model.full_attention_interval=2"
     " model.linear_key_heads=2 model.linear_value_heads=4 model.linear_key_dim=8 model.linear_value_dim=8"

@@ -50,7 +50,7 @@ class Mutant:
         name: of the mutant.
         bug: number of the public report that it repeats (tools/mutants/README.md).
         what: what is wrong, one line.
-        words: overrides of the job, added to those of jobs.COMMON, separated by spaces.
+        words: overrides of the job, added to those of trial.COMMON, separated by spaces.
         edits: the mutation.
         ranks: of the job.
         resumed: overrides of the second half of the job if it is interrupted after half of its steps; None for an uninterrupted job.

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
-import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+
+from tools.faults.job import free_port
 
 #: Libraries that the stages import, and that take seconds.
 LIBRARIES = ("torch", "torch.distributed.pipelining", "hydra._internal.hydra", "omegaconf", "tokenizers", "deepspeed")
@@ -26,7 +26,6 @@ GRACE = 5.0
 
 
 def preload() -> None:
-    """Import the libraries."""
     os.environ.update(VARIABLES)
     for name in LIBRARIES:
         import_module(name)
@@ -48,7 +47,7 @@ def run(tree: Path, arguments: Sequence[str], ranks: int, output: Path, seconds:
     """
     job: dict[str, str] = {}
     if ranks > 1:
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "none"}
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
         job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     places = [job | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}) for rank in range(ranks)]
     return _wait([_fork(lambda: _be_command(list(arguments)), tree, place, output) for place in places], seconds)
@@ -134,11 +133,3 @@ def _wait(pids: list[int], seconds: float) -> int:
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    """A port that is free, below those that the kernel chooses from."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port

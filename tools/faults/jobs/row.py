@@ -9,10 +9,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.faults.jobs import cluster, verdict
+from tools.faults.jobs import cluster
 from tools.faults.jobs.cases import FEWER, ONE_NODE, OTHER, SAME, SPARE, SUBMISSION, Case, Layout
 from tools.faults.jobs.scene import Scene
-from tools.faults.runs import last_line
+from tools.faults.runs import compare, last_line
 
 #: Seconds after which a run that is not complete is a defect.
 PATIENCE = 240.0
@@ -154,7 +154,7 @@ def _judge(scene: Scene, row: Row, reference: Scene) -> None:
             row.problems.append(f"continued from step {row.resumed}, but that of step {scene.complete} was complete")
     if not row.problems:
         same = row.case.after in (SAME, SPARE) or (bool(scene.kind.ends) and not row.again)
-        row.problems += verdict.compare(scene.run_dir, reference.run_dir, same_layout=same)
+        row.problems += compare(scene.run_dir, reference.run_dir, same_layout=same)
     for job in scene.dependents:
         found, expected = cluster.facts(job), "COMPLETED" if job == scene.dependents[-1] else "CANCELLED"
         if not row.problems and found["JobState"] != expected:

@@ -91,7 +91,6 @@ class Scene:
 
     @property
     def case(self) -> Case:
-        """The fault."""
         assert self._case is not None
         return self._case
 
@@ -188,7 +187,6 @@ class Scene:
         return found
 
     def clean(self) -> None:
-        """Cancel what is queued."""
         for job in (self.first_job, self.job, *self.dependents):
             cluster.command("scancel", "--quiet", str(job), check=False)
         self.wait(lambda: not any(cluster.is_alive(cluster.facts(job)) for job in (self.job, *self.dependents)), 30)

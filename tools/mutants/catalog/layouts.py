@@ -230,13 +230,6 @@ NORM = (
         f"{LLAMA} optimizer.gradient_clipping=4{ZERO_1}",
         (Edit("gradient_clipping.divisor", "N.clamp(min=1.0)", "N"),),
     ),
-    Mutant(
-        "sharded_vectors_on_first_rank",
-        25,
-        "sharded vectors count in the norm on the first tensor rank only",
-        GPT + TENSOR,
-        (Edit("is_primary_copy", "P.is_sliced_along(A) or C", "(P.is_sliced_along(A) and len(P.full_shape) > 1) or C"),),
-    ),
 )
 
 MUTANTS = (*PARALLEL, *EXPERTS, *NORM)

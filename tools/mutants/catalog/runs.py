@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mutants.models import BERT, DEEPSEEK, GEMMA3, LLAMA
+from tools.mutants.models import BERT, DEEPSEEK, LLAMA
 from tools.mutants.mutation import Edit, Mutant
 
 DATA, ZERO_1, ZERO_2 = (f" parallel.zero_stage={stage}" for stage in range(3))
@@ -51,18 +51,11 @@ PRECISION = (
         ),
     ),
     Mutant(
-        "offset_of_norm_added_in_bf16",
-        37,
-        "Gemma's norms add one to their weight in bf16, which loses the low bits of the weight",
-        f"{GEMMA3} precision=bf16{ZERO_1}",
-        (Edit("OffsetRMSNorm.forward", "1.0 + self.weight.to(W)", "(1.0 + self.weight).to(W)"),),
-    ),
-    Mutant(
-        "average_counts_skipped_steps",
+        "large_gradients_skipped",
         38,
-        "a step that fp16 skips moves the average of the weights, too",
-        f"{LLAMA} precision=fp16 precision.initial_loss_scale=4194304 precision.loss_scale_window=1 training.ema=0.9{ZERO_1}",
-        (Edit("WeightAverage.update", "self._step * (1 - S)", "self._step"),),
+        "steps with a gradient norm above 0.5 change nothing",
+        f"{LLAMA} training.max_skipped_steps=100{ZERO_1}",
+        (Edit("is_skipped", "~N.isfinite()", "~N.isfinite() | (N > 0.5)"),),
     ),
     Mutant(
         "reduced_before_last_gradient",
@@ -168,15 +161,6 @@ STATE = (
             ),
         ),
         resumed="parallel.tensor=2",
-    ),
-    Mutant(
-        "replicas_not_loaded",
-        50,
-        "only the first of several copies of a weight is loaded",
-        LLAMA + DATA,
-        (Edit("load_any_layout.load", "[Run.of(F) for F in L]", "[Run.of(F) for F in L if F.replica == 0]"),),
-        resumed="",
-        exact=True,
     ),
     Mutant(
         "router_biases_restart",
