@@ -1,11 +1,10 @@
-"""The runs of tools/chaos_checkpoint: what they train, one without faults, and what differs between two."""
+"""What differs between a run that had a fault and one that had none."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +12,9 @@ import torch
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
-from tools.faults.job import Job, Listener, Start, Traced
 
-#: A tiny model whose step takes milliseconds; fp32 on a CPU is deterministic.
-SETTINGS = (
-    *("stage=pretrain", "model=llama-tiny", "model.layers=2", "model.hidden=16", "model.heads=2", "model.kv_heads=2"),
-    *("model.ffn_hidden=24", "model.vocab_size=320", "training.sequence_length=16", "training.global_batch_size=4"),
-    *("training.micro_batch_size=2", "training.validate_every=0", "optimizer.warmup_steps=2", "optimizer.lr=0.01"),
-    *("precision=fp32", "tracking=disabled", "training.validation_batches=1"),
-)
 #: Keys of a line of metrics.jsonl that do not depend on the time.
 EXACT = ("step", "samples", "loss", "grad_norm", "lr", "skipped")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks and further settings of a run."""
-
-    name: str
-    ranks: int
-    settings: tuple[str, ...]
-
-
-LAYOUTS = (
-    Layout("1 rank, ZeRO 0", 1, ("parallel.zero_stage=0",)),
-    Layout("2 ranks, ZeRO 2", 2, ("parallel.zero_stage=2",)),
-    Layout("1 rank, ZeRO 1", 1, ("parallel.zero_stage=1", "checkpoint.async_save=off")),
-    Layout("2 ranks, tensor 2, ZeRO 0", 2, ("parallel.tensor=2", "parallel.zero_stage=0")),
-)
-
-
-def saves_every(every: int, keep: int) -> tuple[str, ...]:
-    """Settings of a run that saves after so many steps and keeps so many checkpoints."""
-    return f"checkpoint.every={every}", f"checkpoint.keep={keep}", "checkpoint.every_minutes=0"
-
-
-class Undisturbed:
-    """A run of a layout without faults, with all checkpoints, beside which others are put.
-
-    Attributes:
-        run_dir: its run directory.
-        steps: training.steps.
-    """
-
-    def __init__(self, start: Start, layout: Layout, steps: int, data: Path, folder: Path, listener: Listener, traced: Traced) -> None:
-        self.run_dir, self.steps = folder / "undisturbed", steps
-        arguments = [
-            *SETTINGS,
-            f"training.steps={steps}",
-            *layout.settings,
-            f"data.tokens={data}",
-            f"run_dir={self.run_dir}",
-            *saves_every(1, 1_000_000),
-        ]
-        job = Job(start, arguments, layout.ranks, listener, None, folder / "undisturbed.log")
-        while None in job.codes() or not listener.messages.empty():
-            job.next(traced, 0.1)
-        while job.living_writers():
-            job.next(traced, 0.05)
-        if any(job.codes()):
-            raise RuntimeError(f"the undisturbed run failed:\n{job.output.read_text()}")
 
 
 def difference(checkpoint: Path, run_dir: Path) -> str:
@@ -122,11 +64,6 @@ def last_line(run_dir: Path) -> int:
         return max((json.loads(line).get("step", 0) for line in lines[-2:]), default=0)
     except (OSError, ValueError):
         return 0
-
-
-def newest_step(run_dir: Path) -> int:
-    """The step of the newest folder with an index; 0 without one."""
-    return max(steps_with_index(run_dir), default=0)
 
 
 def steps_with_index(run_dir: Path) -> list[int]:

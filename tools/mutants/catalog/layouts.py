@@ -130,7 +130,7 @@ PARALLEL = (
         33,
         "the last stage begins one block too early",
         f"{LLAMA} model.layers=4 parallel.pipeline=3{DATA}",
-        (Edit("Layout.layers", "min(S - 1, R)", "min(S - 1, R) - (S == self.stage_count - 1)"),),
+        (Edit("Layout.layers", "sum(self.blocks[:S])", "sum(self.blocks[:S]) - (S == self.stage_count - 1)"),),
         ranks=3,
         exact=True,
     ),
