@@ -13,10 +13,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 from tools.study.cells import EMPTY, Contradiction, flag, integer, number
 from tools.study.framework_model import FrameworkModel
-from tools.study.frameworks import eager, framework_model
+from tools.study.frameworks import Sharding, eager, framework_model, sharding_of
 from tools.study.gpus import hardware_of
 from tools.study.models import model_of
-from tools.study.sharding import Sharding, sharding_of
 
 #: Columns without which a row cannot be predicted.
 REQUIRED = ("gpu", "gpus", "seq_len", "global_batch")
