@@ -214,11 +214,11 @@ NORM = (
         (
             Edit(
                 "ReplicatedEngine.step",
-                "R = self._update.step(N, ...)",
+                "R = U.step(N, ...)",
                 "for p, piece in self.model.pieces.items():\n"
                 '    if self._mesh.coordinates.tensor > 0 and not piece.is_sliced_along("tensor"):\n'
-                "        p.grad.mul_(gradient_clipping.divisor(N, self._update._clipping))\n"
-                "R = self._update.step(N, ...)",
+                "        p.grad.mul_(gradient_clipping.divisor(N, U._clipping))\n"
+                "R = U.step(N, ...)",
             ),
         ),
         exact=True,

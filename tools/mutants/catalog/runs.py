@@ -76,7 +76,7 @@ PRECISION = (
         41,
         "training.frozen has no effect",
         f"{LLAMA} training.frozen=[blocks.0.mlp.*]{DATA}",
-        (Edit("partition_model", "P and trained.is_frozen(C, N)", "False"),),
+        (Edit("partition_model", "P and A.is_frozen(C, N)", "False"),),
         ranks=1,
     ),
 )
