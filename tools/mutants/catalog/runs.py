@@ -124,7 +124,7 @@ STATE = (
         f"{LLAMA} checkpoint.every=1{DATA}",
         (
             Edit(
-                "staging.Source.live",
+                "LiveSource.live",
                 "return T",
                 'first = globals().setdefault("_first", {})\nreturn first.setdefault((self.part.name, kind, self.first), T.clone())',
             ),
