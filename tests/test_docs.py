@@ -153,11 +153,11 @@ def test_the_mistake_is_answered_as_shown() -> None:
 def test_tools_have_the_options_shown() -> None:
     shown = [words(line) for line in LINES if line.startswith("tools/")]
     assert {line[0] for line in shown} >= {"tools/demo", "tools/test", "tools/numerics", "tools/bench_train"}
-    shared = (ROOT / "tools/bench/subprocesses.py").read_text(encoding="utf-8")
+    shared = (ROOT / "tools/bench/harness.py").read_text(encoding="utf-8")
     for tool, *arguments in shown:
         assert os.access(ROOT / tool, os.X_OK), tool
         source = (ROOT / tool).read_text(encoding="utf-8")
-        source += shared if "subprocesses.add_options" in source else ""
+        source += shared if "harness" in source else ""
         for argument in arguments:
             if argument.startswith("--"):
                 assert argument in source, f"{tool} {argument}"

@@ -18,7 +18,7 @@ from pipeline.planner.state_memory import ModelState, StateFormat, model_state
 from pipeline.training.gradient_reduction import MAX_PENDING
 
 #: Rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power, over their rate alone. Fitted to
-#: published runs by tools/plan_score --fit (`sharded_products`).
+#: published runs (tools/study/README.md).
 SHARDED_PRODUCTS = 0.802
 
 

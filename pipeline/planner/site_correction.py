@@ -21,7 +21,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.hardware import Hardware
 
 #: Standard deviations of the logarithms: of the factors of GPU and network between sites, and of a run beside them (layout, model, jitter).
-#: Of the size that published runs have whose source is left out of the fit; tools/plan_score --leave-out scores them.
+#: Of the size that published runs have whose source is left out of the fit (tools/study/README.md).
 COMPUTE, FABRIC, RUN = 0.15, 0.2, 0.15
 #: Factor of the network's time for the derivative of a planned time.
 SLOWER = 1.1

@@ -11,7 +11,7 @@ from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.flex import flex
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
-from tools.gpu.partial_core import PartialAttention
+from tools.gpu.rings import PartialAttention
 
 
 def partial_core(q, k, v, mask, *, window=None, scale=None):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.layers import document_attention, document_segments
 from pipeline.layers.attention import plain
 from pipeline.layers.mask import Mask
-from tools.gpu.document_ring import DocumentRing, steps
+from tools.gpu.rings import DocumentRing, steps
 
 BATCH, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 8
 

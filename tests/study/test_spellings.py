@@ -8,9 +8,9 @@ import pytest
 
 from pipeline.config import hardware as hardware_files
 from tools.study.cells import Contradiction
+from tools.study.frameworks import Sharding
 from tools.study.gpus import GPUS, file_of
 from tools.study.runs import read
-from tools.study.sharding import Sharding
 from tools.study.tables import predict
 
 pytestmark = pytest.mark.long

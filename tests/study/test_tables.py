@@ -11,7 +11,7 @@ from pipeline.planner.operations import Elementwise
 from tests.helpers import ROOT, python
 from tools.study.cells import Contradiction, measured_step_time
 from tools.study.runs import read
-from tools.study.score import score
+from tools.study.score import RowScore, quantiles, regrets, score
 from tools.study.tables import predict, predict_table, traced_row
 
 pytestmark = pytest.mark.long
@@ -199,3 +199,15 @@ def test_a_compiler_changes_memory_bound_kernels_only():
     assert eager.host_us > compiled.host_us == jax.host_us == 0
     assert (compiled.products, compiled.attention) == (eager.products, eager.attention)
     assert eager.products < jax.products == 1.0
+
+
+def test_the_layout_that_is_predicted_fastest_is_compared_with_the_best():
+    def row(predicted: float, measured: float, group: str) -> RowScore:
+        return RowScore("s", "", predicted / measured - 1, None, predicted, measured, (group,))
+
+    rows = [row(1.0, 2.2, "a"), row(2.0, 2.0, "a"), row(3.0, 4.0, "a"), row(1.0, 9.0, "b"), row(2.0, 1.0, "b")]
+    assert regrets(rows) == [pytest.approx(0.1)]  # group b has two layouts only
+
+
+def test_quantiles_count_every_source_the_same():
+    assert quantiles([("a", 2.0)] * 100 + [("b", 1.0)], (0.1, 0.5, 0.9)) == [1.0, 1.0, 2.0]

@@ -11,7 +11,7 @@ from pipeline.planner.state_memory import rank_state
 from pipeline.planner.trace import trace
 from tests.helpers import ROOT, python
 from tests.world import configured
-from tools.audit import fullest_rank
+from tools.audit import scale
 
 #: Published numbers of parameters.
 LLAMA3_70B = 70_553_706_496
@@ -43,14 +43,14 @@ def test_the_fullest_rank_of_a_pipeline_and_its_experts():
     config = configured("stage=pretrain", *words, "training.micro_batch_size=1", "training.global_batch_size=128")
     layout = Layout.of(config, 128)
     traced = trace(config)
-    rank, held = fullest_rank.fullest_rank(traced, layout)
+    rank, held = scale.fullest_rank(traced, layout)
     assert layout.coordinates(rank).pipeline == 0 or layout.coordinates(rank).pipeline == 3  # with the embedding, or norm and head
     hidden, width = 6144, 16384
     assert held.experts == 14 * 3 * hidden * width // 2  # of 56 layers and 8 experts, with half of each matrix
     attention = (2 * hidden * hidden + 2 * hidden * 8 * 128) // 2  # eight key and value heads of width 128
     assert held.dense == pytest.approx(14 * (attention + 8 * hidden + 2 * hidden) + 32000 * hidden // 2, abs=hidden)
-    assert fullest_rank.megatron_bytes(config, layout, held) == 6 * held.total + 12 * (held.dense / 16 + held.experts / 2)
-    assert fullest_rank.fsdp2_bytes(layout, held) == 16 * (held.dense / 16 + held.experts / 2)
+    assert scale.megatron_bytes(config, layout, held) == 6 * held.total + 12 * (held.dense / 16 + held.experts / 2)
+    assert scale.fsdp2_bytes(layout, held) == 16 * (held.dense / 16 + held.experts / 2)
 
 
 @pytest.mark.parametrize(
@@ -73,5 +73,5 @@ def test_the_traced_state_of_every_pipeline_rank_is_that_of_its_part_of_the_mode
             real = rank_state(config, parallelize(config, mesh), mesh)
         finally:
             meshes.destroy_process_group()
-        planned = fullest_rank.planned_state(config, traced, layout, rank)
+        planned = scale.planned_state(config, traced, layout, rank)
         assert planned == real

@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from tests.helpers import ROOT, load_tool, python, words
-from tools.bench import data_report, data_text
+from tools.bench import data_text
 from tools.bench.data_sections import Result, Row, Section
 
 ENGLISH = "The winter was long, and the people of the village had to wait for the snow to melt before they could go to the forest. "
@@ -30,13 +30,14 @@ def test_the_text_is_grown_without_blank_documents():
 def test_unequal_work_is_named_without_a_ratio():
     section = Section("tokenize", "MB/s", [Row(name, lambda _: Result(1)) for name in ("ours", "same", "other")])
     results = {"ours": Result(10, 1, "9 tokens"), "same": Result(2, 5, "the same ids"), "other": Result(4, 2, "", "other ids")}
-    table = data_report.table(section, results)
+    tool = load_tool("bench_data")
+    table = tool.table(section, results)
     assert rows(table) == {
         "ours": ["1.00", "10", "1.00", "9", "tokens"],
         "same": ["5.00", "2", "5.00", "the", "same", "ids"],
         "other": ["-", "4", "2.00", "UNEQUAL", "WORK:", "other", "ids"],
     }
-    assert data_report.unequal(section, results) == ["UNEQUAL WORK: tokenize: other: other ids"]
+    assert tool.unequal(section, results) == ["UNEQUAL WORK: tokenize: other: other ids"]
 
 
 @pytest.mark.slow

@@ -17,8 +17,9 @@ from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.parallel.pieces import Piece
 from tests.helpers import ROOT
+from tools.faults import runs
 from tools.faults.job import Traced
-from tools.faults.jobs import cases, verdict
+from tools.faults.jobs import cases
 from tools.faults.jobs.kinds import KINDS
 
 
@@ -60,20 +61,20 @@ def run_of(folder, losses, weight=1.0, steps=None):
 
 def test_what_differs_from_an_undisturbed_run_is_named(tmp_path):
     right = run_of(tmp_path / "right", [3.0, 2.0, 1.0])
-    assert verdict.compare(run_of(tmp_path / "same", [3.0, 2.0, 1.0]), right, same_layout=True) == []
+    assert runs.compare(run_of(tmp_path / "same", [3.0, 2.0, 1.0]), right, same_layout=True) == []
 
     rounded = run_of(tmp_path / "rounded", [3.0, 2.0 + 1e-6, 1.0], 1 + 1e-6)
-    assert verdict.compare(rounded, right, same_layout=False) == []
-    metrics, weight = verdict.compare(rounded, right, same_layout=True)
+    assert runs.compare(rounded, right, same_layout=False) == []
+    metrics, weight = runs.compare(rounded, right, same_layout=True)
     assert metrics.startswith("metrics.jsonl: (2, 8, 2.000001")
     assert weight == "step-00000003: weight of norm.weight differs"
 
     other = run_of(tmp_path / "other", [3.0, 2.0, 1.0], 1.1)
-    assert verdict.compare(other, right, same_layout=False) == ["step-00000003: weight of norm.weight differs by 1.0e-01"]
+    assert runs.compare(other, right, same_layout=False) == ["step-00000003: weight of norm.weight differs by 1.0e-01"]
     repeated = run_of(tmp_path / "repeated", [3.0, 2.0, 2.0, 1.0], steps=[1, 2, 2, 3])
-    assert verdict.compare(repeated, right, same_layout=True) == ["metrics.jsonl has the steps [1, 2, 2, 3], not [1, 2, 3]"]
+    assert runs.compare(repeated, right, same_layout=True) == ["metrics.jsonl has the steps [1, 2, 2, 3], not [1, 2, 3]"]
     (other / "manifest.json").unlink()
-    assert verdict.compare(other, right, same_layout=True) == ["manifest.json is missing"]
+    assert runs.compare(other, right, same_layout=True) == ["manifest.json is missing"]
 
 
 def test_every_fault_is_drawn_at_the_lines_of_its_moments():

@@ -1,19 +1,17 @@
-"""tools/chaos_checkpoint: ten faults of its kinds, in two layouts."""
+"""tools/chaos_checkpoint: six faults of its kinds, in two layouts."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipeline.checkpoint import catalog, native, save
+from pipeline.checkpoint import native, save
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.parallel.pieces import Piece
 from tests import warm
-from tools.faults import runs, trajectory
-from tools.faults.choice import Faults
-from tools.faults.job import Traced
+from tools.faults import driver, runs
+from tools.faults.jobs import cases, local
 
 
 def start(arguments, environment, output):
@@ -23,12 +21,16 @@ def start(arguments, environment, output):
 
 
 @pytest.mark.world
-def test_a_run_that_is_killed_at_ten_random_moments_ends_as_an_undisturbed_one(tokens, tmp_path):
-    layouts = runs.LAYOUTS[:2]
-    rows = list(trajectory.run(10, 1, layouts, tokens, tmp_path, start, steps=24))
-    assert [(row.where, row.problems) for row in rows if row.problems] == []
-    assert len(rows) >= 10
-    assert {row.layout for row in rows} == {layout.name for layout in layouts}
+def test_a_run_that_is_killed_at_a_random_moment_ends_as_an_undisturbed_one(tokens, tmp_path):
+    layouts, chance = list(local.LAYOUTS.values())[:2], random.Random(1)
+
+    def scene(case, layout, folder):
+        return local.scene(start, case, layout, tokens, folder, chance)
+
+    rows = [row for row in driver.rows(scene, local.KINDS, layouts, cases.MOMENTS, 6, chance, tmp_path) if row.seen]
+    assert [(row.case.where, row.problems) for row in rows if row.problems] == []
+    assert len(rows) == 6
+    assert {row.case.layout.name for row in rows} == {layout.name for layout in layouts}
 
 
 def write(run_dir, step, moment):
@@ -45,18 +47,3 @@ def test_a_stale_tensor_is_named(tmp_path):
     assert runs.difference(first, tmp_path / "right") == ""
     found = runs.difference(second, tmp_path / "right")
     assert found == "step-00000002: exp_avg of norm.weight differs; it is that of step-00000001"
-
-
-@pytest.mark.parametrize("keep", [2, 3])
-def test_a_checkpoint_that_a_writer_removes_while_it_is_compared_is_a_defect_if_it_is_to_be_kept(tmp_path, keep):
-    chance = random.Random(0)
-    undisturbed = SimpleNamespace(steps=9, run_dir=tmp_path)
-    found = trajectory.Trajectory(start, runs.LAYOUTS[0], undisturbed, tmp_path, tmp_path, None, Traced(), chance, Faults(chance))
-    found._keep = keep
-    for step in (1, 2, 3):
-        write(tmp_path / "run", step, step)
-    first = native.complete(tmp_path / "run")[0]
-    catalog.prune(tmp_path / "run", 2)
-    found._check_removal(first)
-    problem = "step-00000001 was removed, although 2 checkpoints are newer and checkpoint.keep=3"
-    assert [row.problems for row in found._rows] == ([] if keep == 2 else [[problem]])

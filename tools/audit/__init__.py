@@ -1,1 +1,1 @@
-"""The test cases of tools/numerics and tools/parity."""
+"""Cases and parts of numerics, parity, reshard_matrix, the audits, ladder, coordinate_check and gpu_kernels."""

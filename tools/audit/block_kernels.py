@@ -253,7 +253,6 @@ class _Counted:
 
     @contextmanager
     def during(self, calls: DeviceCalls) -> Iterator[None]:
-        """Count."""
         waits: Counter[tuple[str, str]] = Counter()
         calls.reset()
         with calls.recorded(waits, self.names):

@@ -71,7 +71,6 @@ class Counts:
         return block()
 
     def turn(self, name: str) -> None:
-        """End the current pass."""
         now, counts = self._read_io(), self.passes[self.current]
         counts["bytes_read"] += now[0] - self._io[0]
         counts["bytes_written"] += now[1] - self._io[1]
@@ -105,22 +104,18 @@ class CountingComm:
             self._counts.sent(messages, messages * len(pickle.dumps(value, -1)))
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """See Comm."""
         self._send((self._comm.size - 1) * (self._comm.rank == root), value)
         return self._comm.bcast(value, root)
 
     def gather(self, value: Any, root: int = 0) -> Any:
-        """See Comm."""
         self._send(int(self._comm.rank != root), value)
         return self._comm.gather(value, root)
 
     def allgather(self, value: Any) -> Any:
-        """See Comm."""
         self._send(self._comm.size - 1, value)
         return self._comm.allgather(value)
 
     def alltoall(self, values: Any) -> Any:
-        """See Comm."""
         for rank, value in enumerate(values):
             self._send(int(rank != self._comm.rank), value)
         return self._comm.alltoall(values)
@@ -192,7 +187,6 @@ def _note_bytes(arguments: Any) -> int:
 
 
 def main() -> None:
-    """Run the stage and write the counts of this rank."""
     import jinja2  # noqa: F401 (imported late by the stage: what an import reads is not counted)
     import numpy.ma  # noqa: F401
 

@@ -127,7 +127,6 @@ def change_tensors(folder: Path, draw: random.Random) -> None:
 
 
 def case(family: str, fields: dict[str, Any], seed: str) -> Outcome:
-    """Run one case."""
     draw = random.Random(seed)
     mapping = registry.mapping_of(configuration(family, fields))
     content = {**mapping.config_json(configuration(family, fields)), "pad_token_id": PADDING}
@@ -233,7 +232,6 @@ def _logits(weights: ImportedWeights, stock: nn.Module, text: str) -> Outcome:
 
 
 def main(families: list[str], cases: int, seed: int) -> int:
-    """Run `cases` for each variant of the families and print a table; returns the exit code."""
     total: Counter[str] = Counter()
     for family in families:
         kinds: Counter[str] = Counter()

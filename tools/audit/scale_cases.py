@@ -28,7 +28,6 @@ class Case:
         model_ranks = int(sizes.get("tensor", 1)) * int(sizes.get("pipeline", 1)) * int(sizes.get("context", 1))
         batch = 2 * max(8, int(sizes.get("pipeline", 1))) * self.ranks // model_ranks
         return [
-            "stage=pretrain",
             f"model={self.model}",
             *(f"parallel.{word}" for word in self.layout.split()),
             "training.micro_batch_size=1",
@@ -38,19 +37,9 @@ class Case:
         ]
 
     def compose(self) -> Any:
-        """Return the checked configuration."""
-        from hydra import compose as hydra_compose
-        from hydra import initialize_config_dir
+        from tools.jobs import configured
 
-        from pipeline.config import compose
-        from pipeline.config.paths import CONF_DIR
-        from pipeline.config.rules import check
-
-        compose.register()
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            config = compose.to_run_config(hydra_compose("config", self.overrides()))
-        check.check(config, self.ranks)
-        return config
+        return configured(*self.overrides(), ranks=self.ranks)
 
 
 GPT3 = ("training.sequence_length=2048",)

@@ -51,7 +51,6 @@ def table() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the file, with one line for each class."""
     content = table()
     classes = ",\n".join(f"    {json.dumps(name)}: {json.dumps(entry)}" for name, entry in content.pop("classes").items())
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]

@@ -1,1 +1,1 @@
-"""The implementations, data and reports of tools/bench_train and tools/bench_data."""
+"""The harness, implementations and data of the benchmarks."""

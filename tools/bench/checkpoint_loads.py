@@ -108,7 +108,6 @@ def totals(trainer: Any, state: dict[str, Tensor]) -> dict[str, int]:
 
 
 def main() -> None:
-    """Start the ranks and print the result."""
     options = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure, (options, folder), nprocs=options["ranks"])

@@ -30,7 +30,8 @@ from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import CheckpointConfig
 from pipeline.training import choose_saver
-from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, resident, state_of
+from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, state_of
+from tools.bench.harness import resident
 
 
 class Job:
@@ -183,7 +184,6 @@ def request_of(job: Job) -> SaveRequest:
 
 
 def main() -> None:
-    """Measure and print the results."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}

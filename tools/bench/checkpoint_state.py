@@ -30,23 +30,14 @@ def configuration(options: dict[str, Any], *more: str) -> Any:
         options: of the benchmark; `small`, `sequence`, `run_dir` and `ranks` (default 1) are read.
         more: overrides.
     """
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
+    from tools.jobs import configured
 
-    from pipeline.config import compose
-    from pipeline.config.paths import CONF_DIR
-    from pipeline.config.rules import check
-
-    compose.register()
-    words = (
-        *("stage=pretrain", *MODELS[options["small"]], "precision=fp32", f"run_dir={options['run_dir']}"),
-        *("training.steps=1000", "training.document_mask=false", f"training.sequence_length={options['sequence']}"),
-        *("training.global_batch_size=1", "training.micro_batch_size=1", "parallel.zero_stage=0", *more),
+    return configured(
+        *(*MODELS[options["small"]], "precision=fp32", f"run_dir={options['run_dir']}", "training.steps=1000"),
+        *("training.document_mask=false", f"training.sequence_length={options['sequence']}", "parallel.zero_stage=0"),
+        *("training.global_batch_size=1", "training.micro_batch_size=1", *more),
+        ranks=options.get("ranks", 1),
     )
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        config = compose.to_run_config(hydra_compose("config", list(words)))
-    check.check(config, options.get("ranks", 1))
-    return config
 
 
 def build(config: Any, ranks: int = 1) -> Any:
@@ -123,14 +114,6 @@ def files(folder: Path) -> list[Path]:
 def disk_bytes(folder: Path) -> int:
     """Bytes that the files of a folder occupy on the disk."""
     return sum(path.stat().st_blocks * 512 for path in files(folder))
-
-
-def resident(field: str, pid: int | str = "self") -> int:
-    """A line of /proc/PID/status in bytes, such as VmHWM; 0 if the process has none."""
-    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 def bytes_read() -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from tools.bench.data_peers import Job, digest, main, rate
-from tools.bench.report import resident_bytes
+from tools.bench.harness import resident
 
 BATCH = 1024
 """Samples per call of the loader."""
@@ -56,7 +56,7 @@ def store(job: Job) -> Job:
     lengths = random.integers(1, 2 * MEAN_DOCUMENT, max(1, job["tokens"] // MEAN_DOCUMENT))
     tokens = random.integers(1, TOKENIZER_TOTALS["vocab_size"], lengths.sum(), dtype=np.uint16)
     tokens[np.cumsum(lengths) - 1] = TOKENIZER_TOTALS["end_of_document"]
-    np.save(f"{job['input']}/token_shards.npy", tokens)
+    np.save(f"{job['input']}/tokens.npy", tokens)
     np.save(f"{job['input']}/lengths.npy", lengths)
     folder, files = Path(job["output"]), {}
     for number, part in enumerate(np.array_split(np.arange(len(lengths)), 8)):
@@ -141,11 +141,11 @@ def first_batch(job: Job) -> Job:
 
     blended = {name: CorpusConfig(weight, f"{job['input']}/{name}") for name, weight in (("web", 0.7), ("books", 0.3))}
     config = knobs.changed(RunConfig(), {"training.sequence_length": job["sequence"], "data.blend": blended})
-    before, start = resident_bytes("VmRSS"), time.perf_counter()
+    before, start = resident("VmRSS"), time.perf_counter()
     batch = blend.open_training(config).samples(np.arange(BATCH))
     seconds = time.perf_counter() - start
     assert batch.shape == (BATCH, job["sequence"] + 1)
-    return {"seconds": seconds, "bytes": resident_bytes("VmHWM") - before}
+    return {"seconds": seconds, "bytes": resident("VmHWM") - before}
 
 
 def rank(folder: Path, arguments: list[str]) -> None:
@@ -154,7 +154,7 @@ def rank(folder: Path, arguments: list[str]) -> None:
     try:
         runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
     finally:
-        (folder / str(os.getpid())).write_text(str(resident_bytes("VmHWM")), encoding="ascii")
+        (folder / str(os.getpid())).write_text(str(resident("VmHWM")), encoding="ascii")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def in_workers(work: Callable[[int, list[Path]], None], job: Job) -> None:
 
 
 def main(tasks: dict[str, dict[str, Callable[[Job], Job]]]) -> None:
-    """Run the job that the command line names."""
     job = json.loads(sys.argv[1])
     if "core" in job:
         os.sched_setaffinity(0, {job["core"]})

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tools.bench.harness import resident
 from tools.bench.tensor_memory import TensorMemory
 
 #: A Llama of 60 M parameters.
@@ -70,29 +71,20 @@ class Traffic(TorchDispatchMode):
         last = max((index for index, event in enumerate(self.events) if event[0] == PRODUCT), default=0)
         early = sum(size for name, size in self.events[:last] if name in REDUCTIONS)
         reduced = sum(total[name] for name in REDUCTIONS)
-        return {"bytes": {name: size for name, size in total.items() if size}, "early": early / max(1, reduced)}
+        return {**{name: total[name] for name in ("all-reduce", "reduce-scatter", "all-gather")}, "early": early / max(1, reduced)}
 
 
 def configuration(options: dict[str, Any], zero: int) -> Any:
     """The checked configuration of the job."""
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
+    from tools.jobs import configured
 
-    from pipeline.config import compose
-    from pipeline.config.paths import CONF_DIR
-    from pipeline.config.rules import check
-
-    compose.register()
     batch = options["ranks"] * options["micro_batches"] * options["sequences"]
-    words = (
-        *("stage=pretrain", *MODEL, f"precision={options['dtype']}", f"parallel.zero_stage={zero}", "training.document_mask=false"),
+    return configured(
+        *(*MODEL, f"precision={options['dtype']}", f"parallel.zero_stage={zero}", "training.document_mask=false"),
         *(f"training.sequence_length={options['sequence']}", f"training.global_batch_size={batch}", "training.steps=1000"),
         f"training.micro_batch_size={options['sequences']}",
+        ranks=options["ranks"],
     )
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        config = compose.to_run_config(hydra_compose("config", list(words)))
-    check.check(config, options["ranks"])
-    return config
 
 
 def plain_model(config: Any) -> Any:
@@ -106,7 +98,6 @@ def plain_model(config: Any) -> Any:
 
 
 def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
-    """The Trainer of stage=pretrain."""
     from pipeline.config.layout import Layout
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
@@ -172,14 +163,6 @@ def deepspeed(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     return step
 
 
-def resident(kind: str) -> int:
-    """VmHWM or VmRSS of this process, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(kind):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"no {kind}")
-
-
 def measure(rank: int, options: dict[str, Any], folder: str) -> None:
     """Run one implementation on this rank; rank 0 writes the results."""
     torch.set_num_threads(1)
@@ -227,7 +210,6 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
 
 
 def main() -> None:
-    """Start the ranks and print the result."""
     options = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(measure, (options, folder), nprocs=options["ranks"])

@@ -16,7 +16,6 @@ from typing import Any
 
 # Every implementation imports all libraries, so that memory is measured from the same baseline.
 import deepspeed  # noqa: F401
-import hydra
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -30,10 +29,7 @@ from pipeline.checkpoint.saver import SyncSaver
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.common.progress import set_up_logging
-from pipeline.config import compose
 from pipeline.config.layout import Layout
-from pipeline.config.paths import CONF_DIR
-from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.objectives.causal import Causal
@@ -51,8 +47,9 @@ from pipeline.training.saves import Saves
 from pipeline.training.step_control import StepControl
 from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
-from tools.bench.report import resident_bytes
+from tools.bench.harness import resident
 from tools.bench.token_dataset import TokenDataset
+from tools.jobs import configured
 
 WARMUP_STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +89,7 @@ class Timer:
     def __init__(self, options: Options) -> None:
         self._now, self._steps, self._step_tokens = options.now, options.steps, options.batch * options.sequence
         self._finished_steps = 0
-        self._initial_bytes = resident_bytes("VmRSS")
+        self._initial_bytes = resident("VmRSS")
         self._spans: list[tuple[Any, Any]] = []
         self.result: dict[str, float] = {}
 
@@ -106,7 +103,7 @@ class Timer:
         if self._finished_steps == WARMUP_STEPS + self._steps:
             synchronize()
             seconds = self._now() - self._start
-            memory = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resident_bytes("VmHWM") - self._initial_bytes
+            memory = torch.cuda.max_memory_allocated() if DEVICE.type == "cuda" else resident("VmHWM") - self._initial_bytes
             self.result = {"tokens_per_second": self._steps * self._step_tokens / seconds, "memory": memory}
             if self._spans:
                 self.result["not_model"] = 1 - sum(self._elapsed(*span) for span in self._spans) / seconds
@@ -150,9 +147,7 @@ def compose_config(options: Options, folder: str, more: dict[str, Any] | None = 
     Raises:
         UserError: the model does not support this sequence length.
     """
-    compose.register()
     overrides = {
-        "stage": "pretrain",
         "model": options.model,
         "precision": options.dtype,
         "training.steps": WARMUP_STEPS + options.steps,
@@ -169,10 +164,7 @@ def compose_config(options: Options, folder: str, more: dict[str, Any] | None = 
         "run_dir": f"{folder}/run",
         **(more or {}),
     }
-    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        config = compose.to_run_config(hydra.compose("config", [f"{key}={value}" for key, value in overrides.items()]))
-    check.check(config, world_size=1)
-    return config
+    return configured(*(f"{key}={value}" for key, value in overrides.items()))
 
 
 def write_tokens(config: RunConfig) -> None:
@@ -374,7 +366,6 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def main(options: type[Options], run: Callable[[Any], dict[str, Any]]) -> int:
-    """Measure the implementation that the first argument describes as JSON, print JSON, and return the exit code."""
     set_up_logging(rank=1, world_size=1)  # warnings only
     try:
         print(json.dumps(run(options(**json.loads(sys.argv[1])))))

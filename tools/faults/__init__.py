@@ -1,1 +1,1 @@
-"""Faults at exact moments of a training job, for tools/chaos_checkpoint."""
+"""Faults at exact moments of training jobs: the driver, the faults and the verdicts of tools/chaos and tools/chaos_checkpoint."""

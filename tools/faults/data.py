@@ -20,20 +20,14 @@ def make_tokens(folder: Path) -> Path:
     documents = (json.dumps({"text": " ".join(chance.choices(WORDS, k=chance.randint(5, 300)))}) for _ in range(200))
     (text / "documents.jsonl").write_text("\n".join(documents) + "\n")
     small = ("data.part_megabytes=0.1", "data.shard_megabytes=0.05", "data.validation_fraction=0.1", "clean=none", "dedup=none")
-    _stage(folder, "shard", f"data.input=[{text}]", f"data.shards={shards}", *small)
-    _stage(
-        folder,
-        "train_tokenizer",
-        f"data.shards={shards}",
-        "tokenizer.vocab_size=300",
-        "tokenizer.report=false",
-        f"tokenizer.path={tokenizer}",
-    )
-    _stage(folder, "tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={tokens}")
+    stage("shard", f"data.input=[{text}]", f"data.shards={shards}", *small)
+    trained = ("tokenizer.vocab_size=300", "tokenizer.report=false", f"tokenizer.path={tokenizer}")
+    stage("train_tokenizer", f"data.shards={shards}", *trained)
+    stage("tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={tokens}")
     return tokens
 
 
-def _stage(folder: Path, name: str, *settings: str) -> None:
+def stage(name: str, *settings: str) -> None:
     """Run a stage in a process of its own.
 
     Raises:
@@ -42,4 +36,4 @@ def _stage(folder: Path, name: str, *settings: str) -> None:
     command = [sys.executable, "-m", "pipeline", f"stage={name}", *settings]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
-        raise RuntimeError(f"stage={name} in {folder} failed:\n{done.stdout}")
+        raise RuntimeError(f"stage={name} failed:\n{done.stdout}")

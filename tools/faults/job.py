@@ -1,26 +1,21 @@
-"""A job of few ranks on this machine, traced, and killed at the line of its fault."""
+"""Processes that are traced, what they report, and their states."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import multiprocessing
 import os
 import queue
 import random
 import re
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-from tools.faults.tracing import STARTING
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT = Path(__file__).parent / "inject"
@@ -86,38 +81,6 @@ def _be_rank(arguments: list[str], environment: dict[str, str], output: str) -> 
     runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What is killed, and when.
-
-    Attributes:
-        moment: a key of tracing.MOMENTS, or "any time".
-        victim: "rank 0", "rank 1", ..., "writer" or "all".
-        line: (file, line, phase) that `role` executes for the `count`-th time; None: a random time.
-        role: the process that is stopped there.
-        count: see line.
-        step: for a random time, the step in which it lies.
-        delay: for a random time, seconds after the line of this step in metrics.jsonl.
-        token: of this fault.
-    """
-
-    moment: str
-    victim: str
-    line: tuple[str, int, str] | None = None
-    role: str = ""
-    count: int = 1
-    step: int = 0
-    delay: float = 0.0
-    token: int = field(default_factory=itertools.count().__next__)
-
-    def environment(self) -> str:
-        """The fault as tracing.install reads it."""
-        if self.line is None:
-            return "null"
-        file, line, phase = self.line
-        return json.dumps({"id": self.token, "role": self.role, "file": file, "line": line, "phase": phase, "count": self.count})
-
-
 class Listener:
     """The socket that traced processes report to.
 
@@ -179,73 +142,6 @@ class Traced:
             self.lines[role, file, line, phase] = max(count, self.lines.get((role, file, line, phase), 1))
 
 
-class Job:
-    """The ranks of one start of a command, and their writer.
-
-    Args:
-        start: starts a process.
-        arguments: of `python -m pipeline`.
-        ranks: how many.
-        listener: for their reports.
-        fault: None for none.
-        output: file that both streams of all ranks are appended to.
-    """
-
-    def __init__(self, start: Start, arguments: list[str], ranks: int, listener: Listener, fault: Fault | None, output: Path) -> None:
-        self.listener, self.fault, self.output = listener, fault, output
-        self.writers: list[int] = []
-        self.first_step = False
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "none"}
-        job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)} | {"CHAOS_SOCKET": listener.name}
-        job |= {"PYTHONPATH": f"{INJECT}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        job |= {} if fault is None else {"CHAOS_FAULT": fault.environment()}
-        command = ["-m", "tools.faults.tracing", *arguments]
-        self.ranks: dict[str, Process] = {}
-        for rank in range(ranks):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.ranks[f"rank {rank}"] = start(command, {**os.environ, **job, **own}, output)
-
-    def codes(self) -> list[int | None]:
-        """Exit codes of the ranks, None while they run."""
-        return [process.poll() for process in self.ranks.values()]
-
-    def next(self, traced: Traced, seconds: float) -> tuple[str, dict[str, Any], socket.socket] | None:
-        """Wait for the next message of a process of this job; None after `seconds`."""
-        try:
-            role, pid, message, connection = self.listener.messages.get(timeout=seconds)
-        except queue.Empty:
-            return None
-        traced.add(role, message)
-        if "role" in message and role == "writer":
-            self.writers.append(pid)
-        if pid == self.ranks["rank 0"].pid and message.get("line", ("", 0, STARTING))[2] != STARTING:
-            self.first_step = True
-        return role, message, connection
-
-    def strike(self, connection: socket.socket | None) -> bool:
-        """Kill the victims of the fault; then the process that waits at its line goes on. Returns whether one of them was alive."""
-        assert self.fault is not None
-        victims = [p.pid for role, p in self.ranks.items() if self.fault.victim in (role, "all") and p.poll() is None]
-        victims += [pid for pid in self.writers if self.fault.victim in ("writer", "all")]
-        alive = [_signal(pid, signal.SIGKILL) for pid in victims]
-        if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.sendall(b"go on\n")
-        return any(alive)
-
-    def stop(self, grace: float) -> None:
-        """Do what a launcher does when a rank has ended: the others may end by themselves for `grace` seconds, then they are killed."""
-        deadline = time.monotonic() + grace
-        while None in self.codes() and time.monotonic() < deadline:
-            time.sleep(0.01)
-        for process in self.ranks.values():
-            process.kill()
-
-    def living_writers(self) -> list[int]:
-        """Process ids of the writers that still run."""
-        return [pid for pid in self.writers if is_alive(pid)]
-
-
 def processes_of(name: str) -> list[int]:
     """Process ids on this machine that were started for this listener, by their environment."""
     found = []
@@ -278,16 +174,7 @@ def handles(pid: int, number: int) -> bool:
     return False
 
 
-def _signal(pid: int, number: int) -> bool:
-    if not is_alive(pid):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
-    return False
-
-
-def _free_port() -> int:
+def free_port() -> int:
     """A port that is free, below those that the kernel chooses from."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)

@@ -1,11 +1,10 @@
-"""The runs of tools/chaos_checkpoint: what they train, one without faults, and what differs between two."""
+"""What differs between a run that had a fault and one that had none."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +12,9 @@ import torch
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
-from tools.faults.job import Job, Listener, Start, Traced
 
-#: A tiny model whose step takes milliseconds; fp32 on a CPU is deterministic.
-SETTINGS = (
-    *("stage=pretrain", "model=llama-tiny", "model.layers=2", "model.hidden=16", "model.heads=2", "model.kv_heads=2"),
-    *("model.ffn_hidden=24", "model.vocab_size=320", "training.sequence_length=16", "training.global_batch_size=4"),
-    *("training.micro_batch_size=2", "training.validate_every=0", "optimizer.warmup_steps=2", "optimizer.lr=0.01"),
-    *("precision=fp32", "tracking=disabled", "training.validation_batches=1"),
-)
 #: Keys of a line of metrics.jsonl that do not depend on the time.
 EXACT = ("step", "samples", "loss", "grad_norm", "lr", "skipped")
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Ranks and further settings of a run."""
-
-    name: str
-    ranks: int
-    settings: tuple[str, ...]
-
-
-LAYOUTS = (
-    Layout("1 rank, ZeRO 0", 1, ("parallel.zero_stage=0",)),
-    Layout("2 ranks, ZeRO 2", 2, ("parallel.zero_stage=2",)),
-    Layout("1 rank, ZeRO 1", 1, ("parallel.zero_stage=1", "checkpoint.async_save=off")),
-    Layout("2 ranks, tensor 2, ZeRO 0", 2, ("parallel.tensor=2", "parallel.zero_stage=0")),
-)
-
-
-def saves_every(every: int, keep: int) -> tuple[str, ...]:
-    """Settings of a run that saves after so many steps and keeps so many checkpoints."""
-    return f"checkpoint.every={every}", f"checkpoint.keep={keep}", "checkpoint.every_minutes=0"
-
-
-class Undisturbed:
-    """A run of a layout without faults, with all checkpoints, beside which others are put.
-
-    Attributes:
-        run_dir: its run directory.
-        steps: training.steps.
-    """
-
-    def __init__(self, start: Start, layout: Layout, steps: int, data: Path, folder: Path, listener: Listener, traced: Traced) -> None:
-        self.run_dir, self.steps = folder / "undisturbed", steps
-        arguments = [
-            *SETTINGS,
-            f"training.steps={steps}",
-            *layout.settings,
-            f"data.tokens={data}",
-            f"run_dir={self.run_dir}",
-            *saves_every(1, 1_000_000),
-        ]
-        job = Job(start, arguments, layout.ranks, listener, None, folder / "undisturbed.log")
-        while None in job.codes() or not listener.messages.empty():
-            job.next(traced, 0.1)
-        while job.living_writers():
-            job.next(traced, 0.05)
-        if any(job.codes()):
-            raise RuntimeError(f"the undisturbed run failed:\n{job.output.read_text()}")
 
 
 def difference(checkpoint: Path, run_dir: Path) -> str:
@@ -124,11 +66,6 @@ def last_line(run_dir: Path) -> int:
         return 0
 
 
-def newest_step(run_dir: Path) -> int:
-    """The step of the newest folder with an index; 0 without one."""
-    return max(steps_with_index(run_dir), default=0)
-
-
 def steps_with_index(run_dir: Path) -> list[int]:
     """Steps of the folders with an index, by listing: independent of the catalog."""
     return sorted(int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob("step-????????/index.json"))
@@ -138,3 +75,54 @@ def exact(run_dir: Path) -> list[tuple[Any, ...]]:
     """The lines of metrics.jsonl, without times."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [tuple(line.get(key) for key in EXACT) if "loss" in line else (line["step"], line["validation_loss"]) for line in lines]
+
+
+#: Relative differences in another layout, which sums in another order.
+TOLERANCE = 1e-5
+
+
+def compare(run_dir: Path, undisturbed: Path, *, same_layout: bool) -> list[str]:
+    """What differs between two complete runs: metrics (all but times), checkpoints, and what is left in the folder.
+
+    Args:
+        run_dir: of the run that had a fault.
+        undisturbed: of a run without one, with all its checkpoints.
+        same_layout: require equal bits.
+    """
+    if not (run_dir / "manifest.json").is_file():
+        return ["manifest.json is missing"]
+    problems = _compare_metrics(run_dir, undisturbed, 0.0 if same_layout else TOLERANCE)
+    ours, theirs = native.complete(run_dir), {native.step_of(folder) for folder in native.complete(undisturbed)}
+    if not ours or native.step_of(ours[-1]) != max(theirs):
+        return [*problems, f"the newest checkpoint is {ours[-1].name if ours else 'missing'}"]
+    for folder in ours:
+        if native.step_of(folder) in theirs:
+            wrong = difference(folder, undisturbed) if same_layout else _distance(folder, undisturbed)
+            problems += [wrong] if wrong else []
+    hidden = [str(path.relative_to(run_dir)) for path in run_dir.rglob(".*") if path.name not in (".lock", ".wandb_id")]
+    return problems + ([f"leftovers: {hidden}"] if hidden else [])
+
+
+def _compare_metrics(run_dir: Path, undisturbed: Path, tolerance: float) -> list[str]:
+    """The first lines that differ. Steps and samples must be equal: none is repeated or missing."""
+    ours, theirs = exact(run_dir), exact(undisturbed)
+    if [line[0] for line in ours] != [line[0] for line in theirs]:
+        return [f"metrics.jsonl has the steps {[line[0] for line in ours]}, not {[line[0] for line in theirs]}"]
+    for mine, other in zip(ours, theirs, strict=True):
+        counters = 2 if len(mine) > 2 else 1
+        if mine[:counters] != other[:counters]:
+            return [f"metrics.jsonl: step and samples {mine[:counters]}, not {other[:counters]}"]
+        if any(abs(a - b) > tolerance * abs(b) for a, b in zip(mine[counters:], other[counters:], strict=True)):
+            return [f"metrics.jsonl: {mine}, not {other}"]
+    return []
+
+
+def _distance(checkpoint: Path, undisturbed: Path) -> str:
+    """The weight or moment that differs by more than rounding, relative to its norm, or a counter; empty if none does."""
+
+    def unequal(_name: str, _kind: str, mine: torch.Tensor, other: torch.Tensor) -> str:
+        norm = torch.linalg.vector_norm(other.double()).clamp(min=1e-30)
+        distance = float(torch.linalg.vector_norm(mine.double() - other.double()) / norm)
+        return f"differs by {distance:.1e}" if distance > TOLERANCE else ""
+
+    return first_difference(checkpoint, undisturbed, unequal)

@@ -21,8 +21,7 @@ from pipeline.layers.partial_attention import partial_kernel
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.parallel.parallelize import DTYPES
 from tools.gpu.against_formula import compare
-from tools.gpu.document_ring import DocumentRing
-from tools.gpu.partial_core import ring_core
+from tools.gpu.rings import DocumentRing, ring_core
 from tools.gpu.rows import Row, Setup, guarded
 
 SECTION = "kernels"

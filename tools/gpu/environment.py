@@ -29,7 +29,6 @@ _PATIENCE = 60.0
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     yield Row(SECTION, "device", remark=setup.described())
     for name, version in _versions().items():
         yield Row(SECTION, f"version of {name}", remark=version)

@@ -28,7 +28,6 @@ RECIPES = ("tensorwise", "rowwise")
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     yield from attention.rows(setup)
     hidden = 4096 if setup.cuda else 128
     for dtype in ("bf16", "fp32"):

@@ -15,8 +15,8 @@ from pipeline.certification.reference import train_plain
 from pipeline.certification.tolerances import compare_fp32, compare_low, largest_drift
 from pipeline.config.schema import RunConfig
 from tools.audit.family_cases import MODELS
-from tools.gpu.jobs import configured, one_rank
 from tools.gpu.rows import Row, Setup, guarded
+from tools.jobs import configured, one_rank
 
 SECTION = "models"
 QUICK_FAMILIES = ("llama", "mixtral", "t5")
@@ -27,7 +27,6 @@ GPU_FLOOR = 1e-4
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     with one_rank():
         for family in QUICK_FAMILIES if setup.quick else MODELS:
             for dtype in ("fp32", "bf16"):

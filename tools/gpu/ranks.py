@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import multiprocessing
+import os
+import signal
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from pipeline.certification.batches import random_batches, split, to_device
 from pipeline.certification.comparison import Outcome
 from pipeline.certification.conditioning import in_precision
 from pipeline.certification.distributed import RanksFailedError, run_ranks
-from pipeline.certification.ranks_work import RankResult, Work, continue_elsewhere
+from pipeline.certification.layout_training import begin, train_in_layout
+from pipeline.certification.ranks_work import RankResult, Work, continue_elsewhere, train_all
 from pipeline.certification.reference import train_plain
 from pipeline.certification.state import other_layout
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.parallel import mesh as meshes
+from pipeline.training import determinism
+from pipeline.training.watchdog import Watchdog
 from tools.audit.family_cases import MODELS
-from tools.gpu import models, rank_work, speed, step
-from tools.gpu.jobs import configured
+from tools.faults.job import free_port
+from tools.gpu import models, speed, step
 from tools.gpu.rows import Row, Setup, guarded
-from tools.gpu.stopped_rank import stopped_rank
+from tools.jobs import configured
 
 SECTION = "ranks"
 #: Name of a layout -> family, and settings of parallel. The ranks that are not named are data ranks.
@@ -50,7 +62,6 @@ PATIENCE = 600.0
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     count = min(setup.ranks, torch.cuda.device_count()) if setup.cuda else setup.ranks
     if count < 2:
         yield Row.skipped(SECTION, "all", "one GPU" if setup.cuda else "one rank")
@@ -73,11 +84,11 @@ def trained(setup: Setup, count: int, configs: dict[str, RunConfig]) -> Iterator
         while left:
             error = None
             try:
-                run_ranks(count, rank_work.train_each, list(left.items()), folder, seconds=PATIENCE, gpus=setup.cuda)
+                run_ranks(count, train_each, list(left.items()), folder, seconds=PATIENCE, gpus=setup.cuda)
             except RanksFailedError as failed:
                 error = failed
             for name in list(left):
-                file = rank_work.file_of(folder, name)
+                file = file_of(folder, name)
                 if file.exists():
                     yield name, torch.load(file, weights_only=False)
                 else:
@@ -155,10 +166,95 @@ def saved(setup: Setup, count: int, name: str) -> Row:
         other, size = dataclasses.replace(other, parallel=dataclasses.replace(other.parallel, tensor=1, zero_stage=0)), 1
     with tempfile.TemporaryDirectory() as folder:
         work = Work({"bf16": config}, folder, copies=False, saved="bf16")
-        run_ranks(count, rank_work.train_deterministically, work, seconds=PATIENCE, gpus=setup.cuda)
+        run_ranks(count, train_deterministically, work, seconds=PATIENCE, gpus=setup.cuda)
         run_ranks(size, continue_elsewhere, other, folder, seconds=PATIENCE, gpus=setup.cuda)
         result: RankResult = torch.load(f"{folder}/bf16", weights_only=False)
         report, _ = torch.load(f"{folder}/elsewhere", weights_only=False)
     failures = [line for part in (*result.reports, report) for line in part.failures]
     remark = "; ".join(failures) or f"by {count} ranks, loaded by {size}: all bits of weights and moments"
     return Row.bounded(SECTION, name, len(failures), 0, remark)
+
+
+def file_of(folder: str, name: str) -> Path:
+    """Return the file with the result of a job."""
+    return Path(folder, name.replace(" ", "-").replace(",", ""))
+
+
+def train_each(configs: Sequence[tuple[str, RunConfig]], folder: str) -> None:
+    """Train every configuration; rank 0 writes what each computed."""
+    for name, config in configs:
+        _write(folder, name, train_in_layout(config, begin(config)))
+
+
+def train_deterministically(work: Work) -> None:
+    """Train, save and continue, with equal bits on a GPU too."""
+    if torch.cuda.is_available():
+        determinism.enable()
+    train_all(work)
+
+
+def _write(folder: str, name: str, result: object) -> None:
+    """Write a result on rank 0; another rank may go on before."""
+    if dist.get_rank() == 0:
+        file = file_of(folder, name)
+        torch.save(result, file.with_suffix(".partial"))
+        file.with_suffix(".partial").rename(file)
+
+
+#: Minutes without progress after which the watchdog ends the run.
+MINUTES = 0.25
+#: A stopped process keeps its connections, as a node without power does. The end of a process is noticed by gloo or NCCL at once.
+STOP = signal.SIGSTOP
+#: The step after which the last rank stops.
+LAST = 3
+#: Seconds until the run must have ended.
+PATIENCE = 240.0
+
+
+def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
+    """Train on all ranks, stop the last one, and look for its name in the log of the first."""
+    words = (*models.WIDER, f"training.global_batch_size={4 * count}", f"training.timeout_minutes={MINUTES}")
+    config = configured(*MODELS["llama"].overrides, *words, ranks=count)
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("spawn" if setup.cuda else "forkserver")
+        job = count, f"tcp://127.0.0.1:{free_port()}", config, folder
+        processes = [context.Process(target=be_rank, args=(rank, *job)) for rank in range(count)]
+        try:
+            for process in processes:
+                process.start()
+            processes[0].join(PATIENCE)
+            code = processes[0].exitcode
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        text = "".join(Path(folder, str(rank)).read_text(errors="replace") for rank in range(count - 1))
+    named = next((line for line in text.splitlines() if "the run waits for" in line), "")
+    done = f"{STOP.name} of rank {count - 1} after step {LAST}"
+    if code is None:
+        return Row.failed(section, name, f"{done}: rank 0 still runs after {PATIENCE:g} s")
+    if f"the run waits for rank {count - 1} " not in named:
+        last = text.strip().splitlines()[-1:] or ["no output"]
+        return Row.failed(section, name, f"{done}: not named; {named or last[0]}")
+    return Row(section, name, remark=f"{done}: {named.partition('no progress')[2]}")
+
+
+def be_rank(rank: int, count: int, store: str, config: RunConfig, folder: str) -> None:
+    """Train until the last rank stops itself, with both output streams in a file."""
+    with open(Path(folder, str(rank)), "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    torch.set_num_threads(1)
+    meshes.init_distributed(rank, count, rank, store, MINUTES)
+    trainer = begin(config)
+    whole = random_batches(config, 1)[0]
+    layout = trainer.mesh.layout
+    tokens, batch = to_device(*split(*whole, layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)], trainer.mesh.device)
+    with Watchdog(MINUTES) as watchdog:
+        for step in range(1_000_000):
+            watchdog.report(f"step {step + 1}")
+            loss, _ = trainer.train(tokens, batch)
+            float(loss)  # on a GPU the host would be ahead
+            if step + 1 == LAST and rank == count - 1:
+                os.kill(os.getpid(), STOP)

@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipeline.launch import site
-from tools.gpu.report import as_json, from_json
-from tools.gpu.rows import Row, Setup
+from tools.gpu.rows import Row, Setup, as_json, from_json
 
 #: Section -> its module, whose function `rows` yields the rows. In the order of the table.
 SECTIONS = {

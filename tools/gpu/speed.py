@@ -29,8 +29,8 @@ from pipeline.planner.plan import JobPlan, plan
 from pipeline.training import profiling
 from pipeline.training.trainer import Trainer
 from tools.bench.tensor_memory import TensorMemory
-from tools.gpu.jobs import configured
 from tools.gpu.rows import Row, Setup
+from tools.jobs import configured
 
 SECTION = "speed"
 #: Peak of the tensors over the planned one: the planner's is within some percent, and libraries have workspaces.
@@ -72,7 +72,6 @@ class Measured:
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     if not setup.cuda:
         yield Row.skipped(SECTION, "models", "a tiny model on the CPU stands in for Llama 1B and layers of 8B: its speed says nothing")
     fp8 = ("precision=fp8", "precision.fp8_exclude_layers=0")

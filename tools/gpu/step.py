@@ -23,8 +23,8 @@ from pipeline.layers.batch import Batch
 from pipeline.parallel import mesh as meshes
 from pipeline.rehearsal import graph_breaks
 from pipeline.training.trainer import Trainer
-from tools.gpu.jobs import configured, one_rank
 from tools.gpu.rows import Row, Setup, guarded
+from tools.jobs import configured, one_rank
 
 SECTION = "step"
 MODEL = ("model=llama-tiny", "model.layers=4", "model.kv_heads=2", "precision=bf16", "training.document_mask=true")
@@ -45,7 +45,6 @@ WARM = 2
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    """Yield the rows."""
     with one_rank():
         yield from compiled(setup)
         for zero in (0, 3) if setup.quick else (0, 1, 2, 3):

@@ -12,9 +12,9 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.mutants import files, jobs
-from tools.mutants.jobs import Job
+from tools.mutants import files
 from tools.mutants.mutation import copy_tree
+from tools.mutants.trial import Job, certify, reason
 
 #: Family -> settings of its tiny model. "pairs" is the objective of translation, t5 learns to fill spans, bert and roberta masked tokens.
 FAMILIES: dict[str, tuple[str, ...]] = {
@@ -130,9 +130,9 @@ def _next(seed: int, number: int, family: str, tree: Path, folder: Path, made: d
     while True:
         words, ranks = draw(chance, family)
         job = Job(ranks, tuple(words), None, made)
-        verdict = jobs.certify(tree, job, folder / "certificate")
+        verdict = certify(tree, job, folder / "certificate")
         if verdict.code != 2:
-            failures = verdict.failures or ([jobs.reason(verdict.output)] if verdict.code else [])
+            failures = verdict.failures or ([reason(verdict.output)] if verdict.code else [])
             return Outcome(seed, number, words, ranks, refused, verdict.code, failures, round(verdict.seconds, 1))
         refused += 1
         if refused > 200:

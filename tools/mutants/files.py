@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
-from tools.faults.data import WORDS, make_tokens
-from tools.mutants.mutation import ROOT
+from tools.faults.data import WORDS, make_tokens, stage
 
 #: Files of a folder of `make`: name in braces -> path.
 NAMES = {
@@ -43,8 +40,8 @@ def make(folder: Path) -> dict[str, Path]:
     for kind, size in SPECIAL.items():
         words = (f"tokenizer={kind}", f"tokenizer.path={folder / kind / 'tokenizer'}", f"data.shards={folder / 'causal/shards'}")
         (folder / kind).mkdir(exist_ok=True)
-        _stage("train_tokenizer", *words, f"tokenizer.vocab_size={size}", "tokenizer.report=false")
-        _stage("tokenize", *words, f"data.tokens={folder / kind / 'tokens'}")
+        stage("train_tokenizer", *words, f"tokenizer.vocab_size={size}", "tokenizer.report=false")
+        stage("tokenize", *words, f"data.tokens={folder / kind / 'tokens'}")
     _padded(folder, found["tokenizer"])
     chance = random.Random(0)
     texts = [" ".join(chance.choices(WORDS, k=chance.randint(2, 6))) for _ in range(600)]
@@ -61,11 +58,5 @@ def _padded(folder: Path, tokenizer: Path) -> None:
     (text / "documents.jsonl").write_text("\n".join(documents) + "\n")
     shards = folder / "padded/shards"
     small = ("data.validation_fraction=0.1", "clean=none", "dedup=none")
-    _stage("shard", f"data.input=[{text}]", f"data.shards={shards}", *small)
-    _stage("tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder / 'padded/tokens'}")
-
-
-def _stage(name: str, *settings: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pipeline", f"stage={name}", *settings], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"stage={name} failed:\n{done.stdout}{done.stderr}")
+    stage("shard", f"data.input=[{text}]", f"data.shards={shards}", *small)
+    stage("tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder / 'padded/tokens'}")

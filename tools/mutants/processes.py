@@ -5,17 +5,19 @@ This process must not have imported the package `pipeline`: a forked one imports
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from tools.faults.job import free_port
 
 #: Libraries that the stages import, and that take seconds.
 LIBRARIES = ("torch", "torch.distributed.pipelining", "hydra._internal.hydra", "omegaconf", "tokenizers", "deepspeed")
@@ -26,7 +28,6 @@ GRACE = 5.0
 
 
 def preload() -> None:
-    """Import the libraries."""
     os.environ.update(VARIABLES)
     for name in LIBRARIES:
         import_module(name)
@@ -48,57 +49,36 @@ def run(tree: Path, arguments: Sequence[str], ranks: int, output: Path, seconds:
     """
     job: dict[str, str] = {}
     if ranks > 1:
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "TORCHELASTIC_RUN_ID": "none"}
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none"}
         job |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     places = [job | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}) for rank in range(ranks)]
-    return _wait([_fork(lambda: _be_command(list(arguments)), tree, place, output) for place in places], seconds)
+    return _wait([_start(lambda: _be_command(list(arguments)), tree, place, output) for place in places], seconds)
 
 
 def call(tree: Path, function: Callable[[], None], output: Path, seconds: float = 300) -> int:
     """Run a function, which imports the package from the tree, in a forked process; returns its exit code."""
-    return _wait([_fork(function, tree, {}, output)], seconds)
+    return _wait([_start(function, tree, {}, output)], seconds)
 
 
-def _fork(function: Callable[[], None], tree: Path, variables: dict[str, str], output: Path) -> int:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
+def _start(function: Callable[[], None], tree: Path, variables: dict[str, str], output: Path) -> BaseProcess:
+    process = multiprocessing.get_context("fork").Process(target=_be_child, args=(function, tree, variables, output))
+    process.start()
+    return process
+
+
+def _be_child(function: Callable[[], None], tree: Path, variables: dict[str, str], output: Path) -> None:
+    atexit._clear()  # handlers of the parent
+    os.setpgid(0, 0)  # a command's own processes end with it
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.environ.update({**variables, "PYTHONPATH": str(tree)})
+    os.chdir(tree)
+    sys.path[0] = str(tree)
     try:
-        os.setpgid(0, 0)  # a command's own processes end with it
-        stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(stream, 1)
-        os.dup2(stream, 2)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.environ.update({**variables, "PYTHONPATH": str(tree)})
-        os.chdir(tree)
-        sys.path[0] = str(tree)
         function()
-        code = 0
-    except SystemExit as left:
-        code = left.code if isinstance(left.code, int) else int(left.code is not None)
-        if code and not isinstance(left.code, int):
-            print(left.code, file=sys.stderr)
-    except BaseException:
-        traceback.print_exc()
-    _leave(code)
-    raise AssertionError("not reached")
-
-
-def _leave(code: int) -> None:
-    """End this process as the interpreter would, but with the exit handlers of the forked part only."""
-    import atexit
-    import threading
-
-    with contextlib.suppress(Exception):
-        threading._shutdown()  # type: ignore[attr-defined] # threads of the command
+    finally:
         atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code & 0xFF)
 
 
 def _be_command(arguments: list[str]) -> None:
@@ -108,37 +88,22 @@ def _be_command(arguments: list[str]) -> None:
     runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
 
 
-def _wait(pids: list[int], seconds: float) -> int:
+def _wait(processes: list[BaseProcess], seconds: float) -> int:
     """Wait for processes. When one has failed, the others are killed after a while."""
-    deadline, codes = time.monotonic() + seconds, dict.fromkeys(pids, -1)
-    code, open_pids = 0, list(pids)
-    while open_pids:
-        for pid in list(open_pids):
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                open_pids.remove(pid)
-                codes[pid] = os.waitstatus_to_exitcode(status)
-                if codes[pid] and not code:
-                    code, deadline = codes[pid], min(deadline, time.monotonic() + GRACE)
-        if open_pids and time.monotonic() > deadline:
-            code = code or 124
-            for pid in open_pids:
-                _kill_group(pid)
-            deadline = time.monotonic() + 60
+    code, deadline = 0, time.monotonic() + seconds
+    while any(process.is_alive() for process in processes):
+        if not code and (code := next((process.exitcode for process in processes if process.exitcode), 0)):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            code, deadline = code or 124, time.monotonic() + 60
+            _kill(processes)
         time.sleep(0.02)
-    for pid in pids:
-        _kill_group(pid)
-    return code
+    _kill(processes)
+    return code or next((process.exitcode for process in processes if process.exitcode), 0)
 
 
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-
-
-def _free_port() -> int:
-    """A port that is free, below those that the kernel chooses from."""
-    while True:
-        port = random.SystemRandom().randrange(15_000, 32_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+def _kill(processes: list[BaseProcess]) -> None:
+    """Kill the process groups: what the processes have started may still be alive."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What the frameworks of published runs do, by their year, sharding and number format, with few fitted constants."""
+"""What the frameworks of published runs do, by their year, sharding and number format, with few fitted FITTED."""
 
 from __future__ import annotations
 
@@ -7,14 +7,71 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.planner.engine_model import SHARDED_PRODUCTS
-from tools.study.cells import flag, text_of
+from tools.study.cells import flag, integer, text_of
 from tools.study.framework_model import FrameworkModel
-from tools.study.sharding import Sharding
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a row says about ZeRO or FSDP.
+
+    Attributes:
+        stage: 0 to 3.
+        engine: fsdp, deepspeed, megatron (its distributed optimizer), or none.
+        ranks: over which stage 3 shards (hybrid sharding); 0 for all that hold the same weights.
+    """
+
+    stage: int
+    engine: str = "none"
+    ranks: int = 0
+
+
+#: Spelling -> stage and engine; the first that matches counts.
+SPELLINGS: dict[str, tuple[int, str]] = {
+    r"no_?shard": (0, "none"),
+    r"shard_?grad_?op": (2, "fsdp"),
+    r"fsdp|fully_?shard|full_?shard|hsdp|hybrid_?shard": (3, "fsdp"),
+    r"dist\w*[ _-]*opt\w*": (1, "megatron"),
+    r"(?:zero|stage|^z)\D{0,8}([0-3])": (-1, "deepspeed"),
+    r"zero\s*\+\+|mics|zero-infinity": (3, "deepspeed"),
+    r"^([0-3])(?:\.0)?$": (-1, "deepspeed"),
+    r"\bddp\b|^no(ne)?\b|^false$|^off$|replicat": (0, "none"),
+}
+#: Words in the name or notes of a source -> engine, where the cell is empty.
+ENGINES = {
+    r"torchtitan|fsdp|modalities|llm-foundry|litgpt|lit-gpt|olmo": "fsdp",
+    r"deepspeed|gpt-neox": "deepspeed",
+    r"megatron|nemo": "megatron",
+}
+
+
+def sharding_of(row: dict[str, str], model_ranks: int, gpus_per_node: int, assumed: list[str]) -> Sharding:
+    """Return the sharding of a row; an empty or unknown cell is assumed.
+
+    Args:
+        row: cells by column.
+        model_ranks: ranks of a replica.
+        gpus_per_node: over which hybrid sharding shards.
+        assumed: list to which assumptions are added.
+    """
+    text = row.get("zero_or_fsdp", "").strip().lower()
+    if found := re.search(r"fsdp (\d+) x dp", text):
+        return Sharding(3, "fsdp", int(found[1]))
+    for spelling, (stage, engine) in SPELLINGS.items():
+        if match := re.search(spelling, text):
+            stage = int(match[1]) if stage < 0 else stage
+            hybrid = stage == 3 and re.search(r"hybrid|hsdp|mics", text)
+            return Sharding(stage, engine if stage else "none", integer(row, "gpus_per_node", gpus_per_node, []) if hybrid else 0)
+    written = text_of(row, "source", "table", "notes", "model_name").lower()
+    engine = next((engine for word, engine in ENGINES.items() if re.search(word, written)), "")
+    stage = {"fsdp": 3, "megatron": 1}.get(engine, 1 if model_ranks > 1 else 3)
+    assumed.append(f"zero_or_fsdp=ZeRO-{stage}" + (f" ({text} is not known)" if text else ""))
+    return Sharding(stage, engine or ("deepspeed" if stage == 1 else "fsdp"))
 
 
 @dataclass(frozen=True)
 class Frameworks:
-    """Constants of frameworks that are fitted to published runs (tools/plan_score --fit); never of a source or a row.
+    """Constants of frameworks that are fitted to published runs (README.md); never of a source or a row.
 
     Attributes:
         sharded_products: rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power.
@@ -46,7 +103,7 @@ FITTED = Frameworks()
 FUSED_LOSS_BYTES = 10.0
 
 
-def framework_model(row: dict[str, str], year: int, sharding: Sharding, constants: Frameworks) -> FrameworkModel:
+def framework_model(row: dict[str, str], year: int, sharding: Sharding) -> FrameworkModel:
     """Return what a framework of that year does: kernels, overlap, number formats."""
     precision, zero = re.sub("[_-]", "", row.get("precision", "").lower()), sharding.stage
     modern = year >= 2023  # fused attention, and collectives of data parallelism beside the backward pass
@@ -66,19 +123,19 @@ def framework_model(row: dict[str, str], year: int, sharding: Sharding, constant
     pytorch = sharding.engine == "fsdp" and not other_stack(row)
     beside = pytorch or (deepspeed and zero == 3 and modern)
     plain, new = eager(row, sharding), bool(re.search("h[128]00|b[23]00", row["gpu"].lower()))
-    eager_attention = constants.eager_attention_new if new else constants.eager_attention
+    eager_attention = FITTED.eager_attention_new if new else FITTED.eager_attention
     gradient_bytes = 2 if (narrow or pure) and not fp32_gradients else 4
     return FrameworkModel(
         scores=_scores(row, modern),
-        products=(constants.sharded_products if beside else 1.0) * (1.0 if modern else constants.old_products),
+        products=(FITTED.sharded_products if beside else 1.0) * (1.0 if modern else FITTED.old_products),
         attention=eager_attention if pytorch else 1.0,
-        elementwise=1.0 if plain or compiled(row) else constants.hand_fused,
-        host_us=constants.host_us if plain else 0.0,
+        elementwise=1.0 if plain or compiled(row) else FITTED.hand_fused,
+        host_us=FITTED.host_us if plain else 0.0,
         overlap_data=_overlap(row, modern, sharding),
-        overlap_tensor=constants.tensor_overlap if tensor else 0.0,
-        fp8_products=constants.fp8_products if re.search("fp8|float8|e4m3|nvfp4|fp4", precision) else 0.0,
+        overlap_tensor=FITTED.tensor_overlap if tensor else 0.0,
+        fp8_products=FITTED.fp8_products if re.search("fp8|float8|e4m3|nvfp4|fp4", precision) else 0.0,
         logits_bytes=4 if plain else 6,  # in 16 bits with their gradients; or in 16 bits and in fp32, which become the gradients
-        loss_bytes=FUSED_LOSS_BYTES if plain or year >= 2024 else constants.loss_bytes,
+        loss_bytes=FUSED_LOSS_BYTES if plain or year >= 2024 else FITTED.loss_bytes,
         accumulation_bytes=10.0 if accumulates else 0.0,
         gradient_copy=2 if fp32_gradients else 0,
         gradient_bytes=gradient_bytes,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from tools.study.cells import Contradiction, integer, number, text_of
+from tools.study.frameworks import FITTED
 
 #: Words in the cell `gpu` -> file of conf/hardware/; the first that is found counts. Parts of one generation are near each other.
 GPUS = {
@@ -51,9 +50,6 @@ SYSTEMS = {
 #: Fabric -> Gbit/s of a port.
 PORTS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "slingshot": 200, "omni-?path": 100, "opa": 100}
 
-#: File of conf/hardware/ -> values that replace some of its keys.
-Changes = Mapping[str, Mapping[str, Any]]
-
 
 def file_of(row: dict[str, str]) -> str:
     """Return the file of conf/hardware/ for the GPU of a row.
@@ -77,20 +73,18 @@ def _memory(row: dict[str, str]) -> float | None:
     return float(named[1]) if named else None
 
 
-def hardware_of(row: dict[str, str], assumed: list[str], changed: Changes, omni_path: float) -> Hardware:
+def hardware_of(row: dict[str, str], assumed: list[str]) -> Hardware:
     """Return the hardware of a row.
 
     Args:
         row: cells by column.
         assumed: list to which assumptions are added.
-        changed: values of hardware that replace those of its file.
-        omni_path: share of its bandwidth that Omni-Path sustains.
 
     Raises:
         Contradiction: no file of conf/hardware/ describes its GPU.
     """
     found, memory, name = file_of(row), _memory(row), row["gpu"].lower()
-    hardware = replace(hardware_files.load(found), **changed.get(found, {}))
+    hardware = hardware_files.load(found)
     if exact := re.search(r"b300|mi3(?!00)[0-9]{2}|mi300a", name):
         assumed.append(f"gpu={exact[0]} as {found}")
     text = text_of(row)
@@ -108,7 +102,7 @@ def hardware_of(row: dict[str, str], assumed: list[str], changed: Changes, omni_
     if links := [rate for word, rate in EXPORT_LINKS.items() if word in name]:
         hardware = replace(hardware, link_gb_s=links[0])
     if re.search(r"jean[ -]zay|omni-?path", text.lower()):
-        hardware = replace(hardware, network_share=omni_path)
+        hardware = replace(hardware, network_share=FITTED.omni_path)
     return hardware_files.with_node(hardware, gpus_per_node=node, network_gb_s=per_gpu)
 
 

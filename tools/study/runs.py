@@ -13,10 +13,9 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 from tools.study.cells import EMPTY, Contradiction, flag, integer, number
 from tools.study.framework_model import FrameworkModel
-from tools.study.frameworks import FITTED, Frameworks, eager, framework_model
-from tools.study.gpus import Changes, file_of, hardware_of
+from tools.study.frameworks import Sharding, eager, framework_model, sharding_of
+from tools.study.gpus import hardware_of
 from tools.study.models import model_of
-from tools.study.sharding import Sharding, sharding_of
 
 #: Columns without which a row cannot be predicted.
 REQUIRED = ("gpu", "gpus", "seq_len", "global_batch")
@@ -35,7 +34,6 @@ class PublishedRun:
         fused: whether memory-bound operators are fused into few kernels.
         assumptions: made for empty cells.
         expert_tensor: ranks over which each expert is sharded.
-        file: of conf/hardware/.
     """
 
     config: RunConfig
@@ -46,16 +44,13 @@ class PublishedRun:
     fused: bool = True
     assumptions: list[str] = field(default_factory=list)
     expert_tensor: int = 1
-    file: str = ""
 
 
-def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes | None = None) -> PublishedRun:
+def read(row: dict[str, str]) -> PublishedRun:
     """Understand a row.
 
     Args:
         row: cells by column.
-        constants: of frameworks.
-        changed: values of hardware that replace those of its file (in a fit).
 
     Raises:
         Contradiction: cells contradict each other, a required cell is empty, or the GPU is unknown.
@@ -97,7 +92,7 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
         chunks = 1
     if model.layers < pipeline:
         raise Contradiction(f"layers={model.layers} are fewer than pp={pipeline}")
-    hardware = hardware_of(row, assumed, changed or {}, constants.omni_path)
+    hardware = hardware_of(row, assumed)
     sharding = sharding_of(row, model_ranks, hardware.gpus_per_node, assumed)
     if sharding.ranks and data % sharding.ranks:
         assumed.append(f"sharded over all ranks, since {sharding.ranks} do not divide dp={data}")
@@ -106,7 +101,7 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
         assumed.append("zero_or_fsdp=ZeRO-1, since a pipeline reduces gradients once a step")
         sharding = replace(sharding, stage=1)
     recompute = _recompute(row, sharding.engine, assumed)
-    engine = framework_model(row, year, sharding, constants)
+    engine = framework_model(row, year, sharding)
     if expert > 1:
         engine = replace(engine, expert_group=(expert_ranks, expert_tensor))
     sequence_parallel = tensor > 1 and flag(row, "sequence_parallel", year >= 2023, assumed)
@@ -138,7 +133,6 @@ def read(row: dict[str, str], constants: Frameworks = FITTED, changed: Changes |
         fused=not eager(row, sharding),
         assumptions=assumed,
         expert_tensor=expert_tensor,
-        file=file_of(row),
     )
 
 

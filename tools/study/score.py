@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tools.study.cells import Contradiction, measured_step_time, number
@@ -20,7 +22,6 @@ class RowScore:
         fits_right: whether the fits/does-not-fit label is right; None without a label.
         fits: the label.
         memory_error: predicted / measured memory - 1, where the row prints it (GiB).
-        row: all cells.
     """
 
     source: str
@@ -32,7 +33,6 @@ class RowScore:
     group: tuple[str, ...] = ()
     fits: bool | None = None
     memory_error: float | None = None
-    row: dict[str, str] = field(default_factory=dict)
 
 
 #: Rows that agree in these columns differ in their layout only.
@@ -53,6 +53,22 @@ def regrets(scores: list[RowScore]) -> list[float]:
             chosen = min(rows, key=lambda row: row.predicted)
             lost.append((chosen.measured or 0.0) / min(row.measured or 0.0 for row in rows) - 1)
     return lost
+
+
+def quantiles(values: Sequence[tuple[str, float]], shares: Sequence[float]) -> list[float]:
+    """Return the values below which these shares of the rows are, every source weighted equally.
+
+    Args:
+        values: source and value of every row.
+        shares: in ascending order.
+    """
+    counts = Counter(source for source, _ in values)
+    below, result = 0.0, list[float]()
+    for source, value in sorted(values, key=lambda row: row[1]):
+        below += 1 / counts[source] / len(counts)
+        while len(result) < len(shares) and below >= shares[len(result)] - 1e-9:
+            result.append(value)
+    return result
 
 
 def score(predictions: Path) -> tuple[list[RowScore], int]:
@@ -86,7 +102,6 @@ def score(predictions: Path) -> tuple[list[RowScore], int]:
                 tuple(row.get(name, "") for name in GROUP),
                 fits,
                 _memory_error(row),
-                row,
             )
         )
     return scores, refused

@@ -1,1 +1,1 @@
-"""Faults of Slurm jobs on the dev cluster, for tools/chaos."""
+"""Faults, layouts and jobs, on the dev cluster or on this machine."""

@@ -17,8 +17,12 @@ SETTINGS = (
     *("model.ffn_hidden=24", "model.vocab_size=320", "training.sequence_length=16", "training.global_batch_size=4"),
     *("training.micro_batch_size=2", f"training.validate_every={VALIDATE}", "training.validation_batches=1", f"training.steps={STEPS}"),
     *("optimizer.warmup_steps=2", "optimizer.lr=0.01", "precision=fp32", "tracking=disabled"),
-    *(f"checkpoint.every={EVERY}", "checkpoint.every_minutes=0", "checkpoint.keep=1000"),
 )
+
+
+def saves(every: int, keep: int) -> tuple[str, ...]:
+    """Settings of a run that saves after so many steps and keeps so many checkpoints."""
+    return f"checkpoint.every={every}", f"checkpoint.keep={keep}", "checkpoint.every_minutes=0"
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class Case:
     """A fault that is to happen.
 
     Attributes:
-        fault: name of a class of kinds.py.
+        fault: name of a class of kinds.py or local.py.
         moment: one of MOMENTS.
         layout: of the run.
         after: SAME, OTHER, FEWER or SPARE.

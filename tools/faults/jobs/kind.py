@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tools.faults.jobs import cases
-
-if TYPE_CHECKING:
-    from tools.faults.jobs.scene import Scene
 
 #: Moments at which a process waits at a line.
 LINES = tuple(moment for moment in cases.MOMENTS if moment not in (cases.ANY_TIME, cases.SUBMISSION))
@@ -43,7 +40,7 @@ class Kind:
     settings: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Any) -> None:
         self.scene = scene
         self.evidence = ""
         self.prepare()

@@ -18,7 +18,6 @@ class KillRank(Kind):
     after = (cases.SAME, cases.SAME, cases.SPARE)
 
     def strike(self) -> None:
-        """Kill it."""
         rank = self.scene.rank()
         if rank is not None and is_alive(rank.pid):
             os.kill(rank.pid, signal.SIGKILL)
@@ -55,7 +54,6 @@ class Scancel(Kind):
     ends_job = True
 
     def strike(self) -> None:
-        """Cancel it."""
         cluster.command("scancel", str(self.scene.job), check=False)
 
     def look(self) -> None:
@@ -84,7 +82,6 @@ class Requeue(Kind):
     """Scontrol requeue of the job."""
 
     def strike(self) -> None:
-        """Requeue it."""
         cluster.command("scontrol", "requeue", str(self.scene.job), check=False)
 
     def look(self) -> None:
@@ -134,7 +131,6 @@ class Suspend(Kind):
     settings = ("training.timeout_minutes=0.15",)
 
     def strike(self) -> None:
-        """Stop it."""
         rank = self.scene.rank()
         if rank is not None and is_alive(rank.pid):
             os.kill(rank.pid, signal.SIGSTOP)

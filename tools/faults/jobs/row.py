@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import re
 import shutil
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from tools.faults.jobs import cluster, verdict
-from tools.faults.jobs.cases import FEWER, ONE_NODE, OTHER, SAME, SPARE, SUBMISSION, Case, Layout
+from tools.faults.jobs.cases import FEWER, ONE_NODE, OTHER, SAME, SPARE, SUBMISSION, Case
 from tools.faults.jobs.scene import Scene
-from tools.faults.runs import last_line
+from tools.faults.runs import compare, last_line
 
 #: Seconds after which a run that is not complete is a defect.
 PATIENCE = 240.0
@@ -45,30 +42,29 @@ class Row:
     problems: list[str] = field(default_factory=list)
 
 
-def undisturbed(layout: Layout, data: Path, folder: Path, controlled: cluster.Cluster) -> Scene:
-    """Run a layout without a fault.
+def undisturbed(scene: Scene) -> Scene:
+    """Run a job without a fault.
 
     Raises:
         RuntimeError: the job failed.
     """
-    scene = Scene(None, layout, data, folder, controlled, random.Random(0))
-    scene.submit(layout)
-    scene.wait(lambda: not cluster.is_alive(cluster.facts(scene.job)), PATIENCE)
+    scene.submit(scene.layout)
+    scene.wait(lambda: not scene.state().alive, PATIENCE)
     scene.read(0.5)
-    if (found := cluster.facts(scene.job))["JobState"] != "COMPLETED":
-        raise RuntimeError(f"the undisturbed run is {cluster.describe(found)}: {' '.join(scene.command)}\n{scene.new_log()[-3000:]}")
+    if (found := scene.state()).name != "COMPLETED":
+        raise RuntimeError(f"the undisturbed run: {found.text}\n{scene.new_log()[-3000:]}")
     return scene
 
 
-def run(case: Case, reference: Scene, data: Path, folder: Path, chance: random.Random) -> Row:
+def run(scene: Scene, reference: Scene) -> Row:
     """Run a job with a fault until the run is complete, and return the verdict. Its folder remains if there is a problem."""
-    scene = Scene(case, case.layout, data, folder, reference.cluster, chance, reference.ranks[0].step_id)
-    row, kind = Row(case), scene.kind
+    row, kind = Row(scene.case), scene.kind
     assert kind is not None
+    scene.step_id = reference.ranks[0].step_id
     try:
-        scene.submit(case.layout, hold=True)
+        scene.submit(scene.layout, hold=True)
         kind.submitted()
-        cluster.command("scontrol", "release", str(scene.job))
+        scene.begin()
         if problem := _reach(scene):
             row.problems.append(problem)
         else:
@@ -80,12 +76,10 @@ def run(case: Case, reference: Scene, data: Path, folder: Path, chance: random.R
     finally:
         scene.release()
         scene.clean()
-        kind.undo()
-        reference.cluster.restore()
     if row.seen:
         _judge(scene, row, reference)
     if not row.problems:
-        shutil.rmtree(folder)
+        shutil.rmtree(scene.folder)
     return row
 
 
@@ -96,12 +90,12 @@ def _reach(scene: Scene) -> str:
         scene.read(0.2)
         if scene.held or case.moment == SUBMISSION:
             return ""
-        found = cluster.facts(scene.job)
-        if not cluster.is_alive(found):
-            return f"the job was over before: {cluster.describe(found)}"
-        if found["JobState"] == "RUNNING":
+        found = scene.state()
+        if not found.alive:
+            return f"the job was over before: {found.text}"
+        if found.name == "RUNNING":
             running = running or time.monotonic()
-            if case.line is None and time.monotonic() - running >= case.delay:
+            if case.line is None and time.monotonic() - running >= case.delay * scene.pace:
                 return ""
         if time.monotonic() - started > START:
             return f"the moment did not come in {START:.0f} s"
@@ -115,31 +109,31 @@ def _follow(scene: Scene, row: Row) -> None:
     while True:
         scene.read(0.3)
         kind.look()
-        found = cluster.facts(scene.job)
-        if not cluster.is_alive(found):
+        found = scene.state()
+        if not found.alive:
             kind.look()
             done = (scene.run_dir / "manifest.json").is_file()
-            if found["JobState"] == "COMPLETED" and done:
+            if found.name == "COMPLETED" and done:
                 kind.completed()
                 break
-            if not row.again and kind.may_end(found["JobState"], found["ExitCode"]):
-                if int(found["Restarts"]):
-                    row.problems.append(f"job {scene.job} was requeued")
+            if not row.again and kind.may_end(found.name, found.code):
+                if found.restarts:
+                    row.problems.append(f"it was requeued: {found.text}")
                 row.again = True
                 scene.submit({SAME: case.layout, OTHER: case.other, FEWER: ONE_NODE}[case.after])
                 continue
-            row.problems.append(f"job {scene.job} ended: {cluster.describe(found)}; {'complete' if done else 'not complete'}")
+            row.problems.append(f"it ended {'complete' if done else 'not complete'}: {found.text}")
             break
         if time.monotonic() > deadline:
-            row.problems.append(f"not complete {PATIENCE:.0f} s after the fault: job {scene.job} is {cluster.describe(found)}")
+            row.problems.append(f"not complete {PATIENCE:.0f} s after the fault: {found.text}")
             break
     row.seen = kind.evidence
     if not row.problems:
-        scene.wait(lambda: not any(cluster.is_alive(cluster.facts(job)) for job in scene.dependents), 30)
+        row.problems += scene.settled()
 
 
 def _judge(scene: Scene, row: Row, reference: Scene) -> None:
-    """Compare the run with the undisturbed one, and look at jobs and processes."""
+    """Compare the run with the undisturbed one, and look at processes."""
     assert scene.kind is not None
     resumes = re.findall(r"continuing from \S+: step (\d+)", scene.new_log())
     row.seconds = scene.recovered
@@ -154,11 +148,7 @@ def _judge(scene: Scene, row: Row, reference: Scene) -> None:
             row.problems.append(f"continued from step {row.resumed}, but that of step {scene.complete} was complete")
     if not row.problems:
         same = row.case.after in (SAME, SPARE) or (bool(scene.kind.ends) and not row.again)
-        row.problems += verdict.compare(scene.run_dir, reference.run_dir, same_layout=same)
-    for job in scene.dependents:
-        found, expected = cluster.facts(job), "COMPLETED" if job == scene.dependents[-1] else "CANCELLED"
-        if not row.problems and found["JobState"] != expected:
-            row.problems.append(f"the job that depends on it is {cluster.describe(found)}")
+        row.problems += compare(scene.run_dir, reference.run_dir, same_layout=same)
     scene.wait(lambda: not scene.left(), 15)
     if left := scene.left():
         row.problems.append(f"processes run after the end: {left}")

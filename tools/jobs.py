@@ -1,4 +1,4 @@
-"""Configurations of small jobs, and the process group of one rank."""
+"""Configurations of the jobs that tools run, and the process group of one rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def configured(*words: str, ranks: int = 1) -> RunConfig:
         UserError: it is not valid for this number of ranks.
     """
     compose.register()
-    config = compose.recompose(["stage=pretrain", *words])
+    config = compose.recompose(list(dict.fromkeys(["stage=pretrain", *words])))
     check.check(config, ranks)
     return config
 
