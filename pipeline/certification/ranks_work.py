@@ -1,8 +1,4 @@
-"""What the local ranks of a certificate do.
-
-Micro-batches of equal samples have equal gradients. A step of four times as many, each with a quarter of the weight, has the same
-gradient if sums are kept in fp32: gradients in a lower precision have few digits, and four is a power of two.
-"""
+"""What the local ranks of a certificate do: they train, continue what they saved, and compare layers, sums and validation losses."""
 
 from __future__ import annotations
 
@@ -126,7 +122,7 @@ def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]
     outcome = train_in_layout(config, trainer, [*calls, lambda *_: count()])
     reports = [log.report()] if copies else []
     reports += [validation_report(config, trainer, outcome.tensors["weight"])] if work.validation and name == "fp32" else []
-    reports += [report(config)] if config.precision.dtype != "fp32" else []
+    reports += [accumulation_report(config)] if config.precision.dtype != "fp32" else []
     reports += [compare_fp8_layers(config, trainer)] if config.precision.fp8 != "none" else []
     if saving is not None:
         saving.finish()
@@ -177,8 +173,12 @@ FACTOR = 4
 TOLERANCE = 1e-5
 
 
-def report(config: RunConfig) -> PartReport:
-    """Train a step on few and a step on many equal micro-batches, and compare their gradients. Collective."""
+def accumulation_report(config: RunConfig) -> PartReport:
+    """Train a step on few and a step on many equal micro-batches, and compare their gradients. Collective.
+
+    Micro-batches of equal samples have equal gradients. A step of four times as many, each with a quarter of the weight, has the same
+    gradient if sums are kept in fp32: gradients in a lower precision have few digits, and four is a power of two.
+    """
     few, many = (_first_moments(config, factor) for factor in (1, FACTOR))
     found = PartReport("precision")
     if not any(bool(moment.any()) for moment in few.values()):

@@ -1,8 +1,8 @@
 """A data file is written from the shared memory of ranks, and what is written is verified. Imports no torch.
 
 The bytes are those of the snapshot, finite, and not those of the previous save. An asynchronous save can write old values without any
-error, for example when the copy of a tensor shares its memory, or
-is not made again (https://github.com/pytorch/pytorch/issues/144657). Two rules find this:
+error, for example when the copy of a tensor shares its memory, or is not made again
+(https://github.com/pytorch/pytorch/issues/144657). Two rules find this:
 
 - The sum of the words of the live tensors must be that of the bytes that are written.
 - A weight that equals the previous save bit for bit, although its last update was not lost in rounding, is refused.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pipeline.common.knobs import knob
@@ -72,7 +73,7 @@ def _lion_change(state: Sequence[Any], _config: OptimizerConfig, lr: float, _upd
     return lr * (state[0] != 0)
 
 
-def schedule_free_shares(config: OptimizerConfig, steps: int) -> list[float]:
+def schedule_free_shares(config: OptimizerConfig, steps: int) -> tuple[float, ...]:
     """Return c of every update: the share of z in the average after it, gamma^2 divided by the sum of gamma^2 so far.
 
     Defazio et al. 2024, https://arxiv.org/abs/2405.15682, algorithm 1: gamma = lr sqrt(1 - beta2^t) min(1, t / warm-up) in the update
@@ -82,13 +83,17 @@ def schedule_free_shares(config: OptimizerConfig, steps: int) -> list[float]:
         config: warm-up and beta2.
         steps: of the run; a run without a number of steps has the share of the first update.
     """
-    warmup = config.warmup_steps or math.ceil(config.warmup_ratio * steps)
+    return _shares(config.warmup_steps or math.ceil(config.warmup_ratio * steps), config.beta2, max(steps, 1))
+
+
+@cache
+def _shares(warmup: int, beta2: float, steps: int) -> tuple[float, ...]:
     shares, total = [], 0.0
-    for update in range(1, max(steps, 1) + 1):
-        squared = (1 - config.beta2**update) * min(1.0, update / max(warmup, 1)) ** 2
+    for update in range(1, steps + 1):
+        squared = (1 - beta2**update) * min(1.0, update / max(warmup, 1)) ** 2
         total += squared
         shares.append(squared / total)
-    return shares
+    return tuple(shares)
 
 
 def _schedule_free_change(state: Sequence[Any], config: OptimizerConfig, _lr: float, update: int, steps: int) -> Any:

@@ -168,7 +168,7 @@ class _Tensors:
 
 
 class _Moments:
-    """Moments by the names of the weights in their Hugging Face class (named_stock.NamedStock).
+    """Moments by the names of the weights in their Hugging Face class (huggingface_import.NamedStock).
 
     Args:
         tensors: of a kind.

@@ -72,7 +72,7 @@ def write(
         arguments: of `python -m pipeline`.
         configs: name of a job -> its resolved configuration, YAML.
         texts: name of a job -> its script; empty in a job that sbatch started.
-        own: configuration files, name in conf/ -> file (conf_copy.files); None for none.
+        own: configuration files, name in conf/ -> file (`files`); None for none.
 
     Raises:
         UserError: the disk is full.

@@ -59,7 +59,7 @@ class SweepRow:
         step: last step.
         loss: mean training loss of the last steps, nats per target.
         validation_loss: that of the last validation, with its standard error; bits_per_byte of the same one.
-        within_noise: whether the point may be as good as the first one (comparison.Place).
+        within_noise: whether the point may be as good as the first one (comparison.RankedRun).
         best_validation_loss: the lowest one, with its step.
         tokens_per_second: as in report/run.py, with which step and losses agree as well.
         run_dir: the run directory.

@@ -93,7 +93,7 @@ class Callback:
         """Check the state of which a checkpoint will be written."""
 
     def save(self, step: Step) -> None:
-        """Begin or note a checkpoint."""
+        """Begin or note a checkpoint. Called in the reverse order of the list."""
 
     def end(self, step: Step) -> None:
         """Complete what the job leaves behind after its last step. Called in the reverse order of the list."""

@@ -1,6 +1,6 @@
-"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063).
+"""Gradient clipping by the global norm (Pascanu et al. 2013, https://arxiv.org/abs/1211.5063), and steps that are skipped.
 
-PyTorch's optimizers apply the rule by `found_inf`, without a wait for the device (weight_update.py).
+PyTorch's optimizers divide by `grad_scale` and skip by `found_inf`, without a wait for the device (weight_update.py).
 """
 
 from __future__ import annotations

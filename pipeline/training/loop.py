@@ -49,11 +49,12 @@ def train(
         if any(callback.wants_save(step) for callback in callbacks):
             for callback in callbacks:
                 callback.before_save(step)
-            for callback in callbacks:
+            for callback in reversed(callbacks):
                 callback.save(step)
         if step.last or step.decision.stop is not None:
             for callback in reversed(callbacks):
                 callback.end(step)
         since, state = step.since, step.state
+        del step  # with its batch, before the next one is used
         report(f"loading the batch of step {state.step + 1}")
     return state

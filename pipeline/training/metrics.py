@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -84,7 +85,7 @@ class Metrics(Callback):
         self._pending: _Pending | None = None
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = steps, {}  # type: int, dict[str, Any]
-        self._bar = Progress(steps - resumed.step, config.stage.name, "step", rank, every=math.inf)
+        self._progress = partial(Progress, steps - resumed.step, config.stage.name, "step", rank, every=math.inf)
         self._wandb: Any = None
         if rank == 0:
             self._path = run_dir / FILE
@@ -207,7 +208,7 @@ class Metrics(Callback):
             self._wandb.log({k: v for k, v in line.items() if k != "step"}, step=line["step"])
 
     def __enter__(self) -> Metrics:
-        self._bar.__enter__()
+        self._bar = self._progress()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

@@ -3,8 +3,8 @@
 The ranks exchange one 64-bit digest for each weight and kind (weight_copies.py): first the sums over the partitions of ZeRO, then, along
 every mesh axis with copies, the largest and the smallest digest in one collective. Bytes and time do not grow with the number of ranks.
 
-A loss whose weight is zero for a while, or an expert without tokens, has such weights by right; a module that is left out of the loss by
-mistake has them too.
+Weights that do not change, or never have a gradient, are named, and training goes on. A loss whose weight is zero for a while, or an
+expert without tokens, has such weights by right; a module that is left out of the loss by mistake has them too.
 """
 
 from __future__ import annotations
@@ -190,8 +190,6 @@ def _compare(group: ProcessGroup, digests: Tensor, which: list[int], unequal: Te
         unequal[which] |= values[0] != ~values[1]
 
 
-#: Most weights that a message names.
-_NAMED_WEIGHTS = 5
 #: Updates before a weight without a gradient is named: a weight behind one that is initially zero gets its first gradient later.
 _EARLIEST = 10
 #: Smallest learning rate of a step for which weights must have changed: smaller updates may be less than the rounding of a weight.
@@ -252,6 +250,6 @@ class UntrainedWeights:
         for row, what in enumerate((f"did not change since step {last}", "never had a gradient")):
             found = list(dict.fromkeys(name for rank in ranks for name in rank[row]))
             if found:
-                more = f" and {len(found) - _NAMED_WEIGHTS} others" if len(found) > _NAMED else ""
-                log.warning("step %d: trained weights that %s: %s%s", step, what, ", ".join(found[:_NAMED_WEIGHTS]), more)
+                more = f" and {len(found) - _NAMED} others" if len(found) > _NAMED else ""
+                log.warning("step %d: trained weights that %s: %s%s", step, what, ", ".join(found[:_NAMED]), more)
                 events.record(self._run_dir, "untrained", step=step, what=what, weights=found)

@@ -53,7 +53,7 @@ class Saves(Callback):
         hooks: further checkpoints, and what follows them.
         saver: writes the checkpoints.
         parent: Index.parent of the checkpoints.
-        on_complete: called on rank 0 with the step of a checkpoint that has become complete.
+        on_complete: called with the step of a checkpoint that has become complete, unless the run returns to an older one.
 
     Attributes:
         failures: number of checkpoints that could not be written, on rank 0.
@@ -77,6 +77,7 @@ class Saves(Callback):
         self._settings: dict[str, Any] | None = None
         self.failures = 0
         self._on_complete = on_complete
+        self._complete: list[int] = []
         self._in_a_row, self._failing_since = 0, 0.0
         self._last: Outcome | None = None
         self._failed = False
@@ -96,6 +97,7 @@ class Saves(Callback):
         """
         step.more["save_failures"] = self.failures
         self.poll()
+        self._tell()
         if step.decision.failed:
             self._saver.abandon("a rank could not write its part; the log has the reason")
         if step.decision.fatal:
@@ -145,7 +147,7 @@ class Saves(Callback):
                 self._count(outcome)
             elif outcome.folder is not None:
                 self._in_a_row = 0
-                self._on_complete(outcome.step)
+                self._complete.append(outcome.step)
                 log.info("step %d: wrote %s", outcome.step, outcome.folder)
                 if self._hooks.writes(outcome.step):
                     self._hooks.written()
@@ -164,6 +166,7 @@ class Saves(Callback):
             self._metrics.flush()
             reason = self._wait(state.step)
             if not reason:
+                self._tell()
                 return self._with_counters(state, HostCopy(self._trainer.engine.counters()))
             if wait is not None:
                 log.warning("step %d: trying once more to write the checkpoint, in %.0f s", state.step, wait)
@@ -171,6 +174,12 @@ class Saves(Callback):
                 self.begin(state)
         folder = native.folder_of(Path(self._config.run_dir), state.step)
         raise UserError.of("run_dir", folder, f"the checkpoint could not be written: {reason}", advice(reason, _THEN))
+
+    def _tell(self) -> None:
+        """Tell which checkpoints have become complete."""
+        for step in self._complete:
+            self._on_complete(step)
+        self._complete.clear()
 
     def settle(self, step: int) -> None:
         """Wait until no checkpoint is being written, at a step after which the run returns to an older one; every rank calls this.

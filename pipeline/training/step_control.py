@@ -106,7 +106,7 @@ class StepControl(Callback):
         if self._files is not None:
             self._files.stopped()
         if step.decision.stop is not None and not step.last:
-            other = " on other nodes" if step.decision.reason == "phase" else ""
+            other = " on other nodes" if step.state.step == self._last_step else ""
             log.info("stopped after step %d; the same command continues%s", step.state.step, other)
             raise ToBeContinued(step.decision.stop, step.decision.reason)
 

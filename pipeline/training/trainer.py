@@ -84,9 +84,11 @@ class Trainer:
         self.before_update()
         result = self.engine.step()
         mean, counted, sums = self._global_mean(loss, requests, None if self._preferences is None else self._measured(PREFERENCE_SUMS))
-        more = result.more | ({} if factor is None else {"loss_scale": factor})
+        more = dict(result.more)
         for statistics in self._statistics:
             more |= statistics.after_step(result.skipped)
+        if factor is not None:
+            more["loss_scale"] = factor
         if self._preferences is not None:
             more |= rewards(sums)
         return mean, replace(result, requests=counted, more=more)

@@ -61,7 +61,7 @@ class Causal(TokenShardObjective):
 
     settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "training.goldfish_k", "training.goldfish_context")
 
-    #: Arguments of goldfish.dropped; None for a loss of all targets.
+    #: Arguments of `dropped`; None for a loss of all targets.
     _goldfish: tuple[int, int] | None = None
 
     def __init__(self, samples: Samples, *, document_mask: bool = False, padded: bool = False) -> None:
