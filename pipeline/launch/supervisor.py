@@ -32,8 +32,9 @@ from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import allocation, chain, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
-from pipeline.launch.allocation import Allocation, Placement
+from pipeline.launch.allocation import Allocation
 from pipeline.launch.deputy import Deputy
+from pipeline.launch.placement import Placement
 from pipeline.launch.recovery import Action, ActionKind, Situation
 from pipeline.training import request_files
 

@@ -28,7 +28,7 @@ class Work:
         kind: what it is.
         name: operator of PyTorch, such as "aten::mm", or collective, such as "all_gather".
         stream: on which it runs.
-        site: line of code that asked for it, "training/gathering.py:101"; "" if unknown.
+        site: line of code that asked for it, "training/weight_gathering.py:101"; "" if unknown.
         seconds: that it takes on the GPU, as planned.
         launches: kernels that it launched.
         reads, writes: device memory that it uses.

@@ -160,7 +160,7 @@ def _train(config: RunConfig, trainer: ObservedTrainer, data: Objective, saver: 
     tracking = replace(config.tracking, wandb="disabled")
     short = replace(config, run_dir=str(folder), training=training, checkpoint=checkpoint, tracking=tracking)
     state = TrainState(step=0, samples=0, updates=0)
-    rank, watchdog, level = trainer.mesh.rank, Watchdog(training.timeout_minutes), log.getEffectiveLevel()
+    rank, watchdog, level = trainer.mesh.rank, Watchdog(training.timeout_minutes), log.level
     log.setLevel(logging.WARNING)  # losses and rates mean nothing here
     try:
         with Metrics(short, rank, state) as metrics:

@@ -16,7 +16,8 @@ import pytest
 from pipeline.common import ends, events, locks
 from pipeline.common.errors import UserError
 from pipeline.launch import allocation, chain, rank_step, run_state, slurm
-from pipeline.launch.allocation import Allocation, Placement
+from pipeline.launch.allocation import Allocation
+from pipeline.launch.placement import Placement
 from tests.helpers import ROOT, environment
 from tests.world import configured
 

@@ -65,7 +65,9 @@ def _write(config: Exaone4Config) -> dict[str, Any]:
 def _read(content: dict[str, Any]) -> dict[str, Any]:
     """Return the window, at most the longest sequence, and the interval: 1 without a window. A pattern may be text: LLLG means 4."""
     window, pattern = content.get("sliding_window", 4096), content.get("sliding_window_pattern", 4)
-    if isinstance(pattern, str):
+    if content.get("layer_types"):  # the class then reads no pattern
+        pattern = 4
+    elif isinstance(pattern, str):
         if not re.fullmatch("L*G", pattern):
             raise refusal("sliding_window_pattern", pattern, "must end with its only G, which this family requires")
         pattern = len(pattern)
