@@ -191,7 +191,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_every_legal_job_has_a_legal_small_version(job: tuple[Any, int]) -> None:
     planned, world_size = job

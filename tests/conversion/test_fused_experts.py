@@ -45,7 +45,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def stock(request, tmp_path_factory) -> tuple[nn.Module, Path]:
     """A model, and its folder, whose files have a tensor for each expert."""
     torch.manual_seed(0)
@@ -71,8 +71,16 @@ def in_huggingface(folder: Path, state: dict[str, Tensor]) -> None:
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-@pytest.mark.parametrize("of", ["parameters", "files"])
-@pytest.mark.parametrize("save", [in_dcp, in_deepspeed, in_huggingface])
+#: The default tier has every model, format and kind of tensors, but not all combinations.
+CASES = [
+    pytest.param(model, save, of, marks=() if i % 3 == j and i % 2 == k else pytest.mark.long, id=f"{model}-{save.__name__}-{of}")
+    for i, model in enumerate(MODELS)
+    for j, save in enumerate((in_dcp, in_deepspeed, in_huggingface))
+    for k, of in enumerate(("parameters", "files"))
+]
+
+
+@pytest.mark.parametrize("stock, save, of", CASES, indirect=["stock"], scope="module")
 def test_experts_are_imported(stock, save, of, tmp_path, caplog):
     """With the logits of the class, which also the import compares."""
     caplog.set_level("INFO", "pipeline")
@@ -109,6 +117,7 @@ def test_moments_of_experts_are_imported(tmp_path):
     assert all(torch.equal(found.tensor(name, "exp_avg"), 2 * found.tensor(name)) for name in found.names())
 
 
+@pytest.mark.parametrize("stock", MODELS, indirect=True, scope="module")
 def test_another_number_of_experts_is_refused_by_name(stock, tmp_path):
     model, folder = stock
     state = {name: value[:3] if name.endswith("experts.down_proj") else value for name, value in model.state_dict().items()}

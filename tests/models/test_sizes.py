@@ -51,7 +51,11 @@ def test_every_shipped_model_is_counted():
     assert set(NAMES) == RELEASED.keys() | SMALL
 
 
-@pytest.mark.parametrize("name", [name if name in SMALL else pytest.param(name, marks=pytest.mark.slow) for name in NAMES])
+#: The first released size of each family; the others are in the long tier.
+FIRST = {next(iter(cases.released)) for cases in FAMILIES.values() if cases.released}
+
+
+@pytest.mark.parametrize("name", [name if name in SMALL | FIRST else pytest.param(name, marks=pytest.mark.long) for name in NAMES])
 def test_parameter_count(name, model_config):
     config = model_config(name)
     assert config.violations() == []

@@ -29,7 +29,7 @@ def test_a_hundred_terabytes_need_no_more_memory_and_opens_a_byte_than_one(tmp_p
         assert total["most_opens"] <= 2 * total["opens"] / ranks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_counts_of_a_run_are_those_of_the_model(tmp_path):
     """Within 2 %, except the bytes of small messages, whose encoding is larger than their rows."""
     chance = random.Random(0)

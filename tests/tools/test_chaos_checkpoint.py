@@ -20,6 +20,7 @@ def start(arguments, environment, output):
         return warm.start(*arguments, environment=environment, output=file.fileno())
 
 
+@pytest.mark.long
 @pytest.mark.world
 def test_a_run_that_is_killed_at_a_random_moment_ends_as_an_undisturbed_one(tokens, tmp_path):
     layouts, chance = list(local.LAYOUTS.values())[:2], random.Random(1)

@@ -40,7 +40,7 @@ def test_everything_passes(tmp_path):
     assert rows["step: llama: graphs of 4 equal blocks"]["value"] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_wrong_scale_and_a_value_that_is_read_fail(tmp_path):
     rows, printed = gpu_check(tmp_path, "--only=kernels,step", "--spoil", expect=1)
     attention = {name: row for name, row in rows.items() if "attention" in name and row["status"] != "skipped"}

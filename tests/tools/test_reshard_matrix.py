@@ -14,7 +14,7 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(family, marks=pytest.mark.long) for family in SAMPLE if family != "llama")])
 def test_every_layout_loads_the_checkpoints_of_all_others(world, tmp_path, family):
     layouts = {reshard_cases.name_of(layout): layout for layout in reshard_cases.LAYOUTS[family]}
     configs = {name: configured(*reshard_cases.overrides(family, layouts[name])) for name in SAMPLE[family]}
@@ -30,6 +30,7 @@ def test_the_matrix_has_at_least_twelve_layouts_of_every_family():
         assert len(names) == len(layouts) >= 12
 
 
+@pytest.mark.long
 def test_another_value_is_found(world, tmp_path):
     """One element of one rank's fragment of one moment."""
     name = "t2p2z0x4"
