@@ -29,8 +29,12 @@ def sums(parts: list[Any]) -> tuple[float, int, Counter[tuple[str, str, float]]]
     return sum(part.flops for part in parts), sum(part.saved for part in parts), collectives
 
 
+#: The kinds of blocks: dense, with experts, of an encoder and a decoder, with latent attention, with linear attention.
+KINDS = {"llama-tiny", "mixtral-tiny", "t5-tiny", "deepseek-tiny", "qwen3-next-tiny"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
 def test_one_block_of_a_kind_composes_to_the_whole_model(family):
     config = configured(f"model={family}", *ONE)
     composed, whole = trace(config), trace(config, every_block=True)
@@ -176,8 +180,16 @@ def one_micro_batch(*settings: str) -> tuple[Counter[tuple[str, int]], float]:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("family", ["gpt-tiny", "llama-tiny", "bloom-tiny"])
-@pytest.mark.parametrize("more", [(), ("parallel.sequence_parallel=false",), ("training.activation_checkpointing=full",)])
+@pytest.mark.parametrize(
+    "family, more",
+    [
+        ("gpt-tiny", ()),
+        ("llama-tiny", ("parallel.sequence_parallel=false",)),
+        ("bloom-tiny", ("training.activation_checkpointing=full",)),
+        pytest.param("llama-tiny", ("training.activation_checkpointing=full",), marks=pytest.mark.long),
+        pytest.param("bloom-tiny", ("parallel.sequence_parallel=false",), marks=pytest.mark.long),
+    ],
+)
 def test_tensor_parallel_collectives_and_products_are_those_of_a_real_run(worlds, family, more):
     settings = (f"model={family}", *ONE, "parallel.tensor=2", "precision=fp32", "training.compile=off", *more)
     seen, flops = worlds(2).run(one_micro_batch, *settings)[0]

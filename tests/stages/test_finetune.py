@@ -172,7 +172,7 @@ def test_an_alpaca_file_and_a_shipped_template_are_all_that_a_chat_needs(base, t
     assert len(tokens) == generated["prompt_tokens"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_model_gets_a_longer_context(base, tmp_path):
     """LongLoRA: attention in groups, embeddings and norms beside the adapters, in two jobs; then the merged model."""
     import peft  # takes seconds
@@ -256,7 +256,7 @@ def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
     assert losses(tmp_path / "more")[0] < 0.85 * found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_of_experts_are_trained_and_merged(base, tokenizer_folder, tmp_path):  # noqa: F811 - the fixture
     """The merged export has the validation loss of the run; a second job continues with the same bits; PEFT's format is refused."""
     config = MixtralConfig(layers=2, hidden=32, heads=4, kv_heads=4, ffn_hidden=48, vocab_size=300, max_positions=64, experts=4)
@@ -290,7 +290,7 @@ def test_adapters_of_experts_are_trained_and_merged(base, tokenizer_folder, tmp_
     assert metrics(run)[-1]["validation_loss"] == pytest.approx(trained, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     """DPO: the loss begins at ln 2 and falls, also on the validation pairs, and PEFT loads the adapter."""
     import peft  # takes seconds
@@ -413,7 +413,7 @@ def test_a_run_from_packed_shards_is_that_from_files(base, tmp_path):
     assert losses(packed)[-4:] == pytest.approx(losses(direct)[4:], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_adapter_is_trained_on_weights_in_4_bits(base, tmp_path):
     """QLoRA in two jobs as in one; peft loads the adapter on the original base, and the merged export has the rounded base."""
     import peft  # takes seconds

@@ -108,7 +108,7 @@ def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run
     assert sorted(path.name for path in (run / "two").iterdir()) == ["completions.jsonl", "manifest.json", "rejected.jsonl"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_thousand_samples_are_the_same_after_two_kills(run, tmp_path):
     """The ranks of a job are killed after a quarter and after half of the parts; both of them take parts until none are left."""
     (run / "2000.jsonl").write_text("".join(f'{{"prompt": "{number} Nadeln"}}\n' for number in range(2000)))

@@ -69,7 +69,7 @@ def test_completions_are_those_of_our_engine(run, program):  # noqa: F811 - the 
     assert "nothing to do" in with_vllm(program, *settings(run, "stage.ignore_eos=true", output="again"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run, program):  # noqa: F811 - the fixture
     """A finished part is not generated again. Of the ranks of a tensor group, one has an engine."""
     (run / "many.jsonl").write_text("".join(f'{{"prompt": "{number} Nadeln"}}\n' for number in range(70)))
@@ -127,6 +127,7 @@ def test_an_engine_has_the_gpus_of_its_ranks(monkeypatch):
     assert vllm_engine.gpus_of(0, 2) == []
 
 
+@pytest.mark.long
 def test_a_process_of_vllm_does_not_join_our_ranks(monkeypatch):
     """It creates a process group of its own, which fails with the variables of torchrun."""
     port = free_port()

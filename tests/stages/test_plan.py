@@ -121,7 +121,7 @@ def test_the_printed_command_starts_the_planned_job(printed, words, tokens):
     assert not changed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_replaces_what_an_experiment_sets(printed, tmp_path):
     (tmp_path / "experiment").mkdir()
     own = "# @package _global_\nparallel: {tensor: 4}\ntraining: {steps: 300, micro_batch_size: 8}\noptimizer: {lr: 0.001}\n"

@@ -58,7 +58,7 @@ def tannschen(once, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_installed_wheel(tannschen: Run, tmp_path: Path) -> None:
     whole = tannschen("--help")
     assert "stage=pretrain" in whole
