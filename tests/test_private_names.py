@@ -66,6 +66,7 @@ NAMES = {
     "torch.distributed._symmetric_memory.enable_symm_mem_for_group": "group_name",
     "torch.distributed.checkpoint.filesystem._StorageInfo": "relative_path offset length",
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": "",
+    "torch.distributed.distributed_c10d._abort_process_group": "",
     "torch.distributed.distributed_c10d._get_default_store": "",
     "torch.distributed.distributed_c10d._get_group_size_by_name": "group_name",
     "torch.distributed.distributed_c10d._resolve_process_group": "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, ProcessGroup
 
 from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.parallel import cpu_affinity, open_files, rehearsed_group, rendezvous
 from pipeline.parallel import device as rank_device
@@ -150,10 +152,33 @@ def init_rehearsed(rank: int, world_size: int) -> torch.device:
     return device
 
 
+@contextmanager
+def process_group(ranks: Ranks, minutes: float, device: torch.device | None = None) -> Iterator[torch.device]:
+    """The default process group of the ranks of a job; yields this rank's device. Arguments and errors as of init_distributed.
+
+    It is destroyed at a regular end alone. NCCL flushes its communicators when it is destroyed, and so waits for ranks that wait for this
+    one in a collective: the error that has ended this rank would never be reported. After an error the process ends without it.
+    """
+    device = init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes, device)
+    try:
+        yield device
+    except ToBeContinued:
+        dist.barrier()  # the launcher terminates all ranks when the first one exits
+        destroy_process_group()
+        raise
+    destroy_process_group()
+
+
 def destroy_process_group() -> None:
     """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def abort_process_group() -> None:
+    """Abort the default process group, if there is one, without waiting for other ranks; after an error."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group()
 
 
 def store_connection() -> Any:

@@ -19,6 +19,7 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.zero_group import JOB
+from pipeline.parallel import mesh as meshes
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 
 GB = 1e9
@@ -99,6 +100,7 @@ def wanted(error: torch.OutOfMemoryError) -> str:
 
 def _details(config: RunConfig, world_size: int, used: Used | None) -> Iterator[str]:
     """Yield the table of memory and the settings that need less; the order alone if no GPU is known to plan with."""
+    meshes.abort_process_group()  # the planner has one of its own
     try:
         hardware = _hardware(config)
         if hardware is not None:

@@ -56,8 +56,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
     data = validation_scores.open_data(config, stage, (ranks.rank, ranks.world_size))
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     settings = validation_scores.settings_of(config, stage, data.whole)
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
-    try:
+    with meshes.process_group(ranks, minutes) as device:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
         paths = meshes.on_rank_0(lambda: _selected(run_dir, stage, "validation", settings, config.training.steps))
         trainer: Trainer | None = None
@@ -72,8 +71,6 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             if ranks.rank == 0:
                 validation_scores.write(run_dir, path, step, found, evaluated)
         shard_verification.finish(data.objectives())
-    finally:
-        meshes.destroy_process_group()
 
 
 def _read(run_dir: Path, stage: Evaluate, path: Path, load: Callable[[Path], T], ranks: Ranks) -> T:
@@ -108,8 +105,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
         raise UserError.of("stage.apply_chat_template", True, rule, f"set tokenizer.chat_template={chat_template.NAMES}, or a file")
     text = harness.Text(encoder, original.ends if original else (), chats)
     settings = tasks.settings_of(stage, encoder, config.precision.dtype, chats)
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
-    try:
+    with meshes.process_group(ranks, minutes) as device:
         # Rank 0 chooses for all: other ranks may see an older listing of the folder.
         paths = meshes.on_rank_0(lambda: _selected(run_dir, stage, "tasks", settings, steps))
         mesh: Mesh | None = None
@@ -127,5 +123,3 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
             if ranks.rank == 0:
                 record.write(run_dir, checkpoint.step, "tasks", scores, evaluated)
                 log.info("step %d, %s:\n%s", checkpoint.step, path, tasks.text_table(scores))
-    finally:
-        meshes.destroy_process_group()

@@ -66,8 +66,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         lambda: draft.find(stage.draft) if stage.draft is not None else None,
     )
     own_device = torch.device("cpu") if stage.engine == "vllm" else None  # whose processes use the GPUs
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes, own_device)
-    try:
+    with meshes.process_group(ranks, minutes, own_device) as device:
         # Rank 0 chooses the newest checkpoint for all: other ranks may see an older listing of the folder.
         path, draft_path = meshes.on_rank_0(lambda: (path, draft_path))
         checkpoint = open_merged(with_weights(open_on_all_ranks(path), stage.weights), stage.adapter)
@@ -126,8 +125,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                         log.info("generate: %.0f %% of %s proposed tokens were accepted on rank 0", 100 * share, proposed)
             if stage.metrics and ranks.rank == 0:  # also for completions that an earlier job has written
                 translation.write(run_dir, checkpoint.step, Path(stage.prompts or ""), folder, stage.metrics)
-    finally:
-        meshes.destroy_process_group()
 
 
 def _chat_template(tokenizer: TokenizerConfig) -> ChatTemplate | None:

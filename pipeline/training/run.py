@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pipeline.checkpoint import catalog, native
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import ends, knobs, signals
-from pipeline.common.errors import ToBeContinued, UserError
+from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import warmup
 from pipeline.config.cluster import ClusterConfig
@@ -95,10 +94,11 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     if config.training.deterministic:
         determinism.enable()
     process = choose_saver.start_writer(config.checkpoint, ranks)
-    device = meshes.init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes)
-    try:
+    with meshes.process_group(ranks, minutes) as device, ExitStack() as claims:
+        if process is not None:
+            claims.callback(process.close)
         check_device(config, device)
-        with ExitStack() as claims, Watchdog(minutes) as watchdog:
+        with Watchdog(minutes) as watchdog:
             begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims, minutes))
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
             if first:
@@ -149,13 +149,6 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             if first:
                 run_directory.finish(config, state, hosts, parent, unverified)
                 hooks.finished()
-    except ToBeContinued:
-        dist.barrier()  # the launcher terminates all ranks when the first one exits
-        raise
-    finally:
-        if process is not None:
-            process.close()
-        meshes.destroy_process_group()
 
 
 def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, Objective | None]:

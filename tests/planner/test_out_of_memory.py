@@ -15,7 +15,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.planner import out_of_memory
 from pipeline.planner.out_of_memory import Used
 from pipeline.planner.plan import plan
-from tests.helpers import python
+from tests.helpers import python, start_ranks
 from tests.training import one_rank
 from tests.world import composition
 
@@ -68,6 +68,25 @@ def test_a_run_that_is_out_of_memory_ends_with_one_message(
     (end,), _ = ends.read(tmp_path)
     assert end.reason.startswith(reason)
     assert end.where, "the line of the error"
+
+
+def test_the_error_of_a_rank_is_reported_while_another_waits_for_it(tokens: Path, tmp_path: Path) -> None:
+    """Destroying the process group would wait for the other rank, as NCCL does. That rank waits for this one in a collective."""
+    faulty = FAULTY.replace("next(steps) == 1", "next(steps) == 1 and RANK == '1'").replace(
+        "ERROR", f"raise torch.OutOfMemoryError({GPU!r})"
+    )
+    blocking = "import os, time, torch\nRANK = os.environ['RANK']\ntorch.distributed.destroy_process_group = lambda *_: time.sleep(1e4)\n"
+    words = (*one_rank.TINY, "training.micro_batch_size=2", f"data.tokens={tokens}", f"run_dir={tmp_path / 'run'}")
+    with open(tmp_path / "said", "wb") as output, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ends.VARIABLE, str(tmp_path))
+        ranks = start_ranks(2, *words, output=output.fileno(), program=("-c", blocking + faulty))
+        code = ranks[1].wait(60)
+        for rank in ranks:
+            rank.kill()
+    said = (tmp_path / "said").read_text()
+    assert code == 1, said
+    assert "out of memory: CUDA out of memory" in said
+    assert [end.rank for end in ends.read(tmp_path)[0] if end.reason.startswith("out of memory")] == [1]
 
 
 def test_other_errors_stay_as_they_are() -> None:
