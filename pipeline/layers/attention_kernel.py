@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pipeline.layers import gpu
 from pipeline.layers.attention import plain, repeat_kv, sdpa
 from pipeline.layers.flex import block_mask, flex
 from pipeline.layers.mask import Mask
@@ -33,6 +34,8 @@ PartialKernel = Literal["flash", "flash_cpu", "unfused"]
 
 _HALF = (torch.bfloat16, torch.float16)
 _HOPPER = (9, 0)
+#: MI200, MI300 and MI350.
+_AOTRITON = ("gfx90a", "gfx942", "gfx950")
 _MAX_FLASH_HEAD_DIM = 256
 _FLASH, _CUDNN, _EFFICIENT = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION
 #: Kernel -> PyTorch's backends by priority, each once: while torch.compile traces, PyTorch writes a longer list beyond the end of its own.
@@ -58,7 +61,7 @@ class Case:
         dtype: dtype of queries, keys and values.
         head_dim: width of a head's queries and keys.
         value_dim: width of a head's values.
-        capability: compute capability of an NVIDIA GPU, else (0, 0).
+        capability, architecture: of the GPU, see Gpu.
         masked: whether a mask rule other than `causal`, a window or ALiBi slopes apply; SDPA would need a (queries, keys) tensor for them.
         bias: whether a tensor is added to the scores.
         aligned: whether the mask is not causal, or there are as many queries as keys.
@@ -83,6 +86,12 @@ class Case:
     deterministic: bool = False
     capped: bool = False
     sinks: bool = False
+    architecture: str = ""
+
+    @property
+    def has_bf16_kernels(self) -> bool:
+        """Whether the GPU has fused kernels in bf16: NVIDIA's from Ampere on, and those of AMD for which PyTorch ships AOTriton's."""
+        return self.capability >= (8, 0) or self.architecture in _AOTRITON
 
 
 def choose(case: Case) -> Kernel:
@@ -116,8 +125,8 @@ def choose_partial(case: Case) -> PartialKernel:
 
 
 def _flash_applies(case: Case) -> bool:
-    """FlashAttention 2 and 3: 16 bits, from Ampere on. Narrower values are padded to the width of the queries."""
-    if case.dtype not in _HALF or case.capability < (8, 0) or not case.aligned or case.value_dim > case.head_dim:
+    """FlashAttention 2 and 3, or AOTriton's: 16 bits. Narrower values are padded to the width of the queries."""
+    if case.dtype not in _HALF or not case.has_bf16_kernels or not case.aligned or case.value_dim > case.head_dim:
         return False
     # Consumer GPUs have too little shared memory for the backward pass of these widths.
     small = (8, 6) <= case.capability <= (8, 9) or case.capability >= (12, 0)
@@ -137,7 +146,7 @@ def _cudnn_applies(case: Case) -> bool:
 
 def _efficient_applies(case: Case) -> bool:
     """The memory-efficient kernel: any GPU and head width, if rows are aligned to 16 bytes."""
-    if case.dtype not in (*_HALF, torch.float32) or (case.dtype == torch.bfloat16 and case.capability < (8, 0)):
+    if case.dtype not in (*_HALF, torch.float32) or (case.dtype == torch.bfloat16 and not case.has_bf16_kernels):
         return False
     alignment = 4 if case.dtype == torch.float32 else 8
     return case.head_dim % alignment == 0 and case.value_dim % alignment == 0
@@ -228,10 +237,11 @@ def case(
 ) -> Case:
     """Add what is known of the device."""
     cuda = device == "cuda"
-    capability = torch.cuda.get_device_capability(index) if cuda else (0, 0)
-    flash_3 = capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
+    found = gpu.of(index) if cuda else gpu.Gpu(device)
+    flash_3 = found.capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Case(device, dtype, head_dim, value_dim, capability, masked, bias, aligned, grad, flash_3, deterministic, capped, sinks)
+    facts = (masked, bias, aligned, grad, flash_3, deterministic, capped, sinks)
+    return Case(device, dtype, head_dim, value_dim, found.capability, *facts, architecture=found.architecture)
 
 
 @cache

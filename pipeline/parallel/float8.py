@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.rules import precision as rules
 from pipeline.config.schema import PrecisionConfig
+from pipeline.layers import gpu
 from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.stack import Stack
@@ -25,10 +25,6 @@ log = logging.getLogger("pipeline")
 
 #: The kernels of fp8 products require sizes that are multiples of this.
 ALIGNMENT = 16
-#: Compute capability of the first GPUs with fp8 products (Ada, Hopper).
-CAPABILITY = (8, 9)
-#: Compute capability of the GPUs with fp8 products of experts.
-EXPERTS_CAPABILITY = tuple(int(number) for number in rules.EXPERTS_CAPABILITY.split("."))
 
 
 def apply(stage: Stack, precision: PrecisionConfig, layers: int, device: torch.device) -> None:
@@ -108,9 +104,9 @@ def _kind(name: list[str], mixed: set[str]) -> str:
 
 def _violations(linears: Mapping[str, nn.Linear], value: str, device: torch.device) -> list[Violation]:
     key = "precision.fp8"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        return [Violation(key, value, f"requires a GPU with fp8 products (from Ada and Hopper on), this is {name}", "set precision=bf16")]
+    if device.type == "cuda" and not (found := gpu.of(device)).fp8:
+        rule = f"requires an NVIDIA GPU with fp8 products (from Ada and Hopper on), this is {found.name}"
+        return [Violation(key, value, rule, "set precision=bf16")]
     for name, linear in linears.items():
         if any(size % ALIGNMENT for size in linear.weight.shape):
             shape = " x ".join(map(str, linear.weight.shape))
@@ -121,9 +117,8 @@ def _violations(linears: Mapping[str, nn.Linear], value: str, device: torch.devi
 
 def _expert_violations(experts: Mapping[str, Experts], device: torch.device) -> Iterator[Violation]:
     key = "precision.fp8_experts"
-    if experts and device.type == "cuda" and torch.cuda.get_device_capability(device) != EXPERTS_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        yield Violation(key, True, f"requires a Hopper GPU, this is {name}", "set it to false")
+    if experts and device.type == "cuda" and not (found := gpu.of(device)).fp8_experts:
+        yield Violation(key, True, f"requires a Hopper GPU, this is {found.name}", "set it to false")
     for name, module in experts.items():
         _, ffn_hidden, hidden = module.gate.shape
         if hidden % ALIGNMENT or ffn_hidden % ALIGNMENT:

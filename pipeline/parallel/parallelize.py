@@ -17,6 +17,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import weights
 from pipeline.config.run_parts import LocalModelConfig, WeightsConfig
 from pipeline.config.training import TrainingConfig
+from pipeline.layers import gpu
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers
@@ -291,11 +292,20 @@ def compile_enabled(training: TrainingConfig, parallel: ParallelConfig, device: 
 def async_tensor_enabled(training: TrainingConfig, parallel: ParallelConfig, mesh: Mesh) -> bool:
     """Whether inductor fuses the collectives of sequence parallelism with matrix products, through memory that GPUs of a node share.
 
-    By default only within a node; `parallel.async_tensor=on` serves nodes that share memory (NVL72).
+    By default on NVIDIA GPUs of one node, of which each rank sees those of all tensor ranks: with one visible GPU a rank
+    (srun --gpus-per-task=1), all have number 0, which symmetric memory takes for one device. `parallel.async_tensor=on` serves nodes that
+    share memory (NVL72).
+
+    Raises:
+        UserError: the GPU has no such memory.
     """
     compiled = compile_enabled(training, parallel, mesh.device) and mesh.device.type == "cuda"
     if parallel.async_tensor == "off" or not (parallel.tensor > 1 and parallel.sequence_parallel and compiled):
         return False
+    found = gpu.of(mesh.device)
     if parallel.async_tensor == "on":
+        if not found.symmetric_memory:
+            rule = f"requires memory that GPUs of a node share (Hopper, MI300X, and later ones), this is {found.name}"
+            raise UserError.of("parallel.async_tensor", "on", rule, "set parallel.async_tensor=auto")
         return True
-    return mesh.tensor_in_node and torch.cuda.get_device_capability(mesh.device) >= (9, 0)
+    return mesh.tensor_in_node and found.capability >= (9, 0) and torch.cuda.device_count() >= parallel.tensor

@@ -8,6 +8,7 @@ import torch._dynamo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.layers import attention_kernel, flex, partial_attention
+from pipeline.layers import gpu as gpus
 from pipeline.layers.attention import plain
 from pipeline.layers.attention_kernel import Case, automatic, case, choose, choose_partial, facts_of
 from pipeline.layers.mask import Mask
@@ -82,7 +83,7 @@ def test_the_rules(given, full, partial):
 def test_flash_attention_3_is_activated_on_hopper_alone(capability, monkeypatch):
     """It replaces PyTorch's flash operators, and the new ones raise an error on other GPUs."""
     activated = []
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(gpus, "of", lambda _: gpus.Gpu("a GPU", capability))
     monkeypatch.setattr(attention_kernel, "has_flash_3", lambda: activated.append(True) or True)
     assert case("cuda", 0, BF16, 128, 128, False, False, True, True).flash_3 == (capability == HOPPER)
     assert bool(activated) == (capability == HOPPER)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.config.rules import check
+from pipeline.layers import gpu
 from pipeline.parallel.early_gathers import EarlyGathers
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import async_tensor_enabled
@@ -260,7 +261,8 @@ def test_fusion_requires_sharded_sequences_and_compiled_blocks(override):
     "node_ranks, tensor, setting, fused", [(8, 8, "auto", True), (4, 8, "auto", False), (4, 8, "on", True), (8, 2, "off", False)]
 )
 def test_fusion_by_default_requires_that_the_tensor_ranks_are_on_one_node(node_ranks, tensor, setting, fused, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(gpu, "of", lambda _: gpu.Gpu("NVIDIA H100", (9, 0)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     config = configured("stage=pretrain", "model=llama-tiny", f"parallel.tensor={tensor}", f"parallel.async_tensor={setting}")
     layout = Layout(tensor=tensor, pipeline=1, data=2)
     mesh = Mesh(layout, 0, torch.device("cuda"), *7 * [None], node_ranks=node_ranks)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeline.layers import gpu
 from pipeline.layers.expert_products import grouped_mm, loop_mm
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.loss import linear_cross_entropy
 from pipeline.layers.norm import OffsetRMSNorm
 from pipeline.layers.rotary import Rotary, rotate
-from pipeline.parallel import float8
 from pipeline.parallel.parallelize import DTYPES
 from tools.gpu import attention
 from tools.gpu.against_formula import Function, compare
@@ -129,7 +129,7 @@ def _grouped(setup: Setup, title: str) -> Row:
 
 def _fp8(setup: Setup, title: str, recipe: str) -> Row:
     """Compare an 8-bit product with the exact one; on a CPU the rounding is emulated."""
-    if setup.cuda and torch.cuda.get_device_capability(setup.device) < float8.CAPABILITY:
+    if setup.cuda and not gpu.of(setup.device).fp8:
         return Row.skipped(SECTION, title, "this GPU has no 8-bit products")
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -158,7 +158,7 @@ def _fp8(setup: Setup, title: str, recipe: str) -> Row:
 
 def _fp8_experts(setup: Setup, title: str, *, padded: bool) -> Row:
     """Compare 8-bit products of experts with exact ones: with equal numbers of rows, or with uneven loads as in `_grouped`."""
-    if setup.cuda and torch.cuda.get_device_capability(setup.device) != float8.EXPERTS_CAPABILITY:
+    if setup.cuda and not gpu.of(setup.device).fp8_experts:
         return Row.skipped(SECTION, title, "this GPU has no 8-bit products of experts")
     rows, hidden, ffn = (1000, 1024, 512) if setup.cuda else (10, 32, 16)
     counts = torch.tensor([rows] * 4 if padded else [2 * rows, 0, rows + 3, rows - 7], device=setup.device)

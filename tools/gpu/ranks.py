@@ -26,6 +26,7 @@ from pipeline.certification.reference import train_plain
 from pipeline.certification.state import other_layout
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers import gpu
 from pipeline.parallel import mesh as meshes
 from pipeline.training import determinism
 from pipeline.training.watchdog import Watchdog
@@ -125,7 +126,7 @@ def layouts(setup: Setup, count: int) -> Iterator[Row]:
 def fused(setup: Setup, count: int) -> Iterator[Row]:
     """Yield the rows of tensor parallelism with products that are fused with collectives, and without."""
     name = "async tensor parallelism, on beside off"
-    if not setup.cuda or count % 2 or torch.cuda.get_device_capability(setup.device) < (9, 0):
+    if not setup.cuda or count % 2 or not gpu.of(setup.device).symmetric_memory:
         yield Row.skipped(SECTION, name, "requires an even number of GPUs from Hopper on")
         return
     words = (*ASYNC_MODEL, f"training.global_batch_size={2 * count}")

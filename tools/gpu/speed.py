@@ -21,8 +21,8 @@ from pipeline.common import host_memory
 from pipeline.config import hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers import gpu
 from pipeline.parallel import device as rank_device
-from pipeline.parallel import float8
 from pipeline.parallel import mesh as meshes
 from pipeline.planner import flops
 from pipeline.planner.plan import JobPlan, plan
@@ -82,7 +82,7 @@ def rows(setup: Setup) -> Iterator[Row]:
         del jobs[large]
     tokens: dict[str, float] = {}
     for name, (choices, more) in jobs.items():
-        if more == fp8 and setup.cuda and torch.cuda.get_device_capability(setup.device) < float8.CAPABILITY:
+        if more == fp8 and setup.cuda and not gpu.of(setup.device).fp8:
             yield Row.skipped(SECTION, name, "this GPU has no 8-bit products")
             continue
         try:
