@@ -245,7 +245,12 @@ class RehearsedGroup(dist.ProcessGroup):
             return RehearsedWork(None, [], outputs)
         self._has_collectives = True
         if not opts.asyncOp:
+            # NCCL runs the operations of a communicator one after the other, on whatever stream (https://github.com/NVIDIA/nccl/issues/574).
+            if own := self._streams.get(-1):
+                torch.cuda.current_stream().wait_stream(own)
             self._tell(name, inputs, outputs, torch.cuda.current_stream())
+            if own:
+                own.wait_stream(torch.cuda.current_stream())
             if then is not None:
                 then()
             return None

@@ -24,7 +24,7 @@ from pipeline.training.engine import Engine
 
 
 class QKClip:
-    """Measures the largest logit of every head of this rank, and scales the master weights. Collective: all ranks call it after each step.
+    """Measures the largest logit of every head of this rank, and scales the master weights. Collective, in each update.
 
     Args:
         threshold: tau, optimizer.qk_clip.
@@ -37,12 +37,9 @@ class QKClip:
         self._layers = attention_layers(engine.model)
         self._cores = [measured(layer, mesh.device) for layer in self._layers]
         self._masters: dict[str, list[tuple[int, Tensor]]] | None = None
-        self._largest = torch.zeros((), device=mesh.device)
+        #: The largest logit of all heads of the model in the last step, 0-dim.
+        self.largest = torch.zeros((), device=mesh.device)
         engine.after_update(self.after_update)
-
-    def after_step(self, _skipped: Tensor) -> dict[str, Tensor]:
-        """Return the largest logit of all heads of the model in the last step, 0-dim, for metrics.jsonl."""
-        return {"attention_logit_max": self._largest}
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> None:
@@ -55,10 +52,10 @@ class QKClip:
         largest = torch.cat([core.take() for core in self._cores]) if heads else torch.zeros(1, device=self._mesh.device)
         if self._mesh.dense.size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._mesh.dense)
-        self._largest = largest.amax()
+        self.largest = largest.amax()
         for group in (self._mesh.tensor, self._mesh.pipeline):
             if group.size() > 1:
-                dist.all_reduce(self._largest, dist.ReduceOp.MAX, group=group)
+                dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=group)
         gamma = torch.where((largest > self._threshold) & (skipped == 0), self._threshold / largest, 1.0)
         for layer, factors in zip(self._layers, gamma.split(heads) if heads else (), strict=True):
             for linear, rows in scaled_rows(layer, factors):

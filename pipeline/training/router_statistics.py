@@ -13,7 +13,7 @@ from pipeline.parallel.parallelize import LocalModel
 
 
 class RouterStatistics:
-    """Aggregates the routing records of all MoE layers. Collective: every rank calls it after each step.
+    """Aggregates the routing records of all MoE layers. Every rank makes the same calls in each step.
 
     Args:
         config: configuration of the run.
@@ -25,23 +25,16 @@ class RouterStatistics:
         self._moe_layers: list[MoE] = list(moe_layers(model))
         self._updates = config.lora.rank == 0  # with adapters, the biases of the routers are not trained
         self._mesh, self._experts = mesh, getattr(config.model, "experts", 0)  # 0: a dense model
+        self._load = torch.zeros(0)
+        self._metrics: dict[str, Tensor] = {}
 
     @torch.no_grad()
-    def after_step(self, skipped: Tensor) -> dict[str, Tensor]:
-        """Update the routers' biases from the load of the step, and reset the records.
-
-        Args:
-            skipped: as in StepResult; a skipped step does not update the biases.
-
-        Returns:
-            0-dim tensors, the same on every rank: router_entropy (nats, mean over layers), router_load_max (largest load over the mean, of
-            the worst layer), router_dropped (fraction of token-expert assignments), aux_loss (sum over layers). Empty for a dense model.
-        """
+    def sum_records(self) -> None:
+        """Sum the records of the step over the ranks, and reset them. Collective."""
         if not self._experts:
-            return {}
+            return
         records = self._all_reduce_records()
         load, (entropy, dropped, loss, batches) = records[:, :-4], records[:, -4:].unbind(dim=1)
-        self._update_biases(load, 1 - skipped.to(load.device))
         batches = batches.clamp(min=1)
         sums = torch.stack(
             [(entropy / batches).sum(), (dropped / batches).sum(), (loss / batches).sum(), batches.new_full((), len(records))]
@@ -52,8 +45,23 @@ class RouterStatistics:
         if self._mesh.pipeline.size() > 1:
             dist.all_reduce(sums, group=self._mesh.pipeline)
             dist.all_reduce(load_max, op=dist.ReduceOp.MAX, group=self._mesh.pipeline)
-        layers = sums[3]
-        return {"router_entropy": sums[0] / layers, "router_load_max": load_max, "router_dropped": sums[1] / layers, "aux_loss": sums[2]}
+        means = {"router_entropy": sums[0] / sums[3], "router_load_max": load_max, "router_dropped": sums[1] / sums[3], "aux_loss": sums[2]}
+        self._load, self._metrics = load, means
+
+    @torch.no_grad()
+    def after_update(self, skipped: Tensor) -> dict[str, Tensor]:
+        """Update the routers' biases from the load of the step.
+
+        Args:
+            skipped: as in StepResult; a skipped step does not update the biases.
+
+        Returns:
+            0-dim tensors, the same on every rank: router_entropy (nats, mean over layers), router_load_max (largest load over the mean, of
+            the worst layer), router_dropped (fraction of token-expert assignments), aux_loss (sum over layers). Empty for a dense model.
+        """
+        if self._experts:
+            self._update_biases(self._load, 1 - skipped.to(self._load.device))
+        return self._metrics
 
     def _all_reduce_records(self) -> Tensor:
         """MoE.record of each local layer, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""

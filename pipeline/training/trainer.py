@@ -44,9 +44,8 @@ class Trainer:
         self.model = model or parallelize(config, mesh)
         rule = MatrixRule.of(config.optimizer, config.model)
         self.engine = build_engine(self.model, mesh, config.optimizer, config.training, config.parallel, config.precision, rule)
-        self._statistics: list[RouterStatistics | QKClip] = [RouterStatistics(config, self.model, mesh)]
-        if config.optimizer.qk_clip is not None:
-            self._statistics.append(QKClip(config.optimizer.qk_clip, self.engine, mesh))
+        self._routers = RouterStatistics(config, self.model, mesh)
+        self._qk_clip = None if config.optimizer.qk_clip is None else QKClip(config.optimizer.qk_clip, self.engine, mesh)
         self._preferences = PreferenceAnswers(config, mesh, self.model) if config.objective == "dpo" else None
         self._config = config
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
@@ -81,12 +80,15 @@ class Trainer:
         every = self._config.training.noise_scale_every
         with self.engine.accumulate(pipeline.micro_batches, measure=bool(every) and (step + 1) % every == 0):
             loss = pipeline.train(tokens, batch, factor)
+        # Before the update, which gathers the new weights: NCCL runs the operations of a communicator in order, so that sums behind these
+        # would let the device wait for all of them.
+        mean, counted, sums = self._global_mean(loss, requests, None if self._preferences is None else self._measured(PREFERENCE_SUMS))
+        self._routers.sum_records()
         self.before_update()
         result = self.engine.step()
-        mean, counted, sums = self._global_mean(loss, requests, None if self._preferences is None else self._measured(PREFERENCE_SUMS))
-        more = dict(result.more)
-        for statistics in self._statistics:
-            more |= statistics.after_step(result.skipped)
+        more = {**result.more, **self._routers.after_update(result.skipped)}
+        if self._qk_clip is not None:
+            more["attention_logit_max"] = self._qk_clip.largest
         if factor is not None:
             more["loss_scale"] = factor
         if self._preferences is not None:
