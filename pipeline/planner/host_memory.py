@@ -66,7 +66,7 @@ def _state(config: RunConfig, ranks: Ranks) -> tuple[ModelState, float]:
     model = partition_model(config, layout, ranks.rank)
     elements = sum(parameter.numel() for parameter in model.pieces if parameter not in model.frozen and parameter.requires_grad)
     trained = _TrainedWeights(elements, layout.zero_sizes(experts=False)[0])
-    return model_state([trained], state_format_of(config)), frozen_bytes(config, model, layout)
+    return model_state([trained], state_format_of(config, layout)), frozen_bytes(config, model, layout)
 
 
 def available_bytes(place: torch.device) -> float:

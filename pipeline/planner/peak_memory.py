@@ -150,7 +150,7 @@ def beside_passes(
 ) -> list[tuple[float, float]]:
     """Return the bytes that are allocated beside the forward and the backward pass of each part of a stage.
 
-    The passes are those of a micro-batch after the first one, while the last reductions of the micro-batch before it are in flight.
+    The passes are those of a micro-batch after the first one, if there are several: the last reductions of the one before are in flight.
 
     Args:
         parts: of the stage.
@@ -160,12 +160,13 @@ def beside_passes(
         engine: what the engine does.
         compiled: whether the blocks are compiled: their vectors are complete before their matrices.
     """
-    if state_format.zero_stage < 2:
+    if not state_format.shards_gradients:
         return [(0.0, 0.0)] * len(parts)
     held = [[bucket for bucket in buckets if bucket.decays and f"{stage} {index}" in bucket.parts] for index in range(len(parts))]
     gathered = [_gathered(own, state_format) for own in held]
     is_table = [part.name == "embed" for part in parts]  # its backward pass reads no weights
-    reduced = [0.0] * engine.pending + _reductions(held, engine, compiled=compiled)
+    before = _reductions(held, engine, compiled=compiled) if state_format.accumulates else []
+    reduced = [0.0] * engine.pending + before
     beside = [(0.0, 0.0)] * len(parts)
     complete = reduced[len(reduced) - engine.pending :]
     pending = sum(complete)

@@ -81,7 +81,8 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         traced: the trace of the configuration; traced here when None.
     """
     traced = traced or trace(config)
-    layout, state_format = Layout.of(config, world_size), state_format_of(config)
+    layout = Layout.of(config, world_size)
+    state_format = state_format_of(config, layout)
     predicted = estimate(
         traced,
         layout,

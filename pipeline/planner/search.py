@@ -256,7 +256,7 @@ def _memory_bound(traced: Trace, config: RunConfig, layout: Layout) -> float:
         return round(sum(w.stored / (axes[w.axis] if sharded and w.sharded else 1) for w in part.weights))
 
     frozen = on_rank({name: stored(part) for name, part in traced.parts.items()})
-    return model_state(weights, state_format_of(config)).total + activations + frozen
+    return model_state(weights, state_format_of(config, layout)).total + activations + frozen
 
 
 def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: Traces) -> float:

@@ -56,6 +56,7 @@ class StateFormat:
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
         separate: whether the forward pass reads other values than those of the master weights (OptimizerKind.separate).
         newton_schulz_steps: iterations of Muon.
+        accumulates: whether gradients of several micro-batches are added.
     """
 
     zero_stage: int
@@ -66,6 +67,12 @@ class StateFormat:
     matrix_tensors: int = 2
     separate: bool = False
     newton_schulz_steps: int = 5
+    accumulates: bool = True
+
+    @property
+    def shards_gradients(self) -> bool:
+        """Whether a rank holds its part of a gradient once its bucket is complete. ZeRO 1 adds whole ones, unless there is one to add."""
+        return self.zero_stage >= 2 or (self.zero_stage == 1 and not self.accumulates)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     weights: float = vectors if zero == 3 else whole
     if zero == 3 and (state_format.offload or state_format.separate):  # the rounded partitions of the matrices, which are gathered
         weights += sum(bucket.elements / bucket.ranks for bucket in buckets if bucket.decays and bucket.ranks > 1)
-    gradients = share if zero >= 2 else whole
+    gradients = share if state_format.shards_gradients else whole
     held = [bucket.elements / bucket.ranks if zero else bucket.elements for bucket in buckets]
     optimizer = sum(own * (master + _tensors(bucket, state_format) * FP32) for own, bucket in zip(held, buckets, strict=True))
     if not state_format.offload:
@@ -131,19 +138,22 @@ def state_tensors(config: RunConfig, *, muon: bool = False) -> tuple[str, ...]:
     return (*OPTIMIZERS[config.optimizer.name].state_of(muon=muon), *(() if config.training.ema is None else (EMA,)))
 
 
-def state_format_of(config: RunConfig) -> StateFormat:
-    """Return how the ranks of a job store their weights."""
+def state_format_of(config: RunConfig, layout: Layout | None = None) -> StateFormat:
+    """Return how the ranks of a job store their weights; with several micro-batches, if the layout is not given."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
     offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
     tensors = [len(state_tensors(config, muon=muon)) for muon in (False, True)]
     separate = OPTIMIZERS[config.optimizer.name].separate
     steps = config.optimizer.muon_steps
-    return StateFormat(config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps)
+    accumulates = layout is None or layout.micro_batches > 1 or layout.pipeline > 1
+    return StateFormat(
+        config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps, accumulates
+    )
 
 
 def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
     """Return the bytes of a rank's state from its buckets, as training/ shards them. The model is on the meta device."""
-    state = model_state(rank_buckets(config, model, mesh), state_format_of(config))
+    state = model_state(rank_buckets(config, model, mesh), state_format_of(config, mesh.layout))
     return replace(state, weights=state.weights + frozen_bytes(config, model, mesh.layout))
 
 

@@ -9,17 +9,21 @@ import pytest
 import torch
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from pipeline.config import hardware
 from pipeline.config.layout import Layout
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import init_weights, parallelize, partition_model
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.peak_memory import beside_passes, beyond_saved
+from pipeline.planner.plan import plan
 from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
 from pipeline.planner.rank_report import init_fake
 from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.state_memory import frozen_bytes as rank_frozen_bytes
 from pipeline.planner.trace import trace
-from tests.world import causal, configured
+from tests.training.layouts import text
+from tests.world import causal, configured, share, trainer
+from tools.bench.tensor_memory import TensorMemory
 
 BATCH = ("training.sequence_length=256", "training.micro_batch_size=2", "precision=fp32", "training.compile=off", "model.vocab_size=512")
 #: The planned peak is the real one within this band. The flash kernel of the CPU saves and allocates a little less than that of a GPU.
@@ -182,3 +186,28 @@ def test_gradients_in_flight_are_the_last_two_that_a_run_reduces():
     whole, nothing_pending = beside(EngineModel(), compiled=True), beside(EngineModel(pending=0), compiled=True)
     assert whole[-2][1] - nothing_pending[-2][1] == 4 * (matrices["0 0"] + matrices[f"0 {len(parts) - 1}"])
     assert whole[-3][1] - nothing_pending[-3][1] == 4 * (matrices[f"0 {len(parts) - 1}"] + matrices[f"0 {len(parts) - 2}"])
+
+
+def peak_of_a_step(words: tuple[str, ...]) -> int:
+    """The most bytes of tensors in the passes of a second step on this rank."""
+    config, mine = trainer(*words)
+    peaks: list[int] = []
+    for step in range(2):
+        tokens, batch = text(config, step)
+        tokens, targets = share(mine, tokens, batch["targets"])
+        memory = TensorMemory()
+        with memory, memory.counting():
+            mine.train(tokens, {"targets": targets}, [], step)
+        peaks.append(memory.peak)
+    return peaks[-1]
+
+
+def test_with_one_micro_batch_zero_1_holds_no_whole_gradient(worlds) -> None:
+    """Each bucket is reduced to the rank's part as it is complete; several micro-batches are added first."""
+    model = ("model=llama-tiny", "model.layers=6", "training.sequence_length=8", "training.micro_batch_size=1", "training.compile=off")
+    words = (*model, "training.global_batch_size=2", "parallel.zero_stage=1")
+    memory = plan(configured(*words), 2, hardware.load("h100")).estimate.memory
+    several = plan(configured(*words, "training.global_batch_size=4"), 2, hardware.load("h100")).estimate.memory
+    assert several.gradients == 2 * memory.gradients, "all, and a rank's part"
+    expected = memory.weights + memory.gradients + memory.optimizer + memory.activations + memory.transient
+    assert min(worlds(2).run(peak_of_a_step, words)) == pytest.approx(expected, rel=0.05)

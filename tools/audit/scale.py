@@ -47,7 +47,7 @@ def fullest_rank(traced: Trace, layout: Layout) -> tuple[int, RankParameters]:
 def planned_state(config: RunConfig, traced: Trace, layout: Layout, rank: int) -> ModelState:
     """Return the bytes of a rank's state from the traced weights."""
     buckets = planned_buckets(traced, layout, layout.stages(layout.coordinates(rank).pipeline))
-    return model_state(buckets, state_format_of(config))
+    return model_state(buckets, state_format_of(config, layout))
 
 
 def megatron_bytes(config: RunConfig, layout: Layout, parameters: RankParameters) -> float:
