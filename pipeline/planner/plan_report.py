@@ -48,6 +48,8 @@ def head_lines(result: JobPlan) -> Iterator[str]:
     yield f"{result.config.model.family}, {result.config.model.layers} layers, on {layout.world_size:,} x {result.hardware.name}"
     axes = " x ".join(f"{axis} {getattr(layout, axis)}" for axis in ("tensor", "context", "expert", "data", "pipeline"))
     yield f"  {'layout':<14}{axes}, {layout.zero_text(result.config.parallel.zero_stage)}, {layout.schedule}"
+    if result.config.precision.fp8 != "none":
+        yield f"  {'precision':<14}fp8: linear layers are planned with their time in bf16, which 8 bits should undercut"
     if tuned := "; ".join(_tuning(result.config)):
         yield f"  {'trains':<14}{tuned}"
     batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"

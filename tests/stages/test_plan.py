@@ -18,13 +18,14 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import detect
-from pipeline.config import command_line, compose, layout
+from pipeline.config import command_line, compose, hardware, layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.planned import job_stage
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.planner import run_cost, site_correction
 from pipeline.planner.plan import hardware_of, plan
+from pipeline.planner.plan_report import head_lines
 from pipeline.stages import plan as stage
 from tests.world import configured
 
@@ -293,3 +294,8 @@ def test_a_measured_run_corrects_later_plans(printed, tmp_path):
     before, after = (float(value) for value in re.search(r"measured (\S+), corrected (\S+) ", text).groups())
     assert before == pytest.approx(1 / 1.4, abs=1e-3)
     assert before < after < 1
+
+
+def test_the_time_of_8_bits_is_said_to_be_that_of_16():
+    config = configured("stage=pretrain", "model=llama-tiny", "precision=fp8")
+    assert "planned with their time in bf16" in "\n".join(head_lines(plan(config, 1, hardware.load("h100"))))
