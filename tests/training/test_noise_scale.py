@@ -27,6 +27,7 @@ LAYOUTS = {
     ("parallel.zero_stage=3",): 8,
     ("parallel.zero_stage=1", "parallel.zero_group=2"): 4,
     ("parallel.zero_stage=1", "parallel.tensor=2"): 2,
+    ("parallel.zero_stage=1", "precision=fp16"): 4,
     ("parallel.zero_stage=0", "parallel.pipeline=2"): 2,  # the embedding is also the head of the last stage
 }
 MORE_LAYOUTS = {
@@ -34,7 +35,6 @@ MORE_LAYOUTS = {
     ("parallel.zero_stage=1",): 4,
     ("parallel.zero_stage=2",): 8,
     ("parallel.zero_stage=1", "parallel.tensor=2", "parallel.sequence_parallel=false"): 2,
-    ("parallel.zero_stage=1", "precision=fp16"): 4,
 }
 
 
