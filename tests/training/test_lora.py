@@ -32,7 +32,6 @@ LORA = (
 )
 LAYOUTS = {
     "llama": [
-        "zero_stage=3 tensor=2 training.activation_checkpointing=full",
         "zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective",
     ],
     "llama nf4": ["zero_stage=0 tensor=2 pipeline=2 schedule=zbv", "zero_stage=3 context=2"],
@@ -45,6 +44,7 @@ MORE_LAYOUTS = {
     "llama": [
         *("zero_stage=0 tensor=2", "zero_stage=2 tensor=2 pipeline=2", "zero_stage=3"),
         *("zero_stage=1 tensor=2 sequence_parallel=false", "zero_stage=0 pipeline=2 schedule=zbv"),
+        "zero_stage=3 tensor=2 training.activation_checkpointing=full",
     ],
     "llama nf4": ["zero_stage=1 tensor=2 training.activation_checkpointing=selective"],
     "llama long": ["zero_stage=3 tensor=2 training.activation_checkpointing=full"],
