@@ -144,20 +144,22 @@ def early_gatherings(micro_batch: str) -> None:
     assert all(map(torch.equal, weights, same))
 
 
-@pytest.mark.parametrize("micro_batch", ["training.micro_batch_size=1", "training.micro_batch_size=2"])
+@pytest.mark.parametrize(
+    "micro_batch", ["training.micro_batch_size=1", pytest.param("training.micro_batch_size=2", marks=pytest.mark.long)]
+)
 def test_inputs_for_the_gradients_of_weights_are_gathered_beside_products(worlds, micro_batch):
     """Of the four gatherings of a block's backward pass, two are of gradients, without which nothing can be computed."""
     worlds(2).run(early_gatherings, micro_batch)
 
 
 COMBINATIONS = [
-    ("training.activation_checkpointing=selective", "parallel.tensor=2", "training.document_mask=true"),
-    ("training.activation_checkpointing=full", "parallel.context=2", "training.document_mask=true"),
-    ("parallel.zero_stage=1",),
     ("parallel.zero_stage=3", "training.activation_checkpointing=selective", "training.activation_budget=0.05"),
     ("precision=fp8", "precision.fp8_exclude_layers=0", "model.hidden=64", "model.ffn_hidden=64", "parallel.tensor=2"),
 ]
 MORE_COMBINATIONS = [
+    ("training.activation_checkpointing=selective", "parallel.tensor=2", "training.document_mask=true"),
+    ("training.activation_checkpointing=full", "parallel.context=2", "training.document_mask=true"),
+    ("parallel.zero_stage=1",),
     ("training.activation_checkpointing=full",),
     ("training.activation_checkpointing=selective", "parallel.context=2"),
     ("training.activation_checkpointing=full", "parallel.context=2", "parallel.context_kind=ulysses"),
@@ -194,12 +196,18 @@ PARTS = ("parallel.expert_parts=2", "parallel.tensor=2")
 @pytest.mark.parametrize(
     ("ranks", "model", "layout"),
     [
-        (2, MIXTRAL, ("training.activation_checkpointing=none",)),
-        (2, DEEPSEEK, ("training.activation_checkpointing=selective", "model.dense_layers=0", "model.mtp_depth=0")),
-        (4, MIXTRAL, ("training.activation_checkpointing=selective", *PARTS)),
+        (2, MIXTRAL, ("training.activation_checkpointing=selective", PARTS[0])),
+        pytest.param(4, MIXTRAL, ("training.activation_checkpointing=selective", *PARTS), marks=pytest.mark.long),
+        pytest.param(2, MIXTRAL, ("training.activation_checkpointing=none",), marks=pytest.mark.long),
+        pytest.param(
+            2,
+            DEEPSEEK,
+            ("training.activation_checkpointing=selective", "model.dense_layers=0", "model.mtp_depth=0"),
+            marks=pytest.mark.long,
+        ),
         pytest.param(4, DEEPSEEK, ("training.activation_checkpointing=full", *PARTS), marks=pytest.mark.long),
     ],
-    ids=["mixtral", "deepseek selective", "mixtral selective, parts, tensor", "deepseek full, parts, tensor"],
+    ids=["mixtral selective, parts", "mixtral selective, parts, tensor", "mixtral", "deepseek selective", "deepseek full, parts, tensor"],
 )
 def test_blocks_with_padded_experts_are_compiled_whole(worlds, ranks, model, layout):
     """Also those that are recomputed in parts: dispatch and record of the load break no graph. The losses are those without compilation."""
@@ -301,7 +309,7 @@ def masks_of_documents(recompute: str) -> tuple[int, int, list[float]]:
     return found[1] - found[0], counters["stats"]["unique_graphs"], losses
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_the_mask_of_documents_is_computed_once_outside_of_compiled_blocks(worlds, recompute):
     ((masks, graphs, losses),) = worlds(1).run(masks_of_documents, recompute)
     assert masks == 1

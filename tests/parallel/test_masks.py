@@ -12,12 +12,19 @@ from tests.world import causal, configured, share, tiny, trainer
 STEPS, MICRO_BATCHES = 2, 2
 SIZES = ("model.layers=4", "model.ffn_hidden=48", "training.micro_batch_size=4", "training.sequence_length=16", "training.compile=on")
 SETTINGS = (*SIZES, "parallel.zero_stage=0", f"training.global_batch_size={4 * MICRO_BATCHES}")
-LLAMA = tiny("model=llama-tiny", "model.kv_heads=2", *SETTINGS)
+LLAMA = tiny("model=llama-tiny", "model.kv_heads=2", *SETTINGS, "model.layers=2")
 DOCUMENTS = (*LLAMA, "training.document_mask=true", "parallel.context=2")
 WINDOWS = tiny("model=mistral-tiny", "model.kv_heads=2", "model.window=5", *SETTINGS)
-#: Four blocks, two of them with linear attention.
+#: Two blocks, one of them with linear attention.
 LINEAR = tiny(
-    *("model=qwen3-next-tiny", "model.kv_heads=2", *SETTINGS, "model.full_attention_interval=2", "model.dense_blocks=[0,1,2,3]"),
+    *(
+        "model=qwen3-next-tiny",
+        "model.kv_heads=2",
+        *SETTINGS,
+        "model.full_attention_interval=2",
+        "model.layers=2",
+        "model.dense_blocks=[0,1]",
+    ),
     *("training.document_mask=true", "parallel.context=2"),
 )
 T5 = tiny("model=t5-tiny", "model.head_width=8", *SETTINGS, "model.layers=4")
@@ -63,28 +70,20 @@ def subtracts_positions(shapes: list[list[int]]) -> bool:
     return [len(shape) for shape in shapes[:2]] == [4, 4] and shapes[0][1::2] == [1, 1] and shapes[1][1:3] == [1, 1]
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", pytest.param("full", marks=pytest.mark.long)])
-def test_a_ring_gathers_documents_once_for_a_micro_batch(worlds, recompute):
-    overrides = (*DOCUMENTS, f"training.activation_checkpointing={recompute}")
-    for _, gatherings, _, losses in worlds(2).run(computations, overrides):
-        assert gatherings == MICRO_BATCHES
-        assert all(0 < loss < 10 for loss in losses)
+#: Kind -> settings, gatherings of a micro-batch, and in each pass. Linear attention has the ring's, and in each pass of each of its layers
+#: inputs of convolutions and maps of states.
+CONTEXT = {"ring": (DOCUMENTS, 1, 0), "ulysses": ((*DOCUMENTS, "parallel.context_kind=ulysses"), 1, 0), "linear": (LINEAR, 2, 2)}
+CASES = [("ring", "selective"), ("ulysses", "none"), ("linear", "none")]
+MORE_CASES = [("ring", "none"), *((kind, "full") for kind in CONTEXT)]
 
 
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
-def test_linear_attention_gathers_documents_once_for_a_micro_batch(worlds, recompute):
-    """Besides those of the ring. Each pass of each of its layers gathers inputs of convolutions and maps of states."""
-    overrides, passes = (*LINEAR, f"training.activation_checkpointing={recompute}"), 2 if recompute == "full" else 1
-    for _, gatherings, _, losses in worlds(2).run(computations, overrides):
-        assert gatherings == MICRO_BATCHES * (2 + 2 * 2 * passes)
-        assert all(0 < loss < 10 for loss in losses)
-
-
-@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.long)])
-def test_ulysses_gathers_documents_and_computes_their_mask_once_for_a_micro_batch(worlds, recompute):
-    overrides = (*DOCUMENTS, "parallel.context_kind=ulysses", f"training.activation_checkpointing={recompute}")
-    for masks, gatherings, _, losses in worlds(2).run(computations, overrides):
-        assert (masks, gatherings) == (MICRO_BATCHES, MICRO_BATCHES)
+@pytest.mark.parametrize("kind, recompute", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_CASES)])
+def test_ranks_gather_documents_and_compute_their_mask_once_for_a_micro_batch(worlds, kind, recompute):
+    overrides, once, in_each_pass = CONTEXT[kind]
+    expected = MICRO_BATCHES * (once + in_each_pass * (2 if recompute == "full" else 1))
+    for masks, gatherings, _, losses in worlds(2).run(computations, (*overrides, f"training.activation_checkpointing={recompute}")):
+        assert gatherings == expected
+        assert masks == MICRO_BATCHES or kind != "ulysses", "the ring computes those of its parts"
         assert all(0 < loss < 10 for loss in losses)
 
 
@@ -96,7 +95,7 @@ def test_every_pipeline_stage_computes_the_mask_of_a_window_once_for_a_micro_bat
     assert all(graphs == 1 for _, _, graphs, _ in ranks)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_an_encoder_decoder_computes_the_masks_of_encoder_and_cross_attention_once_for_a_micro_batch(worlds, recompute):
     ((masks, _, _, losses),) = worlds(1).run(computations, (*T5, f"training.activation_checkpointing={recompute}"))
     assert masks == 2 * MICRO_BATCHES

@@ -56,6 +56,7 @@ def _files_of_a_new_group():
     return counts[1] - counts[0], _files() - counts[0], resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
+@pytest.mark.long
 def test_a_rank_connects_to_those_that_it_communicates_with(worlds):
     """Eight ranks: five files of its own, and a connection to each of the others, were they connected at once."""
     for created, used, (soft, hard) in worlds(8).run(_files_of_a_new_group):
@@ -275,11 +276,11 @@ def _step(*overrides):
 
 
 STEPS = [
-    ("parallel.tensor=2", "parallel.zero_stage=0"),
-    ("parallel.pipeline=2", "parallel.zero_stage=0"),
-    ("parallel.tensor=2", "parallel.zero_stage=1"),
     ("parallel.tensor=2", "parallel.zero_stage=3"),
     ("parallel.pipeline=2", "parallel.zero_stage=2"),
+    pytest.param(("parallel.tensor=2", "parallel.zero_stage=0"), marks=pytest.mark.long),
+    pytest.param(("parallel.pipeline=2", "parallel.zero_stage=0"), marks=pytest.mark.long),
+    pytest.param(("parallel.tensor=2", "parallel.zero_stage=1"), marks=pytest.mark.long),
 ]
 
 

@@ -144,8 +144,12 @@ def _reads(*overrides):
 
 @pytest.mark.parametrize(
     "recompute, layout",
-    [("none", ()), ("full", ()), ("selective", ()), ("none", ("parallel.tensor=2", "parallel.expert_tensor=1"))],
-    ids=["none", "full", "selective", "whole experts"],
+    [
+        ("selective", ()),
+        pytest.param("none", ("parallel.tensor=2", "parallel.expert_tensor=1"), marks=pytest.mark.long),
+        *(pytest.param(recompute, (), marks=pytest.mark.long) for recompute in ("none", "full")),
+    ],
+    ids=["selective", "whole experts", "none", "full"],
 )
 def test_no_pass_waits_for_numbers_of_rows(world, recompute, layout):
     """The losses are those of the same capacity without padding, which waits."""

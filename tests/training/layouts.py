@@ -103,17 +103,18 @@ Z_LOSS = "training.head_z_loss=0.05"
 FEW = "training.micro_batch_size=4"  # fewer micro-batches, since every collective of a test costs milliseconds
 FOUR = (EPS, FEW, "model.layers=4", "model.ffn_hidden=64")
 PAIRS = (FEW, "model.ffn_hidden=64", "training.sequence_length=12")
+HALF = "training.global_batch_size=8"
 EXPERTS = (*CLIPPED, AVERAGED, "model.ffn_hidden=24", "training.steps=3")
 LATENT = ("model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4", "model.v_head_dim=8")
 MIXTRAL = (
     *("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1"),
-    *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", *EXPERTS),
+    *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", HALF, *EXPERTS),
 )
 # Linear and full attention, and a shared expert with a gate.
 QWEN3_NEXT = (
     *("model=qwen3-next-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
     *("model.shared_ffn_hidden=20", "model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
-    *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", *EXPERTS),
+    *("model.linear_key_dim=6", "model.linear_value_dim=10", "training.balance_loss=0.1", HALF, *EXPERTS),
 )
 
 MODELS = {
@@ -157,7 +158,7 @@ MODELS = {
         compared=(),
     ),
     "mixtral": Model(MIXTRAL, compared=("weights",)),
-    "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
+    "mixtral-4": Model((*MIXTRAL, "model.layers=4", "training.global_batch_size=16"), compared=("weights",)),
     "mixtral-documents": Model((*MIXTRAL, "data.packing=best_fit"), some_targets, compared=("weights",)),
     # No token is dropped: every expert has rows for all tokens.
     "mixtral-roomy": Model((*MIXTRAL, "model.capacity_factor=2.0"), compared=("weights",)),
@@ -165,13 +166,13 @@ MODELS = {
     "mixtral-padded": Model((*MIXTRAL, "model.capacity_factor=1.0"), compared=("weights",)),
     # Norms of queries and keys over the heads of all tensor ranks, and weights of experts that do not sum to one.
     "olmoe": Model(
-        ("model=olmoe-tiny", "model.layers=2", "model.kv_heads=2", "training.balance_loss=0.1", *EXPERTS), compared=("weights",)
+        ("model=olmoe-tiny", "model.layers=2", "model.kv_heads=2", "training.balance_loss=0.1", HALF, *EXPERTS), compared=("weights",)
     ),
     # Blocks with experts and without.
     "qwen3-moe": Model(
         (
             *("model=qwen3-moe-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24"),
-            *("training.balance_loss=0.1", *EXPERTS),
+            *("training.balance_loss=0.1", HALF, *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -179,7 +180,7 @@ MODELS = {
     "glm4-moe": Model(
         (
             *("model=glm4-moe-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=12"),
-            *("training.balance_loss=0.1", "training.bias_update_speed=0.01", *EXPERTS),
+            *("training.balance_loss=0.1", "training.bias_update_speed=0.01", HALF, *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -189,7 +190,7 @@ MODELS = {
     "gpt-oss": Model(
         (
             *("model=gpt-oss-tiny", "model.layers=4", "model.kv_heads=2", "model.head_width=8", "model.ffn_hidden=24", "model.window=5"),
-            *("model.swiglu_limit=0.05", "training.balance_loss=0.1", *EXPERTS),
+            *("model.swiglu_limit=0.05", "training.balance_loss=0.1", HALF, *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -197,7 +198,7 @@ MODELS = {
     "gpt-oss-sinks": Model(
         (
             *("model=gpt-oss-tiny", "model.layers=2", "model.kv_heads=4", "model.head_width=8", "model.window=5", "model.init_std=0.2"),
-            *("training.frozen=['*.weight','*.bias','*.mlp.*']", *EXPERTS),
+            *("training.frozen=['*.weight','*.bias','*.mlp.*']", HALF, *EXPERTS),
         ),
         compared=("weights",),
     ),
@@ -375,11 +376,27 @@ KINDS = {
         "experts",
     ),
 }
-CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
+#: Models of which another one has all layers and losses.
+VARIANTS = {"llama-nope", "roberta", "modernbert-diffusion", "t5-1.1", "mixtral-4", "mixtral-roomy"}
+
+
+def in_two(name: str, layout: str) -> str:
+    """A layout of a dense model that has all of the batch on each rank: two micro-batches, in place of four."""
+    given = dict(word.split("=") for word in layout.split())
+    ranks = int(given.get("tensor", 1)) * int(given.get("context", 1)) * int(given.get("pipeline", 1))
+    several = "schedule" in given or given.get("pipeline") == "4"  # which need four
+    return layout if name in KINDS or several or ranks < 4 else f"{layout} {FEW}"
+
+
+CASES = [(name, in_two(name, layout)) for name, layouts in LAYOUTS.items() for layout in layouts]
 
 
 def combinations(name: str, layout: str) -> set[tuple[str, ...]]:
-    """The model, and its kind with every pair of what the layout uses: axes, ring or Ulysses, ZeRO stage, schedule, recomputation."""
+    """What a layout is an example of.
+
+    These are the model unless it is a variant; its kind, with each axis, ring or Ulysses, ZeRO stage, schedule, recomputation and other
+    setting; and every pair of axes, stages, schedules and whole experts.
+    """
     given = dict(word.split("=") for word in layout.split())
     size = {axis: int(given.pop(axis, 1)) for axis in ("tensor", "pipeline", "context", "expert")}
     uses = {axis for axis, ranks in size.items() if ranks > 1 and axis != "context"} | {f"zero_stage={given.pop('zero_stage', 1)}"}
@@ -389,7 +406,9 @@ def combinations(name: str, layout: str) -> set[tuple[str, ...]]:
         uses.add("data")
     given.pop("training.micro_batch_size", None)
     uses |= {f"{key}={value}" for key, value in given.items()}
-    return {(name,), *((KINDS.get(name, "dense"), *pair) for pair in itertools.combinations(sorted(uses), 2))}
+    kind, own = KINDS.get(name, "dense"), set() if name in VARIANTS else {(name,)}
+    paired = sorted(use for use in uses if "=" not in use or use.startswith(("zero_stage", "schedule", "expert_tensor")))
+    return {*own, *((kind, use) for use in uses), *itertools.combinations(paired, 2)}
 
 
 def cover(cases: list[tuple[str, str]]) -> set[tuple[str, str]]:

@@ -25,17 +25,17 @@ TINY = (
     *("model=gpt-tiny", "model.layers=1", "model.hidden=16", "model.ffn_hidden=32", "model.heads=2", "model.vocab_size=320"),
     *("training.sequence_length=32", "training.global_batch_size=4", "training.micro_batch_size=4", "training.validation_batches=1"),
     *("optimizer.warmup_steps=0", "optimizer.lr=0.01", "precision=fp32", "parallel.zero_stage=0", "tracking=disabled", "data.verify=off"),
-    *("checkpoint.every=1", "checkpoint.keep=10"),
+    *("checkpoint.every=1", "checkpoint.keep=10", "checkpoint.async_save=off"),
 )
 
 
 def run(stage: str, run_dir: Path, *settings: object, hooks: CheckpointHooks | None = None) -> Any:
     """Check the configuration of a tiny model, run a stage in this process, and return the configuration."""
     words = [f"run_dir={run_dir}", *map(str, settings)]
-    chosen = [word for word in words if word.startswith("model=")]
+    chosen = [word for word in words if "." not in word.partition("=")[0] and not word.startswith("run_dir=")]  # groups
     composed = copy.deepcopy(composition((f"stage={stage}", *TINY, *chosen)))  # composing takes longer than training
     for key, _, value in (word.partition("=") for word in words if word not in chosen):
-        OmegaConf.update(composed, key, yaml.safe_load(value))
+        OmegaConf.update(composed, key, yaml.safe_load(value), force_add=True)
     config = compose.to_run_config(composed)
     check.check(config, 1)
     ranks = Ranks(master_port=free_port())

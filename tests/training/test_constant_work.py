@@ -51,7 +51,11 @@ def calls_of_a_step(world_size, *settings):
 
 @pytest.mark.parametrize(
     "settings",
-    [("parallel.zero_stage=1",), ("parallel.zero_stage=3",), ("parallel.zero_stage=2", "parallel.tensor=2")],
+    [
+        pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.long),
+        ("parallel.zero_stage=3",),
+        ("parallel.zero_stage=2", "parallel.tensor=2"),
+    ],
     ids=" ".join,
 )
 def test_a_step_calls_no_function_more_often_in_a_job_of_512_ranks_than_of_8(settings):
@@ -62,7 +66,7 @@ def test_a_step_calls_no_function_more_often_in_a_job_of_512_ranks_than_of_8(set
     assert sum(small.values()) - sum(large.values()) < 0.02 * sum(small.values())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 1, 3])
 def test_one_call_of_the_optimizer_updates_all_partitions(stage):
     """One fused kernel for the decayed and one for the other weights, however many buckets there are."""
     found = []

@@ -54,8 +54,10 @@ def names(run_dir: Path) -> set[str]:
     return {path.name for path in (run_dir / "checkpoints").iterdir()}
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("kept", [1, 3])
+@pytest.mark.parametrize(
+    "damage, kept",
+    [(cut, 1), *((damage, 3) for damage in DAMAGES), *(pytest.param(damage, 1, marks=pytest.mark.long) for damage in DAMAGES[1:])],
+)
 def test_a_run_without_a_whole_checkpoint_is_refused_every_time(tokens, run_dir, damage, kept, caplog):
     for folder in native.complete(run_dir)[:-kept]:
         shutil.rmtree(folder)

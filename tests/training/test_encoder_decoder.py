@@ -8,8 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from pipeline.common.errors import UserError
+from pipeline.config.rules import check
 from tests.data.test_encoder_decoder import with_pad  # noqa: F401 - a fixture
 from tests.helpers import pipeline
+from tests.training import one_rank
+from tests.world import configured
 
 SMALL = (
     "stage=pretrain",
@@ -61,7 +65,7 @@ def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path): 
     pipeline(*SMALL, "model=transformer-tiny", *files, *paths, "training.steps=40")
     found = losses(tmp_path / "run")
     assert found[-1] < found[0] / 2
-    pipeline("stage=convert", *paths)
+    one_rank.run("convert", tmp_path / "run", *paths[:1])
     stock = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "hf").eval()
     text = AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
     assert stock.config.decoder_start_token_id == text.convert_tokens_to_ids("<pad>"), "as in training"
@@ -75,20 +79,20 @@ def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path): 
 
 @pytest.mark.slow
 def test_missing_inputs_are_reported_before_training(tokens, tokenizer, tmp_path):
-    paths = (f"data.tokens={tokens}", f"tokenizer.path={tokenizer}", f"run_dir={tmp_path}/run")
-    assert "<extra_id_0>" in pipeline(*SMALL, "model=t5-tiny", *paths, expect=2)
-    told = pipeline(*SMALL, "model=transformer-tiny", *paths, "training.document_mask=true", "data.packing=best_fit", expect=2)
-    assert "3 problems" in told
+    common = ("pretrain", tmp_path / "run", *SMALL[1:], f"data.tokens={tokens}", f"tokenizer.path={tokenizer}")
+    with pytest.raises(UserError, match="<extra_id_0>"):
+        one_rank.run(*common, "model=t5-tiny", "model.layers=2")
+    with pytest.raises(UserError, match="3 problems") as raised:
+        one_rank.run(*common, "model=transformer-tiny", "training.document_mask=true", "data.packing=best_fit")
     for key in ("data.pairs.train", "training.document_mask", "data.packing"):
-        assert key in told
-    told = pipeline(*SMALL, "model=transformer-tiny", *paths, f"data.pairs.train=[{numbers(tmp_path / 'a.tsv', 0)}]", expect=2)
-    assert "data.decoder_start" in told
+        assert key in str(raised.value)
+    with pytest.raises(UserError, match=r"data.decoder_start"):
+        one_rank.run(*common, "model=transformer-tiny", f"data.pairs.train=[{numbers(tmp_path / 'a.tsv', 0)}]")
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key", ["data.spans.sentinel=<id>", "parallel.context=2"])
-def test_incompatible_settings_are_refused(key):
-    told = pipeline(
-        "stage=pretrain", "model=t5-tiny", f"{key.partition('=')[0]}='{key.partition('=')[2]}'" if "<" in key else key, expect=2
-    )
-    assert key.partition("=")[0] in told
+def test_incompatible_settings_are_refused():
+    with pytest.raises(UserError) as raised:
+        check.check(configured("stage=pretrain", "model=t5-tiny", "data.spans.sentinel='<id>'", "parallel.context=2"), 2)
+    assert "data.spans.sentinel" in str(raised.value)
+    assert "parallel.context" in str(raised.value)

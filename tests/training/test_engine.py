@@ -56,14 +56,14 @@ def _save_and_continue(folder, first, second):
 
 SAME = [
     pytest.param(("precision=fp32", "parallel.zero_stage=0"), marks=pytest.mark.long),
-    ("precision=bf16", "parallel.zero_stage=0", "parallel.tensor=2"),
+    pytest.param(("precision=bf16", "parallel.zero_stage=0", "parallel.tensor=2"), marks=pytest.mark.long),
     ("precision=fp32", "parallel.zero_stage=1", "parallel.pipeline=2"),
     ("precision=bf16", "parallel.zero_stage=2"),
     pytest.param(
         ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=0", "parallel.pipeline=2"), marks=pytest.mark.long
     ),
     ("precision=fp16", "precision.loss_scale_window=3", "parallel.zero_stage=3", "parallel.tensor=2"),
-    ("precision=fp32", "parallel.zero_stage=3"),
+    pytest.param(("precision=fp32", "parallel.zero_stage=3"), marks=pytest.mark.long),
     pytest.param(("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"), marks=pytest.mark.long),
 ]
 
@@ -111,7 +111,7 @@ def _load_in_another(folder, first, second):
     return all(equal), len(equal), [file.stat().st_size for file in sorted(path.glob("rank-*.safetensors"))]
 
 
-@pytest.mark.parametrize("first, second", GROUPS, ids=str)
+@pytest.mark.parametrize("first, second", [pytest.param(*GROUPS[0], marks=pytest.mark.long), *GROUPS[1:]], ids=str)
 def test_a_checkpoint_is_the_same_with_groups_of_zero(world, tmp_path, first, second):
     for equal, tensors, sizes in world.run(_load_in_another, tmp_path, first, second):
         assert equal
@@ -119,7 +119,9 @@ def test_a_checkpoint_is_the_same_with_groups_of_zero(world, tmp_path, first, se
         assert max(sizes) < 0.3 * sum(sizes), "each of the four ranks writes its share"
 
 
-@pytest.mark.parametrize("first, second", [*OTHER, *GROUPS[:2]], ids=str)
+@pytest.mark.parametrize(
+    "first, second", [OTHER[0], OTHER[2], *(pytest.param(*case, marks=pytest.mark.long) for case in (OTHER[1], *GROUPS[:2]))], ids=str
+)
 def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
     found = world.run(_save_and_continue, tmp_path, ("precision=fp32", *first), ("precision=fp32", *second))
     for (straight, average), (loaded, same) in found:
@@ -154,8 +156,11 @@ def test_a_file_for_each_node(world, tmp_path):
         assert equal
 
 
-def _save_on_a_full_disk(folder, rank, file):
-    """Save where one rank cannot write a file: the message on this rank, and what is left."""
+FULL = [(2, "record-00002.json"), (0, "parts.npy"), (0, "index.json"), (0, "catalog.json")]
+
+
+def _save_on_a_full_disk(folder):
+    """Save where one rank cannot write one of FULL: the messages on this rank, and what is left."""
     import os
     from unittest import mock
 
@@ -164,24 +169,27 @@ def _save_on_a_full_disk(folder, rank, file):
     from pipeline.common.errors import UserError
 
     config, trainer = make("precision=fp32", "parallel.zero_stage=0")
-    replace = os.replace
+    replace, found = os.replace, []
+    for number, (rank, file) in enumerate(FULL):
 
-    def full(source, target):
-        if file in str(target):
-            raise OSError(28, "No space left on device")
-        replace(source, target)
+        def full(source, target, file=file):
+            if file in str(target):
+                raise OSError(28, "No space left on device")
+            replace(source, target)
 
-    patch = mock.patch("os.replace", full) if dist.get_rank() == rank else contextlib.nullcontext()
-    with pytest.raises(UserError) as raised, patch:
-        save.save(run_directory(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
-    return str(raised.value), sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+        run_dir = run_directory(Path(folder) / str(number))
+        patch = mock.patch("os.replace", full) if dist.get_rank() == rank else contextlib.nullcontext()
+        with pytest.raises(UserError) as raised, patch:
+            save.save(run_dir, Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+        found.append((str(raised.value), sorted(path.name for path in (run_dir / "checkpoints").iterdir())))
+    return found
 
 
-@pytest.mark.parametrize(("rank", "file"), [(2, "record-00002.json"), (0, "parts.npy"), (0, "index.json"), (0, "catalog.json")])
-def test_every_rank_reports_a_record_index_or_catalog_that_cannot_be_written(world, tmp_path, rank, file):
-    for message, left in world.run(_save_on_a_full_disk, tmp_path, rank, file):
-        assert "could not be written: [Errno 28] No space left on device" in message
-        assert left == ([] if file == "catalog.json" else ["catalog.json"])
+def test_every_rank_reports_a_record_index_or_catalog_that_cannot_be_written(world, tmp_path):
+    for found in world.run(_save_on_a_full_disk, tmp_path):
+        for (_, file), (message, left) in zip(FULL, found, strict=True):
+            assert "could not be written: [Errno 28] No space left on device" in message
+            assert left == ([] if file == "catalog.json" else ["catalog.json"])
 
 
 def _load_damaged(folder):
@@ -228,10 +236,9 @@ def _poison(overrides):
 @pytest.mark.parametrize(
     "zero, precision",
     [
-        (0, "fp32"),
         (1, "bf16"),
         (3, "fp32"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "bf16"), (1, "fp32"), (3, "bf16"))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "fp32"), (0, "bf16"), (1, "fp32"), (3, "bf16"))),
     ],
 )
 def test_a_non_finite_gradient_skips_the_step(world, zero, precision):
@@ -258,7 +265,12 @@ def _loss_scales(overrides):
 
 
 @pytest.mark.parametrize(
-    "layout", [("parallel.zero_stage=0", "parallel.pipeline=2"), ("parallel.zero_stage=2", "parallel.tensor=2")], ids=str
+    "layout",
+    [
+        pytest.param(("parallel.zero_stage=0", "parallel.pipeline=2"), marks=pytest.mark.long),
+        ("parallel.zero_stage=2", "parallel.tensor=2"),
+    ],
+    ids=str,
 )
 def test_all_ranks_adapt_the_same_loss_scale(world, layout):
     """Doubled after two finite steps, halved after the infinite one."""
@@ -270,10 +282,15 @@ def _losses(overrides):
     return train(config, trainer, range(6))
 
 
-def test_16_bits_agree_between_engines_and_with_fp32(world):
+ENGINES = [("parallel.zero_stage=0",), ("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=3",)]
+LOW = [("bf16", ENGINES[1]), ("fp16", ENGINES[2])]
+MORE_LOW = [("bf16", ENGINES[0]), ("fp16", ENGINES[0]), ("fp16", ENGINES[1]), ("bf16", ENGINES[2])]
+
+
+@pytest.mark.parametrize("cases", [LOW, pytest.param(MORE_LOW, marks=pytest.mark.long)], ids=["some", "others"])
+def test_16_bits_agree_between_engines_and_with_fp32(world, cases):
     plain = torch.tensor(world.run(_losses, ("precision=fp32", "parallel.zero_stage=0"))[0])
-    layouts = [("parallel.zero_stage=0",), ("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=3",)]
-    for overrides in [(f"precision={dtype}", *layout) for dtype in ("bf16", "fp16") for layout in layouts]:
+    for overrides in [(f"precision={dtype}", *layout) for dtype, layout in cases]:
         low = torch.tensor(world.run(_losses, overrides)[0])
         assert torch.allclose(low[:, 0], plain[:, 0], rtol=0.01)
         assert torch.allclose(low[:, 1], plain[:, 1], rtol=0.05)

@@ -73,7 +73,7 @@ def run(name: str, zero: int) -> tuple[list[float], dict[str, Tensor], int, list
 
 
 #: Those of the default tier.
-SHORT = ("lora", "frozen", "experts", "nf4")
+SHORT = ("frozen", "experts", "nf4")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in CASES])
@@ -117,7 +117,7 @@ def continued(name: str, folder: str) -> list[list[float]]:
     return numbers
 
 
-@pytest.mark.parametrize("name", ["lora", "frozen"])
+@pytest.mark.parametrize("name", ["lora", pytest.param("frozen", marks=pytest.mark.long)])
 def test_a_checkpoint_continues_bit_for_bit_also_under_another_stage(worlds, tmp_path, name):
     (tmp_path / "checkpoints").mkdir()
     for straight, same, other in worlds(RANKS).run(continued, name, str(tmp_path)):

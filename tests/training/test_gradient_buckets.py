@@ -139,7 +139,7 @@ def test_zero_3_holds_the_weights_of_few_blocks(recorded):
     assert recorded[1]["whole weights"] == 2 * recorded[1]["elements"]
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 3))])
 def test_partitions_are_summed_over_the_groups_once_a_step_beside_the_backward_pass(worlds, recorded, stage):
     """A group of two gathers and reduces as four ranks do; what crosses groups is half of the gradient, whatever the micro-batches."""
     found = worlds(RANKS).run(record, f"parallel.zero_stage={stage}", "parallel.zero_group=2")[0]
@@ -185,7 +185,7 @@ def gathering(*overrides: str) -> list[tuple[str, str]]:
     return events
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_weights_are_gathered_in_the_order_of_their_use(worlds, stage):
     """Collectives of a communicator run in order: a module that waits for its weights must not wait for those of later ones."""
     events = worlds(RANKS).run(gathering, f"parallel.zero_stage={stage}")[0]
@@ -232,12 +232,12 @@ def reduced_and_mean(*overrides: str) -> float:
     return reduction_error(job, tokens, batch, MICRO_BATCHES)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2))])
 def test_a_bf16_gradient_is_reduced_in_fp32(worlds, stage):
     assert max(worlds(RANKS).run(reduced_and_mean, f"parallel.zero_stage={stage}")) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 3))])
 def test_gradients_are_sent_in_bf16_if_that_is_set(worlds, recorded, stage):
     """Half of the bytes, and the rounding errors of bf16."""
     words = (f"parallel.zero_stage={stage}", "precision.reduce_dtype=bf16")
@@ -287,7 +287,7 @@ def memory_of_gradients(*overrides: str) -> list[tuple[str, str]]:
     return events
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "1 parallel.zero_group=2"])
+@pytest.mark.parametrize("stage", ["2", *(pytest.param(stage, marks=pytest.mark.long) for stage in ("1", "1 parallel.zero_group=2"))])
 def test_the_memory_of_gradients_on_a_gpu_is_bounded_by_what_the_device_has_done(worlds, stage):
     """Memory that is recorded as used by another stream comes back when the host sees that: a host that runs ahead asks for more."""
     events = worlds(RANKS).run(memory_of_gradients, *f"parallel.zero_stage={stage}".split())[0]

@@ -22,7 +22,7 @@ def train(name: str, layout: str) -> Trained:
         tokens, batch = model.batch(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
-        if not hasattr(config.model, "experts"):  # in training their loss has more terms
+        if step == STEPS - 1 and not hasattr(config.model, "experts"):  # in training their loss has more terms
             validated.append(float(mean_loss(mine, tokens, batch)))
         loss, result = mine.train(tokens, batch, step=step)
         numbers.append((float(loss), float(result.gradient_norm), *(float(result.more[key]) for key in STATISTICS if key in result.more)))
@@ -48,7 +48,7 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
         ours, theirs = torch.tensor(found.numbers), torch.tensor(expected.numbers)
         torch.testing.assert_close(ours[:, :2], theirs[:, :2], rtol=1e-5, atol=0)
         torch.testing.assert_close(ours[:, 2:], theirs[:, 2:], rtol=1e-5, atol=1e-6)
-        assert found.validated == pytest.approx(expected.validated, rel=1e-5)
+        assert found.validated == pytest.approx(expected.validated[-1:], rel=1e-5)
         for weight, value in found.weights.items():
             if weight.endswith("router.bias"):  # on every rank
                 torch.testing.assert_close(value, expected.weights[weight], rtol=0, atol=1e-7)
@@ -86,9 +86,9 @@ def test_the_references_exercise_what_they_should():
 
 
 def test_every_combination_is_trained_in_the_default_tier():
-    """The other layouts have no pair of axes, or of an axis and a setting, that no layout of the same kind of model has."""
+    """The other layouts have no pair of axes, and nothing else that no layout of the same kind of model has."""
     default = [case.values for case in TIERS if not case.marks]
     trained = set().union(*(combinations(*case) for case in default))
     assert trained == set().union(*(combinations(*case) for case in CASES))
-    assert {("dense", "ring", "tensor"), ("masked", "tensor", "zero_stage=2"), ("experts", "expert", "tensor"), ("bloom",)} <= trained
-    assert len(default) < 2 / 3 * len(CASES)
+    assert {("ring", "tensor"), ("masked", "tensor"), ("encoder-decoder", "zero_stage=3"), ("expert", "tensor"), ("bloom",)} <= trained
+    assert len(default) < len(CASES) / 2

@@ -46,17 +46,22 @@ MIXTRAL = (
 DEEPSEEK = ("model=deepseek-tiny", "model.ffn_hidden=48", "model.expert_ffn_hidden=12", "model.mtp_depth=1", *LATENT, *ROUTED)
 PER_HEAD = "optimizer.muon_per_head=true"
 LAYOUTS = [
-    (2, DENSE, ("tensor=2", "zero_stage=0")),
-    *((2, DENSE, (f"zero_stage={stage}",)) for stage in (0, 1, 2, 3)),
+    (2, DENSE, ("zero_stage=2",)),
     (4, DENSE, ("tensor=2", "zero_stage=1")),
     (4, (*DENSE, PER_HEAD), ("tensor=2", "zero_stage=3")),
-    *((4, DENSE, (f"zero_stage={stage}", "zero_group=2")) for stage in (1, 3)),
-    (2, MIXTRAL, ("expert=2", "zero_stage=1")),
-    (4, MIXTRAL, ("expert=2", "zero_stage=1", "zero_group=2")),
+    (4, DENSE, ("zero_stage=3", "zero_group=2")),
     (4, MIXTRAL, ("expert=2", "tensor=2", "zero_stage=0")),
     (4, MIXTRAL, ("expert=2", "tensor=2", "expert_tensor=1", "zero_stage=1")),
     (2, DEEPSEEK, ("tensor=2", "zero_stage=2")),
 ]
+MORE_LAYOUTS = [
+    (2, DENSE, ("tensor=2", "zero_stage=0")),
+    *((2, DENSE, (f"zero_stage={stage}",)) for stage in (0, 1, 3)),
+    (4, DENSE, ("zero_stage=1", "zero_group=2")),
+    (2, MIXTRAL, ("expert=2", "zero_stage=1")),
+    (4, MIXTRAL, ("expert=2", "zero_stage=1", "zero_group=2")),
+]
+LAYOUTS += [pytest.param(*case, marks=pytest.mark.long) for case in MORE_LAYOUTS]
 
 
 @functools.cache
@@ -111,7 +116,10 @@ def _in_rounds(most: int, settings: tuple[str, ...]) -> tuple[int, dict[str, Ten
     return len(mine.engine.update.optimizer._homes.rounds), unsharded(mine)
 
 
-@pytest.mark.parametrize("layout", ["parallel.zero_stage=1", "parallel.zero_stage=0", "parallel.tensor=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["parallel.zero_stage=1", *(pytest.param(f"parallel.{word}", marks=pytest.mark.long) for word in ("zero_stage=0", "tensor=2"))],
+)
 def test_rounds_change_nothing(worlds, layout):
     settings = (MUON, *DENSE, layout)
     (one, expected), (several, found) = (worlds(2).run(_in_rounds, most, settings)[0] for most in (1 << 27, 5000))
@@ -147,7 +155,7 @@ def _bytes(settings: tuple[str, ...]) -> tuple[int, int, int, int]:
     return counted.exchanged, counted.zero, hidden, padding
 
 
-@pytest.mark.parametrize("dtype, size", [("fp32", 4), ("bf16", 2)])
+@pytest.mark.parametrize("dtype, size", [pytest.param("fp32", 4, marks=pytest.mark.long), ("bf16", 2)])
 def test_every_element_travels_to_its_home_and_back_once(worlds, dtype, size):
     """In the dtype of Newton-Schulz: a fraction of what ZeRO 1 sends, of which each rank sends all but its partition."""
     found = worlds(2).run(_bytes, (MUON, *DENSE, "parallel.zero_stage=1", f"precision={dtype}"))

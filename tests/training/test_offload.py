@@ -30,9 +30,11 @@ def _trained(folder, *overrides):
 @pytest.mark.parametrize(
     "layout",
     [
-        ("precision=fp32", "parallel.zero_stage=1"),
-        ("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2", "training.micro_batch_size=2"),
-        ("precision=bf16", "parallel.zero_stage=2", "parallel.zero_group=2", "training.micro_batch_size=2"),
+        pytest.param(("precision=fp32", "parallel.zero_stage=1"), marks=pytest.mark.long),
+        ("precision=bf16", "parallel.zero_stage=3", "parallel.tensor=2"),
+        pytest.param(
+            ("precision=bf16", "parallel.zero_stage=2", "parallel.zero_group=2", "training.micro_batch_size=2"), marks=pytest.mark.long
+        ),
         (
             "precision=fp16",
             "precision.initial_loss_scale=1e6",
@@ -57,7 +59,7 @@ def test_training_and_checkpoints_are_the_same_bit_for_bit(world, tmp_path, layo
         assert {skipped for *_, skipped in plain[0][0]} == {0.0, 1.0}, "steps must have been skipped, but not all"
 
 
-@pytest.mark.parametrize("first, second", [((OFFLOAD,), ()), ((), (OFFLOAD,))], ids=str)
+@pytest.mark.parametrize("first, second", [((OFFLOAD,), ()), pytest.param((), (OFFLOAD,), marks=pytest.mark.long)], ids=str)
 def test_a_checkpoint_continues_with_and_without_it(world, tmp_path, first, second):
     layout = ("precision=bf16", "parallel.zero_stage=3")
     for (straight, average), (loaded, same) in world.run(_save_and_continue, tmp_path, (*layout, *first), (*layout, *second)):

@@ -35,6 +35,8 @@ ADEMAMIX = ("optimizer=ademamix", "optimizer.beta3=0.99", "optimizer.slow_warmup
 LION = ("optimizer=lion",)
 #: A short warm-up, so that the shares of the average change within a test.
 SCHEDULE_FREE = ("optimizer=schedule_free", "optimizer.warmup_steps=2")
+#: Tested besides in files of their own.
+MUON, QK_CLIP = ("optimizer=muon",), ("optimizer.qk_clip=0.001",)
 
 
 def _gradients(shapes, updates):
@@ -110,8 +112,14 @@ def _train(*overrides):
     return numbers, unsharded(mine), {kind: unsharded(mine, kind) for kind in OPTIMIZERS[config.optimizer.name].state}
 
 
-@pytest.mark.parametrize("optimizer", [ADEMAMIX, SCHEDULE_FREE], ids=" ".join)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "stage, optimizer",
+    [
+        pytest.param(stage, optimizer, marks=() if stage in default else pytest.mark.long)
+        for optimizer, default in ((ADEMAMIX, (2,)), (SCHEDULE_FREE, (0, 3)))
+        for stage in range(4)
+    ],
+)
 def test_a_layout_equals_a_plain_loop(worlds, stage, optimizer):
     """The state is one of every element, so that any partition has it."""
     settings = (*optimizer, EPS)
@@ -124,7 +132,7 @@ def test_a_layout_equals_a_plain_loop(worlds, stage, optimizer):
         assert (weights[name] - expected.weights[name]).norm() < 1e-5 * expected.weights[name].norm(), name
 
 
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_adapters_are_averaged(worlds, stage):
     settings = (*SCHEDULE_FREE, "stage=finetune", "lora.rank=3", "optimizer.lr=0.01", "optimizer.warmup_ratio=0")
     config = configured(*tiny(*SMALL), *settings)
@@ -155,7 +163,9 @@ def _validate(*overrides):
     return numbers, problems, losses
 
 
-@pytest.mark.parametrize("layout", ["zero_stage=0", "zero_stage=1", "zero_stage=3", "pipeline=2"])
+@pytest.mark.parametrize(
+    "layout", ["zero_stage=3", "pipeline=2", *(pytest.param(layout, marks=pytest.mark.long) for layout in ("zero_stage=0", "zero_stage=1"))]
+)
 def test_validation_is_that_of_the_average_and_changes_nothing(worlds, layout):
     for numbers, problems, losses in worlds(2).run(_validate, f"parallel.{layout}", "precision=fp32"):
         assert not problems
@@ -169,8 +179,14 @@ def test_validation_is_that_of_the_average_and_changes_nothing(worlds, layout):
     [
         ("parallel.zero_stage=1", "precision=fp32", *ADEMAMIX),
         ("parallel.zero_stage=3", "precision=bf16", *LION),
-        ("parallel.zero_stage=0", "precision=fp32", "parallel.pipeline=2", *SCHEDULE_FREE, "training.ema=null"),
+        pytest.param(
+            ("parallel.zero_stage=0", "precision=fp32", "parallel.pipeline=2", *SCHEDULE_FREE, "training.ema=null"), marks=pytest.mark.long
+        ),
         ("parallel.zero_stage=3", "precision=bf16", *SCHEDULE_FREE, "training.ema=null"),
+        ("parallel.zero_stage=3", "precision=bf16", *MUON),
+        pytest.param(("parallel.zero_stage=0", "precision=fp32", "parallel.tensor=2", *MUON), marks=pytest.mark.long),
+        ("parallel.zero_stage=3", "precision=fp32", *QK_CLIP),
+        pytest.param(("parallel.zero_stage=0", "precision=bf16", *QK_CLIP), marks=pytest.mark.long),
     ],
     ids=" ".join,
 )
@@ -180,7 +196,17 @@ def test_a_loaded_state_continues_bit_for_bit(worlds, tmp_path, settings):
         assert all(torch.equal(average[name], same[name]) for name in average | same)
 
 
-@pytest.mark.parametrize("settings", [("parallel.zero_stage=0", *LION), ("parallel.zero_stage=2", *ADEMAMIX)], ids=" ".join)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("parallel.zero_stage=2", *ADEMAMIX),
+        ("parallel.zero_stage=2", *MUON),
+        QK_CLIP,
+        pytest.param(("parallel.zero_stage=0", *LION), marks=pytest.mark.long),
+        pytest.param(("parallel.zero_stage=0", *MUON), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
 def test_a_non_finite_gradient_skips_the_step(worlds, settings):
     for skipped, then, _, still, moved, updates in worlds(2).run(_poison, ("precision=fp32", *settings)):
         assert (skipped, then, still, moved, updates) == (1, 0, True, True, 3)
@@ -228,8 +254,14 @@ def _bytes(*overrides):
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(
+    "stage, precision",
+    [
+        (0, "fp32"),
+        (3, "bf16"),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, "bf16"), (1, "fp32"), (1, "bf16"), (3, "fp32"))),
+    ],
+)
 def test_the_planned_memory_has_the_weights_of_the_forward_pass_beside_the_master_weights(worlds, stage, precision):
     words = (f"parallel.zero_stage={stage}", f"precision={precision}")
     config = configured(*tiny(*SMALL), *SCHEDULE_FREE, *words)

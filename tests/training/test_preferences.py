@@ -111,8 +111,8 @@ def answers(mine: Any, tokens: torch.Tensor, batch: dict[str, torch.Tensor]) -> 
 
 LAYOUTS = [
     ("llama", "zero_stage=1 tensor=2"),
-    ("llama", "zero_stage=3"),
-    ("llama", "zero_stage=0 pipeline=2 training.activation_checkpointing=full"),
+    pytest.param("llama", "zero_stage=3", marks=pytest.mark.long),
+    pytest.param("llama", "zero_stage=0 pipeline=2 training.activation_checkpointing=full", marks=pytest.mark.long),
     ("llama", "zero_stage=0 pipeline=2 schedule=zbv"),
     ("mixtral", "zero_stage=1 expert=2"),
 ]
@@ -129,10 +129,10 @@ def test_two_ranks_equal_a_plain_loop(worlds, name, layout):
 
 ALL_WEIGHTS = ("lora.rank=0", f"training.simpo_margin={MARGIN}", "optimizer.lr=0.002")
 LOSSES = [
-    ("llama", "sigmoid", "zero_stage=1 tensor=2"),
+    pytest.param("llama", "sigmoid", "zero_stage=1 tensor=2", marks=pytest.mark.long),
     ("llama", "sigmoid_norm", "zero_stage=3"),
-    ("llama", "ipo", "zero_stage=0 pipeline=2 schedule=zbv"),
-    ("llama", "hinge", "zero_stage=2"),
+    pytest.param("llama", "ipo", "zero_stage=0 pipeline=2 schedule=zbv", marks=pytest.mark.long),
+    pytest.param("llama", "hinge", "zero_stage=2", marks=pytest.mark.long),
     ("mixtral", "simpo", "zero_stage=1 expert=2"),
     ("llama", "orpo", "zero_stage=0 pipeline=2"),
 ]

@@ -28,6 +28,8 @@ LAYOUTS = {
     "offloaded": (("parallel.tensor=2", "parallel.zero_stage=2", "precision=bf16", "parallel.offload=optimizer"), (NORM, 1, "tensor")),
     "context": (("parallel.context=2", "parallel.zero_stage=0", "training.ema=0.9"), (NORM, 1, "context")),
 }
+#: Each axis and each way to hold copies.
+COVER = {"data", "zero 1", "zero 3 in groups", "tied", "offloaded", "context"}
 HOSTS = [f"n{rank}" for rank in range(4)]
 
 
@@ -53,8 +55,10 @@ def spoil(trained: Trainer, rank: int, name: str, kind: str, amount: float) -> N
 
 def spoiled(settings: tuple[str, ...], name: str, rank: int, run_dir: str) -> list[str]:
     """Train, and return what the checks say of the intact state and of three spoiled ones."""
-    config, trained = trainer(*tiny("model=llama-tiny", *settings, "training.check_replicas_every=2", f"run_dir={run_dir}"))
-    checks, tokens = ReplicaChecks(config, trained, HOSTS), torch.randint(67, (16, 9), generator=torch.Generator().manual_seed(1))
+    config, trained = trainer(
+        *tiny("model=llama-tiny", "training.global_batch_size=8", *settings, "training.check_replicas_every=2", f"run_dir={run_dir}")
+    )
+    checks, tokens = ReplicaChecks(config, trained, HOSTS), torch.randint(67, (8, 9), generator=torch.Generator().manual_seed(1))
     said = []
     for step in (1, 2, 3, 4):
         inputs, batch = causal(*share(trained, tokens))
@@ -73,7 +77,7 @@ def spoiled(settings: tuple[str, ...], name: str, rank: int, run_dir: str) -> li
     return said
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in COVER else pytest.mark.long) for name in LAYOUTS])
 def test_copies_that_differ_are_named(worlds, tmp_path: Path, layout: str) -> None:
     settings, (name, rank, axis) = LAYOUTS[layout]
     by_rank = worlds(4).run(spoiled, settings, name, rank, str(tmp_path))
@@ -95,9 +99,16 @@ def test_copies_that_differ_are_named(worlds, tmp_path: Path, layout: str) -> No
 def still(settings: tuple[str, ...], run_dir: str) -> None:
     """Train with a weight that is left out of the loss and one whose updates are lost."""
     config, trained = trainer(
-        *tiny("model=llama-tiny", *settings, "training.check_replicas_every=6", "training.steps=20", f"run_dir={run_dir}")
+        *tiny(
+            "model=llama-tiny",
+            "training.global_batch_size=8",
+            *settings,
+            "training.check_replicas_every=6",
+            "training.steps=20",
+            f"run_dir={run_dir}",
+        )
     )
-    checks, tokens = ReplicaChecks(config, trained, HOSTS), torch.randint(67, (16, 9), generator=torch.Generator().manual_seed(1))
+    checks, tokens = ReplicaChecks(config, trained, HOSTS), torch.randint(67, (8, 9), generator=torch.Generator().manual_seed(1))
     kept: dict[str, torch.Tensor] = {}
     for parameter, piece in trained.model.pieces.items():
         if piece.name == NORM:
@@ -113,7 +124,11 @@ def still(settings: tuple[str, ...], run_dir: str) -> None:
         checks.after_step(queued(step, result=result))
 
 
-@pytest.mark.parametrize("settings", [("parallel.tensor=2", "parallel.zero_stage=2"), ("parallel.pipeline=2", "model.layers=4")], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [("parallel.tensor=2", "parallel.zero_stage=2"), pytest.param(("parallel.pipeline=2", "model.layers=4"), marks=pytest.mark.long)],
+    ids=str,
+)
 def test_weights_that_stand_still_are_named(worlds, tmp_path: Path, settings: tuple[str, ...]) -> None:
     worlds(4).run(still, settings, str(tmp_path))
     found = [(event["step"], event["what"], event["weights"]) for event in events.read(tmp_path) if event["event"] == "untrained"]

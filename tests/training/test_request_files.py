@@ -135,7 +135,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("layout", [("parallel.zero_stage=1",), pytest.param(("parallel.pipeline=2", "model.layers=2"), id="pipeline")])
+@pytest.mark.parametrize(
+    "layout", [("parallel.zero_stage=1",), pytest.param(("parallel.pipeline=2", "model.layers=2"), id="pipeline", marks=pytest.mark.long)]
+)
 def test_all_ranks_save_and_stop_at_the_same_step(tokens: Path, tmp_path: Path, layout: tuple[str, ...]) -> None:
     more = ("training.steps=100000", "checkpoint.every=0", "training.micro_batch_size=2")
     settings = (*one_rank.TINY, f"data.tokens={tokens}", f"run_dir={tmp_path / 'run'}", *more, *layout)

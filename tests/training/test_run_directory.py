@@ -30,7 +30,7 @@ def finished(tokens, tmp_path_factory) -> Path:
 def test_a_run_that_is_extended_is_not_complete_until_it_ends(tokens, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     with pytest.raises(UserError, match="skipped"):
-        run("pretrain", tmp_path / "run", f"data.tokens={tokens}", "training.steps=20", *DIVERGES)
+        run("pretrain", tmp_path / "run", f"data.tokens={tokens}", "training.steps=20", "checkpoint.every=0", *DIVERGES)
     assert not (tmp_path / "run" / artifact.MANIFEST).exists()
     run("pretrain", tmp_path / "run", f"data.tokens={tokens}", "training.steps=4")
     assert json.loads((tmp_path / "run" / artifact.MANIFEST).read_text())["totals"]["step"] == 4

@@ -93,7 +93,10 @@ def train_with_a_slow_rank(run_dir: Path, slow: int, settings: tuple[str, ...]) 
 @pytest.mark.world
 @pytest.mark.parametrize(
     "ranks, slow, settings",
-    [(2, 1, ("parallel.zero_stage=2",)), (4, 2, ("parallel.pipeline=2", "parallel.zero_stage=0", "training.micro_batch_size=4"))],
+    [
+        (2, 1, ("parallel.zero_stage=2",)),
+        pytest.param(4, 2, ("parallel.pipeline=2", "parallel.zero_stage=0", "training.micro_batch_size=4"), marks=pytest.mark.long),
+    ],
 )
 def test_a_rank_that_sleeps_is_named(worlds, tmp_path, ranks, slow, settings):
     found, pending = worlds(ranks).run(train_with_a_slow_rank, tmp_path, slow, settings)[0]

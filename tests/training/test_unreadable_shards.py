@@ -52,41 +52,49 @@ def losses(run_dir: Path) -> list[float]:
     return [line["loss"] for line in one_rank.lines(run_dir).values()]
 
 
-@pytest.mark.parametrize(
-    "name, number, calls",
-    [
-        ("pread", errno.EIO, lambda call: 10 <= call < 24),
-        ("pread", errno.ESTALE, lambda call: call % 7 == 3),
-        ("open", errno.ENOENT, lambda call: call < 3),
-        ("open", errno.EACCES, lambda call: call % 2 == 0),
-    ],
-)
-@pytest.mark.parametrize("verify", ["off", "lazy"])
+@pytest.fixture(scope="module")
+def undisturbed(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run whose reads all succeed."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    one_rank.run("pretrain", folder, f"data.tokens={tokens}", *STEPS)
+    return losses(folder)
+
+
+FAULTS = {
+    "off": [("pread", errno.EIO, lambda call: 10 <= call < 24), ("open", errno.ENOENT, lambda call: call < 3)],
+    "lazy": [("pread", errno.ESTALE, lambda call: call % 7 == 3), ("open", errno.EACCES, lambda call: call % 2 == 0)],
+}
+CASES = [(verify, *fault) for verify, faults in FAULTS.items() for fault in faults]
+CASES += [
+    pytest.param(verify, *fault, marks=pytest.mark.long) for verify, other in (("off", "lazy"), ("lazy", "off")) for fault in FAULTS[other]
+]
+
+
+@pytest.mark.parametrize("verify, name, number, calls", CASES)
 def test_a_run_goes_on_with_the_same_samples(
     tokens: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    undisturbed: list[float],
+    verify: str,
     name: str,
     number: int,
     calls: Callable[[int], bool],
-    verify: str,
 ) -> None:
     monkeypatch.setattr(retries, "WAITS", (0.001,) * 30)
-    settings = (f"data.tokens={tokens}", *STEPS, f"data.verify='{verify}'")
-    one_rank.run("pretrain", tmp_path / "undisturbed", *settings)
     with failing(monkeypatch, name, number, calls) as failed:
-        one_rank.run("pretrain", tmp_path / "disturbed", *settings)
+        one_rank.run("pretrain", tmp_path, f"data.tokens={tokens}", *STEPS, f"data.verify='{verify}'")
     assert failed, "no fault has landed"
-    assert losses(tmp_path / "disturbed") == losses(tmp_path / "undisturbed")
+    assert losses(tmp_path) == undisturbed
 
 
-def test_a_shard_that_vanishes_and_comes_back(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shard_that_vanishes_and_comes_back(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: list[float]
+) -> None:
     """As on a mount that is lost: the handle that is open is stale, and the file is gone."""
     folder = Path(shutil.copytree(tokens, tmp_path / "tokens"))
     shards, away = sorted(folder.glob("train-*.tar")), tmp_path / "away"
     away.mkdir()
-    settings = (f"data.tokens={folder}", *STEPS)
-    one_rank.run("pretrain", tmp_path / "undisturbed", *settings)
 
     def move(source: Path, target: Path) -> None:
         for shard in shards:
@@ -105,9 +113,9 @@ def test_a_shard_that_vanishes_and_comes_back(tokens: Path, tmp_path: Path, monk
         return moved.is_set() and timer.is_alive()
 
     with failing(monkeypatch, "pread", errno.ESTALE, fails) as failed:
-        one_rank.run("pretrain", tmp_path / "disturbed", *settings)
+        one_rank.run("pretrain", tmp_path / "run", f"data.tokens={folder}", *STEPS)
     assert failed, "no fault has landed"
-    assert losses(tmp_path / "disturbed") == losses(tmp_path / "undisturbed")
+    assert losses(tmp_path / "run") == undisturbed
 
 
 def test_a_run_ends_with_the_first_failure(

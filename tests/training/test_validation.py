@@ -74,9 +74,9 @@ def bits_per_byte(losses, bytes_per_token):
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        ("zero_stage=1", ()),
         ("zero_stage=1", ("training.global_batch_size=32",)),
-        ("tensor=2", ()),
+        pytest.param("zero_stage=1", (), marks=pytest.mark.long),
+        pytest.param("tensor=2", (), marks=pytest.mark.long),
         ("context=2 zero_stage=0", ()),
         ("pipeline=2 zero_stage=0", ()),
     ],
