@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
+from pathlib import Path
 
 import torch
 from torch.distributed import Store
 
 from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig
+
+#: Written by NVIDIA's driver: "NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  570.86.15  Release Build ...".
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def check_gpus(cluster: ClusterConfig) -> None:
@@ -25,8 +30,20 @@ def check_gpus(cluster: ClusterConfig) -> None:
         rule += f" (PyTorch {torch.__version__} supports none)"
     elif "CUDA_VISIBLE_DEVICES" in os.environ:
         rule += f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})"
+    elif torch.version.cuda and (driver := _driver()):
+        rule += f" (PyTorch {torch.__version__} is built for CUDA {torch.version.cuda}, which the driver {driver} may be too old for)"
     fix = "run it in a job on these nodes (for training, dry_run=true prints the sbatch command); or set cluster=local to use CPUs"
     raise UserError.of("cluster.gpus_per_node", cluster.gpus_per_node, rule, fix)
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver; empty without one."""
+    try:
+        text = DRIVER.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return found[0] if found else ""
 
 
 def choose(local_rank: int) -> torch.device:

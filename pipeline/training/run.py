@@ -34,6 +34,7 @@ from pipeline.parallel.parallelize import check_trained
 from pipeline.training import (
     choose_saver,
     determinism,
+    garbage_collection,
     loop,
     reference_answers,
     resume,
@@ -45,6 +46,7 @@ from pipeline.training import (
 )
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.checkpoint_hooks import CheckpointHooks
+from pipeline.training.garbage_collection import GarbageCollection
 from pipeline.training.metrics import FILE, Metrics
 from pipeline.training.profiling import Profiler
 from pipeline.training.recomputation_checks import RecomputationChecks
@@ -132,6 +134,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                     saves = Saves(config, trainer, data, metrics, watchdog, hooks, saver, parent, control.complete)
                     callbacks = [
                         stragglers,
+                        GarbageCollection(),
                         Profiler(config, ranks.rank),
                         metrics,
                         control,
@@ -143,7 +146,7 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
                     ]
                     return loop.train(state, loader, trainer, callbacks, watchdog.report)
 
-            with recorded, closing(saver), run_directory.disk_errors(run_dir):
+            with recorded, closing(saver), run_directory.disk_errors(run_dir), garbage_collection.at_fixed_steps():
                 state = rewinds.train(config, trainer, data, state, attempt)
             unverified = shard_verification.finish([data, validation_data])
             if first:

@@ -10,7 +10,7 @@ import torch
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Layout
 from pipeline.layers import attention_kernel, gpu
-from pipeline.parallel import float8
+from pipeline.parallel import device, float8
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import async_tensor_enabled
 from tests.world import configured
@@ -57,10 +57,10 @@ def test_what_a_gpu_can_do(row):
 
 def test_what_is_refused_and_chosen(row):
     name, _, _, fp8, experts, shared, fused, _ = row
-    device = torch.device("cuda", 0)
-    assert [name in str(violation) for violation in float8._violations({}, "tensorwise", device)] == ([] if fp8 else [True])
+    cuda = torch.device("cuda", 0)
+    assert [name in str(violation) for violation in float8._violations({}, "tensorwise", cuda)] == ([] if fp8 else [True])
     some = {"blocks.0.mlp.experts": SimpleNamespace(gate=torch.empty(2, 64, 64))}
-    assert [name in str(violation) for violation in float8._expert_violations(some, device)] == ([] if experts else [True])
+    assert [name in str(violation) for violation in float8._expert_violations(some, cuda)] == ([] if experts else [True])
     words = ("stage=pretrain", "model=llama-tiny", "parallel.tensor=8")
     config = configured(*words)
     assert async_tensor_enabled(config.training, config.parallel, mesh_of(config)) == fused
@@ -70,6 +70,17 @@ def test_what_is_refused_and_chosen(row):
     else:
         with pytest.raises(UserError, match=rf"parallel\.async_tensor=on: requires memory .*, this is {name}"):
             async_tensor_enabled(config.training, config.parallel, mesh_of(config))
+
+
+def test_a_driver_that_is_too_old_is_named_beside_the_cuda_of_pytorch(monkeypatch, tmp_path):
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for aarch64  565.57.01  Release Build  (dvs-builder)\n")
+    monkeypatch.setattr(device, "DRIVER", version)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(UserError, match=r"is built for CUDA 13\.0, which the driver 565\.57\.01 may be too old for"):
+        device.check_gpus(configured("stage=pretrain", "model=llama-tiny", "cluster=isambard-ai", "cluster.account=a").cluster)
 
 
 def test_ranks_that_see_one_gpu_each_do_not_fuse_by_default(monkeypatch):
