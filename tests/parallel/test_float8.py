@@ -88,7 +88,7 @@ def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
     "layout",
     [
         ("parallel.expert=2", *PADDED, "parallel.expert_parts=2", "training.activation_checkpointing=full"),
-        ("parallel.expert=2", "parallel.zero_stage=3", "training.activation_checkpointing=selective"),
+        pytest.param(("parallel.expert=2", "parallel.zero_stage=3", "training.activation_checkpointing=selective"), marks=pytest.mark.long),
         pytest.param(("parallel.tensor=2", "parallel.expert=2", *PADDED), marks=pytest.mark.long),
         pytest.param(("parallel.tensor=2", "parallel.expert=2"), marks=pytest.mark.long),
         pytest.param(("parallel.pipeline=2", "parallel.schedule=zbv"), marks=pytest.mark.long),

@@ -146,7 +146,7 @@ def _reads(*overrides):
     "recompute, layout",
     [
         ("selective", ()),
-        ("none", ("parallel.tensor=2", "parallel.expert_tensor=1")),
+        pytest.param("none", ("parallel.tensor=2", "parallel.expert_tensor=1"), marks=pytest.mark.long),
         *(pytest.param(recompute, (), marks=pytest.mark.long) for recompute in ("none", "full")),
     ],
     ids=["selective", "whole experts", "none", "full"],

@@ -108,7 +108,7 @@ EXPERTS = (*CLIPPED, AVERAGED, "model.ffn_hidden=24", "training.steps=3")
 LATENT = ("model.q_lora_rank=12", "model.kv_lora_rank=12", "model.qk_nope_head_dim=6", "model.qk_rope_head_dim=4", "model.v_head_dim=8")
 MIXTRAL = (
     *("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1"),
-    *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", *EXPERTS),
+    *("training.balance_loss_schedule=[{until_step:1,value:0.3}]", HALF, *EXPERTS),
 )
 # Linear and full attention, and a shared expert with a gate.
 QWEN3_NEXT = (
@@ -158,7 +158,7 @@ MODELS = {
         compared=(),
     ),
     "mixtral": Model(MIXTRAL, compared=("weights",)),
-    "mixtral-4": Model((*MIXTRAL, "model.layers=4"), compared=("weights",)),
+    "mixtral-4": Model((*MIXTRAL, "model.layers=4", "training.global_batch_size=16"), compared=("weights",)),
     "mixtral-documents": Model((*MIXTRAL, "data.packing=best_fit"), some_targets, compared=("weights",)),
     # No token is dropped: every expert has rows for all tokens.
     "mixtral-roomy": Model((*MIXTRAL, "model.capacity_factor=2.0"), compared=("weights",)),
@@ -166,7 +166,7 @@ MODELS = {
     "mixtral-padded": Model((*MIXTRAL, "model.capacity_factor=1.0"), compared=("weights",)),
     # Norms of queries and keys over the heads of all tensor ranks, and weights of experts that do not sum to one.
     "olmoe": Model(
-        ("model=olmoe-tiny", "model.layers=2", "model.kv_heads=2", "training.balance_loss=0.1", *EXPERTS), compared=("weights",)
+        ("model=olmoe-tiny", "model.layers=2", "model.kv_heads=2", "training.balance_loss=0.1", HALF, *EXPERTS), compared=("weights",)
     ),
     # Blocks with experts and without.
     "qwen3-moe": Model(
@@ -376,6 +376,8 @@ KINDS = {
         "experts",
     ),
 }
+#: Models of which another one has all layers and losses.
+VARIANTS = {"llama-nope", "roberta", "modernbert-diffusion", "t5-1.1", "mixtral-4", "mixtral-roomy"}
 
 
 def in_two(name: str, layout: str) -> str:
@@ -390,7 +392,11 @@ CASES = [(name, in_two(name, layout)) for name, layouts in LAYOUTS.items() for l
 
 
 def combinations(name: str, layout: str) -> set[tuple[str, ...]]:
-    """The model, its kind with each of what the layout uses, and every pair: axes, ring or Ulysses, ZeRO stage, schedule, recomputation."""
+    """What a layout is an example of.
+
+    These are the model unless it is a variant; its kind, with each axis, ring or Ulysses, ZeRO stage, schedule, recomputation and other
+    setting; and every pair of axes, stages, schedules and whole experts.
+    """
     given = dict(word.split("=") for word in layout.split())
     size = {axis: int(given.pop(axis, 1)) for axis in ("tensor", "pipeline", "context", "expert")}
     uses = {axis for axis, ranks in size.items() if ranks > 1 and axis != "context"} | {f"zero_stage={given.pop('zero_stage', 1)}"}
@@ -400,8 +406,9 @@ def combinations(name: str, layout: str) -> set[tuple[str, ...]]:
         uses.add("data")
     given.pop("training.micro_batch_size", None)
     uses |= {f"{key}={value}" for key, value in given.items()}
-    kind = KINDS.get(name, "dense")
-    return {(name,), *((kind, use) for use in uses), *itertools.combinations(sorted(uses), 2)}
+    kind, own = KINDS.get(name, "dense"), set() if name in VARIANTS else {(name,)}
+    paired = sorted(use for use in uses if "=" not in use or use.startswith(("zero_stage", "schedule", "expert_tensor")))
+    return {*own, *((kind, use) for use in uses), *itertools.combinations(paired, 2)}
 
 
 def cover(cases: list[tuple[str, str]]) -> set[tuple[str, str]]:

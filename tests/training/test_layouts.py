@@ -86,9 +86,9 @@ def test_the_references_exercise_what_they_should():
 
 
 def test_every_combination_is_trained_in_the_default_tier():
-    """The other layouts have no pair of axes, or of an axis and a setting, and nothing that no layout of the same kind of model has."""
+    """The other layouts have no pair of axes, and nothing else that no layout of the same kind of model has."""
     default = [case.values for case in TIERS if not case.marks]
     trained = set().union(*(combinations(*case) for case in default))
     assert trained == set().union(*(combinations(*case) for case in CASES))
     assert {("ring", "tensor"), ("masked", "tensor"), ("encoder-decoder", "zero_stage=3"), ("expert", "tensor"), ("bloom",)} <= trained
-    assert len(default) < 2 / 3 * len(CASES)
+    assert len(default) < len(CASES) / 2
