@@ -73,15 +73,16 @@ def subtracts_positions(shapes: list[list[int]]) -> bool:
 #: Kind -> settings, gatherings of a micro-batch, and in each pass. Linear attention has the ring's, and in each pass of each of its layers
 #: inputs of convolutions and maps of states.
 CONTEXT = {"ring": (DOCUMENTS, 1, 0), "ulysses": ((*DOCUMENTS, "parallel.context_kind=ulysses"), 1, 0), "linear": (LINEAR, 2, 2)}
-CASES = [("ring", "selective"), ("ulysses", "none"), ("linear", "none")]
-MORE_CASES = [("ring", "none"), *((kind, "full") for kind in CONTEXT)]
+CASES = [("ring", "selective", "on"), ("ulysses", "none", "on"), ("linear", "none", "off")]
+MORE_CASES = [("ring", "none", "on"), ("linear", "none", "on"), *((kind, "full", "on") for kind in CONTEXT)]
 
 
-@pytest.mark.parametrize("kind, recompute", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_CASES)])
-def test_ranks_gather_documents_and_compute_their_mask_once_for_a_micro_batch(worlds, kind, recompute):
+@pytest.mark.parametrize("kind, recompute, compiled", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_CASES)])
+def test_ranks_gather_documents_and_compute_their_mask_once_for_a_micro_batch(worlds, kind, recompute, compiled):
     overrides, once, in_each_pass = CONTEXT[kind]
     expected = MICRO_BATCHES * (once + in_each_pass * (2 if recompute == "full" else 1))
-    for masks, gatherings, _, losses in worlds(2).run(computations, (*overrides, f"training.activation_checkpointing={recompute}")):
+    overrides += (f"training.activation_checkpointing={recompute}", f"training.compile={compiled}")
+    for masks, gatherings, _, losses in worlds(2).run(computations, overrides):
         assert gatherings == expected
         assert masks == MICRO_BATCHES or kind != "ulysses", "the ring computes those of its parts"
         assert all(0 < loss < 10 for loss in losses)

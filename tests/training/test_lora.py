@@ -38,7 +38,6 @@ LAYOUTS = {
     "llama long": ["zero_stage=1 tensor=2 pipeline=2"],
     "mixtral experts": ["zero_stage=3 tensor=2 sequence_parallel=false", "zero_stage=1 tensor=2 expert_tensor=1"],
     "mixtral-padded experts": ["zero_stage=3 expert=2 tensor=2 expert_padding=true expert_parts=2"],
-    "deepseek-grouped": ["zero_stage=2 expert=2"],
 }
 MORE_LAYOUTS = {
     "llama": [
@@ -50,7 +49,7 @@ MORE_LAYOUTS = {
     "llama long": ["zero_stage=3 tensor=2 training.activation_checkpointing=full"],
     "gpt": ["zero_stage=0 pipeline=4", "zero_stage=1 tensor=4"],
     "mixtral": ["zero_stage=1 expert=2 tensor=2"],
-    "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2"],
+    "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=2 expert=2"],
     "deepseek-grouped experts": ["zero_stage=2 expert=2 pipeline=2", "zero_stage=0 tensor=2 expert=2"],
     "mixtral experts": [
         *("zero_stage=0 expert=4 training.activation_checkpointing=full", "zero_stage=2 expert=2", "zero_stage=1 expert=2 tensor=2")

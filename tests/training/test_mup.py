@@ -165,20 +165,19 @@ def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], bou
 
 
 LAYOUTS = {
-    "llama": ("tensor=2",),
     "llama-everything": ("zero_stage=0", "zero_stage=1", "zero_stage=3 offload=optimizer", "tensor=2", "pipeline=2 schedule=interleaved"),
-    "llama-tied": ("zero_stage=1", "pipeline=2"),
+    "llama-tied": ("pipeline=2",),
     "gpt": ("pipeline=2",),
     "muon": ("zero_stage=1",),
-    "muon-original": ("tensor=2", "pipeline=2"),
+    "muon-original": ("tensor=2",),
 }
 MORE_LAYOUTS = {
-    "llama": ("zero_stage=1", "pipeline=2"),
+    "llama": ("zero_stage=1", "tensor=2", "pipeline=2"),
     "llama-everything": ("zero_stage=2", "zero_stage=3", "pipeline=2"),
-    "llama-tied": ("tensor=2",),
+    "llama-tied": ("zero_stage=1", "tensor=2"),
     "gpt": ("zero_stage=1", "tensor=2"),
     "muon": ("tensor=2", "pipeline=2"),
-    "muon-original": ("zero_stage=1",),
+    "muon-original": ("zero_stage=1", "pipeline=2"),
 }
 
 
