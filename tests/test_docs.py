@@ -12,12 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from pipeline.common import knobs
 from pipeline.config import layout
-from pipeline.config.command_line import NAMED, parse
-from pipeline.config.compose import register, to_run_config
+from pipeline.config.command_line import NAMED, parse, sweep_values
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -99,12 +97,9 @@ def example(name: str) -> Path:
 @functools.cache
 def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     """The configuration as the entry composes and checks it."""
-    register()
     command = parse([word.replace("=ds_config.json", f"={example('ds_config.json')}") for word in overrides])
     assert not command.violations
-    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        composed = compose("config", command.overrides, return_hydra_config=False)
-    config = to_run_config(composed)
+    config = configured(*command.overrides)
     check.check(config, layout.job_size(config, ranks))
     return config
 
@@ -123,15 +118,33 @@ def test_commands_are_legal(overrides: list[str], ranks: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", SWEEPS, ids=" ".join)
+def test_points_of_sweeps_are_legal(overrides: list[str]) -> None:
+    """The first point, and the one that has the last value of every list."""
+    lists = [sweep_values(word) for word in overrides if word != "-m" and not word.startswith("hydra/launcher=")]
+    assert any(len(values) > 1 for values in lists)
+    for place in (0, -1):
+        checked(tuple(values[place] for values in lists), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [SWEEPS[0], *(pytest.param(each, marks=pytest.mark.long) for each in SWEEPS[1:])], ids=" ".join)
 def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     kept = [o for o in overrides if not o.startswith(("run_dir=", "dry_run="))]
     assert "#SBATCH" in pipeline(*kept, f"run_dir={tmp_path}", "dry_run=true")
 
 
+EXPERIMENTS = sorted(file.stem for file in (CONF_DIR / "experiment").glob("*.yaml"))
+
+
+def experiment_and_stage(name: str, stage: str) -> object:
+    """The default tier has every experiment's training, and every stage of one experiment."""
+    default = stage == "pretrain" or name == EXPERIMENTS[list(STAGES).index(stage) % len(EXPERIMENTS)]
+    return pytest.param(name, stage, marks=() if default else pytest.mark.long)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", [file.stem for file in (CONF_DIR / "experiment").glob("*.yaml")])
+@pytest.mark.parametrize(("name", "stage"), [experiment_and_stage(name, stage) for name in EXPERIMENTS for stage in STAGES])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
     required = {
         "generate": ["stage.prompts=prompts.jsonl"],

@@ -139,17 +139,13 @@ def test_launch_and_config_load_no_torch() -> None:
         (["stage=pretrain", "optimizer.lr=-1"], 2),
         (["-m", "stage=pretrain", "optimizer.lr=1e-4,3e-4", "hydra/launcher=slurm", "cluster=devcluster", "dry_run=true"], 0),
         (["stage=submit", "submit.stages=[shard,pretrain,convert]", "dry_run=true"], 0),
-        (
+        pytest.param(
             [
-                "stage=submit",
-                "submit.stages=[pretrain]",
-                "model=llama3-8b",
-                "cluster=devcluster",
-                "parallel.pipeline=2",
-                "parallel.schedule=zbv",
-                "dry_run=true",
+                *("stage=submit", "submit.stages=[pretrain]", "model=llama3-8b", "cluster=devcluster"),
+                *("parallel.pipeline=2", "parallel.schedule=zbv", "dry_run=true"),
             ],
             0,
+            marks=pytest.mark.long,
         ),
     ],
     ids=["help", "check", "render", "submit", "submit pipeline"],
@@ -190,7 +186,7 @@ def imported(*arguments: object) -> list[str]:
     [
         (("stage=pretrain", *SMALL), set()),
         (("stage=pretrain", "parallel.zero_stage=0", *SMALL), {"deepspeed"}),
-        (("stage=pretrain", "dry_run=true", *SMALL), {"deepspeed"}),
+        pytest.param(("stage=pretrain", "dry_run=true", *SMALL), {"deepspeed"}, marks=pytest.mark.long),
     ],
     ids=["ZeRO 1", "ZeRO 0", "dry run"],
 )

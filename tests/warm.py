@@ -224,7 +224,9 @@ def client() -> int:
     """Be a rank of a launcher: the command runs in the server, with this process's files, environment and end."""
     environment = dict(os.environ)
     passed = [int(environment[name]) for name in ("PMI_FD",) if name in environment]
-    return Process(sys.argv[1:], environment, {fd: fd for fd in (0, 1, 2, *passed)}).wait()
+    process = Process(sys.argv[1:], environment, {fd: fd for fd in (0, 1, 2, *passed)})
+    signal.signal(signal.SIGUSR1, lambda number, _: process.send_signal(number))  # that of Slurm before the end of a job
+    return process.wait()
 
 
 if __name__ == "__main__":

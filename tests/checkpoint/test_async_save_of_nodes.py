@@ -67,7 +67,7 @@ def test_a_writer_that_can_create_no_file_says_later_that_it_failed(job):
     assert "Too many open files" in outcome.reason or "could not write why" in outcome.reason  # there may be no file for the reason yet
 
 
-@pytest.fixture(params=["rank", "node"])
+@pytest.fixture(params=["rank", pytest.param("node", marks=pytest.mark.long)])
 def node(tmp_path, request):
     """One node of two ranks, which has saved step 1. They wait for 20 s at most, and no test below waits as long."""
     found = Job(tmp_path, 1, 2, request.param)
@@ -102,6 +102,7 @@ def test_a_rank_that_lost_its_writer_is_not_waited_for_by_the_next_one(node):
     assert_saves(node, 3)
 
 
+@pytest.mark.long
 def test_what_a_rank_gave_to_a_dead_writer_is_not_waited_for_by_the_next_one(tmp_path):
     """It was even told that its data is on the disk."""
     node = Job(tmp_path, 1, 2, "rank")
@@ -121,6 +122,7 @@ def test_what_a_rank_gave_to_a_dead_writer_is_not_waited_for_by_the_next_one(tmp
     node.close()
 
 
+@pytest.mark.long
 def test_a_save_that_was_given_up_is_not_handed_over_to_the_next_writer(node):
     first, second = node.savers
     node.begin(1, 2)
@@ -136,6 +138,7 @@ def test_a_save_that_was_given_up_is_not_handed_over_to_the_next_writer(node):
     assert_saves(node, 3)
 
 
+@pytest.mark.long
 def test_a_rank_that_hands_over_what_the_others_have_given_up_does_not_wait_for_them(node):
     first, second = node.savers
     node.begin(0, 2)
@@ -158,6 +161,7 @@ def test_a_rank_that_hands_over_what_the_others_have_given_up_does_not_wait_for_
     assert not list(node.run_dir.glob("checkpoints/.*"))
 
 
+@pytest.mark.long
 def test_a_rank_does_not_wait_for_a_writer_that_others_start_for_the_next_save(node):
     """The one that was started for this save has died, too."""
     second = node.savers[1]

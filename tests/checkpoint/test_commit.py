@@ -129,6 +129,7 @@ def test_a_kill_at_any_change_of_a_file_loses_nothing(two: Path, tmp_path: Path,
         assert catalog.listed(run_dir) == catalog.read(run_dir).complete == [newest, 5], (number, made[number - 1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", ["records", "index", "renamed"])
 def test_a_kill_while_an_interrupted_commit_is_finished(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
     """The save is killed when the records, the index or the folder are there, and then the next start at any change of a file."""
@@ -181,7 +182,7 @@ def test_an_incomplete_attempt_is_removed_with_its_reason(two: Path, caplog: pyt
     assert steps(two) == [2, 3]
 
 
-@pytest.mark.parametrize("calls", [1, 10**9], ids=["one call", "until the end"])
+@pytest.mark.parametrize("calls", [1, pytest.param(10**9, marks=pytest.mark.long)], ids=["one call", "until the end"])
 def test_a_full_disk_at_any_call_fails_the_save_alone(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
     """The checkpoints before are found, the next save succeeds without a new start, and nothing else is left."""
     for number in itertools.count(1):

@@ -176,8 +176,14 @@ def shared(a: Held, b: Held) -> bool:
     return len(overlap(a.box, (a.start, a.count), b.box, (b.start, b.count))[0]) > 0
 
 
-@pytest.mark.parametrize("second", LAYOUTS)
-@pytest.mark.parametrize("first", LAYOUTS)
+#: Every layout as the first one, with itself and another one as the second; the other pairs are of the long tier.
+NEXT = dict(pairwise([*LAYOUTS, "one rank"]))
+PAIRS = [
+    pytest.param(first, second, marks=() if second in (first, NEXT[first]) else pytest.mark.long) for first in LAYOUTS for second in LAYOUTS
+]
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS)
 def test_a_rank_reads_what_it_needs_and_opens_what_it_uses(saved: dict[str, Path], first: str, second: str) -> None:
     for rank, wanted in enumerate(LAYOUTS[second]):
         checkpoint = Checkpoint(saved[first])

@@ -148,16 +148,23 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("case", CASES)
+def one_of(values: tuple[Any, ...], *others: Any) -> list[Any]:
+    """Parameters in which every other value meets one of the values in the default tier: each time the next one."""
+    return [
+        pytest.param(*other, value, marks=() if number % len(values) == place else pytest.mark.long)
+        for number, other in enumerate(others)
+        for place, value in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(("case", "zero"), one_of((1, 3, 0), *((case,) for case in CASES)))
 def test_each_rank_of_a_layout_writes_its_equal_share(case: str, zero: int) -> None:
     words, ranks = CASES[case]
     config = configured(*tiny("model.layers=4", "model.vocab_size=68", *words, f"parallel.zero_stage={zero}"))
     check(config, ranks)
 
 
-@pytest.mark.parametrize("case", ["data", "context", "experts"])
-@pytest.mark.parametrize("zero_group", [2, 4])
+@pytest.mark.parametrize(("case", "zero_group"), one_of((2, 4), ("experts",), ("data",), ("context",)))
 def test_the_groups_of_zero_write_equal_shares(case: str, zero_group: int) -> None:
     words, ranks = CASES[case]
     words = (*words, "parallel.zero_stage=2", f"parallel.zero_group={zero_group}")
@@ -180,8 +187,10 @@ def test_a_vocabulary_that_does_not_divide(zero: int) -> None:
     check(config, 4, even=False)
 
 
-@pytest.mark.parametrize("words", [("lora.rank=4",), ("lora.rank=4", "lora.quantize=nf4"), ("training.frozen=[embed.*]",)], ids=" ".join)
-@pytest.mark.parametrize("zero", [0, 2])
+UNTRAINED = (("lora.rank=4",), ("lora.rank=4", "lora.quantize=nf4"), ("training.frozen=[embed.*]",))
+
+
+@pytest.mark.parametrize(("words", "zero"), one_of((0, 2), *((words,) for words in UNTRAINED)))
 def test_weights_that_are_not_trained_are_shared_too(words: tuple[str, ...], zero: int) -> None:
     base = tiny("model=llama-tiny", "model.hidden=64", "model.vocab_size=68", "parallel.tensor=2", f"parallel.zero_stage={zero}", *words)
     check(configured(*base), 8)

@@ -12,14 +12,7 @@ from tests.world import configured
 #: As in the guides of Transformers: everything that its Trainer fills in is "auto".
 TRAINER = {
     "bf16": {"enabled": "auto"},
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 500,
-        "initial_scale_power": 12,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 500, "initial_scale_power": 12, "hysteresis": 2, "min_loss_scale": 1},
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "scheduler": {
         "type": "WarmupLR",

@@ -47,11 +47,7 @@ TWICE = "training.z_loss_schedule=[{until_step:5,value:1},{until_step:5,value:%d
     ("model", "setting", "message"),
     [
         ("llama-tiny", "training.balance_loss=0", "training.balance_loss=0.0: has no effect with model.family=llama"),
-        (
-            "mixtral-tiny",
-            "training.mtp_loss_schedule=[{until_step:5,value:1}]",
-            "1 entries: has no effect with model.family=mixtral",
-        ),
+        ("mixtral-tiny", "training.mtp_loss_schedule=[{until_step:5,value:1}]", "1 entries: has no effect with model.family=mixtral"),
         ("deepseek-tiny model.mtp_depth=0", "training.mtp_loss=0.1", "training.mtp_loss=0.1: has no effect with model.mtp_depth=0"),
         ("mixtral-tiny", TWICE % -1, "training.z_loss_schedule.1.value=-1.0: must be at least 0"),
         ("mixtral-tiny", TWICE % 2, "training.z_loss_schedule.1.until_step=5: must be after step 5"),

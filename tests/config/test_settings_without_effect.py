@@ -51,10 +51,7 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         (("model=gpt-oss-tiny", "training.attention=sdpa"), "training.attention=sdpa: has no kernel with attention sinks"),
         (("model=gpt-oss-tiny", "training.attention=flex"), None),
         (("training.head_z_loss=1e-4",), None),
-        (
-            ("training.objective=dpo", "training.head_z_loss=1e-4"),
-            "training.head_z_loss=0.0001: has no effect with the objective dpo",
-        ),
+        (("training.objective=dpo", "training.head_z_loss=1e-4"), "training.head_z_loss=0.0001: has no effect with the objective dpo"),
         ((QWEN3_NEXT, "parallel.tensor=4", "model.linear_key_heads=2"), "parallel.tensor=4: must divide model.linear_key_heads=2"),
         ((QWEN3_NEXT, "parallel.tensor=4", "model.shared_ffn_hidden=6"), "parallel.tensor=4: must divide model.shared_ffn_hidden=6"),
         (

@@ -166,10 +166,7 @@ REFUSED = [
         ["++data.blend={en:{}}", "data.phases=[{weights:{en:1},until_tokens:64},{weights:{en:1},until_tokens:64},{weights:{en:1}}]"],
         ["data.phases.1.until_tokens=64", "start of the phase at 64 tokens"],
     ),
-    (
-        ["++data.blend={en:{max_epochs:0.001},de:{}}"],
-        ["data.blend.en.max_epochs=0.001", "160 samples use 80 of it", "raise max_epochs to"],
-    ),
+    (["++data.blend={en:{max_epochs:0.001},de:{}}"], ["data.blend.en.max_epochs=0.001", "160 samples use 80 of it", "raise max_epochs to"]),
     (["training.batch_rampup=[{until_step:5,value:8},{until_step:5,value:4}]"], ["training.batch_rampup.1.until_step=5", "after step 5"]),
     (
         ["training.micro_batch_size=4", "training.batch_rampup=[{until_step:5,value:6}]"],

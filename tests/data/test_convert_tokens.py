@@ -15,6 +15,7 @@ from pipeline.common.artifact import MANIFEST
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import megatron
 from pipeline.data.tokenize.token_shards import ids, lengths
+from tests.data.library import here
 from tests.helpers import pipeline, same_files
 from tools.bench.token_dataset import TokenDataset
 
@@ -31,7 +32,8 @@ def documents(folder: Path, split: str) -> list[list[int]]:
 
 
 def convert(tokens: Path, to: str, *settings: str, ranks: int = 0, expect: int = 0) -> str:
-    return pipeline("stage=convert_tokens", f"data.tokens={tokens}", f"stage.to={to}", *settings, ranks=ranks, expect=expect)
+    words = ("stage=convert_tokens", f"data.tokens={tokens}", f"stage.to={to}", *settings)
+    return pipeline(*words, ranks=ranks, expect=expect) if ranks else here(*words, expect=expect)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,7 @@ def test_we_read_what_megatron_core_writes(tokens, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_round_trip(tokens, tokenizer, indexed, tmp_path, ranks):
     inputs = f"stage.input=[{indexed}/train-default,{indexed}/validation-default]"
     settings = (inputs, f"tokenizer.path={tokenizer}", "data.shard_megabytes=0.02")

@@ -21,7 +21,8 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import clusters, duplicates, exact, minhash, signatures
 from pipeline.data.dedup.exact import EDGE
 from pipeline.data.words import Words
-from tests.helpers import ROOT, pipeline, python
+from tests.data.library import here
+from tests.helpers import ROOT, python
 
 VOCABULARY = [f"wort{number}" for number in range(3000)]
 
@@ -151,7 +152,7 @@ def test_planted_cases_contain_duplicates(one_rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks, round_bytes", [(2, 100), (4, 1 << 26)])
+@pytest.mark.parametrize("ranks, round_bytes", [(2, 100), pytest.param(4, 1 << 26, marks=pytest.mark.long)])
 def test_the_result_does_not_depend_on_the_number_of_ranks(one_rank, tmp_path, ranks, round_bytes):
     assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
 
@@ -336,7 +337,7 @@ def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 4))])
 def test_documents_of_another_corpus_are_dropped(tmp_path, ranks):
     chance = random.Random(1)
     old = [[chance.choice(VOCABULARY) for _ in range(200)] for _ in range(12)]
@@ -410,6 +411,6 @@ def test_urls_of_one_page_are_equal(one, other, same):
 
 
 def test_settings_without_effect_are_refused():
-    printed = pipeline("stage=shard", "dedup.threshold=0.5", "dedup=none", "dedup.near=true", "dedup.against=[old]", expect=2)
+    printed = here("stage=shard", "dedup.threshold=0.5", "dedup=none", "dedup.near=true", "dedup.against=[old]", expect=2)
     assert "dedup.rows=8: with dedup.bands=16 finds 6% of the pairs at dedup.threshold=0.5" in printed
     assert "dedup.against=['old']: needs dedup.exact and dedup.near" in printed

@@ -15,7 +15,7 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.pairs import PairFiles, Pairs, TokenizedPairs
 from pipeline.data.load.objectives.span_corruption import SpanCorruption, lengths, longest, partitions
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from tests.helpers import pipeline
+from tests.data.library import here
 
 RATES = st.builds(SpansConfig, rate=st.floats(0.01, 0.5), mean_length=st.floats(2, 20))
 SENTINELS = np.arange(5000, 6000)[::-1]
@@ -107,8 +107,8 @@ def with_pad(shards, tmp_path_factory):
     special = ",".join(f"'{name}'" for name in ("<pad>", *(f"<extra_id_{number}>" for number in range(8))))
     common = (f"data.shards={shards}", f"tokenizer.path={folder}/tokenizer")
     trained = ("tokenizer.vocab_size=310", "tokenizer.report=false", f"tokenizer.special_tokens=[{special}]")
-    pipeline("stage=train_tokenizer", *common, *trained)
-    pipeline("stage=tokenize", *common, f"data.tokens={folder}/tokens")
+    here("stage=train_tokenizer", *common, *trained)
+    here("stage=tokenize", *common, f"data.tokens={folder}/tokens")
     return folder
 
 

@@ -12,7 +12,8 @@ from pipeline.common.errors import UserError
 from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize import encoders, tokenizer_training
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from tests.helpers import pipeline, words
+from tests.data.library import here
+from tests.helpers import words
 
 EOD = "<|endoftext|>"
 KINDS = {
@@ -106,7 +107,7 @@ def test_what_fastokens_does_not_support(shards, tmp_path, caplog):
     model = tokenizer_training.train(lambda: [words(n, 300) for n in range(20)], TokenizerConfig(kind="wordpiece"), 600)
     tokenizer_training.save(model, tmp_path, EOD)
     settings = ("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tmp_path}", f"data.tokens={tmp_path}/t")
-    assert "tokenizer.engine=fastokens: does not support" in pipeline(*settings, "tokenizer.engine=fastokens", expect=2)
+    assert "tokenizer.engine=fastokens: does not support" in here(*settings, "tokenizer.engine=fastokens", expect=2)
     caplog.set_level(logging.INFO)
     encoder = TextEncoder(tmp_path, EOD)
     assert encoders.choose("auto", encoder, list) is encoder

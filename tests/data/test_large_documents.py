@@ -33,11 +33,7 @@ def prose(kind: str, size: int) -> str:
     """A text of about `size` bytes in UTF-8, with some repeated lines and trailing spaces."""
     letters, rare = WIDTHS[kind]
     chance = random.Random(0)
-    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(3000)] + [
-        "the",
-        "of",
-        "and",
-    ] * 150
+    words = ["".join(chance.choices(letters, k=chance.randint(2, 9))) for _ in range(3000)] + ["the", "of", "and"] * 150
     lines, found = [], 0
     while found < size:
         if kind == "cjk":  # a word is several words of two letters, which would be repeated with it
@@ -74,7 +70,11 @@ def peak(folder, text: str, config: CleanConfig) -> int:
 KEPT = {"gopher": GopherStep(most_words=10**9), "length": LengthStep(most=10**9)}
 
 
-@pytest.mark.parametrize("steps", [{"steps": []}, {}, KEPT], ids=["none", "default", "kept"])
+@pytest.mark.parametrize(
+    "steps",
+    [pytest.param({"steps": []}, marks=pytest.mark.long), {}, pytest.param(KEPT, marks=pytest.mark.long)],
+    ids=["none", "default", "kept"],
+)
 def test_the_memory_for_a_large_document_is_that_of_its_words(tmp_path, steps):
     """README has the multiples of the size in UTF-8; strings of Python take 2 or 4 bytes a character where one character needs them."""
     for kind, most in {"ascii": 16, "german": 28, "cjk": 20, "emoji": 36}.items():

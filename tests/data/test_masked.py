@@ -15,6 +15,7 @@ from pipeline.data.load.objectives import masked, registry
 from pipeline.data.load.objectives.masked import Vocabulary, mask
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.layers import loss
+from tests.data.library import here
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -108,7 +109,7 @@ def test_an_epoch_has_all_text_and_the_next_one_other_masks(text):
     assert not np.array_equal(first["targets"], second["targets"])
 
 
-@pytest.mark.parametrize("model", ["roberta-tiny", "bert-tiny", "modernbert-tiny"])
+@pytest.mark.parametrize("model", ["roberta-tiny", "bert-tiny", pytest.param("modernbert-tiny", marks=pytest.mark.long)])
 def test_a_sample_depends_on_its_number_and_the_seed_alone(text, model):
     config = config_of(text, model=model)
     objective, again = registry.open_training(config), registry.open_training(config)
@@ -192,8 +193,8 @@ def test_a_tokenizer_without_the_tokens_is_refused_by_their_names(tokens, tokeni
 
 def test_text_where_roberta_has_padding_is_refused(shards, tmp_path):
     common = (f"data.shards={shards}", f"tokenizer.path={tmp_path}/tokenizer", "tokenizer=roberta", "tokenizer.special_tokens=[]")
-    pipeline("stage=train_tokenizer", *common, "tokenizer.vocab_size=300", "tokenizer.report=false")
-    pipeline("stage=tokenize", *common, f"data.tokens={tmp_path}/tokens")
+    here("stage=train_tokenizer", *common, "tokenizer.vocab_size=300", "tokenizer.report=false")
+    here("stage=tokenize", *common, f"data.tokens={tmp_path}/tokens")
     named = ("data.masking.mask='</s>'", "data.masking.first='</s>'")
     config = config_of(tmp_path, *named)
     with pytest.raises(UserError, match="padding"):

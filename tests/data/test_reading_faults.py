@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.data.read import input_files, reader, suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped
+from tests.data.library import here
 from tests.data.raw_files import (
     FORMATS,
     GOOD,
@@ -464,7 +465,7 @@ def test_the_stage_counts_what_it_reads_and_quarantines_and_leaves_out(tmp_path,
     (tmp_path / "flipped.jsonl.gz").write_bytes(gzip.compress(GOOD) + flipped(GZIP_OF_MANY, 8 * len(GZIP_OF_MANY) - 40))
     (tmp_path / "unchecked.jsonl.zst").write_bytes(zstandard.ZstdCompressor(write_checksum=False).compress(GOOD))
     command = ["stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={shards}"]
-    refused = pipeline(*command, expect=2)
+    refused = here(*command, expect=2)
     assert re.search(r"about 4\d\d,\d+ of 4\d\d,\d+ bytes, in damaged files, could not be read", refused)
     assert "flipped.jsonl.gz byte 17 is damaged or truncated" in refused
     printed = pipeline(*command, "data.quarantine_limit=1", ranks=2)
@@ -502,7 +503,7 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
     inputs = ["nowhere.jsonl", "*.parquet", "notes.md", "a", "b", "pipe.jsonl"]
     given = ",".join(str(tmp_path / name) for name in inputs)
     arguments = [f"data.input=[{given}]", f"data.corpora={{web:[{tmp_path}/missing]}}", f"data.shards={tmp_path}/s"]
-    printed = pipeline("stage=shard", *arguments, expect=2)
+    printed = here("stage=shard", *arguments, expect=2)
     assert "6 problems" in printed
     assert "pipe.jsonl: is a FIFO (named pipe), not a file" in printed
     assert "nowhere.jsonl: no such file" in printed
@@ -513,7 +514,7 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
     assert "Traceback" not in printed
     assert not (tmp_path / "s").exists()
     (tmp_path / "empty").mkdir()
-    nothing = pipeline("stage=shard", f"data.input=[{tmp_path}/empty]", f"data.shards={tmp_path}/s", expect=2)
+    nothing = here("stage=shard", f"data.input=[{tmp_path}/empty]", f"data.shards={tmp_path}/s", expect=2)
     assert "empty: contains no file with suffix .jsonl" in nothing
 
 

@@ -11,9 +11,18 @@ import psutil
 import pytest
 
 from tests import warm
-from tests.data.library import LIBRARY
+from tests.data.library import LIBRARY, here
 from tests.data.raw_files import json_line
-from tests.helpers import RAW, environment, pipeline, program, same_files, words
+from tests.helpers import RAW, environment, pipeline, program, python, same_files, words
+
+#: The command line with a limit on the size of files: its first word, in bytes.
+LIMITED = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]),) * 2)
+del sys.argv[1]
+runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
+"""
 
 
 @pytest.mark.slow
@@ -21,15 +30,15 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    pipeline(*settings, f"data.shards={tmp_path}/complete")
+    here(*settings, f"data.shards={tmp_path}/complete")
     folder = tmp_path / "limited"
     for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
-        limited = ("bash", "-c", f'trap "" XFSZ; ulimit -f {kilobytes}; exec "$@"', "limited")
-        printed = pipeline(*settings, f"data.shards={folder}", expect=2, prefix=limited, cold=True)
+        code, printed = python("-c", LIMITED, kilobytes << 10, *settings, f"data.shards={folder}")
+        assert code == 2, printed
         assert f"{folder}: cannot be written" in printed
         assert "Traceback" not in printed
         assert [path.name for path in folder.iterdir()] == [".unfinished"]
-    pipeline(*settings, f"data.shards={folder}")
+    here(*settings, f"data.shards={folder}")
     assert same_files(tmp_path / "complete", folder)
 
 
@@ -43,14 +52,18 @@ def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) 
 
 
 @pytest.mark.slow
-def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
+@pytest.mark.parametrize(
+    "marks",
+    [
+        ("train-00001.tar",),  # writing
+        pytest.param((".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"), marks=pytest.mark.long),
+    ],
+    ids=["once", "in every phase"],
+)
+def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path, marks):
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    for mark in (
-        ".unfinished/part-000001.json",
-        ".unfinished/plan.json",
-        "train-00001.tar",
-    ):  # reading, before writing, writing
+    for mark in marks:
         process = start(*settings)
         wait_for(folder, mark, process)
         process.send_signal(signal.SIGKILL)
@@ -80,7 +93,7 @@ def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
     printed = (tmp_path / "printed").read_text()
     assert printed.endswith("interrupted; run the same command again to continue\n")
     assert "Traceback" not in printed
-    pipeline(*settings)
+    here(*settings)
     assert same_files(cleaned, folder)
 
 
@@ -97,12 +110,22 @@ def ranks_of(process: subprocess.Popen, count: int) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
-    """In every phase, and continued on another number of ranks: reading, drops saved, planned, shards."""
+@pytest.mark.parametrize(
+    "phases",
+    [
+        {".unfinished/plan.json": 3},
+        pytest.param(
+            {".unfinished/part-000002.json": 2, ".unfinished/*.drop": 4, ".unfinished/plan.json": 2, "train-00001.tar": 3},
+            marks=pytest.mark.long,
+        ),
+    ],
+    ids=["once", "in every phase"],
+)
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path, phases):
+    """Once parts are read, drops saved, shards planned or written, and continued on another number of ranks."""
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    marks = (".unfinished/part-000002.json", ".unfinished/*.drop", ".unfinished/plan.json", "train-00001.tar")
-    for mark, ranks in zip(marks, (2, 4, 2, 3), strict=True):
+    for mark, ranks in phases.items():
         command = [program("mpirun"), "-n", str(ranks), sys.executable, "-m", "pipeline", *settings]
         process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         started = ranks_of(process, ranks)

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from tests.data.library import LIBRARY, samples
+from tests.data.library import LIBRARY, here, samples
 from tests.data.raw_files import json_line
 from tests.helpers import RAW, pipeline, words
 
@@ -23,8 +23,8 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
         "data.shard_megabytes=0.05",
     ]
     before = {path: path.stat().st_mtime_ns for path in shards.iterdir()}
-    assert "nothing to do" in pipeline(*settings, "data.validation_fraction=0.1")
-    refused = pipeline(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
+    assert "nothing to do" in here(*settings, "data.validation_fraction=0.1")
+    refused = here(*settings, "data.validation_fraction=0.2", "clean.steps=[length]", "clean.length.least=3", expect=2)
     assert "data.validation_fraction=0.2" in refused
     assert "was created with data.validation_fraction=0.1" in refused
     assert "clean.length.least=3" in refused
@@ -34,12 +34,12 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
 @pytest.mark.slow
 def test_an_invalid_input_or_output_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
-    assert "names no documents" in pipeline("stage=shard", f"data.shards={tmp_path}/s", expect=2)
+    assert "names no documents" in here("stage=shard", f"data.shards={tmp_path}/s", expect=2)
     assert not (tmp_path / "s").exists()
     (tmp_path / "short.txt").write_text("short")
-    below_a_file = pipeline("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
+    below_a_file = here("stage=shard", f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/short.txt/s", expect=2)
     assert "which is a file" in below_a_file
-    printed = pipeline("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
+    printed = here("stage=shard", f"data.input=[{tmp_path}/short.txt]", f"data.shards={tmp_path}/s", expect=2)
     assert "cleaning and deduplication dropped all 1 non-empty documents" in printed
 
 
@@ -53,7 +53,7 @@ def test_a_run_that_needs_more_files_or_memory_than_there_are_is_refused_before_
     assert "0.10 GB are available" in refused
     assert "start at most 1 ranks on a node" in refused
     if os.statvfs(tmp_path).f_files:
-        refused = pipeline(*settings, "data.shard_megabytes=1e-10", expect=2)
+        refused = here(*settings, "data.shard_megabytes=1e-10", expect=2)
         assert re.search(rf"data.shards={tmp_path}/s: needs [\d,]+ files, of which the file system has [\d,]+ left", refused), refused
         smallest = float(re.search(r"set data.part_megabytes=1 and data.shard_megabytes=(\S+), in an empty data.shards", refused)[1])
         assert 1e-10 < smallest < 1
@@ -76,7 +76,7 @@ def test_few_bad_documents_are_quarantined_and_many_end_the_job(tmp_path):
     refused = pipeline(*settings, f"data.shards={tmp_path}/t", ranks=2, expect=2)
     assert "data.quarantine_limit=0.01: 2 of 101 documents could not be read: x.jsonl line 100" in refused
     assert not list((tmp_path / "t").glob("*.tar"))
-    assert "2 unreadable documents" in pipeline(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
+    assert "2 unreadable documents" in here(*settings, f"data.shards={tmp_path}/t", "data.quarantine_limit=0.02")
 
 
 def test_a_truncated_file_weighs_as_the_bytes_that_are_lost(tmp_path):
@@ -87,9 +87,9 @@ def test_a_truncated_file_weighs_as_the_bytes_that_are_lost(tmp_path):
     (tmp_path / "y.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}]", f"data.shards={tmp_path}/s")
     size = (tmp_path / "x.jsonl").stat().st_size + len(whole) // 2
-    refused = pipeline(*settings, expect=2)
+    refused = here(*settings, expect=2)
     assert f"about {len(whole) // 2:,} of {size:,} bytes, in damaged files, could not be read: y.jsonl.gz byte" in refused
-    assert "1 unreadable documents" in pipeline(*settings, "data.quarantine_limit=0.2")
+    assert "1 unreadable documents" in here(*settings, "data.quarantine_limit=0.2")
 
 
 @pytest.mark.slow
@@ -100,17 +100,17 @@ def test_a_changed_input_file_is_noticed_on_resume_and_a_copied_one_is_not(tmp_p
     for name in ("x.jsonl", "y.jsonl"):
         (folder / name).write_text(text)
     settings = ("stage=shard", *RAW, f"data.shards={tmp_path}/s")
-    assert "data.quarantine_limit" in pipeline(*settings, f"data.input=[{folder}]", expect=2)
+    assert "data.quarantine_limit" in here(*settings, f"data.input=[{folder}]", expect=2)
     (folder / "y.jsonl").write_text(text.replace("Wald", "Feld", 1))
-    refused = pipeline(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1", expect=2)
+    refused = here(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1", expect=2)
     assert "data.input/y.jsonl=" in refused
     assert "data.input/x.jsonl=" not in refused
     shutil.rmtree(tmp_path / "s")
-    pipeline(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1")
+    here(*settings, f"data.input=[{folder}]", "data.quarantine_limit=1")
     shutil.copytree(folder, tmp_path / "copy", copy_function=shutil.copyfile)
-    assert "nothing to do" in pipeline(*settings, f"data.input=[{tmp_path}/copy]")
+    assert "nothing to do" in here(*settings, f"data.input=[{tmp_path}/copy]")
     (tmp_path / "copy" / "x.jsonl").write_text(text.replace("Wald", "Feld", 1))
-    assert "was created with data.input=2 files" in pipeline(*settings, f"data.input=[{tmp_path}/copy]", expect=2)
+    assert "was created with data.input=2 files" in here(*settings, f"data.input=[{tmp_path}/copy]", expect=2)
 
 
 def test_a_world_that_mpi_does_not_see_is_refused(tmp_path):
@@ -128,22 +128,22 @@ def test_files_of_another_program_are_neither_overwritten_nor_removed(library, t
     mine = [folder / name for name in ("train-00000.tar", "train-00007.tar", "report.html")]
     for path in mine:
         path.write_text("mine")
-    printed = pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
+    printed = here(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
     assert f"data.shards={folder}: contains files of another run or program: report.html, train-00000.tar, train-00007.tar" in printed
     assert sorted(folder.iterdir()) == sorted(mine)
     assert {path.read_text() for path in mine} == {"mine"}
     (folder / "manifest.json").write_text('{"name": "of another program"}')
-    assert "manifest.json that no stage wrote" in pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
+    assert "manifest.json that no stage wrote" in here(*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}", expect=2)
 
 
 def test_an_unfinished_run_is_not_discarded_by_other_settings(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(50)) + "{}\n")
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s")
-    assert "data.quarantine_limit" in pipeline(*settings, expect=2)
+    assert "data.quarantine_limit" in here(*settings, expect=2)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/.unfinished/*")}
-    refused = pipeline(*settings, "data.seed=3", "data.quarantine_limit=1", expect=2)
+    refused = here(*settings, "data.seed=3", "data.quarantine_limit=1", expect=2)
     assert f"data.seed=3: {tmp_path}/s holds an unfinished run with data.seed=0" in refused
     assert "1 problem" in refused
     assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("s/.unfinished/*")} == before
-    pipeline(*settings, "data.quarantine_limit=1")
+    here(*settings, "data.quarantine_limit=1")
     assert len(samples(tmp_path / "s")) == 50

@@ -15,8 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.encoders import HARD_TEXTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
+from tests.data.library import here
 from tests.data.test_tokenize import shard_of, texts_of
-from tests.helpers import pipeline, prose, words
+from tests.helpers import prose, words
 
 TEXTS = [
     *HARD_TEXTS,
@@ -159,7 +160,7 @@ def test_the_stage_tokenizes_with_a_stock_tokenizer(shards, tmp_path):
     build, end = STOCK["XLM-R"]
     build().save_pretrained(tmp_path / "tokenizer")
     settings = (f"data.shards={shards}", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/t")
-    pipeline("stage=tokenize", *settings, f'tokenizer.end_of_document="{end}"')
+    here("stage=tokenize", *settings, f'tokenizer.end_of_document="{end}"')
     stock = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     _, lengths, ids = shard_of(tmp_path / "t", "train-00000.tar")
     expected = [[*stock(text, add_special_tokens=False)["input_ids"], 2] for text in texts_of(shards, "train-00000.tar")]

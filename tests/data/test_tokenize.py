@@ -20,6 +20,7 @@ from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.tokenize.token_shards import share
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.evaluation import harness
+from tests.data.library import here
 from tests.helpers import RAW, pipeline, same_files
 from tests.training.one_rank import run
 
@@ -68,19 +69,18 @@ def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer
 
 
 @pytest.mark.slow
-def test_any_number_of_ranks_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path):
-    for ranks in (1, 4):
-        folder = tmp_path / str(ranks)
-        pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}", ranks=ranks)
-        assert same_files(tokens, folder), ranks
+@pytest.mark.parametrize("ranks", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_any_number_of_ranks_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path, ranks):
+    pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t", ranks=ranks)
+    assert same_files(tokens, tmp_path / "t")
 
 
 def test_text_that_spells_the_end_token_stays_text(tokenizer, tmp_path):
     texts = [f"before {EOD} after", EOD, f"{EOD}{EOD}\n"]
     for number, text in enumerate(texts):
         (tmp_path / f"{number}.txt").write_text(text)
-    pipeline("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
-    pipeline("stage=tokenize", f"data.shards={tmp_path}/s", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
+    here("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={tmp_path}/s", "data.validation_fraction=0")
+    here("stage=tokenize", f"data.shards={tmp_path}/s", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
     _, lengths, ids = shard_of(tmp_path / "t", "train-00000.tar")
     end = AutoTokenizer.from_pretrained(tokenizer).eos_token_id
     assert np.flatnonzero(ids == end).tolist() == (np.cumsum(lengths) - 1).tolist()
@@ -109,7 +109,7 @@ def foreign_tokenizer(folder: Path, special: bool = True) -> Path:
 
 def test_special_tokens_truncation_and_padding_of_a_foreign_tokenizer_do_not_apply(shards, tmp_path):
     folder = foreign_tokenizer(tmp_path / "foreign")
-    pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={folder}", f"data.tokens={tmp_path}/t", QUOTED)
+    here("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={folder}", f"data.tokens={tmp_path}/t", QUOTED)
     manifest = json.loads((tmp_path / "t" / MANIFEST).read_text())
     assert manifest["totals"]["dtype"] == "uint32"
     for name in manifest["files"]:
@@ -121,11 +121,11 @@ def test_special_tokens_truncation_and_padding_of_a_foreign_tokenizer_do_not_app
 
 def test_an_end_token_that_cannot_be_one_is_refused(shards, tokenizer, tmp_path):
     settings = ("stage=tokenize", f"data.shards={shards}", f"data.tokens={tmp_path}/t")
-    unknown = pipeline(*settings, f"tokenizer.path={tokenizer}", QUOTED, expect=2)
+    unknown = here(*settings, f"tokenizer.path={tokenizer}", QUOTED, expect=2)
     assert "tokenizer.end_of_document=</s>" in unknown
     assert f"one of its special tokens: {EOD}" in unknown
     ordinary = foreign_tokenizer(tmp_path / "foreign", special=False)
-    forged = pipeline(*settings, f"tokenizer.path={ordinary}", QUOTED, expect=2)
+    forged = here(*settings, f"tokenizer.path={ordinary}", QUOTED, expect=2)
     assert "a document whose text contains it would end there" in forged
     assert not (tmp_path / "t").exists()
 
@@ -133,7 +133,7 @@ def test_an_end_token_that_cannot_be_one_is_refused(shards, tokenizer, tmp_path)
 def test_every_engine_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path):
     for engine in ("fastokens", "huggingface"):
         folder, settings = tmp_path / engine, (f"data.shards={shards}", f"tokenizer.path={tokenizer}")
-        pipeline("stage=tokenize", *settings, f"data.tokens={folder}", f"tokenizer.engine={engine}")
+        here("stage=tokenize", *settings, f"data.tokens={folder}", f"tokenizer.engine={engine}")
         assert same_files(tokens, folder), engine
 
 
@@ -147,7 +147,7 @@ def test_corpora_are_counted_separately_and_other_files_are_ignored(shards, toke
         if name.endswith(".tar"):
             (folder / name).write_bytes((shards / ("train-00001.tar" if name == other else name)).read_bytes())
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    pipeline("stage=tokenize", f"data.shards={folder}", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
+    here("stage=tokenize", f"data.shards={folder}", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t")
     made, before = (json.loads((place / MANIFEST).read_text()) for place in (tmp_path / "t", tokens))
     assert other in made["files"]
     assert "report.json" not in made["files"]
@@ -171,8 +171,8 @@ def test_every_shard_has_one_rank_and_the_load_is_balanced(sizes, ranks):
 @pytest.mark.slow
 def test_missing_artifacts_name_the_stage_that_writes_them(shards, tokenizer, tmp_path):
     nothing = f"{tmp_path}/nothing"
-    assert "run stage=shard" in pipeline("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
-    assert "run stage=shard" in pipeline("stage=tokenize", f"data.shards={nothing}", f"tokenizer.path={tokenizer}", expect=2)
+    assert "run stage=shard" in here("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
+    assert "run stage=shard" in here("stage=tokenize", f"data.shards={nothing}", f"tokenizer.path={tokenizer}", expect=2)
     settings = ("stage=tokenize", f"data.shards={shards}", f"data.tokens={tmp_path}/t")
     printed = pipeline(*settings, f"tokenizer.path={nothing}", expect=2, ranks=2)
     assert "run stage=train_tokenizer" in printed
@@ -189,7 +189,7 @@ def test_a_corrupt_text_shard_is_named_and_the_rerun_does_only_what_is_missing(s
     good = bad.read_bytes()
     bad.write_bytes(good[:5000] + bytes([good[5000] ^ 1]) + good[5001:])
     settings = ("stage=tokenize", f"data.shards={copy}", f"tokenizer.path={tokenizer}", f"data.tokens={folder}")
-    printed = pipeline(*settings, expect=2)
+    printed = here(*settings, expect=2)
     assert f"{bad}: is corrupt" in printed
     assert not (folder / MANIFEST).exists()
     before = {name: (folder / name).stat().st_ino for name in ("train-00000.tar", "train-00001.tar")}
@@ -200,15 +200,15 @@ def test_a_corrupt_text_shard_is_named_and_the_rerun_does_only_what_is_missing(s
     assert {name: (folder / name).stat().st_ino for name in before} == before
 
     bad.write_bytes(good[:5000])
-    assert "nothing to do" in pipeline(*settings)
-    assert f"{bad}: is truncated" in pipeline(*settings, f"data.tokens={tmp_path}/again", expect=2)
+    assert "nothing to do" in here(*settings)
+    assert f"{bad}: is truncated" in here(*settings, f"data.tokens={tmp_path}/again", expect=2)
 
 
-@pytest.mark.parametrize("key", ["tokenizer.path", "data.shards"])
+@pytest.mark.parametrize("key", ["tokenizer.path", pytest.param("data.shards", marks=pytest.mark.long)])
 def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokenizer, tokens, tmp_path, key):
     other = tmp_path / "other"
     if key == "tokenizer.path":
-        pipeline(
+        here(
             "stage=train_tokenizer",
             f"data.shards={shards}",
             f"tokenizer.path={other}",
@@ -216,9 +216,9 @@ def test_tokens_of_another_tokenizer_or_text_are_refused(corpus, shards, tokeniz
             "tokenizer.report=false",
         )
     else:
-        pipeline("stage=shard", *RAW, f"data.input=[{corpus}]", f"data.shards={other}")
+        here("stage=shard", *RAW, f"data.input=[{corpus}]", f"data.shards={other}")
     wanted = {"data.shards": shards, "tokenizer.path": tokenizer, "data.tokens": tokens, key: other}
-    printed = pipeline("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
+    printed = here("stage=tokenize", *(f"{name}={value}" for name, value in wanted.items()), expect=2)
     assert f"was created with {key}=" in printed
 
 

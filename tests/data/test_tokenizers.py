@@ -27,7 +27,8 @@ from pipeline.config.data import TokenizerConfig
 from pipeline.data.tokenize import tokenizer_report, tokenizer_training, training_progress
 from pipeline.data.tokenize.tokenizer import TextEncoder, encode, load
 from pipeline.data.tokenize.training_text import TrainingText, held_out
-from tests.helpers import RAW, pipeline, prose, same_files, words
+from tests.data.library import here
+from tests.helpers import RAW, prose, same_files, words
 
 EOD = "<|endoftext|>"
 QUIET = "tokenizer.report=false"
@@ -45,7 +46,7 @@ HARD = [
 
 
 def train(shards: Path, folder: Path, *settings: str, expect: int = 0) -> str:
-    return pipeline("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", *settings, expect=expect)
+    return here("stage=train_tokenizer", f"data.shards={shards}", f"tokenizer.path={folder}", *settings, expect=expect)
 
 
 def test_stock_transformers_load_the_tokenizer(tokenizer):
@@ -238,7 +239,7 @@ def corpus_of_languages(folder: Path, **counts: int) -> Path:
     chance = random.Random(3)
     lines = [json.dumps({"text": words(n, 50), "lang": language}) for language, count in counts.items() for n in range(count)]
     (folder / "x.jsonl").write_text("\n".join(chance.sample(lines, len(lines))))
-    pipeline(
+    here(
         "stage=shard",
         *RAW,
         f"data.input=[{folder}/x.jsonl]",
@@ -354,7 +355,7 @@ def tiktoken_file(path: Path, tokenizer: Path) -> Path:
 def test_a_tiktoken_file(tokenizer, tmp_path):
     source = tiktoken_file(tmp_path / "x.tiktoken", tokenizer)
     settings = ("stage=train_tokenizer", f"tokenizer.source={source}", f"tokenizer.path={tmp_path}/t")
-    pipeline(*settings, "tokenizer.split=llama3")
+    here(*settings, "tokenizer.split=llama3")
     ranks = load_tiktoken_bpe(str(source))
     pattern = tokenizer_training.split_pattern("llama3", "keep")
     original = tiktoken.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={EOD: len(ranks)})
@@ -364,8 +365,8 @@ def test_a_tiktoken_file(tokenizer, tmp_path):
         if text != f"a {EOD} b":
             assert stock(text)["input_ids"] == original.encode_ordinary(text)
     assert TextEncoder(tmp_path / "t", EOD).end_of_document == len(ranks)
-    assert "nothing to do" in pipeline(*settings, "tokenizer.split=llama3")
-    assert "was created with tokenizer.split=llama3" in pipeline(*settings, "tokenizer.split=gpt2", expect=2)
+    assert "nothing to do" in here(*settings, "tokenizer.split=llama3")
+    assert "was created with tokenizer.split=llama3" in here(*settings, "tokenizer.split=gpt2", expect=2)
 
 
 AS_IT_IS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -390,7 +391,7 @@ def test_a_sentencepiece_model(name, options, tmp_path):
     )  # fmt: skip
     (tmp_path / "x.model").write_bytes(model.getvalue())
     original = SentencePieceProcessor(model_proto=model.getvalue())
-    pipeline(
+    here(
         "stage=train_tokenizer", f"tokenizer.source={tmp_path}/x.model", f"tokenizer.path={tmp_path}/t", 'tokenizer.end_of_document="</s>"'
     )
     ours = load(tmp_path / "t")
@@ -405,13 +406,13 @@ def test_files_that_cannot_be_imported(tmp_path):
     def refused(name: str, content: bytes | None) -> str:
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        return pipeline("stage=train_tokenizer", f"tokenizer.source={tmp_path}/{name}", f"tokenizer.path={tmp_path}/t", expect=2)
+        return here("stage=train_tokenizer", f"tokenizer.source={tmp_path}/{name}", f"tokenizer.path={tmp_path}/t", expect=2)
 
     assert "is not a file" in refused("missing.model", None)
     assert "must end in .tiktoken or .model" in refused("x.json", b"{}")
     assert "cannot be read" in refused("x.model", b"no model")
     assert "cannot be read" in refused("x.tiktoken", b"no ranks")
-    unread = pipeline("stage=tokenize", f"tokenizer.path={tmp_path}/x.model", f"data.shards={tmp_path}/s", expect=2)
+    unread = here("stage=tokenize", f"tokenizer.path={tmp_path}/x.model", f"data.shards={tmp_path}/s", expect=2)
     assert f"stage=train_tokenizer tokenizer.source={tmp_path}/x.model" in unread
     assert not (tmp_path / "t").exists()
 
@@ -428,7 +429,7 @@ def test_files_that_cannot_be_imported(tmp_path):
     ],
 )
 def test_impossible_settings_are_refused(settings, told, tmp_path):
-    assert told in pipeline("stage=train_tokenizer", f"tokenizer.path={tmp_path}/t", *settings, expect=2)
+    assert told in here("stage=train_tokenizer", f"tokenizer.path={tmp_path}/t", *settings, expect=2)
 
 
 def test_a_tokenizer_to_compare_with_must_exist(shards, tmp_path):

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from pipeline.common import knobs
 from pipeline.common.errors import UserError
 from pipeline.config import compose, layouts
+from pipeline.config.command_line import parse
 from pipeline.config.data import RampupConfig
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.launch import moldable
+from tests import world
 from tests.helpers import pipeline
 
 BASE = ("stage=pretrain", "model=llama-tiny", "run_dir=runs/none", "training.micro_batch_size=1", "training.global_batch_size=12")
@@ -29,8 +31,7 @@ def base() -> RunConfig:
 
 
 def configured(*overrides: str) -> RunConfig:
-    compose.register()
-    return compose.recompose([*BASE, *overrides])
+    return world.configured(*parse([*BASE, *overrides]).overrides)
 
 
 def layout(**sizes: int) -> list[str]:

@@ -116,10 +116,7 @@ def test_a_job_that_loses_a_node_continues_on_the_others(tokens: Path, tmp_path:
         text = succeeded(number, log)
     finally:
         subprocess.run([DEVCLUSTER, "revive", "n3"], check=True)
-    assert starts(run) == [
-        (4, "tensor 2 x data 2, ZeRO 1, micro-batches of 1"),
-        (2, "tensor 2 x data 1, ZeRO 1, micro-batches of 1"),
-    ], text
+    assert starts(run) == [(4, "tensor 2 x data 2, ZeRO 1, micro-batches of 1"), (2, "tensor 2 x data 1, ZeRO 1, micro-batches of 1")], text
     equal_losses(run, tmp_path / "one")
 
 

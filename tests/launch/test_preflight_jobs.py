@@ -128,6 +128,7 @@ def test_a_node_that_is_lost_is_found(tmp_path: Path) -> None:
     assert "preflight: 1 of 4 nodes bad: n4: " in text
 
 
+@pytest.mark.long
 def test_a_promise_that_no_node_keeps_ends_the_job(tmp_path: Path) -> None:
     """More GPUs than there are is a mistake of the command."""
     code, text, event = preflight(tmp_path / "log", tmp_path / "run", "cluster.gpus_per_node=2")

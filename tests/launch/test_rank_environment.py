@@ -53,3 +53,10 @@ def test_soft_limits_are_raised_to_the_hard_ones():
     said = subprocess.run(["bash", "-c", script], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     soft, hard, locked, most = said.stdout.split()
     assert (soft, locked) == (hard, most), said.stderr
+
+
+def test_a_python_without_the_packages_is_named():
+    variables = {"PATH": "/usr/bin:/bin", "PIPELINE_SLURM": "slurm", "PIPELINE_PYTHON": "/none/python"}
+    said = subprocess.run(["bash", "-c", "source slurm/site.sh"], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    assert "/none/python is not a Python with the packages" in said.stderr

@@ -24,19 +24,25 @@ from tests.training.one_rank import TINY
 
 SETTINGS = tuple(word for word in TINY if not word.startswith("optimizer.lr="))
 OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", "hydra.sweeper.n_jobs=2", "hydra.sweeper.sampler.seed=1")
+SEARCH = ("-m", "stage=pretrain", *SETTINGS, *OPTUNA)
 
 
 @pytest.mark.slow
 def test_optuna_finds_the_lowest_validation_loss(tokens: Path, tmp_path: Path) -> None:
-    words = ("-m", "stage=pretrain", *SETTINGS, *OPTUNA, f"data.tokens={tokens}", "training.steps=2", "training.validate_every=2")
-    printed = pipeline(*words, "optimizer.lr=choice(0.0001,0.01,-1)", f"run_dir={tmp_path}/bad", expect=2)
-    assert "optimizer.lr=-1" in printed
-    printed = pipeline(*words, "optimizer.lr=choice(0.0001,0.001,0.01)", f"run_dir={tmp_path}/sweep")
+    words = (*SEARCH, f"data.tokens={tokens}", "training.steps=2", "training.validate_every=2")
+    pipeline(*words, "optimizer.lr=choice(0.0001,0.001,0.01)", f"run_dir={tmp_path}/sweep")
     table = json.loads((tmp_path / "sweep" / "table.json").read_text())
     best = yaml.safe_load((tmp_path / "sweep" / "optimization_results.yaml").read_text())
     assert 2 <= len(table) <= 3, "a point that is chosen again is not trained again"
     assert best["best_value"] == table[0]["validation_loss"]
     assert table[0]["values"] == ["optimizer.lr=0.01"] == [f"optimizer.lr={best['best_params']['optimizer.lr']}"]
+
+
+@pytest.mark.long
+def test_a_point_that_is_illegal_ends_the_search(tokens: Path, tmp_path: Path) -> None:
+    words = (*SEARCH, f"data.tokens={tokens}", "training.steps=2", "training.validate_every=2")
+    printed = pipeline(*words, "optimizer.lr=choice(0.0001,0.01,-1)", f"run_dir={tmp_path}/bad", expect=2)
+    assert "optimizer.lr=-1" in printed
 
 
 def sweeper(name: str, **settings: Any) -> Any:
@@ -56,7 +62,7 @@ def test_several_ranks_and_dry_runs_cannot_search() -> None:
 
 def test_a_search_of_jobs_must_wait_for_them(tmp_path: Path) -> None:
     slurm = ("hydra/launcher=slurm", "cluster=devcluster", "training.steps=2", f"run_dir={tmp_path}", "training.global_batch_size=32")
-    message = pipeline("-m", "stage=pretrain", *SETTINGS, *OPTUNA, "optimizer.lr=choice(0.0001,0.01)", *slurm, expect=2)
+    message = pipeline(*SEARCH, "optimizer.lr=choice(0.0001,0.01)", *slurm, expect=2)
     assert "hydra.launcher.wait=False" in message
 
 

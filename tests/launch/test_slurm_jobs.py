@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.cluster import ClusterConfig, QueueConfig
 from pipeline.launch import job, live
 from pipeline.launch import submission as submission
-from tests.helpers import ROOT, SHARDS, pipeline, same_files
+from tests.helpers import PYTHON, ROOT, SHARDS, pipeline, same_files
 
 pytestmark = pytest.mark.slurm
 
@@ -47,7 +48,8 @@ def slurm() -> Iterator[None]:
 def _cluster() -> Iterator[None]:
     """As `slurm`."""
     was_running = subprocess.run([DEVCLUSTER, "status"], capture_output=True, check=False).returncode == 0
-    export = subprocess.run([DEVCLUSTER, "start"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    at_once = "SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0"  # of seconds
+    export = subprocess.run([DEVCLUSTER, "start", "--set", at_once], stdout=subprocess.PIPE, text=True, check=True).stdout
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLURM_CONF", export.strip().partition("=")[2])
         patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -116,6 +118,7 @@ print(socket.gethostname(), here.rank, here.world_size, here.local_rank, here.lo
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "size, nodes, ranks", [(["--nodes=4", "--ntasks-per-node=2"], 4, 8), (["--nodes=3", "--ntasks=5"], 3, 5)], ids=["even", "uneven"]
 )
@@ -220,6 +223,7 @@ def test_stages_are_submitted_as_a_chain(own: Path, tmp_path: Path) -> None:
     assert "(280 entries)" in text
 
 
+@pytest.mark.long
 def test_a_sweep_reads_the_users_own_files(own: Path, shards: Path, tmp_path: Path) -> None:
     words = ["stage=train_tokenizer", "tokenizer.vocab_size=270,290", f"data.shards={shards}", "tokenizer.path=${run_dir}/tokenizer"]
     pipeline("-m", *words, f"--config-dir={own}", "experiment=mine", f"run_dir={tmp_path}/sweep", "cluster.sbatch=[--export=NONE]", *SLURM)
@@ -228,6 +232,7 @@ def test_a_sweep_reads_the_users_own_files(own: Path, shards: Path, tmp_path: Pa
     assert len(list((tmp_path / "sweep" / "snapshots").glob("*/jobs/*.sbatch"))) == 2
 
 
+@pytest.mark.long
 def test_a_script_without_inherited_variables(own: Path, tmp_path: Path) -> None:
     """Its Python is that of .venv, which the file of the site activates; without one, the job says so."""
     (tmp_path / "checkout").mkdir()
@@ -242,6 +247,7 @@ def test_a_script_without_inherited_variables(own: Path, tmp_path: Path) -> None
     assert "/none/python is not a Python with the packages" in (tmp_path / "missing").read_text()
 
 
+@pytest.mark.long
 def test_slurm_is_asked_before_a_chain_is_submitted(tmp_path: Path) -> None:
     words = ["submit.stages=[shard,train_tokenizer]", "cluster=devcluster", f"run_dir={tmp_path}/run", f"data.shards={tmp_path}/shards"]
     for wrong, said in (
@@ -252,6 +258,7 @@ def test_slurm_is_asked_before_a_chain_is_submitted(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "submission.json").exists()
 
 
+@pytest.mark.long
 def test_a_failure_ends_the_chain(tmp_path: Path) -> None:
     first = sbatch(
         tmp_path / "log",
@@ -332,9 +339,12 @@ def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, 
 
 def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tmp_path: Path) -> None:
     """The signal that Slurm sends before the time limit, sent by hand. The job keeps its id, so a dependent job waits for the end."""
-    run, log = tmp_path / "run", tmp_path / "log"
+    run, log, python = tmp_path / "run", tmp_path / "log", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
+    python.chmod(0o755)
     steps = ["training.steps=60", "checkpoint.every=0", "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={run}"]
-    number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.pipeline=1", *steps)
+    size = ("--nodes=2", "--ntasks-per-node=1", f"--export=ALL,PIPELINE_PYTHON={python}")
+    number = sbatch(log, *size, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.pipeline=1", *steps)
     after = sbatch(tmp_path / "after", f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes", "--wrap=true")
     for _ in range(2400):
         if (run / "metrics.jsonl").is_file() and len(training_steps(run)) > 5:
@@ -349,6 +359,7 @@ def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tm
     assert ended(after)["JobState"] == "COMPLETED"
 
 
+@pytest.mark.long
 def test_a_mistake_exits_with_code_2_on_several_ranks(tmp_path: Path) -> None:
     """Variables of another job in the submitting shell would split the job into runs of one rank each."""
     variables = "--export=ALL,RANK=0,WORLD_SIZE=1,MASTER_ADDR=localhost,MASTER_PORT=29500"

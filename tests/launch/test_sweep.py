@@ -30,7 +30,7 @@ SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [(), SLURM], ids=["basic", "slurm"])
+@pytest.mark.parametrize("launcher", [(), pytest.param(SLURM, marks=pytest.mark.long)], ids=["basic", "slurm"])
 def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:
     message = pipeline(
         "-m", "stage=shard", f"data.input=[{corpus}]", f"data.shards={tmp_path / 'shards'}", f"run_dir={tmp_path / 'sweep'}",
@@ -44,7 +44,7 @@ def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...
     assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_values_that_do_not_compose_are_reported_separately(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,abc", "model=llama-tiny,lama-tiny", f"run_dir={tmp_path}", *SLURM, expect=2)
     assert message.startswith("2 problems")
@@ -64,16 +64,6 @@ def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
     table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (tmp_path / "sweep/table.md").read_text().splitlines()]
     assert table[0] == ["data.seed", "state", "run_dir"]
     assert table[2:] == [["1", "finished", f"{tmp_path}/sweep/0"], ["2", "finished", f"{tmp_path}/sweep/1"]]
-
-
-@pytest.mark.slow
-def test_a_dry_run_prints_the_jobs(tmp_path: Path) -> None:
-    text = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path / 'sweep'}", "dry_run=true", *SLURM)
-    assert text.count("#!/bin/bash") == 2
-    assert f"--output={tmp_path}/sweep/1/slurm-%j.out" in text
-    assert f"run_dir={tmp_path}/sweep/1" in text
-    assert not (tmp_path / "sweep").exists(), "nothing is written"
-    assert "dry_run=" not in text, "the printed jobs are those that would be submitted"
 
 
 @pytest.mark.slow
@@ -100,13 +90,17 @@ def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
     assert "is shared by several runs" in message
 
 
-def test_a_value_that_is_listed_twice_is_one_point(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_jobs_and_a_value_that_is_listed_twice_is_one_point(tmp_path: Path) -> None:
     words = ("-m", "stage=pretrain", f"run_dir={tmp_path}/sweep", "dry_run=true", *SLURM)
     text = pipeline(*words, "optimizer.lr=1e-3,1e-3,2e-3", "training.seed=1,1")
     assert "4 points of the sweep have the settings of others" in text
     assert [line for line in text.splitlines() if line.startswith("#SBATCH --output=")] == [
         f"#SBATCH --output={tmp_path}/sweep/{number}/slurm-%j.out" for number in (0, 1)
     ]
+    assert text.count("#!/bin/bash") == 2
+    assert f"run_dir={tmp_path}/sweep/1" in text
+    assert not (tmp_path / "sweep").exists(), "nothing is written"
+    assert "dry_run=" not in text, "the printed jobs are those that would be submitted"
     assert "training.seed=range(0,0): gives no point" in pipeline(*words, "training.seed=range(0,0)", expect=2)
 
 
@@ -219,7 +213,7 @@ KEYS = st.sampled_from(["optimizer.lr", "model.layers", "data.seed", "cluster.no
 @given(
     lists=st.lists(
         st.dictionaries(KEYS, st.lists(st.integers(0, 5), min_size=1, max_size=3, unique=True), min_size=1), min_size=1, max_size=4
-    ),
+    )
 )
 def test_points_keep_their_numbers_however_they_are_listed(lists: list[dict[str, list[int]]]) -> None:
     """A sweep extended along any list, with the lists in any order; its points have different numbers without a gap."""

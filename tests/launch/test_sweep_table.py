@@ -47,7 +47,7 @@ def test_the_best_run_comes_first(tmp_path):
             "in the noise",
             "state",
             "run_dir",
-        ),
+        )
     ]
     assert [[cell.strip() for cell in line if cell][:-1] for line in lines] == [
         ["0.01", "3.2500 +- 0.2500", "3.2500 (3)", "3.6667", "3", "200", "finished"],
