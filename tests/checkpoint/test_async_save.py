@@ -172,7 +172,6 @@ def test_a_dead_writer_fails_a_save_and_is_started_again(run):
     assert complete(run) == [2]
 
 
-@pytest.mark.long
 def test_a_writer_that_dies_between_two_saves_or_before_the_hand_over_costs_no_checkpoint(run):
     kill(run.process)
     run.update()
