@@ -14,10 +14,7 @@ def _inner_products() -> list[float]:
     """For each collective f: <f(x), y> - <x, f'(y)>, summed over ranks; zero if the backward pass is the transpose of the forward pass."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     gaps = []
-    for f, rows_in, rows_out in (
-        (collectives.gather_sequence, 3, 3 * size),
-        (collectives.reduce_scatter_sequence, 3 * size, 3),
-    ):
+    for f, rows_in, rows_out in ((collectives.gather_sequence, 3, 3 * size), (collectives.reduce_scatter_sequence, 3 * size, 3)):
         chance = torch.Generator().manual_seed(rank)
         x = torch.randn(2, rows_in, 5, generator=chance, dtype=torch.float64, requires_grad=True)
         y = torch.randn(2, rows_out, 5, generator=chance, dtype=torch.float64)

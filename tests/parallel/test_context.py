@@ -190,10 +190,7 @@ def test_what_linear_attention_sends_does_not_depend_on_the_length(world, kind, 
     """The last inputs and documents of the parts, and for each of 4 heads a map in fp32; the gradients are those of all ranks."""
     inputs = 2 * parts * 3 * (2 * 10 + 12) * 2
     documents, maps = 2 * parts * 4 * 4, 2 * parts * 4 * 5 * (5 + 3) * 4
-    expected = {
-        "all_gather_into_tensor": sorted([inputs, documents, maps]),
-        "reduce_scatter_tensor": sorted([4 * inputs, 4 * maps]),
-    }
+    expected = {"all_gather_into_tensor": sorted([inputs, documents, maps]), "reduce_scatter_tensor": sorted([4 * inputs, 4 * maps])}
     for tokens in (64, 512):
         for found in world.run(_sent, kind, tokens):
             assert {name: sorted(sizes) for name, sizes in found.items()} == expected

@@ -31,9 +31,7 @@ LORA = (
     "optimizer.lr=0.01",  # rounding of one process changes the third norm by 3e-7; at twice the rate by 6e-6
 )
 LAYOUTS = {
-    "llama": [
-        "zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective",
-    ],
+    "llama": ["zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective"],
     "llama nf4": ["zero_stage=0 tensor=2 pipeline=2 schedule=zbv", "zero_stage=3 context=2"],
     "llama long": ["zero_stage=1 tensor=2 pipeline=2"],
     "mixtral experts": ["zero_stage=3 tensor=2 sequence_parallel=false", "zero_stage=1 tensor=2 expert_tensor=1"],

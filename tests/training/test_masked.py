@@ -24,10 +24,7 @@ def lines(run_dir):
 
 @pytest.mark.parametrize(
     "model, kind",
-    [
-        ("bert-tiny", "bert"),
-        *(pytest.param(f"{name}-tiny", "roberta", marks=pytest.mark.long) for name in ("roberta", "modernbert")),
-    ],
+    [("bert-tiny", "bert"), *(pytest.param(f"{name}-tiny", "roberta", marks=pytest.mark.long) for name in ("roberta", "modernbert"))],
 )
 @pytest.mark.slow
 def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):

@@ -96,10 +96,7 @@ def test_a_bucket_is_gathered_before_the_next_one_is_updated(world):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (("parallel.zero_stage=0",), "parallel.offload=optimizer: keeps the rank's partition"),
-        (("parallel.zero_stage=1",), None),
-    ],
+    [(("parallel.zero_stage=0",), "parallel.offload=optimizer: keeps the rank's partition"), (("parallel.zero_stage=1",), None)],
 )
 def test_what_is_refused(words, message):
     found = [str(violation) for violation in check.violations(configured("stage=pretrain", OFFLOAD, *words), 4)]

@@ -17,11 +17,7 @@ HOSTS = [f"n{rank}" for rank in range(4)]
 LAYOUTS = {
     "data": (("parallel.zero_stage=2",), "ranks 1 (on n1)", "data rank 1 differs from both of its neighbors"),
     "tensor": (("parallel.tensor=2", "precision=bf16"), "ranks 0 (on n0), 1 (on n1)", "one of data ranks 0, 1 is wrong"),
-    "pipeline": (
-        ("parallel.pipeline=2", "parallel.zero_stage=0", "model.layers=4"),
-        "ranks 1 (on n1)",
-        "one of data ranks 0, 1 is wrong",
-    ),
+    "pipeline": (("parallel.pipeline=2", "parallel.zero_stage=0", "model.layers=4"), "ranks 1 (on n1)", "one of data ranks 0, 1 is wrong"),
     "context": (("parallel.context=2", "parallel.zero_stage=3"), "ranks 0 (on n0), 1 (on n1)", "one of data ranks 0, 1 is wrong"),
     "experts": (("model=mixtral-tiny", "parallel.expert=2"), "ranks 1 (on n1)", "one of data ranks 0, 1 is wrong"),
 }
