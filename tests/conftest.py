@@ -59,12 +59,10 @@ def pytest_unconfigure(config):
 
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
-    """What no test may leave to the next one: the state of random numbers, the process group of a stage with an error, a composition."""
+    """What no test may leave to the next one: the state of PyTorch's random numbers, and a composition of Hydra."""
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
     yield
-    if (torch := sys.modules.get("torch")) and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
     if hydra := sys.modules.get("hydra.core.global_hydra"):
         hydra.GlobalHydra.instance().clear()
 

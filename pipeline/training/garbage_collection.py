@@ -24,7 +24,6 @@ class GarbageCollection(Callback):
 @contextmanager
 def at_fixed_steps() -> Iterator[None]:
     """A context in which garbage is collected by GarbageCollection alone. What exists at its beginning is not looked at again."""
-    gc.collect()
     gc.freeze()
     gc.disable()
     try:

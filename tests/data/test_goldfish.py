@@ -78,6 +78,7 @@ def test_samples_lose_targets_in_training_alone(tokens, packing):
     assert training.fingerprint(config, 4) != all_targets.fingerprint(plain, 4)
 
 
+@pytest.mark.long
 def test_a_run_continues_exactly_and_with_the_same_targets_only(tokens, tmp_path):
     goldfish = (f"data.tokens={tokens}", "training.goldfish_k=3", "training.goldfish_context=5")
     run("pretrain", tmp_path / "straight", *goldfish, "training.steps=4", "optimizer.schedule=constant")

@@ -115,6 +115,7 @@ def test_the_loss_is_that_of_a_plain_loop(straight):
     assert lines(folder / "straight")[1]["loss"] == pytest.approx(total / count, rel=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_continues_exactly_and_with_the_same_masks_only(straight):
     folder, _, paths = straight
     run("pretrain", folder / "run", *SETTINGS, *paths, "training.steps=2")

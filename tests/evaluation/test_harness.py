@@ -16,6 +16,7 @@ from pipeline.evaluation import harness, likelihood
 from pipeline.evaluation.likelihood import Question, Scored, completions, log_likelihoods
 from pipeline.evaluation.tasks import Replicas
 from pipeline.generation.runner import Runner
+from pipeline.parallel import mesh as meshes
 from pipeline.stages import evaluate
 from tests.conversion.test_huggingface_export import InMemory, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
@@ -152,7 +153,10 @@ def test_task_files_are_evaluated(run, tmp_path, monkeypatch, caplog):
 
     def evaluated(*more: str) -> dict:
         common = ("stage=evaluate", f"run_dir={run}", f"tokenizer.path={run / 'imported'}", "precision=fp32")
-        evaluate.run(configured(*common, f"stage.task_folder={tasks}", *more), ranks.detect({}))
+        try:
+            evaluate.run(configured(*common, f"stage.task_folder={tasks}", *more), ranks.detect({}))
+        finally:
+            meshes.destroy_process_group()  # after an error, the process would have ended
         return json.loads((run / "evaluations/step-00000000-tasks.json").read_text())["scores"]
 
     with caplog.at_level("INFO", "pipeline"):
@@ -192,7 +196,6 @@ def on_ranks(axis):
     """The results of this rank, and how a mistake ends."""
     from pipeline.config.layout import Layout
     from pipeline.generation import weights
-    from pipeline.parallel import mesh as meshes
     from pipeline.parallel.pipeline_relay import Relay
 
     config = CONFIGS["llama-grouped"]

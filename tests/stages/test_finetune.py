@@ -392,7 +392,7 @@ def test_preferences_are_learned_by_all_weights(base, tmp_path):
     assert "training.preference_loss=ipo: has no effect with the objective supervised" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_from_packed_shards_is_that_from_files(base, tmp_path):
     """The same losses on one rank from files, and from shards in two jobs, the second of which has two ranks."""
     direct, packed = tmp_path / "direct", tmp_path / "packed"

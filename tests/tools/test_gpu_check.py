@@ -88,6 +88,7 @@ def test_a_section_that_ends_early_is_a_failed_row(tmp_path, program, remark):
     assert last.remark.startswith(remark)
 
 
+@pytest.mark.long
 def test_an_error_of_a_row_leaves_the_others(monkeypatch):
     """A kernel that raises."""
     import torch

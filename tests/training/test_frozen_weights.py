@@ -26,7 +26,7 @@ CASES = {
     # Blocks without a backward pass below trained ones, frozen matrices beside trained ones, joint matrices of attention.
     "frozen": (*LLAMA, "training.frozen=[embed.*,blocks.0.*,blocks.2.attention.*.weight,blocks.3.mlp.up.*]"),
     "tied": (*LLAMA, "model.tie_embeddings=true", *LORA),
-    "experts": tiny(*MODELS["mixtral"].overrides, *LORA, "parallel.expert=2", "training.micro_batch_size=8"),
+    "experts": tiny(*MODELS["mixtral"].overrides, *LORA, "parallel.expert=2", "training.micro_batch_size=4"),
     "nf4": (*LLAMA, *LORA, "lora.quantize=nf4"),
     "stages": (*LLAMA, *LORA, "lora.dropout=0", "training.micro_batch_size=1", "parallel.pipeline=2", "parallel.schedule=zbv"),
 }

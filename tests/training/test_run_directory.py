@@ -55,7 +55,7 @@ def test_a_checkpoint_beyond_training_steps_is_not_taken_for_the_end_of_a_run(to
     assert not (tmp_path / "run" / artifact.MANIFEST).exists()
 
 
-@pytest.mark.parametrize("step", [2, 3, 1, None])
+@pytest.mark.parametrize("step", [2, 1, *(pytest.param(step, marks=pytest.mark.long) for step in (3, None))])
 def test_a_fork_that_begins_anew_has_one_history(tokens, finished, tmp_path, caplog, step):
     """The first start leaves metrics, and no checkpoint; the second one begins at the same step, a later one, an earlier one, or none."""
     data = (f"data.tokens={tokens}", "checkpoint.every=0", "checkpoint.every_minutes=0")
