@@ -157,8 +157,9 @@ def process_group(ranks: Ranks, minutes: float, device: torch.device | None = No
     """The default process group of the ranks of a job; yields this rank's device. Arguments and errors as of init_distributed.
 
     It is destroyed at a regular end alone. NCCL flushes its communicators when it is destroyed, and so waits for ranks that wait for this
-    one in a collective: the error that has ended this rank would never be reported. After an error the process ends without it.
+    one in a collective: the error that has ended this rank would never be reported. After an error the process ends without that.
     """
+    abort_process_group()  # of an earlier run of a sweep in this process, which has ended with an error
     device = init_distributed(ranks.rank, ranks.world_size, ranks.local_rank, ranks.rendezvous(), minutes, device)
     try:
         yield device
