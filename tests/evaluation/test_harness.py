@@ -153,7 +153,10 @@ def test_task_files_are_evaluated(run, tmp_path, monkeypatch, caplog):
 
     def evaluated(*more: str) -> dict:
         common = ("stage=evaluate", f"run_dir={run}", f"tokenizer.path={run / 'imported'}", "precision=fp32")
-        evaluate.run(configured(*common, f"stage.task_folder={tasks}", *more), ranks.detect({}))
+        try:
+            evaluate.run(configured(*common, f"stage.task_folder={tasks}", *more), ranks.detect({}))
+        finally:
+            meshes.destroy_process_group()  # after an error, the process would have ended
         return json.loads((run / "evaluations/step-00000000-tasks.json").read_text())["scores"]
 
     with caplog.at_level("INFO", "pipeline"):

@@ -16,6 +16,7 @@ from pipeline.checkpoint.native import Index
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose
 from pipeline.config.rules import check
+from pipeline.parallel import mesh as meshes
 from pipeline.training import run as training_run
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from tests.helpers import free_port
@@ -39,10 +40,13 @@ def run(stage: str, run_dir: Path, *settings: object, hooks: CheckpointHooks | N
     config = compose.to_run_config(composed)
     check.check(config, 1)
     ranks = Ranks(master_port=free_port())
-    if stage == "pretrain":
-        training_run.run(config, ranks, lambda _: hooks or CheckpointHooks(), lambda *_: None)
-    else:
-        stages.run(config, ranks)
+    try:
+        if stage == "pretrain":
+            training_run.run(config, ranks, lambda _: hooks or CheckpointHooks(), lambda *_: None)
+        else:
+            stages.run(config, ranks)
+    finally:
+        meshes.destroy_process_group()  # the process would have ended
     return config
 
 

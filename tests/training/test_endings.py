@@ -17,7 +17,7 @@ from pipeline.checkpoint import native
 from pipeline.common import ends, events
 from pipeline.common.errors import UserError
 from pipeline.training.checkpoint_hooks import CheckpointHooks
-from tests.helpers import start_ranks
+from tests.helpers import pipeline, start_ranks
 from tests.training import one_rank
 from tests.training.test_pretrain import TINY, exact, lines, run
 
@@ -294,3 +294,13 @@ def test_files_of_a_run(tokens, tmp_path, caplog):
     assert "step 2, 8 samples" in caplog.text
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"catalog.json", "step-00000002", "step-00000004", "step-00000004.damaged", "step-00000005"}
+
+
+def test_a_run_after_one_with_an_error_in_the_same_process(tokens, tmp_path):
+    """As of a sweep on this machine, whose first point diverges."""
+    settings = ("stage=pretrain", *TINY, "parallel.zero_stage=0", "precision=fp32", f"data.tokens={tokens}", "training.steps=3")
+    points = ("model.init_std=1e30,0.02", "training.max_skipped_steps=1", f"run_dir={tmp_path}/sweep")
+    printed = pipeline("-m", *settings, *points, expect=2)
+    assert (tmp_path / "sweep" / "table.json").exists(), printed
+    rows = json.loads((tmp_path / "sweep" / "table.json").read_text())
+    assert sorted(row["state"].partition(":")[0] for row in rows) == ["failed", "finished"], printed

@@ -21,6 +21,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.rules import check
 from pipeline.config.training import TrainingConfig
+from pipeline.parallel import mesh as meshes
 from pipeline.training import rewinds, skipped_samples
 from pipeline.training import run as training_run
 from pipeline.training.checkpoint_hooks import CheckpointHooks
@@ -217,7 +218,10 @@ def train(run_dir: Path, *settings: str) -> None:
     words = [word.replace("data.blend=", "++data.blend=") for word in settings]  # as the command line does
     config = configured(*SMALL, *words, f"run_dir={run_dir}")
     check.check(config, 1)
-    training_run.run(config, Ranks(master_port=free_port()), lambda _: CheckpointHooks(), lambda *_: None)
+    try:
+        training_run.run(config, Ranks(master_port=free_port()), lambda _: CheckpointHooks(), lambda *_: None)
+    finally:
+        meshes.destroy_process_group()  # after an error, the process would have ended
 
 
 @pytest.fixture(scope="module")
