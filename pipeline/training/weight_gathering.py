@@ -61,7 +61,7 @@ class FlatWeights:
         if self._present:
             self.refresh()
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Wait for the gathering (on a GPU, the current stream waits)."""
         if self._work is not None:
             self._work.wait()
@@ -71,7 +71,7 @@ class FlatWeights:
         """Make the weights available, until `release`."""
         self.start()
         self._uses += 1
-        self._wait()
+        self.wait()
 
     def release(self) -> None:
         """End a use."""
@@ -83,7 +83,7 @@ class FlatWeights:
         """Free the weights, unless they are kept."""
         self._uses = 0
         if self.freed and self._present:
-            self._wait()
+            self.wait()
             self.flat.untyped_storage().resize_(0)
             self._present = False
 
@@ -116,6 +116,11 @@ class WeightGatherer:
         for flat in self._weights:
             if flat.trained:
                 flat.refresh_present()
+
+    def wait(self) -> None:
+        """Wait for the gatherings in flight (on a GPU, the current stream waits), whose partitions may be overwritten then."""
+        for flat in self._weights:
+            flat.wait()
 
     def backward_finished(self, bucket: Bucket) -> None:
         """All gradients of a bucket have been computed in a backward pass."""

@@ -142,6 +142,7 @@ class ZeroEngine(Engine):
     @torch.no_grad()
     def round_weights(self, *, trained: bool = False) -> None:
         """See Engine."""
+        self._gatherer.wait()  # outside of a step, those that it has begun may still read the partitions
         states = (self.update.state(index) for index in range(len(self._buckets)))
         self._zero.round_weights((self.gradient_point(state) for state in states) if self.separate and not trained else None)
         self._gatherer.refresh()

@@ -43,3 +43,27 @@ def test_the_last_collectives_of_a_step_gather_the_weights(worlds, stage: int) -
         assert {name for name, _ in seen[gathers[0] :]} == {"all_gather_into_tensor"}
         assert seen[gathers[0]][1], "beside the next step"
         assert ("all_reduce", False) in seen[: gathers[0]], "loss, requests, routers and the norm"
+
+
+def gatherings(*words: str) -> list[int]:
+    """How many gatherings are in flight after a step, and when the weights are rounded again, as after loading a checkpoint."""
+    config, mine = trainer(*MOE, *words)
+    tokens, batch = text(config, 0)
+    tokens, targets = share(mine, tokens, batch["targets"])
+    mine.train(tokens, {"targets": targets}, [False], 0)
+    found = []
+
+    def count(*_: Any) -> None:
+        found.append(sum(flat._work is not None for flat in mine.engine._gatherer.order))
+
+    count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mine.engine._zero, "round_weights", count)
+        mine.engine.round_weights()
+    return found
+
+
+def test_partitions_that_are_gathered_are_not_overwritten(worlds) -> None:
+    for before, then in worlds(2).run(gatherings, "parallel.zero_stage=1"):
+        assert before > 0
+        assert then == 0
