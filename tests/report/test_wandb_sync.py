@@ -19,8 +19,10 @@ from tests.report import builder
 
 def history(folder: Path) -> tuple[str, dict[int, dict[str, Any]]]:
     """The id and the values by step in the only offline folder: a leveldb log of blocks of 32 KiB, with 7 bytes before the first record."""
+    import wandb
     from wandb.proto import wandb_internal_pb2
 
+    wandb.teardown()  # its process writes the rest of the file as it ends, as it does with that of the tool
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     content, place, part = path.read_bytes(), 7, b""
     found: dict[int, dict[str, Any]] = {}
