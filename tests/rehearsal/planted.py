@@ -156,7 +156,7 @@ FAULTS = {
     ),
     "no wait for gathered weights": Planted(
         (*LLAMA, "parallel.zero_stage=3"),
-        partial(mutate, "training.weight_gathering", "FlatWeights._wait", ("self._work.wait()", "pass")),
+        partial(mutate, "training.weight_gathering", "FlatWeights.wait", ("self._work.wait()", "pass")),
     ),
     "no wait for reduced gradients": Planted(
         (*LLAMA, "parallel.zero_stage=1"),

@@ -162,7 +162,7 @@ def gathering(*overrides: str) -> list[tuple[str, str]]:
     config, job = trainer(*SETTINGS, *overrides)
     inputs = batch_of(config, job)
     events: list[tuple[str, str]] = []
-    start, wait = FlatWeights.refresh, FlatWeights._wait
+    start, wait = FlatWeights.refresh, FlatWeights.wait
 
     def started(flat: FlatWeights) -> None:
         events.append(("start", flat.bucket.name))
@@ -179,7 +179,7 @@ def gathering(*overrides: str) -> list[tuple[str, str]]:
     for stage in job.model.stages.values():
         for block in stage.blocks.values():
             block.register_forward_pre_hook(lambda *_: events.append(("compute", "")))
-    with mock.patch.object(FlatWeights, "refresh", started), mock.patch.object(FlatWeights, "_wait", waits):
+    with mock.patch.object(FlatWeights, "refresh", started), mock.patch.object(FlatWeights, "wait", waits):
         job.train(*inputs)
         job.train(*inputs)
     return events
