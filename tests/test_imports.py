@@ -108,10 +108,9 @@ def test_no_import_cycle_of_modules() -> None:
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
-def test_only_the_zero_engine_and_the_import_of_its_checkpoints_know_deepspeed() -> None:
+def test_only_its_engine_and_the_import_of_its_checkpoints_know_deepspeed() -> None:
     known = {m for m in SOURCES if any(i.split(".")[0] == "deepspeed" for i in imports(m))}
-    reader = "pipeline.conversion.deepspeed_import"
-    assert known == {"pipeline.training.zero_engine", "pipeline.training.deepspeed_optimizer", reader}
+    assert known == {"pipeline.conversion.deepspeed_import"}
 
 
 def test_process_groups_are_made_in_parallel_alone() -> None:

@@ -1,4 +1,4 @@
-"""Python commands without their start-up: each runs in a process forked from a server that has imported torch, DeepSpeed and transformers.
+"""Python commands without their start-up: each runs in a process forked from a server that has imported torch and transformers.
 
 `start()` runs `python ARGUMENTS` this way for a test. A launcher runs a rank this way with `python -S tests/warm.py ARGUMENTS` in place of
 `python ARGUMENTS`; that client imports nothing heavy, hands its files and environment to the server and exits with the rank's exit code.
@@ -128,9 +128,6 @@ def load() -> None:
     ]
     names += ["transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto"]
     names += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
-    if not os.path.exists("/dev/nvidiactl"):  # on a GPU it would begin to use it, which no forked process could
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        names += ["deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]  # its engines import the latter
     import pipeline
 
     names += [module.name for module in pkgutil.walk_packages(pipeline.__path__, "pipeline.") if not module.name.endswith("__main__")]

@@ -16,8 +16,8 @@ from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedExc
 
 from pipeline.parallel import mesh as meshes
 
-#: Modules that take a rank seconds to import, the last one with DeepSpeed's engines. They are imported once, not once per rank.
-PRELOAD = ["pipeline.certification.ranks_work", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
+#: What takes a rank seconds to import is imported once, not once per rank.
+PRELOAD = ["pipeline.certification.ranks_work"]
 
 
 class RanksFailedError(Exception):

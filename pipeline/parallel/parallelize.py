@@ -59,7 +59,7 @@ class LocalModel(nn.Module):
         frozen: weights that have no gradient because the configuration says so, until they are initialized.
         fixed: the same for weights without a gradient: the fp32 bias of a router, a plain tensor; and frozen weights, in the dtype of the
             run. DeepSpeed neither casts nor shards them.
-        sharded: frozen matrices under ZeRO 3, which training/zero_engine.py shards. Like trained ones, they have no storage at first.
+        sharded: frozen matrices under ZeRO 3, which training/native_engine.py shards. Like trained ones, they have no storage at first.
         quantized: frozen weights in 4 bits (QLoRA).
     """
 

@@ -91,10 +91,8 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
     found = []
     for axis, own in of_axis.items():
         ranks, divided = own[0].ranks, zero_stage > 0
-        if divided:
-            spaces = [(b.elements // ranks, tuple(matrix for matrices in b.matrices for matrix in matrices)) for b in own]
-        else:
-            spaces = [(sum(matrix.elements for matrix in matrices), matrices) for b in own for matrices in b.matrices]
+        parts = ranks if divided else 1
+        spaces = [(b.elements // parts, tuple(b.matrices)) for b in own]
         rounds: dict[int, list[tuple[int, tuple[LocalMatrix, ...]]]] = {}
         numbers = round_numbers([size for size, _ in spaces], elements_at_once(ranks * layout.tensor))
         for space, number in zip(spaces, numbers, strict=True):
@@ -114,7 +112,7 @@ def rank_update_bytes(config: RunConfig, model: LocalModel, mesh: Mesh) -> float
             bucket.group.group_name,
             bucket.ranks,
             bucket.elements,
-            matrices=[planned_matrices(piece, rule) for piece in bucket.pieces.values()],
+            matrices=[matrix for piece in bucket.pieces.values() for matrix in planned_matrices(piece, rule)],
         )
         for bucket in rank_buckets(config, model, mesh)
         if bucket.muon

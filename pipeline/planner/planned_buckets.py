@@ -24,7 +24,7 @@ class PlannedBucket:
         shared: other axis over which the gradient is summed (tied_embedding, pipeline), or empty.
         decays: whether the weights are matrices, which ZeRO 3 frees after use.
         muon: whether Muon updates them.
-        matrices: of each weight that Muon updates.
+        matrices: those that Muon updates.
         gathers: how often ZeRO 3 gathers them for a micro-batch.
         parts: those that hold them, each as stage and index in the stage.
         replicas: groups of ZeRO, with the same partitions.
@@ -47,7 +47,7 @@ class PlannedBucket:
     head: bool = False
     stays: bool = False
     muon: bool = False
-    matrices: list[tuple[LocalMatrix, ...]] = field(default_factory=list)
+    matrices: list[LocalMatrix] = field(default_factory=list)
 
     @property
     def shards_axis(self) -> str:
@@ -109,7 +109,7 @@ def planned_buckets(trace: Trace, layout: Layout, stages: list[int], zero_stage:
             continue
         bucket.elements += weights.elements
         if weights.muon:
-            bucket.matrices.append(weights.matrices)
+            bucket.matrices.extend(weights.matrices)
         bucket.summed += weights.elements if weights.summed else 0
         # Ranks of different pipeline stages each use their own copy.
         bucket.gathers = max(bucket.gathers, 1 if shared == "tied_embedding" else weights.gathers)

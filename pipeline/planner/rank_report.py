@@ -85,8 +85,9 @@ def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[
     kept = " and ".join(filter(None, [", ".join(tensors[:-1]), tensors[-1]]))
     if tensors != (fewer := state_tensors(config, muon=True)):
         kept += f" (of the matrices of Muon only {' and '.join(fewer)})"
-    master = "" if zero == 0 and config.precision.dtype == "fp32" else "master weights and "
     (shards, groups), (shards_of_experts, _) = (local.layout.zero_sizes(experts=experts) for experts in (False, True))
+    undivided = zero == 0 or shards == 1
+    master = "" if undivided and config.precision.dtype == "fp32" else "master weights and "
     over = f", sharded over {shards} data ranks"
     if local.layout.expert > 1:
         over += f" (experts: {shards_of_experts})"

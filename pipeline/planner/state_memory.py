@@ -109,14 +109,16 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     whole, share = sum(bucket.elements for bucket in buckets), sum(bucket.elements / bucket.ranks for bucket in buckets)
     # Under ZeRO 3, matrices are rounded from the master weights when they are gathered.
     vectors = sum(bucket.elements for bucket in buckets if not bucket.decays or bucket.ranks == 1)
-    # Without ZeRO, fp32 weights are their own master copy; DeepSpeed always keeps a separate one.
-    master = 0 if zero == 0 and state_format.weight_bytes == FP32 and not state_format.separate else FP32
+    # fp32 weights that are not divided are their own master weights.
+    shares = state_format.weight_bytes == FP32 and not state_format.separate and not state_format.offload
     weights: float = vectors if zero == 3 else whole
     if zero == 3 and (state_format.offload or state_format.separate):  # the rounded partitions of the matrices, which are gathered
         weights += sum(bucket.elements / bucket.ranks for bucket in buckets if bucket.decays and bucket.ranks > 1)
     gradients = share if state_format.shards_gradients else whole
-    held = [bucket.elements / bucket.ranks if zero else bucket.elements for bucket in buckets]
-    optimizer = sum(own * (master + _tensors(bucket, state_format) * FP32) for own, bucket in zip(held, buckets, strict=True))
+    optimizer = 0.0
+    for bucket in buckets:
+        ranks = bucket.ranks if zero else 1
+        optimizer += bucket.elements / ranks * FP32 * (_tensors(bucket, state_format) + (0 if shares and ranks == 1 else 1))
     if not state_format.offload:
         return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, optimizer)
     buffers = share * (FP32 + state_format.weight_bytes)

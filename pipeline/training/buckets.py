@@ -1,6 +1,7 @@
 """Gradient buckets: the weights of a transformer block share one flat fp32 gradient, which is reduced with one collective.
 
-A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer state are divided into one equal partition per rank.
+A bucket is also the unit of ZeRO: its flat weights, gradients and optimizer state are divided into one equal partition per rank. Under
+ZeRO 0 every rank holds the one partition, which is all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Bucket:
         name: for messages and tests.
         pieces: weight -> its piece of the full weight.
         group: the ranks that hold the same weights, or with parallel.zero_group those of them over which ZeRO shards.
+        sharded: whether each rank of the group holds another partition: ZeRO 1 to 3.
         tensor_sums: weights whose gradient is first summed over the tensor ranks.
         decays: whether weight decay applies.
         muon: whether Muon updates the weights.
@@ -44,6 +46,7 @@ class Bucket:
     tensor_sums: list[nn.Parameter]
     decays: bool
     muon: bool = False
+    sharded: bool = True
     replicas: ProcessGroup | None = None
     rate: float = 1.0
     offsets: dict[nn.Parameter, int] = field(init=False)
@@ -54,12 +57,17 @@ class Bucket:
         for parameter, piece in self.pieces.items():
             self.offsets[parameter] = end
             end += piece.elements
-        self.elements = padded_elements(end, self.ranks)
+        self.elements = padded_elements(end, self.group.size())
 
     @property
     def ranks(self) -> int:
         """Number of partitions."""
-        return self.group.size()
+        return self.group.size() if self.sharded else 1
+
+    @property
+    def start(self) -> int:
+        """First element of this rank's partition."""
+        return self.group.rank() * self.partition_elements if self.sharded else 0
 
     @property
     def replica(self) -> int:
@@ -76,6 +84,10 @@ class Bucket:
         piece = self.pieces[parameter]
         return flat.narrow(0, self.offsets[parameter], piece.elements).view(piece.shape)
 
+    def partition(self, flat: Tensor) -> Tensor:
+        """This rank's partition of a flat tensor of this bucket, a view."""
+        return flat.narrow(0, self.start, self.partition_elements)
+
     def joint_view(self, flat: Tensor, weights: Sequence[nn.Parameter]) -> Tensor | None:
         """The rows of some matrices below one another, as a view of a flat tensor of this bucket; None if they are not successive in it."""
         start = end = self.offsets[weights[0]]
@@ -87,11 +99,10 @@ class Bucket:
 
     def partition_slices(self) -> dict[nn.Parameter, slice]:
         """Weight -> its slice of this rank's partition; without the weights that are not in the partition."""
-        start = self.group.rank() * self.partition_elements
         slices = {}
         for parameter, offset in self.offsets.items():
-            first = max(offset - start, 0)
-            last = min(offset - start + self.pieces[parameter].elements, self.partition_elements)
+            first = max(offset - self.start, 0)
+            last = min(offset - self.start + self.pieces[parameter].elements, self.partition_elements)
             if first < last:
                 slices[parameter] = slice(first, last)
         return slices
@@ -104,6 +115,7 @@ def build_buckets(
     sequence_parallel: bool,
     pieces: Mapping[nn.Parameter, Piece] | None = None,
     rule: MatrixRule = ADAMW,
+    sharded: bool = True,
 ) -> list[Bucket]:
     """Assign every weight of the rank to a bucket: the trained ones, or those of `pieces`.
 
@@ -130,6 +142,7 @@ def build_buckets(
             tensor_sums=[p for p, piece in held.items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
             decays=all(is_matrix(piece.name, piece.full_shape) for piece in held.values()),
             muon=all(rule.is_hidden(piece) for piece in held.values()),
+            sharded=sharded,
             rate=rate,
         )
         for unit, replicas, rate in ordered
@@ -174,13 +187,13 @@ def partition_fragments(bucket: Bucket, mesh: Mesh, flat: Mapping[str, Tensor]) 
         mesh: this rank's process groups.
         flat: kind -> the partition, flat; the fragments are views of it.
     """
-    start = bucket.group.rank() * bucket.partition_elements
+    divided = bucket if bucket.sharded else None
     return [
         Fragment(
             bucket.pieces[parameter],
-            start + where.start - bucket.offsets[parameter],
+            bucket.start + where.start - bucket.offsets[parameter],
             {kind: values[where] for kind, values in flat.items()},
-            *replica_of(bucket.pieces[parameter], mesh, bucket),
+            *replica_of(bucket.pieces[parameter], mesh, divided),
         )
         for parameter, where in bucket.partition_slices().items()
     ]

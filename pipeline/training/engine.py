@@ -24,8 +24,8 @@ from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_rule import ADAMW, MatrixRule
 from pipeline.training.weight_update import StepResult, WeightUpdate
 
-#: ZeRO stage -> engine, imported when it is built: only ZeRO 1 to 3 need DeepSpeed.
-ENGINES = {0: "pipeline.training.replicated_engine:ReplicatedEngine"} | dict.fromkeys((1, 2, 3), "pipeline.training.zero_engine:ZeroEngine")
+#: parallel.engine -> engine, imported when it is built.
+ENGINES = {"native": "pipeline.training.native_engine:NativeEngine"}
 
 
 class Engine(ABC):
@@ -130,7 +130,7 @@ def build_engine(
         precision: dtype of the weights, and the loss scale.
         rule: which weights Muon updates.
     """
-    engine: Engine = resolve_name(ENGINES[parallel.zero_stage])(model, mesh, optimizer, training, parallel, precision, rule)
+    engine: Engine = resolve_name(ENGINES["native"])(model, mesh, optimizer, training, parallel, precision, rule)
     return engine
 
 

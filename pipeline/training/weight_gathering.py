@@ -52,7 +52,7 @@ class FlatWeights:
 
     def refresh(self) -> None:
         """Start to gather the partitions, which have changed."""
-        if self.bucket.group.size() > 1:
+        if self.bucket.ranks > 1:
             self._sent = self.partition.to(self.flat.dtype)  # kept until the end of the collective
             self._work = dist.all_gather_into_tensor(self.flat, self._sent, group=self.bucket.group, async_op=True)
 
@@ -101,7 +101,7 @@ class WeightGatherer:
         self._of = {parameter: flat for flat in self._weights for parameter in flat.bucket.pieces}
         self._in_backward: dict[Bucket, FlatWeights] = {}
         used: list[FlatWeights] = []
-        for stage in stages.values():
+        for stage in stages.values() if any(flat.bucket.ranks > 1 for flat in self._weights) else ():
             used += self._register(_units(stage), getattr(stage, "head", None), receives=getattr(stage, "embed", None) is None)
         # The collectives run one after another: a gathering that is needed first must not be behind others.
         self._weights = list(dict.fromkeys([*used, *self._weights]))

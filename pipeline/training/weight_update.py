@@ -53,8 +53,8 @@ class WeightUpdate:
     """Optimizer, learning rate, clipping, skipped steps and average of the weights. All of them are tensors on the device.
 
     Args:
-        groups: parameter groups of the optimizer, each with its `weight_decay`, whether Muon updates it (`muon`), and the factor of its
-            learning rate (GroupRates).
+        groups: parameter groups of the optimizer, one fp32 master weight each, with its `weight_decay`, whether Muon updates it (`muon`),
+            and the factor of its learning rate (GroupRates).
         optimizer: optimizer, clipping and learning rate.
         training: number of steps, over which the learning rate is scheduled, and the average.
         loss_scale: whose factor the gradients have.
@@ -62,18 +62,16 @@ class WeightUpdate:
 
     Attributes:
         kind: the optimizer.
-        optimizer: torch's. Whoever shards the weights may replace the weights of its groups until `begin`.
-        average: of the master weights; after `begin`.
+        optimizer: torch's.
+        average: of the master weights.
         after_update: called after an update with whether it was skipped, before the new weights are averaged or read.
     """
-
-    average: WeightAverage
 
     def __init__(
         self, groups: Groups, optimizer: OptimizerConfig, training: TrainingConfig, loss_scale: LossScale, device: torch.device
     ) -> None:
         self._clipping = optimizer.gradient_clipping
-        self._loss_scale, self._training = loss_scale, training
+        self._loss_scale = loss_scale
         # Without a number of steps, which training.epochs decides once the data is packed, the rate is that of the first update.
         rates = [learning_rate(update, optimizer, training) for update in range(max(training.steps, 1))]
         self._rates = torch.tensor(rates, dtype=torch.float32, device=device)
@@ -83,17 +81,14 @@ class WeightUpdate:
         self.after_update: Callable[[Tensor], None] = lambda _: None
         self.kind = OPTIMIZERS[optimizer.name]
         self.optimizer: Any = BUILD[optimizer.name](groups, optimizer, self._lr, training.steps)
-
-    def begin(self, masters: Sequence[Tensor]) -> None:
-        """Adopt the fp32 master weights, those of the optimizer's groups in any order."""
-        self._masters = list(masters)
+        self._masters: list[Tensor] = [master for group in self.optimizer.param_groups for master in group["params"]]
         # The optimizer calls a kernel for each of its groups, and ZeRO has one for each bucket.
         merged: dict[tuple[float, bool, float], dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
             kept = merged.setdefault(key(group), {**group, "params": []})
             kept["params"] += group["params"]
         self._merged = list(merged.values())
-        self.average = WeightAverage(self._training, masters)
+        self.average = WeightAverage(training, self._masters)
 
     @torch.no_grad()
     def step(self, norm: Tensor, gradients: Sequence[Tensor | None]) -> StepResult:

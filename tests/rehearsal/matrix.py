@@ -242,7 +242,6 @@ def run(case: str, folder: Path, function: Callable[[str, Path], None]) -> dict[
 
 def import_all() -> None:
     """Import what forked processes use."""
-    import deepspeed  # noqa: F401
     from torch._inductor import compile_fx  # noqa: F401
     from torch.nn.attention import flex_attention  # noqa: F401
 

@@ -1,7 +1,6 @@
 """What we use of the installed DeepSpeed is there: keys of its configuration, its schedules, and every name of its code."""
 
 import ast
-import inspect
 import logging
 import re
 from pathlib import Path
@@ -18,16 +17,6 @@ from pipeline.config.training import TrainingConfig
 from pipeline.training.lr_schedule import learning_rate
 from tests.test_private_names import imported, qualified
 
-#: Methods of DeepSpeed's optimizer that we replace or extend.
-REPLACED = {
-    *("flatten_dense_tensors_aligned", "get_partition_info", "initialize_optimizer_states", "create_gradient_handling_hooks"),
-    *("_configure_moe_settings", "_create_param_mapping", "_link_all_hp_params", "_lazy_init_hp_params_optimizer_state"),
-}
-#: What we read or set of it.
-ATTRIBUTES = {
-    *("bit16_groups_flat", "parallel_partitioned_bit16_groups", "single_partition_of_fp32_groups"),
-    *("real_dp_process_group", "partition_count", "optimizer"),
-}
 PIPELINE = Path(__file__).resolve().parents[2] / "pipeline"
 
 
@@ -93,57 +82,6 @@ def test_learning_rates_are_those_of_the_scheduler(kind, parameters, lead, tmp_p
     assert stock[6 + lead :] == pytest.approx(ours[6:-lead])
 
 
-def ours_and_theirs():
-    """Our optimizer, DeepSpeed's, and the source of the latter."""
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    from pipeline.training.deepspeed_optimizer import BucketZeroOptimizer
-
-    return BucketZeroOptimizer, DeepSpeedZeroOptimizer, inspect.getsource(DeepSpeedZeroOptimizer)
-
-
-def test_what_we_replace_exists_and_is_called():
-    ours, theirs, source = ours_and_theirs()
-    functions = {name for name, value in vars(ours).items() if inspect.isfunction(value) and name != "__init__"}
-    assert functions - {"round_weights"} == REPLACED
-    for name in REPLACED:
-        assert name in vars(theirs), name
-        assert re.search(rf"self\.{name}\(", source), f"{name} is not called any more"
-    assert list(inspect.signature(theirs.flatten_dense_tensors_aligned).parameters)[:3] == ["self", "tensor_list", "alignment"]
-
-
-def test_what_we_read_is_set_by_deepspeed_and_by_nobody_else():
-    ours, _theirs, source = ours_and_theirs()
-    tree = ast.parse(inspect.cleandoc(inspect.getsource(inspect.getmodule(ours))))
-    own = {"_buckets", "_shard_weights", "_offload", "_rounded", "_materialize", "_joint_layers", "weights", "masters"}
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self"}
-    assert used - own == ATTRIBUTES
-    for name in ATTRIBUTES:
-        assert re.search(rf"self\.{name} = ", source), f"{name} is not set any more"
-
-
-def test_a_partition_is_complete_when_we_replace_its_weights():
-    """get_partition_info is called for every group, after its partitions, its fp32 partition and the optimizer's group are set."""
-    init = inspect.getsource(ours_and_theirs()[1].__init__)
-    order = [
-        "self.bit16_groups_flat.append",
-        "self.parallel_partitioned_bit16_groups.append",
-        "self.single_partition_of_fp32_groups.append",
-    ]
-    order += ["param_group['params'] = [self.single_partition_of_fp32_groups", "self.get_partition_info("]
-    places = [init.rfind(text) for text in order]
-    assert -1 not in places
-    assert places == sorted(places)
-    parameters = inspect.signature(ours_and_theirs()[1].__init__).parameters
-    call = next(n for n in ast.walk(ast.parse(inspect.getsource(inspect.getmodule(ours_and_theirs()[0])))) if is_init(n))
-    assert {keyword.arg for keyword in call.keywords} <= parameters.keys()
-
-
-def is_init(node):
-    """Whether this is the call of the parent's __init__."""
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == "super().__init__"
-
-
 def mentioned():
     """Every name of DeepSpeed that the package uses."""
     for path in PIPELINE.rglob("*.py"):
@@ -157,10 +95,6 @@ def mentioned():
 
 def test_every_name_of_deepspeed_exists():
     found = set(mentioned())
-    assert {"deepspeed.ops.__compatible_ops__", "deepspeed.utils.zero_to_fp32.parse_optim_states"} <= found
-    assert len(found) > 15
+    assert "deepspeed.utils.zero_to_fp32.parse_optim_states" in found
     for name in sorted(found):
         resolve_name(name)
-    from deepspeed import comm
-
-    assert {"auto_mpi_discovery", "verbose"} <= inspect.signature(comm.init_distributed).parameters.keys()

@@ -75,7 +75,7 @@ def record(*overrides: str) -> dict[str, Any]:
         def arrived(_: Any) -> None:
             held.append(sum(state.flat.nbytes for state in job.engine._reducer._states.values() if state.flat is not None))
             if config.parallel.zero_stage:
-                gathered.append(sum(flat.flat.untyped_storage().nbytes() for flat in job.engine._zero.weights))
+                gathered.append(sum(flat.flat.untyped_storage().nbytes() for flat in job.engine.weights))
 
         for parameter in job.model.pieces:
             # This hook runs before the engine's, which may start a collective.

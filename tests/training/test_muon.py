@@ -141,7 +141,8 @@ def _against_torch(adjust: str) -> float:
     words = (f"optimizer.muon_adjust_lr={adjust}", "precision=bf16", "parallel.zero_stage=0", "optimizer.gradient_clipping=0")
     config, mine = trainer(*tiny(*SMALL), *words)
     pieces, optimizer = mine.model.pieces, config.optimizer
-    masters = dict(zip(pieces, mine.engine._masters, strict=True))
+    weight_of = {piece.name: p for p, piece in pieces.items()}
+    masters = {weight_of[f.piece.name]: f.tensors["weight"].view(f.piece.shape) for f in mine.engine.fragments()}
     twins = {p: nn.Parameter(master.detach().clone()) for p, master in masters.items()}
     hidden = [twins[p] for p, piece in pieces.items() if piece.name.startswith("blocks.") and p.dim() == 2]
     rest = [twin for twin in twins.values() if not any(twin is other for other in hidden)]
@@ -151,9 +152,9 @@ def _against_torch(adjust: str) -> float:
     step = mine.engine.update.step
 
     def both(norm: Tensor, gradients: Any) -> Any:
-        gradients = list(gradients)
-        for parameter, gradient in zip(pieces, gradients, strict=True):
-            twins[parameter].grad = gradient.clone()
+        for bucket, gradient in zip((flat.bucket for flat in mine.engine.weights), gradients, strict=True):
+            for parameter in bucket.pieces:
+                twins[parameter].grad = bucket.view(gradient, parameter).clone()
         result = step(norm, gradients)
         for group in (*theirs.param_groups, *adamw.param_groups):
             group["lr"] = float(result.lr)

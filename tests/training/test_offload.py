@@ -72,7 +72,7 @@ def _order():
     config, trainer = make("precision=bf16", "parallel.zero_stage=2", "training.micro_batch_size=2", OFFLOAD)
     engine, events = trainer.engine, []
     update, fetch, send = engine.update, engine.update.fetch, engine.update._send
-    names = [flat.bucket.name for flat in engine._zero.weights]
+    names = [flat.bucket.name for flat in engine.weights]
 
     def fetched(bucket, gradient):
         events.append(("down", bucket.name))
@@ -80,7 +80,7 @@ def _order():
 
     engine._reducer._on_reduced = fetched
     update._send = lambda index: (events.append(("up", names[index])), send(index))
-    for flat in engine._zero.weights:
+    for flat in engine.weights:
         flat.refresh = lambda name=flat.bucket.name, real=flat.refresh: (events.append(("gather", name)), real())
     train(config, trainer, range(1))
     return names, [flat.bucket.name for flat in engine._gatherer.order], events

@@ -44,12 +44,11 @@ def _reduced(trainer: Trainer, tokens: Tensor, batch: Batch) -> dict[torch.nn.Pa
     with trainer.engine.accumulate(pipeline.micro_batches):
         pipeline.train(tokens, batch)
     reducer = trainer.engine._reducer  # type: ignore[attr-defined] # of all engines
-    if trainer._config.parallel.zero_stage == 0:
-        return {p: p.grad for p in trainer.model.pieces if p.grad is not None}
     found: dict[torch.nn.Parameter, Tensor] = {}
     for bucket in reducer.buckets:
         partition = reducer.reduced(bucket)
-        flat = partition.new_empty(bucket.elements)
-        dist.all_gather_into_tensor(flat, partition, group=bucket.group)
+        flat = partition.new_empty(bucket.elements) if bucket.ranks > 1 else partition
+        if bucket.ranks > 1:
+            dist.all_gather_into_tensor(flat, partition, group=bucket.group)
         found |= {p: bucket.view(flat, p) for p in bucket.pieces}
     return found

@@ -3,13 +3,11 @@
 import pkgutil
 from importlib import import_module
 
-import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer
 import torch.distributed.pipelining
 
 import pipeline
 
-__all__ = ["deepspeed", "torch"]
+__all__ = ["torch"]
 
 for _module in pkgutil.walk_packages(pipeline.__path__, "pipeline."):
     if not _module.name.endswith("__main__"):

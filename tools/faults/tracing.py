@@ -57,8 +57,7 @@ MOMENTS = {
 MOMENT_OF = {file: moment for moment, files in MOMENTS.items() for file in files}
 #: Further files that are traced.
 MORE = (
-    "pipeline/training/replicated_engine.py",
-    "pipeline/training/zero_engine.py",
+    "pipeline/training/native_engine.py",
     "pipeline/training/validation.py",
     "pipeline/training/run.py",
     "pipeline/common/artifact.py",

@@ -48,7 +48,7 @@ ONE_NODE = Layout("single", 1, ("parallel.tensor=1", "parallel.pipeline=1", "par
 #: What the run continues in. "spare": the same layout, on a node that the job has beside those that it needs.
 SAME, OTHER, FEWER, SPARE = "same", "other", "fewer nodes", "spare"
 
-_STEP_FILES = tuple(f"pipeline/training/{name}.py" for name in ("trainer", "replicated_engine", "zero_engine", "loop"))
+_STEP_FILES = tuple(f"pipeline/training/{name}.py" for name in ("trainer", "native_engine", "loop"))
 ANY_TIME, SUBMISSION = "any time", "submission"
 MOMENTS = (
     *("start-up", "first step", "mid-step", "staging", "writing", "committing", "validation", "finishing", "after the manifest"),
