@@ -1,7 +1,12 @@
-"""A DeepSpeed configuration (parallel.deepspeed) as settings of a run. Imports neither DeepSpeed nor torch."""
+"""The configuration of DeepSpeed's engine (parallel.deepspeed). Imports neither DeepSpeed nor torch.
+
+The file goes to deepspeed.initialize as it is, with "auto" filled in. What the rules, the planner and the checkpoints must know before
+(batch sizes, precision, clipping, ZeRO stage, offload) becomes settings of the run.
+"""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import functools
 import json
@@ -9,15 +14,73 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config.deepspeed_keys import MICS, OFF, ONLY, SECTIONS, SETS, VALUES, WITHOUT_EFFECT, Only
-from pipeline.config.deepspeed_sections import AUTO, READERS, dtype
+
+if TYPE_CHECKING:
+    from pipeline.config.layout import Layout
+    from pipeline.config.optimizer import OptimizerConfig
+    from pipeline.config.parallel import ParallelConfig
+    from pipeline.config.schema import PrecisionConfig
+    from pipeline.config.training import TrainingConfig
 
 KEY = "parallel.deepspeed"
+AUTO = "auto"
+#: The keys of the first level that DeepSpeed 0.19 reads. It reads past others, such as one with a spelling mistake.
+KEYS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print"),
+    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "bf16", "fp16", "optimizer", "scheduler"),
+    *("communication_data_type", "seq_parallel_communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
+    *("gradient_allreduce_op", "disable_allgather", "sparse_gradients", "data_types", "activation_checkpointing", "aio", "checkpoint"),
+    *("wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "timers", "comms_logger", "flops_profiler"),
+    *("tensorboard", "csv_monitor", "wandb", "comet", "disable_python_gc", "dataloader_drop_last", "nebula", "datastates_ckpt"),
+)
+#: Keys whose value is an object.
+SECTIONS = (
+    *("zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
+    *("bf16", "fp16", "optimizer", "optimizer.params", "scheduler", "scheduler.params"),
+)
+#: Section -> what is refused of it unless it is off, and what to set instead.
+OFF = {
+    "amp": ("is Apex's mixed precision", 'remove it, and set "bf16": {"enabled": true}'),
+    "torch_autocast": ("casts beside precision.dtype", 'remove it, and set "bf16": {"enabled": true}'),
+    "autotuning": ("starts other jobs", "remove it, and run stage=plan stage.search=true"),
+    "elasticity": ("changes the batch with the ranks", "remove it; cluster.min_nodes lets the layout follow the nodes"),
+    "curriculum_learning": ("changes the data", "remove it, and set training.sequence_warmup with parallel.engine=native"),
+    "data_efficiency": ("changes the data", "remove it, and set training.sequence_warmup with parallel.engine=native"),
+    "progressive_layer_drop": ("drops layers", "remove it"),
+    "eigenvalue": ("is computed for MoQ alone", "remove it"),
+    "quantize_training": ("quantizes weights", "remove it, and set training.fake_quantize=int8"),
+    "compression_training": ("quantizes weights", "remove it, and set training.fake_quantize=int8"),
+    "weight_quantization": ("quantizes weights", "remove it, and run stage=convert stage.quantize=int8"),
+    "sparse_attention": ("replaces attention", "remove it, and set training.attention_group"),
+    "hybrid_engine": ("generates text", "remove it, and run stage=generate"),
+    "compile": ("needs DeepSpeed's compiler passes, which nobody has run here", "remove it, and set training.compile=on"),
+    "pipeline": ("needs DeepSpeed's pipeline module", "remove it, and set parallel.engine=native parallel.pipeline"),
+    "expert_parallel": ("needs DeepSpeed's experts", "remove it, and set parallel.engine=native parallel.expert"),
+    "tensor_parallel": ("slices the modules of transformers", "remove it, and set parallel.tensor"),
+    "zero_optimization.zenflow": ("updates some weights later", "remove it"),
+    "zero_optimization.offload_optimizer.super_offload": ("has another optimizer state", "set it to false"),
+    "bf16.bf16_master_weights_and_grads": ("keeps master weights in bf16, and checkpoints have fp32", "set it to false"),
+    "fp16.fp16_master_weights_and_grads": ("keeps master weights in fp16, and checkpoints have fp32", "set it to false"),
+}
+#: (key, accepted values, rule, fix)
+ONLY = (
+    ("optimizer.type", ("Adam", "AdamW", "adam", "adamw"), "has a state that checkpoints do not store", "set it to AdamW"),
+    ("zero_optimization.offload_optimizer.device", ("none", "cpu", None), "is on a disk that checkpoints do not read", "set it to cpu"),
+    ("zero_optimization.offload_param.device", ("none", "cpu", None), "is on a disk that checkpoints do not read", "set it to cpu"),
+    ("gradient_allreduce_op", ("mean",), "is not the mean over the samples of a step", "set it to mean"),
+)
+#: What the file sets, also if it lacks the key: (our key, the key of the file, DeepSpeed's default). Batch sizes are ours by default.
+SETS = (
+    ("training.global_batch_size", "train_batch_size", None),
+    ("training.micro_batch_size", "train_micro_batch_size_per_gpu", None),
+    ("optimizer.gradient_clipping", "gradient_clipping", 0.0),
+    ("parallel.zero_stage", "zero_optimization.stage", 0),
+)
 
 
 @dataclass
@@ -26,53 +89,26 @@ class Settings:
 
     Attributes:
         path: of the file.
-        values: our key -> (value, key of the file).
-        without_effect: keys of the file -> why.
-        batch: micro-batch size and number of micro-batches of a step, None where the file leaves it to us.
+        document: its content.
+        values: our key -> (value, key of the file), also of what it leaves out.
         violations: of what is refused.
     """
 
     path: str
+    document: dict[str, Any]
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    without_effect: dict[str, str] = field(default_factory=dict)
-    batch: tuple[int | None, int | None] = (None, None)
     violations: list[Violation] = field(default_factory=list)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key."""
+        node: Any = self.document
+        for name in key.split("."):
+            node = node.get(name, default) if isinstance(node, dict) else default
+        return node
 
     def refuse(self, key: str, value: Any, rule: str, fix: str) -> None:
         """Add a violation of a key of the file."""
         self.violations.append(Violation(f"{self.path}: {key}", json.dumps(value), rule, fix))
-
-    def set(self, key: str, ours: str, value: Any) -> None:
-        """Set a key of ours, unless the value is "auto"."""
-        if value is None or value == AUTO:
-            return
-        if (named := VALUES.get(ours)) is not None:
-            if value not in named:
-                self.refuse(key, value, "is not supported", f"set it to {' or '.join(named)}")
-                return
-            value = named[value]
-        if isinstance(value, bool) or not isinstance(value, str if ours in _TEXTS else (int, float)):
-            self.refuse(
-                key, value, f"is not a {'text' if ours in _TEXTS else 'number'}", f'correct it, or set it to "auto" and {ours} here'
-            )
-            return
-        if ours in _INTEGERS and not float(value).is_integer():
-            self.refuse(key, value, "is not an integer", f'correct it, or set it to "auto" and {ours} here')
-            return
-        value = int(value) if ours in _INTEGERS else value if ours in _TEXTS else float(value)
-        other, source = self.values.setdefault(ours, (value, key))
-        if other != value:
-            self.refuse(key, value, f"contradicts {source}={json.dumps(other)}: both set {ours}", "set both to one value")
-
-
-_TEXTS = (
-    *("tracking.project", "optimizer.name", "optimizer.schedule", "precision.dtype", "precision.reduce_dtype"),
-    *("parallel.offload", "parallel.zero_group"),
-)
-_INTEGERS = (
-    *("training.global_batch_size", "training.micro_batch_size", "training.steps", "optimizer.warmup_steps", "tracking.log_every"),
-    *("parallel.zero_stage", "parallel.tensor", "precision.loss_scale_window"),
-)
 
 
 @functools.cache
@@ -90,12 +126,38 @@ def read(path: str) -> Settings:
         raise UserError.of(KEY, path, f"is not JSON: {error}", "correct the file") from error
     if not isinstance(document, dict):
         raise UserError.of(KEY, path, "is not a JSON object", "name a JSON file with a DeepSpeed configuration")
-    settings = Settings(path)
-    if broken := list(_not_sections(document)):
-        for name, value in broken:
-            settings.refuse(name, value, "is not a section", "correct it to {...}")
-        return settings
-    _read_all(document, settings)
+    settings = Settings(path, document)
+    for key in SECTIONS:
+        if not isinstance(value := settings.get(key, {}), dict | None):
+            settings.refuse(key, value, "is not a section", "correct it to {...}")
+    for key, value in document.items():
+        if key not in KEYS and key not in OFF:
+            close = difflib.get_close_matches(key, (*KEYS, *OFF), n=2)
+            settings.refuse(key, value, "is no key of DeepSpeed", f"did you mean {' or '.join(close)}?" if close else "remove it")
+    for key, (rule, fix) in OFF.items():
+        if not _is_off(value := settings.get(key)):
+            settings.refuse(key, value, rule, fix)
+    for key, values, rule, fix in ONLY:
+        if (value := settings.get(key)) is not None and value not in values:
+            settings.refuse(key, value, rule, fix)
+    settings.values = {"parallel.engine": ("deepspeed", "the file")}
+    for ours, key, default in SETS:
+        if (value := settings.get(key, default)) is None or value == AUTO:
+            continue
+        kind = float if isinstance(default, float) else int
+        if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
+            settings.refuse(
+                key, value, f"is not {'a number' if kind is float else 'an integer'}", f'correct it, or set it to "auto" and {ours}'
+            )
+        else:
+            settings.values[ours] = (kind(value), key)
+    if settings.get("zero_optimization.offload_optimizer.device") != AUTO:
+        offloads = settings.get("zero_optimization.offload_optimizer.device") == "cpu"
+        settings.values["parallel.offload"] = ("optimizer" if offloads else "none", "zero_optimization.offload_optimizer.device")
+    enabled = {name: settings.get(f"{name}.enabled", default=False) for name in ("bf16", "fp16")}
+    if AUTO not in enabled.values():
+        kinds = [name for name, on in enabled.items() if on]
+        settings.values["precision.dtype"] = (kinds[0] if kinds else "fp32", f"{kinds[0] if kinds else 'bf16'}.enabled")
     return settings
 
 
@@ -107,99 +169,74 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _not_sections(document: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of sections that are not dictionaries, as also `params` must be."""
-    for name in (*SECTIONS, "optimizer.params", "scheduler.params"):
-        outer, _, inner = name.partition(".")
-        parent = document if not inner else document.get(outer)
-        key = inner or outer
-        if isinstance(parent, dict) and not isinstance(value := parent.get(key, {}), dict) and not (value is None and inner):
-            yield name, value
-
-
-def _read_all(document: dict[str, Any], settings: Settings) -> None:
-    """Read every key."""
-    for key, value in _leaves(document):
-        if key == MICS:
-            _set_group(document["zero_optimization"], value, settings)
-        elif key in SETS:
-            settings.set(key, SETS[key], value)
-        elif key in ONLY:
-            if value not in (*ONLY[key].values, AUTO):
-                settings.refuse(key, value, ONLY[key].rule, ONLY[key].fix)
-        elif key in OFF:
-            if not _is_off(value):
-                settings.refuse(key, value, *OFF[key])
-        elif reason := next((WITHOUT_EFFECT[name] for name in _prefixes(key) if name in WITHOUT_EFFECT), None):
-            settings.without_effect[key] = reason
-        elif key != "gradient_accumulation_steps" and not key.startswith(tuple(f"{name}." for name in READERS)):
-            settings.refuse(key, value, "is not a key that is known here", _nearest(key))
-    for name in (name for name in READERS if name in document):
-        for key, value, meaning in READERS[name](document):
-            if isinstance(meaning, Only):
-                settings.refuse(key, value, meaning.rule, meaning.fix)
-            elif meaning is None:
-                settings.without_effect[key] = "describes what is done here, or does not change it"
-            else:
-                settings.set(key, *meaning)
-    if chosen := dtype(document):
-        settings.set(chosen[0], "precision.dtype", chosen[1])
-    settings.batch = _batch(document)
-
-
-def _set_group(zero: dict[str, Any], value: Any, settings: Settings) -> None:
-    """Read MiCS: a number of ranks above 0, with ZeRO 3."""
-    if value in (-1, 0, AUTO):
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        settings.refuse(MICS, value, "is not a number of ranks", "correct it, or set it to -1")
-    elif zero.get("stage") != 3:
-        settings.refuse(
-            MICS, value, "shards weights, which DeepSpeed does with ZeRO 3 only", f"set stage to 3, or {SETS[MICS]} in place of it"
-        )
-    else:
-        settings.set(MICS, SETS[MICS], str(value))
-
-
-def _leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value), down to the keys of sections that are listed."""
-    for name, value in section.items():
-        key = f"{prefix}{name}"
-        if key in SECTIONS and isinstance(value, dict):
-            yield from _leaves(value, f"{key}.")
-        elif not (key in SECTIONS and value is None):
-            yield key, value
-
-
-def _prefixes(key: str) -> Iterator[str]:
-    """Yield a dotted key and the sections that it is in."""
-    parts = key.split(".")
-    yield from (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-
-
 def _is_off(value: Any) -> bool:
     """Whether a section is absent, empty, or disabled."""
     return value in (None, False, {}, AUTO) or (isinstance(value, dict) and value.get("enabled") is False)
 
 
-def _nearest(key: str) -> str:
-    """Advice for an unknown key."""
-    known = [*SETS, *ONLY, *OFF, *WITHOUT_EFFECT, "gradient_accumulation_steps"]
-    close = difflib.get_close_matches(key, known, n=2)
-    return f"did you mean {' or '.join(close)}?" if close else "remove it"
+def filled(
+    parallel: ParallelConfig, training: TrainingConfig, optimizer: OptimizerConfig, precision: PrecisionConfig, layout: Layout
+) -> dict[str, Any]:
+    """Return the configuration for deepspeed.initialize: that of the file, with "auto" filled in; without a file that of the settings.
+
+    Args:
+        parallel, training, optimizer, precision: settings of the run.
+        layout: of the job.
+    """
+    document = copy.deepcopy(read(parallel.deepspeed).document) if parallel.deepspeed else _document(parallel, optimizer, precision)
+    micro, batch = training.micro_batch_size, training.global_batch_size
+    document |= {
+        "train_batch_size": batch,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": batch // (micro * layout.batch_shards),
+    }
+    warmup = optimizer.warmup_steps or int(optimizer.warmup_ratio * training.steps)
+    ours = {
+        "gradient_clipping": optimizer.gradient_clipping,
+        "stage": parallel.zero_stage,
+        "device": "cpu" if parallel.offload == "optimizer" else "none",
+        **dict.fromkeys(("lr", "warmup_max_lr"), optimizer.lr),
+        "betas": [optimizer.beta1, optimizer.beta2],
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "warmup_min_lr": 0.0,
+        "warmup_num_steps": max(warmup, 1),  # DeepSpeed refuses 0
+        "total_num_steps": training.steps,
+    }
+    for name in ("bf16", "fp16"):
+        if document.get(name, {}).get("enabled") == AUTO:
+            document[name]["enabled"] = precision.dtype == name
+    _fill(document, ours)
+    return document
 
 
-def _batch(document: dict[str, Any]) -> tuple[int | None, int | None]:
-    """Micro-batch size and micro-batches of a step. As in DeepSpeed, a step without a number of them and a batch size has one."""
-    micro, steps = (_count(document.get(name)) for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
-    if micro and not {"gradient_accumulation_steps", "train_batch_size"} & document.keys():
-        steps = 1
-    return micro, steps
+def _document(parallel: ParallelConfig, optimizer: OptimizerConfig, precision: PrecisionConfig) -> dict[str, Any]:
+    """The configuration of a run without a file."""
+    found: dict[str, Any] = {
+        "gradient_clipping": optimizer.gradient_clipping,
+        "zero_optimization": {"stage": parallel.zero_stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    if parallel.offload == "optimizer":
+        found["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        found["zero_force_ds_cpu_optimizer"] = False
+    if precision.dtype == "fp16":
+        power = int(precision.initial_loss_scale).bit_length() - 1
+        found["fp16"] = {"enabled": True, "initial_scale_power": power, "loss_scale_window": precision.loss_scale_window, "hysteresis": 1}
+    elif precision.dtype == "bf16":
+        found["bf16"] = {"enabled": True}
+    return found
 
 
-def _count(value: Any) -> int | None:
-    """A number of a file; None for "auto"."""
-    return value if isinstance(value, int) else None
+def _fill(node: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Replace "auto" in nested dictionaries; without a value of ours the key is removed, and DeepSpeed takes its default."""
+    for name, value in list(node.items()):
+        if isinstance(value, dict):
+            _fill(value, ours)
+        elif value == AUTO and name in ours:
+            node[name] = ours[name]
+        elif value == AUTO:
+            del node[name]
 
 
 def expanded(overrides: Sequence[str], folders: Sequence[Path]) -> tuple[list[str], list[Violation]]:
@@ -262,12 +299,6 @@ def _flat(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def lines(path: str) -> Iterator[str]:
-    """Yield what the log says of a file: what it sets, and what has no effect."""
-    settings = read(path)
-    values = ", ".join(f"{key}={value} ({source})" for key, (value, source) in settings.values.items())
-    yield f"{KEY}={path} sets {values or 'nothing'}"
-    if settings.without_effect:
-        reasons: dict[str, list[str]] = {}
-        for key, reason in settings.without_effect.items():
-            reasons.setdefault(reason, []).append(key)
-        yield f"{KEY}={path}, without effect: " + "; ".join(f"{', '.join(keys)} ({reason})" for reason, keys in reasons.items())
+    """Yield what the log says of a file."""
+    values = ", ".join(f"{key}={value} ({source})" for key, (value, source) in read(path).values.items())
+    yield f"{KEY}={path} is the configuration of DeepSpeed's engine; it sets {values}"

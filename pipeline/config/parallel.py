@@ -69,8 +69,15 @@ class ParallelConfig:
         "what is kept in host memory: optimizer: master weights and optimizer state, which the CPU updates (ZeRO 1 to 3)",
         choices=("none", "optimizer"),
     )
+    engine: str = knob(
+        "native",
+        "who owns weights, gradients and optimizer: this program, in every layout (native), or DeepSpeed's engine with its configuration, "
+        "for data and tensor parallelism (deepspeed)",
+        choices=("native", "deepspeed"),
+    )
     deepspeed: str | None = knob(
-        None, "DeepSpeed configuration (JSON), whose settings become those of the run; what has no counterpart here is refused by name"
+        None,
+        "configuration of DeepSpeed's engine (JSON), which selects that engine and sets batch sizes and precision",
     )
 
     @property

@@ -32,10 +32,17 @@ class Pipeline:
             has the tokens of training.micro_batch_size samples, independent of the sequence length. Context ranks receive full
             sequences and take their shards.
         values: number of values that the last stage returns for each sequence instead of the loss, for evaluate.
+        backward: of the loss of a micro-batch, if there is a single stage.
     """
 
     def __init__(
-        self, stages: nn.ModuleDict, config: LocalModelConfig, mesh: Mesh, shape: tuple[int, ...], values: int | None = None
+        self,
+        stages: nn.ModuleDict,
+        config: LocalModelConfig,
+        mesh: Mesh,
+        shape: tuple[int, ...],
+        values: int | None = None,
+        backward: Callable[[Tensor], None] = Tensor.backward,
     ) -> None:
         layout, training = mesh.layout, config.training
         micro_batch = (training.micro_batch_size * training.sequence_length // shape[1], *shape[1:])
@@ -57,7 +64,7 @@ class Pipeline:
         self._schedule = (
             _build_schedule(stages, config, mesh, micro_batch, micro_batches, loss_fn, self._result)
             if layout.pipeline > 1
-            else SingleStageSchedule(stages["0"], micro_batches, loss_fn)
+            else SingleStageSchedule(stages["0"], micro_batches, loss_fn, backward)
         )
 
     def train(self, inputs: Tensor, batch: Batch, loss_scale: Tensor | None = None) -> Tensor:
@@ -131,13 +138,15 @@ class SingleStageSchedule:
     It has the interface of PyTorch's schedules, whose import takes two seconds.
     """
 
-    def __init__(self, module: nn.Module, micro_batches: int, loss_fn: Callable[[Tensor], Tensor]) -> None:
-        self._module, self._micro_batches, self._loss_fn = module, micro_batches, loss_fn
+    def __init__(
+        self, module: nn.Module, micro_batches: int, loss_fn: Callable[[Tensor], Tensor], backward: Callable[[Tensor], None]
+    ) -> None:
+        self._module, self._micro_batches, self._loss_fn, self._backward = module, micro_batches, loss_fn, backward
 
     def step(self, inputs: Tensor, losses: list[Tensor], **batch: Any) -> None:
         """Forward and backward pass of a batch."""
         for loss in self._losses(inputs, batch):
-            loss.backward()
+            self._backward(loss)
             losses.append(loss.detach())
 
     def eval(self, inputs: Tensor, losses: list[Tensor], **batch: Any) -> None:

@@ -213,7 +213,7 @@ def _exchanged(part: MatrixRound, *, batched: bool) -> int:
         to_homes = part.held + (homes.home if alone else max(part.held + homes.home, 2 * homes.home))
         back = homes.home if alone else 2 * homes.home + part.held
     else:
-        to_homes, back = part.held, homes.home if alone else homes.home + part.ranks * homes.home + part.whole
+        to_homes, back = part.held + homes.home, homes.home if alone else homes.home + part.ranks * homes.home + part.whole
     moments = [to_homes, homes.computed + _orthogonalizing(homes, batched=batched), back]
     if part.tensor > 1:
         moments += [homes.home + homes.joined + max(homes.sliced, homes.joined)]

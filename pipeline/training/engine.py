@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pkgutil import resolve_name
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.config.optimizer import OptimizerConfig
@@ -25,7 +25,10 @@ from pipeline.training.matrix_rule import ADAMW, MatrixRule
 from pipeline.training.weight_update import StepResult, WeightUpdate
 
 #: parallel.engine -> engine, imported when it is built.
-ENGINES = {"native": "pipeline.training.native_engine:NativeEngine"}
+ENGINES = {
+    "native": "pipeline.training.native_engine:NativeEngine",
+    "deepspeed": "pipeline.training.deepspeed_engine:DeepSpeedEngine",
+}
 
 
 class Engine(ABC):
@@ -33,12 +36,14 @@ class Engine(ABC):
 
     Attributes:
         model: this rank's stages.
+        stages: the modules that a step calls, by the index of their stage.
         loss_scale: by whose factor the caller multiplies the loss before the backward pass.
         update: updates this rank's master weights.
         separate: whether the forward pass of training reads other values than those of the master weights (OptimizerKind.separate).
     """
 
     model: LocalModel
+    stages: nn.ModuleDict
     loss_scale: LossScale
     update: WeightUpdate
     separate: bool
@@ -49,6 +54,10 @@ class Engine(ABC):
 
         With `measure`, the step also returns the noise of the gradient (training/noise_scale.py).
         """
+
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of a micro-batch, if there is one stage; a pipeline schedule calls autograd itself."""
+        loss.backward()
 
     @abstractmethod
     def step(self) -> StepResult:
@@ -119,7 +128,7 @@ def build_engine(
     precision: PrecisionConfig,
     rule: MatrixRule = ADAMW,
 ) -> Engine:
-    """Build the engine of the configured ZeRO stage.
+    """Build the configured engine.
 
     Args:
         model: this rank's stages.
@@ -130,7 +139,7 @@ def build_engine(
         precision: dtype of the weights, and the loss scale.
         rule: which weights Muon updates.
     """
-    engine: Engine = resolve_name(ENGINES["native"])(model, mesh, optimizer, training, parallel, precision, rule)
+    engine: Engine = resolve_name(ENGINES[parallel.engine])(model, mesh, optimizer, training, parallel, precision, rule)
     return engine
 
 

@@ -145,7 +145,8 @@ class Round:
         sent = [[self._part(flat, m, rank) for m in there if self._spaces[m.space].divided] for there in self._by_rank]
         sizes = [[self._size(m, other) for m in divided] for other in range(self._group.size())]
         parts = _exchange(sent, sizes, self._group, self._empty)
-        whole = {m: self._part(flat, m, rank) for m in mine}
+        # Copies: views of the weights of a bucket would keep the memory of all of them.
+        whole = {m: self._part(flat, m, rank).clone() for m in mine if not self._spaces[m.space].divided}
         whole |= {m: torch.cat([of_rank[index] for of_rank in parts]) for index, m in enumerate(divided)}
         return {m: values.view(m.rows, m.columns) for m, values in whole.items()}
 

@@ -55,7 +55,7 @@ class NativeEngine(Engine):
         precision: PrecisionConfig,
         rule: MatrixRule,
     ) -> None:
-        self.model = model
+        self.model, self.stages = model, model.stages
         self._mesh = mesh
         self._stage = parallel.zero_stage
         self._offloads = parallel.offload == "optimizer"

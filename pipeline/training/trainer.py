@@ -214,7 +214,9 @@ class Trainer:
         shape = (*tokens.shape, *batch["decoder_tokens"].shape[1:]) if "decoder_tokens" in batch else tuple(tokens.shape)
         values = 1 if "per_sequence" in batch else None
         if (shape, values) not in self._pipelines:
-            self._pipelines[shape, values] = Pipeline(self.model.stages, self._config, self.mesh, shape, values=values)
+            self._pipelines[shape, values] = Pipeline(
+                self.engine.stages, self._config, self.mesh, shape, values=values, backward=self.engine.backward
+            )
         return self._pipelines[shape, values]
 
     def _global_mean(self, loss: Tensor, requests: Sequence[bool] = (), sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
