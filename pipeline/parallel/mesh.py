@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -118,6 +119,8 @@ def init_distributed(
         torch.cuda.set_device(device)
         cpu_affinity.bind(device)
     open_files.allow_many_connections()
+    # PyTorch 2.13 renamed collectives, 2.11 has the old names only: two lines per rank in every job's log.
+    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     if rank == 0 and init_method.startswith("tcp://"):
         open_files.check_store(world_size)
     backend = f"cpu:{SERIAL_GLOO},cuda:nccl" if device.type == "cuda" else SERIAL_GLOO

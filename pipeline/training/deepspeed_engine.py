@@ -8,7 +8,6 @@ engine.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -42,12 +41,10 @@ from pipeline.training.weight_update import StepResult
 
 
 def _import_deepspeed(device: torch.device) -> Any:
-    """Import DeepSpeed without its warnings, and make it use the process groups of this job."""
+    """Import DeepSpeed, and make it use the process groups of this job."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
-    # DeepSpeed uses deprecated names of collectives: two lines per rank in every job's log.
-    warnings.filterwarnings("ignore", message="`torch.distributed", category=FutureWarning)
     import deepspeed
 
     if device.type == "cpu":  # it would compile its collectives of a node when the first one is called
@@ -134,10 +131,14 @@ class DeepSpeedEngine(Engine):
         self._average = WeightAverage(training, [whole["weight"] for _, whole in self._masters])
 
     def _partition(self, stage: nn.Module, settings: dict[str, Any], units: _Units) -> None:
-        """Allocate the weights and divide them over the data ranks, block by block: a rank could not hold all of them (ZeRO 3)."""
+        """Allocate the weights and divide them over the data ranks, block by block: a rank could not hold all of them (ZeRO 3).
+
+        The groups of ZeRO++'s secondary partitions are made once, by the only call then.
+        """
         blocks = list(stage.get_submodule("blocks").children())
         self._deepspeed.utils.set_z3_leaf_modules(stage, list({type(block) for block in blocks}))
-        for module in (*blocks, stage):
+        at_once = settings["zero_optimization"].get("zero_hpz_partition_size", 1) > 1
+        for module in (stage,) if at_once else (*blocks, stage):
             for parameter in module.parameters():
                 self.model.materialize(parameter)
             dtype = next(module.parameters()).dtype

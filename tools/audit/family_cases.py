@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.audit.numerics_cases import ALL, CONTEXT, EXPERT, MUON_ROWS, NARROW, OPTIMIZER_ROWS, SOME, Model, model
+from tools.audit.numerics_cases import ALL, CONTEXT, DEEPSPEED, EXPERT, MUON_ROWS, NARROW, OPTIMIZER_ROWS, SOME, Model, model
 
 #: Defaults of all variants, for the fields that a family has. The fields of a variant override them.
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
@@ -509,7 +509,7 @@ FAMILIES: dict[str, Cases] = {
             "qwen3": {"kv_heads": 2, "head_width": 16, "query_key_norm": True},
         },
         numerics={
-            "llama": model("llama-tiny", "model.kv_heads=4", layers=8, rows=ALL + CONTEXT),
+            "llama": model("llama-tiny", "model.kv_heads=4", layers=8, rows=ALL + CONTEXT + DEEPSPEED),
             "qwen2.5": model("qwen2.5-tiny", "model.kv_heads=4"),
         },
         options=[{}, {"attention_bias": True}, {"qkv_bias": True}, {"query_key_norm": True, "attention_bias": True, "head_width": 256}],

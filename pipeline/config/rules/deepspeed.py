@@ -71,6 +71,8 @@ def _file(config: RunConfig, path: str, world_size: int) -> Iterator[Violation]:
         product = f"{micro} x {steps} (gradient_accumulation_steps of {deepspeed_json.KEY}={path}) x {ranks} data ranks"
         rule = f"is not training.micro_batch_size={product}"
         fix = f"set training.global_batch_size={micro * steps * ranks}"
-        if "training.global_batch_size" in settings.values:
+        if "training.micro_batch_size" not in settings.values and config.training.global_batch_size % (steps * ranks) == 0:
+            fix = f"set training.micro_batch_size={config.training.global_batch_size // (steps * ranks)}"
+        elif "training.global_batch_size" in settings.values:
             fix = 'correct the three numbers in the file, or set gradient_accumulation_steps to "auto"'
         yield Violation("training.global_batch_size", config.training.global_batch_size, rule, fix)

@@ -195,7 +195,7 @@ NORM = (
         20,
         "with several groups of ZeRO, the partitions of each of them count in the norm",
         f"{LLAMA} parallel.zero_group=2 optimizer.gradient_clipping=0.3{ZERO_1}",
-        (Edit("ZeroEngine.__init__", "B.replica == 0 and P", "P"),),
+        (Edit("NativeEngine.__init__", "B.replica == 0 and P", "P"),),
         ranks=4,
     ),
     Mutant(
@@ -203,7 +203,7 @@ NORM = (
         23,
         "the squares are also summed over the data ranks",
         LLAMA + DATA,
-        (Edit("ReplicatedEngine.step", "(M.tensor, M.expert, M.pipeline)", "(M.tensor, M.expert, M.pipeline, M.data)"),),
+        (Edit("NativeEngine.__init__", "(M.tensor, M.expert, M.pipeline)", "(M.tensor, M.expert, M.pipeline, M.data)"),),
         exact=True,
     ),
     Mutant(
@@ -213,11 +213,12 @@ NORM = (
         f"{LLAMA}{TENSOR} optimizer.gradient_clipping=0.3",
         (
             Edit(
-                "ReplicatedEngine.step",
+                "NativeEngine.step",
                 "R = U.step(N, ...)",
-                "for p, piece in self.model.pieces.items():\n"
-                '    if self._mesh.coordinates.tensor > 0 and not piece.is_sliced_along("tensor"):\n'
-                "        p.grad.mul_(gradient_clipping.divisor(N, U._clipping))\n"
+                "for flat, gradient in zip(self.weights, gradients, strict=True):\n"
+                "    for p, piece in flat.bucket.pieces.items():\n"
+                '        if self._mesh.coordinates.tensor > 0 and not piece.is_sliced_along("tensor"):\n'
+                "            flat.bucket.view(gradient, p).mul_(gradient_clipping.divisor(N, U._clipping))\n"
                 "R = U.step(N, ...)",
             ),
         ),
