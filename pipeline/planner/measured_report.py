@@ -19,9 +19,8 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.models.config_classes import from_dict
 from pipeline.planner import site_correction
-from pipeline.planner.accuracy import memory_range, time_range
 from pipeline.planner.plan import JobPlan, hardware_of, plan
-from pipeline.planner.site_correction import Anchor, SiteCorrection
+from pipeline.planner.site_correction import Anchor, SiteCorrection, memory_range, time_range
 
 GB = 1e9
 

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
-from pipeline.planner.accuracy import COVERED, factors_text, memory_range, time_range
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import fullest_moment, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow, hardware_of
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.plotting import new_figure, plain_numbers, save
-from pipeline.planner.run_cost import cost, cost_lines, duration, run_seconds
+from pipeline.planner.run_cost import ScalingPoint, cost, cost_lines, duration, run_seconds
 from pipeline.planner.search import Choice, SearchResult, search, why_slower
-from pipeline.planner.search_plots import ScalingPoint
+from pipeline.planner.site_correction import COVERED, factors_text, memory_range, time_range
 from pipeline.planner.state_memory import state_format_of
 
 GB = 1e9

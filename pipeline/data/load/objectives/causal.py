@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.data.load import blend
-from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples

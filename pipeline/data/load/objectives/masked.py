@@ -14,8 +14,8 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
-from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
+from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
