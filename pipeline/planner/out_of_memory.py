@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from pipeline.common import ends
+from pipeline.common import ends, knobs
 from pipeline.common.errors import RunFailed
 from pipeline.common.ranks import Ranks
 from pipeline.config import hardware as hardware_files
@@ -152,7 +152,7 @@ def fixes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[st
     for key, value in _less(config):
         if time.monotonic() > deadline:
             break
-        changed = _with(config, key, value)
+        changed = knobs.changed(config, {key: value})
         if {str(violation) for violation in check.violations(changed, world_size)} <= known:
             found.append((plan(changed, world_size, hardware).estimate.memory.total, f"{key}={value}"))
     better = sorted((total, setting) for total, setting in found if total < before)
@@ -177,9 +177,3 @@ def _less(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "parallel.zero_group", JOB
     for axis in ("tensor", "pipeline", "context"):
         yield f"parallel.{axis}", 2 * getattr(parallel, axis)
-
-
-def _with(config: RunConfig, key: str, value: object) -> RunConfig:
-    """Return the configuration with another value of a key of the form SECTION.NAME."""
-    section, _, name = key.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{name: value})})

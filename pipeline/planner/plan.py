@@ -181,4 +181,5 @@ def _update_rows(plan: JobPlan) -> Iterator[OperationRow]:
 
 def _shape(product: Product) -> str:
     """The shape of matrix products, with their number in a batch."""
-    return f"{product.batch} x " * (product.batch > 1) + f"{product.m} x {product.n} x {product.k}"
+    size = f"{product.m} x {product.n} x {product.k}"
+    return f"{product.batch} x {size}" if product.batch > 1 else size

@@ -134,6 +134,18 @@ def time_lines(result: JobPlan) -> Iterator[str]:
 
 def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:
     """Return everything that is printed as JSON."""
+    return {
+        **estimate_content(result),
+        "fits": result.estimate.fits,
+        "cost": costs,
+        "layout": asdict(result.layout),
+        "hardware": result.hardware.name,
+        "operations": [asdict(row) for row in rows],
+    }
+
+
+def estimate_content(result: JobPlan) -> dict[str, object]:
+    """Return time and memory of a step with their ranges as JSON."""
     estimate = result.estimate
     return {
         "step_time_s": estimate.step_time,
@@ -141,11 +153,6 @@ def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) 
         "causes_s": estimate.causes,
         "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
         "memory_range_bytes": memory_range(estimate.memory.total),
-        "fits": estimate.fits,
-        "cost": costs,
-        "layout": asdict(result.layout),
-        "hardware": result.hardware.name,
-        "operations": [asdict(row) for row in rows],
     }
 
 
@@ -214,7 +221,6 @@ def _roof(axes, plan: JobPlan, intensities: list[float]) -> None:  # type: ignor
     axes.annotate(f"{peak:,.0f} TFLOP/s", (right, peak), fontsize=9, va="bottom", ha="right")
 
 
-_GB = 1e9
 #: Layouts that are printed.
 SEARCH_LINES = 10
 #: Titles of the strong-scaling curve.
@@ -233,8 +239,8 @@ def search_layouts(config: RunConfig, world_size: int) -> SearchResult:
         rule = f"no layout of {world_size:,} ranks is legal with training.global_batch_size={config.training.global_batch_size}"
         raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "choose a batch that is a multiple of the data ranks")
     if not result.choices:
-        need = f"; the smallest layout needs {result.smallest.plan.estimate.memory.total / _GB:.1f} _GB" if result.smallest else ""
-        rule = f"no layout fits in {hardware.memory_gb:.1f} _GB{need}"
+        need = f"; the smallest layout needs {result.smallest.plan.estimate.memory.total / GB:.1f} GB" if result.smallest else ""
+        rule = f"no layout fits in {hardware.memory_gb:.1f} GB{need}"
         raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "use more nodes")
     return result
 
@@ -259,7 +265,7 @@ def search_lines(result: SearchResult) -> Iterator[str]:
 def _figures(choice: Choice) -> str:
     """Return the time of a step and of the run, and the memory of the fullest rank."""
     run = duration(run_seconds(choice.plan))
-    return f"{choice.step_time:>8.3f} s{run:>15}{choice.plan.estimate.memory.total / _GB:>9.1f} _GB"
+    return f"{choice.step_time:>8.3f} s{run:>15}{choice.plan.estimate.memory.total / GB:>9.1f} GB"
 
 
 def scaling_line(point: ScalingPoint) -> str:
@@ -272,16 +278,7 @@ def scaling_line(point: ScalingPoint) -> str:
 
 def choice_content(choice: Choice) -> dict[str, object]:
     """Return a layout as JSON."""
-    estimate = choice.plan.estimate
-    return {
-        "settings": list(choice.settings),
-        "step_time_s": estimate.step_time,
-        "step_time_range_s": time_range(estimate.step_time, choice.plan.config),
-        "memory_range_bytes": memory_range(estimate.memory.total),
-        "cost": cost(choice.plan),
-        "causes_s": estimate.causes,
-        "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
-    }
+    return {"settings": list(choice.settings), **estimate_content(choice.plan), "cost": cost(choice.plan)}
 
 
 def scaling_content(point: ScalingPoint) -> dict[str, object]:
