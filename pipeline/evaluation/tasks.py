@@ -14,10 +14,11 @@ import torch.distributed as dist
 import xxhash
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.texts import columns
 from pipeline.config.stages import Evaluate
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.evaluation import harness
+from pipeline.evaluation import harness, record
 from pipeline.evaluation.likelihood import completions, log_likelihoods
 from pipeline.generation.runner import decoder_runner
 from pipeline.models.config import ModelConfig
@@ -105,13 +106,12 @@ def text_table(results: dict[str, Any]) -> str:
     rows = [("task", "metric", "value", "stderr", "shots", "documents")]
     for task, metrics in results.items():
         for name in (name for name in metrics if f"{name}_stderr" in metrics or not name.endswith("_stderr")):
-            if name not in ("num_fewshot", "samples", "sample_len"):
+            if name not in record.NOTES:
                 error = metrics.get(f"{name}_stderr")
                 shown = "" if error is None else f"{error:.4f}"
-                counts = ("" if metrics[key] is None else str(metrics[key]) for key in ("num_fewshot", "samples"))
+                counts = ("" if metrics[key] is None else str(metrics[key]) for key in record.NOTES[:2])
                 rows.append((task, name, f"{metrics[name]:.4f}", shown, *counts))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(columns(rows))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
+from pipeline.common.texts import columns
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
@@ -42,8 +43,7 @@ class Confusion:
     def text(self) -> str:
         """Format the matrix as a table."""
         rows = [["", *self.labels], *([label, *map(str, row)] for label, row in zip(self.labels, self.counts, strict=True))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(columns(rows, right=range(len(rows))))
 
 
 @dataclass(frozen=True)

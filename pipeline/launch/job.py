@@ -65,6 +65,12 @@ class Job:
     waits_for: str | None = None
 
 
+def log_file(folder: Path, name: str, job_id: str | int | None = None) -> str:
+    """Return the path of the output of a job; without its id as a pattern for sbatch, in which % is escaped as %%."""
+    path = str(folder.absolute())
+    return f"{path.replace('%', '%%')}/{name}-%j.out" if job_id is None else f"{path}/{name}-{job_id}.out"
+
+
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render the batch script passed to sbatch."""
     cluster = placed(cluster, job.stage, cluster.nodes)

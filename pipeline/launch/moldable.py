@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeline.checkpoint import catalog
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.texts import count
 from pipeline.config import layout, layouts
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import key_of
@@ -74,9 +75,7 @@ def choose(
     most = min(granted, wanted or granted)
     fewest = most if least is None else min(least, wanted or least)
     if most < fewest:
-        raise UserError.of(
-            "cluster.min_nodes", least, f"the job has {granted} good node{'s' * (granted != 1)}", "ask for more nodes, or reduce it"
-        )
+        raise UserError.of("cluster.min_nodes", least, f"the job has {count(granted, 'good node')}", "ask for more nodes, or reduce it")
     legal = LegalLayouts(config, overrides, tasks_per_node or config.cluster.tasks_per_node, step, planned)
     for nodes in range(most, fewest - 1, -1):
         if found := legal.layout(nodes):

@@ -20,6 +20,7 @@ from pipeline.common import ends, events
 from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import expand_tasks
+from pipeline.common.texts import count
 from pipeline.config.command_line import quoted
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
@@ -104,7 +105,7 @@ def _tasks_of_job() -> int | None:
 def _tested(steps: _Steps, nodes: Sequence[str], config: RunConfig) -> dict[str, str]:
     """Test all nodes, and again without those that are bad, until the rest passes together; the bad ones."""
     good, bad = list(nodes), dict[str, str]()
-    log.info("preflight: testing %d node%s", len(good), "s" * (len(good) > 1))
+    log.info("preflight: testing %s", count(len(good), "node"))
     for _ in range(ROUNDS):
         passed = steps.test([good])[0]
         found = _judged(steps, good, config)
@@ -138,10 +139,10 @@ def _judged(steps: _Steps, nodes: Sequence[str], config: RunConfig) -> dict[str,
     """
     present = [node for node in nodes if node in steps.results]
     findings = judge.judge(steps.results, nodes if len(present) > len(nodes) / 2 else present, config.cluster)
-    for check, count, reason in judge.common_problems(findings, nodes):
+    for check, failing, reason in judge.common_problems(findings, nodes):
         key, fix = _FIXES.get(check, ("cluster.preflight", "look at the nodes, or set cluster.preflight=off to start all the same"))
         value = getattr(config.cluster, key.removeprefix("cluster."), config.run_dir)
-        raise UserError.of(key, value, f"preflight: '{check}' fails on {count} of {len(nodes)} nodes: {reason}", fix)
+        raise UserError.of(key, value, f"preflight: '{check}' fails on {failing} of {len(nodes)} nodes: {reason}", fix)
     return judge.bad_nodes(findings)
 
 

@@ -190,7 +190,7 @@ def _of_one_stage(word: str, stages: Sequence[str]) -> Violation:
 
 def _in_stages(violation: Violation, where: Sequence[str], count: int) -> Violation:
     """A violation that names the stages in which it occurs."""
-    names = "all stages" if len(where) == count > 2 else f"stage{'s' * (len(where) > 1)} {', '.join(where)}"
+    names = "all stages" if len(where) == count > 2 else f"{'stages' if len(where) > 1 else 'stage'} {', '.join(where)}"
     return dataclasses.replace(violation, rule=f"{violation.rule} (in {names})")
 
 
@@ -219,16 +219,10 @@ def _job(link: Link, run_dir: Path, previous: str | None, snapshot: Path | None)
         stage=link.stage,
         overrides=tuple(word for word in link.arguments if not word.startswith("--config-dir")),  # conf has its files
         directory=directory,
-        output=log(link, run_dir, "%j"),
+        output=job.log_file(run_dir, f"slurm-{link.stage}"),
         conf=snapshot / "conf" if snapshot else None,
         scripts=scripts,
         python=job.python_of(directory, scripts),
         snapshot=snapshot,
         after=previous,
     )
-
-
-def log(link: Link, run_dir: Path, job_id: str) -> str:
-    """Return the path of the output of a job. With job_id="%j" it is a pattern for sbatch, in which % is escaped as %%."""
-    folder = str(run_dir.absolute())
-    return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{link.stage}-{job_id}.out"

@@ -80,12 +80,16 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
     if found := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
         raise UserError(found)
     taken = snapshot.path(run_dir)
-    own = snapshot.files(_own_folders(arguments))
+    own = snapshot.files([Path(word.removeprefix("--config-dir=")) for word in arguments if word.startswith("--config-dir=")])
     configs = {link.stage: snapshot.resolved(link.config) for link in links}
     texts = stage_chain.rendered(links, run_dir, snapshot=taken)
+
+    def text(number: int, job_ids: Sequence[int]) -> str:
+        return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
+
     snapshot.write(taken, arguments, configs, dict(zip(stages, texts, strict=True)), own)
     try:
-        job_ids = submission.submit_all([partial(_text, links, run_dir, taken, number) for number in range(len(links))])
+        job_ids = submission.submit_all([partial(text, number) for number in range(len(links))])
     except BaseException:
         shutil.rmtree(taken, ignore_errors=True)
         raise
@@ -94,7 +98,7 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
             "job": number,
             "stage": link.stage,
             "name": in_use.job_name(link.stage, run_dir),
-            "log": stage_chain.log(link, run_dir, str(number)),
+            "log": job.log_file(run_dir, f"slurm-{link.stage}", number),
         }
         for number, link in zip(job_ids, links, strict=True)
     ]
@@ -102,10 +106,6 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
     width = max(map(len, stages))
     print("\n".join(f"job {entry['job']}  {entry['stage']:<{width}}  {entry['log']}" for entry in entries))
     print(f"snapshot: {taken}")
-
-
-def _text(links: Sequence[Link], run_dir: Path, taken: Path, number: int, job_ids: Sequence[int]) -> str:
-    return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
 
 
 def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -> None:
@@ -117,7 +117,3 @@ def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -
     except BaseException:
         slurm.cancel(*job_ids)
         raise
-
-
-def _own_folders(arguments: Sequence[str]) -> list[Path]:
-    return [Path(word.partition("=")[2]) for word in arguments if word.startswith("--config-dir=")]

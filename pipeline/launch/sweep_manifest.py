@@ -17,6 +17,7 @@ import xxhash
 
 from pipeline.common.atomic_files import atomic_file, report_disk_full
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.texts import first_names
 from pipeline.report import run_files
 
 #: In the folder of a sweep.
@@ -215,7 +216,6 @@ def not_begun(folder: Path) -> list[str]:
     found = [f"point {entry.number} of {NAME} {entry.outcome}" for entry in failed[:_NAMED]]
     found += [f"{len(failed) - _NAMED} more points of {NAME} failed before they wrote a file"] if len(failed) > _NAMED else []
     if waiting:
-        shown = ", ".join(str(entry.number) for entry in waiting[:_NAMED])
-        more = f" and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
-        found.append(f"points of {NAME} that have not begun: {shown}{more}; tools/sweep status {folder} tells why")
+        shown = first_names([entry.number for entry in waiting], _NAMED)
+        found.append(f"points of {NAME} that have not begun: {shown}; tools/sweep status {folder} tells why")
     return found

@@ -146,7 +146,7 @@ def submit(
         numbers = _submitted(new, manifest.folder, conf, taken, at_once)
         for point, number in zip(new, numbers, strict=False):
             point.state = f"job {number}"
-            manifest = manifest.with_job(point.entry.id, number, _log(point, str(number)))
+            manifest = manifest.with_job(point.entry.id, number, job.log_file(Path(point.entry.run_dir), "slurm", number))
         for point in new[len(numbers) :]:
             point.state = "not submitted"
         if len(numbers) < len(new):
@@ -186,12 +186,6 @@ def _state(point: SweepJob, before: SweepEntry | None, queue: Iterable[int]) -> 
     return "finished" if totals.get("step", 0) >= point.config.training.steps else ""
 
 
-def _log(point: SweepJob, job_id: str) -> str:
-    """Return the path of the job output. With job_id="%j" it is a pattern for sbatch, in which % is escaped as %%."""
-    folder = str(Path.cwd() / point.entry.run_dir)
-    return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{job_id}.out"
-
-
 def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
     """Create the Slurm job of a point. The stage is set by the script; run_dir is the last override."""
     overrides = [o for o in point.words if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
@@ -201,7 +195,7 @@ def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | N
         stage=point.config.stage.name,
         overrides=(*overrides, f"run_dir={quoted(point.entry.run_dir)}"),
         directory=Path.cwd(),
-        output=_log(point, "%j"),
+        output=job.log_file(Path(point.entry.run_dir), "slurm"),
         conf=conf,
         scripts=scripts,
         python=job.python_of(Path.cwd(), scripts),

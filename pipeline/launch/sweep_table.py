@@ -11,6 +11,7 @@ from pipeline.common import metrics_file
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
+from pipeline.common.texts import columns
 from pipeline.config import compose
 from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
@@ -136,16 +137,14 @@ def write(folder: Path, points: Sequence[Point]) -> str:
         for line in (head, ["---"] * len(head), *cells):
             handle.write(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n")
         handle.write(f"\n{verdict}\n" if verdict else "")
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in (head, *cells)]
-    return "\n".join(filter(None, [*lines, verdict]))
+    return "\n".join(filter(None, [*columns([head, *cells]), verdict]))
 
 
 def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     """The head of the table and its cells; a column that no run has a value for is left out."""
     keys = list(dict.fromkeys(value.partition("=")[0] for row in found for value in row.values))
     columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
-    columns["validation loss"] = [_with_error(row.validation_loss, row.validation_loss_stderr) for row in found]
+    columns["validation loss"] = [_loss_text(row.validation_loss, row.validation_loss_stderr) for row in found]
     columns["bits per byte"] = ["" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}" for row in found]
     columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
     columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
@@ -158,7 +157,7 @@ def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     return list(shown), [list(line) for line in zip(*shown.values(), strict=True)]
 
 
-def _with_error(loss: float | None, error: float | None) -> str:
+def _loss_text(loss: float | None, error: float | None) -> str:
     """A loss with its standard error, if it has one."""
     return "" if loss is None else f"{loss:.4f}" + (f" +- {error:.4f}" if error else "")
 

@@ -66,7 +66,8 @@ def parse(text: str) -> Network:
     names = Counter(name.strip() for name, _ in routes)
     if not names:
         names.update(
-            _name(n) for n in re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", text, re.MULTILINE)
+            name.partition(" and target")[0].strip()
+            for name in re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", text, re.MULTILINE)
         )
     if not names:
         names.update(name for name in re.findall(r"NCCL INFO NET/(\w+) ?: Using \[0\]", text))
@@ -75,10 +76,6 @@ def parse(text: str) -> Network:
     name = SOCKET if SOCKET in names else max(names, key=names.__getitem__, default=None)
     direct = all("GDRDMA" in rest for _, rest in routes) if routes else None
     return Network(name, provider[1] if provider else None, direct, version[1] if version else None)
-
-
-def _name(text: str) -> str:
-    return text.partition(" and target")[0].strip()
 
 
 def refused(network: Network, fabric: str | None) -> str | None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pipeline.common.texts import count
 from pipeline.report.history import Health, History, Seen
 from pipeline.report.run import LOSS_STEPS, Run, State, duration
 
@@ -144,11 +145,6 @@ def short(text: str, most: int = SHORT) -> str:
     """A text in one line, without the source file with which PyTorch begins an error, cut at a number of characters."""
     line = " ".join(re.sub(r"\[/[^]]*\.(?:cc|cpp|h):\d+\]", "", text).split())
     return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
-
-
-def count(number: int | None, noun: str) -> str:
-    """A number with its noun."""
-    return f"1 {noun}" if number == 1 else f"{number or 0:,} {noun}s"
 
 
 def moment(seconds: float | None) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.common.texts import first_names
 from pipeline.report.run import Run, is_finite
 
 #: Standard errors that two runs must differ by, so that the difference is not called noise.
@@ -105,7 +106,7 @@ def _behind(first: bool, run: Run, score: float | None, best: Run, lowest: float
 def verdict(places: Sequence[RankedRun]) -> str:
     """Return which run is best, by how much, and which others may be as good. A run that has lost its finite loss is not counted."""
     bad = [place.name for place in places if place.run.trouble]
-    end = f"; not counted, without a finite loss: {named(bad)}" if bad else ""
+    end = f"; not counted, without a finite loss: {first_names(bad, _NAMED)}" if bad else ""
     return _best(places) + end
 
 
@@ -131,7 +132,7 @@ def _best(places: Sequence[RankedRun]) -> str:
     if all(place.error is None for place in others):
         equal = [place.name for place in others if place.behind == 0]
         if equal:
-            return f"{1 + len(equal)} runs have the lowest {what} ({lowest}): {named([best.name, *equal])}{end}"
+            return f"{1 + len(equal)} runs have the lowest {what} ({lowest}): {first_names([best.name, *equal], _NAMED)}{end}"
         return f"{ahead}; the noise of validation is not known{end}"
     within = [place.name for place in others if place.within_noise]
     if not within and others[0].error == 0:
@@ -139,13 +140,9 @@ def _best(places: Sequence[RankedRun]) -> str:
     if not within:
         return f"{ahead}, more than {ERRORS:g} standard errors of the difference ({others[0].error or 0.0:.4f}){end}"
     noise = f"within the noise ({ERRORS:g} standard errors of the difference)"
-    return f"{head}; {len(within)} of {len(others)} others {'is' if len(within) == 1 else 'are'} {noise}: {named(within)}{end}"
-
-
-def named(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are more."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+    return (
+        f"{head}; {len(within)} of {len(others)} others {'is' if len(within) == 1 else 'are'} {noise}: {first_names(within, _NAMED)}{end}"
+    )
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
