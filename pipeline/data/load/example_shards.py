@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.common import artifact, json_lines
 from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError
+from pipeline.common.texts import first_names
 from pipeline.data.load.example_parts import PackedPart, PartNotes
 from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.load.shard_checksums import Shard
@@ -198,7 +199,7 @@ def check(
     list_path = _write_list(folder, key, bad) if folder is not None else None
     unusable, usable = [line for line in bad if not line.left_out], sum(notes.usable for notes in parts)
     left_out, cut, cut_tokens = len(bad) - len(unusable), sum(notes.cut for notes in parts), sum(notes.cut_tokens for notes in parts)
-    shown = "; ".join(map(str, unusable[:_SHOWN])) + (f"; and {len(unusable) - _SHOWN} more" if len(unusable) > _SHOWN else "")
+    shown = first_names(unusable, _SHOWN, "; ", "; and ")
     all_of_them = f" ({list_path} lists all)" if list_path is not None else ""
     paths, lines = ", ".join(formats), usable + len(bad)
     if len(unusable) > limit * lines:

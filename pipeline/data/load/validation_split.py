@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
+from pipeline.common.texts import count
 from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.permutation import permute, random_words
 from pipeline.data.load.samples import Samples
@@ -95,5 +96,4 @@ def warn_of_few_documents(documents: int, fix: str) -> None:
         fix: what would give more.
     """
     if 0 < documents < ENOUGH_DOCUMENTS:
-        count = "1 document" if documents == 1 else f"{documents} documents"
-        log.warning("the validation split has %s: its loss says little about other texts; %s", count, fix)
+        log.warning("the validation split has %s: its loss says little about other texts; %s", count(documents, "document"), fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.mpi import Comm
+from pipeline.common.mpi import Comm, balanced
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
@@ -147,15 +146,8 @@ def _spans(source: InputFile, part_bytes: int) -> list[Span]:
 
 
 def assigned(parts: Sequence[InputPart], rank: int, size: int) -> list[InputPart]:
-    """The parts that one of `size` ranks reads, balanced by cost: in descending order, each goes to the least loaded rank."""
-    loads = [(0, r) for r in range(size)]
-    mine = []
-    for cost, number in sorted((-part.cost, number) for number, part in enumerate(parts)):
-        load, owner = loads[0]
-        heapq.heapreplace(loads, (load - cost, owner))
-        if owner == rank:
-            mine.append(parts[number])
-    return mine
+    """The parts that one of `size` ranks reads, the most costly one first."""
+    return [parts[number] for number in balanced([part.cost for part in parts], rank, size)]
 
 
 @dataclass

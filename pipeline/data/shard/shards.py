@@ -24,8 +24,9 @@ from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions
 from pipeline.data.read.input_files import InputFile, Listing
 from pipeline.data.shard import dropped, shard_report, text_shards
 from pipeline.data.shard.process_part import PartCounts
-from pipeline.data.shard.shuffle import SPLITS, ShardPlan
+from pipeline.data.shard.shuffle import ShardPlan
 from pipeline.data.shard.sweep import Found
+from pipeline.data.shard.text_shards import SPLITS
 
 Entries = dict[str, dict[str, Any]]
 
@@ -149,7 +150,7 @@ def publish(
     """
     files: Entries = {name: entry for of_shard in written.files for name, entry in of_shard.items()}
     totals = {
-        **totals_of(files, ("documents", "text_bytes")),
+        **text_shards.totals(files, ("documents", "text_bytes")),
         "files": len(inputs),
         "skipped": sum(number for reasons in counts.skipped.values() for number, _ in reasons.values()),
         "empty_documents": counts.empty,
@@ -182,22 +183,6 @@ def publish(
                 files[name] = artifact.entry(folder / name)
     artifact.write(folder, artifact.Manifest("shard", settings, files, totals))
     return totals
-
-
-def totals_of(files: Entries, counted: tuple[str, ...]) -> dict[str, Any]:
-    """Sum fields of the shards of every split, and of every split of every corpus.
-
-    Args:
-        counted: fields of an entry; text_bytes is named bytes in the sum.
-    """
-
-    def sums(split: str, corpus: str | None) -> dict[str, int]:
-        chosen = [e for e in files.values() if e.get("split") == split and corpus in (None, e["corpus"])]
-        return {"shards": len(chosen), **{field.removeprefix("text_"): sum(entry[field] for entry in chosen) for field in counted}}
-
-    corpora = sorted({entry["corpus"] for entry in files.values() if "split" in entry})
-    by_corpus = {corpus: {split: sums(split, corpus) for split in SPLITS} for corpus in corpora}
-    return {**{split: sums(split, None) for split in SPLITS}, "corpora": by_corpus}
 
 
 def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tuple[Listing, dict[str, Any]]:
