@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 
 
-def columns(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return a line for each row, with the cells of a column below each other.
+def table_lines(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return rows as the lines of a table, with the cells of a column below each other.
 
     Args:
         rows: all with the same number of cells.

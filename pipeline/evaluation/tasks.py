@@ -14,7 +14,7 @@ import torch.distributed as dist
 import xxhash
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.texts import columns
+from pipeline.common.texts import table_lines
 from pipeline.config.stages import Evaluate
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -111,7 +111,7 @@ def text_table(results: dict[str, Any]) -> str:
                 shown = "" if error is None else f"{error:.4f}"
                 counts = ("" if metrics[key] is None else str(metrics[key]) for key in record.NOTES[:2])
                 rows.append((task, name, f"{metrics[name]:.4f}", shown, *counts))
-    return "\n".join(columns(rows))
+    return "\n".join(table_lines(rows))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.texts import columns
+from pipeline.common.texts import table_lines
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
@@ -43,7 +43,7 @@ class Confusion:
     def text(self) -> str:
         """Format the matrix as a table."""
         rows = [["", *self.labels], *([label, *map(str, row)] for label, row in zip(self.labels, self.counts, strict=True))]
-        return "\n".join(columns(rows, right=range(len(rows))))
+        return "\n".join(table_lines(rows, right=range(len(rows))))
 
 
 @dataclass(frozen=True)

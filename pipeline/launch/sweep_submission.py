@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -177,13 +177,15 @@ def _submitted(new: Sequence[SweepJob], folder: Path, conf: Path, taken: Path, a
 
 def _state(point: SweepJob, before: SweepEntry | None, queue: Iterable[int]) -> str:
     """The state of a point: finished, queued, or empty if it is to be submitted."""
-    manifest = Path(point.entry.run_dir) / MANIFEST
     if before is not None and before.job is not None and before.job in queue:
         return f"queued as job {before.job}"
-    if not manifest.is_file():
-        return ""
-    totals: Mapping[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["totals"]
-    return "finished" if totals.get("step", 0) >= point.config.training.steps else ""
+    return "finished" if is_finished(Path(point.entry.run_dir), point.config.training.steps) else ""
+
+
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """Return whether a run has ended with all of its steps, by its manifest."""
+    manifest = run_dir / MANIFEST
+    return manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= steps
 
 
 def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:

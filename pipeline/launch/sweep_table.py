@@ -8,10 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.common import metrics_file
-from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
-from pipeline.common.texts import columns
+from pipeline.common.texts import table_lines
 from pipeline.config import compose
 from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
@@ -111,14 +110,12 @@ def row(point: Point, run: Run) -> SweepRow:
 
 def _state(point: Point, run: Run) -> str:
     """How far a run is, by its files."""
-    manifest = point.run_dir / MANIFEST
-    if point.steps is None:
-        return "not started"
-    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= point.steps:
+    if point.steps is not None and sweep_submission.is_finished(point.run_dir, point.steps):
         return "finished"
-    if not run.step:
-        return "not started"
-    return f"{run.state}: step {run.step:,} of {point.steps:,}" if run.starts else f"step {run.step:,} of {point.steps:,}"
+    if point.steps is None or not run.step:
+        return NOT_STARTED
+    progress = f"step {run.step:,} of {point.steps:,}"
+    return f"{run.state}: {progress}" if run.starts else progress
 
 
 def write(folder: Path, points: Sequence[Point]) -> str:
@@ -137,7 +134,7 @@ def write(folder: Path, points: Sequence[Point]) -> str:
         for line in (head, ["---"] * len(head), *cells):
             handle.write(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n")
         handle.write(f"\n{verdict}\n" if verdict else "")
-    return "\n".join(filter(None, [*columns([head, *cells]), verdict]))
+    return "\n".join(filter(None, [*table_lines([head, *cells]), verdict]))
 
 
 def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.common.texts import columns
+from pipeline.common.texts import table_lines
 from pipeline.config.cluster import ClusterConfig
 from pipeline.preflight import node_result
 from pipeline.preflight.node_result import PHASES, Result
@@ -299,7 +299,7 @@ def table(findings: Sequence[Finding], nodes: Sequence[str], bad: Mapping[str, s
     rows += [(node, "all-reduces", "failed", "", reason) for node, reason in bad.items() if node not in shown]
     order = {node: index for index, node in enumerate(nodes)}
     rows.sort(key=lambda row: order.get(row[0], len(order)))
-    return "\n".join(columns([HEADER, *rows]))
+    return "\n".join(table_lines([HEADER, *rows]))
 
 
 def verdict(nodes: Sequence[str], bad: Mapping[str, str]) -> str:

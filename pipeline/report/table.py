@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from pipeline.common.texts import columns, first_names
+from pipeline.common.texts import first_names, table_lines
 from pipeline.report import comparison, run_files
 from pipeline.report import run as runs
 from pipeline.report.answers import short
@@ -92,7 +92,7 @@ def text(rows: Sequence[Run], width: int) -> str:
     head = ("run", "state", "step", "loss", "validation", "tokens/s", "left", "restarts", "node-h", "job", "why")
     per_byte = comparison.per_byte(rows)
     cells = [head, *((os.path.relpath(run.run_dir, folder), *cells_of(run, per_byte=per_byte)[1:]) for run in rows)]
-    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in columns(cells, right={2, 3, 5, 6, 7, 8})]
+    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table_lines(cells, right={2, 3, 5, 6, 7, 8})]
     states = Counter(run.state for run in rows)
     counts = ", ".join(f"{states[state]} {state}" for state in State if states[state])
     notes = ["", "validation is in bits per byte, since the runs have different tokenizers"] if per_byte else []
