@@ -125,7 +125,7 @@ def complete_config(config: RunConfig, stage: Evaluate, world_size: int) -> RunC
 
 
 def fits_config(config: RunConfig, path: Path) -> bool:
-    """Return whether a checkpoint can be evaluated with the configuration of `complete_config`, which another checkpoint of the run has given.
+    """Return whether a checkpoint can be evaluated with the configuration of `complete_config`, made for another checkpoint of the run.
 
     The model that fine-tuning has begun with may have no labels, another context, or no adapter.
     """

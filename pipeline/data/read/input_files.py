@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.mpi import Comm, balanced
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, add_count, label
 from pipeline.data.read.streams import Section, is_remote
 
 _SPLITTABLE = ("lines", "json_values", "parquet")
@@ -166,8 +166,7 @@ class Listing:
 
     def skip(self, corpus: str, reason: str, size: int) -> None:
         """Count a file or folder that is not read."""
-        total = self.skipped.setdefault(corpus, {}).setdefault(reason, [0, 0])
-        total[:] = total[0] + 1, total[1] + size
+        add_count(self.skipped.setdefault(corpus, {}), reason, 1, size)
 
 
 def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> Listing:

@@ -20,7 +20,7 @@ from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
-from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions
+from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions, add_count, add_counts
 from pipeline.data.read.input_files import InputFile, Listing
 from pipeline.data.shard import dropped, shard_report, text_shards
 from pipeline.data.shard.process_part import PartCounts
@@ -74,10 +74,8 @@ class WrittenShard:
 
     def _add(self, other: WrittenShard) -> None:
         self.files += other.files
-        for mine, others in ((self.languages, other.languages), (self.repeated, other.repeated)):
-            for name, (documents, size) in others.items():
-                total = mine.get(name, [0, 0])
-                mine[name] = [total[0] + documents, total[1] + size]
+        add_counts(self.languages, other.languages)
+        add_counts(self.repeated, other.repeated)
         for bit, documents in other.lengths.items():
             self.lengths[bit] = self.lengths.get(bit, 0) + documents
 
@@ -107,8 +105,7 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
                 if add:
                     add(orjson.loads(document.meta), "dedup", "all lines are repeated", document.text.decode("utf-8"))
                 continue
-            total = languages.setdefault(document.row["language"].decode(), [0, 0])
-            total[:] = total[0] + 1, total[1] + size
+            add_count(languages, document.row["language"].decode(), 1, size)
             bit = str(size.bit_length() - 1)
             lengths[bit] = lengths.get(bit, 0) + 1
             written += 1

@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline.common import page
-from pipeline.data.tokenize.tokenizer import encode
+from pipeline.data.tokenize.tokenizer import encode, unknown_token
 
 Measurement = dict[str, Any]
 
@@ -45,7 +45,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     Returns:
         {"name", "vocab_size", "tokens", ..., "languages": {language: {...}}}; COLUMNS defines the metrics.
     """
-    unknown = _unknown(tokenizer)
+    unknown = unknown_token(tokenizer)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     used = np.zeros(vocab_size, dtype=bool)
     languages: dict[str, Measurement] = {}
@@ -56,7 +56,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
             sum(len(document.encode("utf-8")) for document in documents),
             sum(len(document.split()) for document in documents),
             len(ids),
-            int(np.count_nonzero(ids == unknown)) if unknown is not None else 0,
+            int(np.isin(ids, unknown).sum()),
         )
         languages[language] = {**counts, "sample": segmentation(tokenizer, documents[0][:SAMPLE_CHARACTERS])}
     best = min(row["tokens"] / row["bytes"] for row in languages.values())
@@ -84,12 +84,6 @@ def segmentation(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:
         else:
             pieces.append((start, end, 1))
     return [(text[start:end], count) for start, end, count in pieces]
-
-
-def _unknown(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None if the tokenizer has none."""
-    model = json.loads(tokenizer.to_str())["model"]
-    return tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
 
 
 def text_table(rows: list[Measurement]) -> str:
