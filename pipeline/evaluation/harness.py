@@ -205,7 +205,7 @@ def _language_model(text: Text, max_positions: int, score: Score, complete: Comp
 
         def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
             scores = score([Question(context, continuation) for _, context, continuation in requests])
-            return [(each.value, each.greedy) for each in scores]
+            return [(scored.value, scored.greedy) for scored in scores]
 
         def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
             """Return the log-likelihood of each text, in windows of the model's length; every token is predicted once."""

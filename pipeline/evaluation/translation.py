@@ -71,7 +71,10 @@ def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequ
     from sacrebleu.metrics import BLEU, CHRF
 
     most = max(map(len, expected))
-    streams = [[each[number] if number < len(each) else None for each in expected] for number in range(most)]
+    streams = [
+        [references_of_text[number] if number < len(references_of_text) else None for references_of_text in expected]
+        for number in range(most)
+    ]
     scored = {}
     for name in metrics:
         metric = {"bleu": BLEU, "chrf": CHRF}[name]()

@@ -244,7 +244,7 @@ class CacheRoom:
         )
         if share <= 1:
             raise UserError.of("stage.batch_size", stage.batch_size, rule, f"set stage.batch_size={math.floor(1 / share)}")
-        fitting = PAGE * sum(each <= 1 for each in self._shares[1:]) - prompt
+        fitting = PAGE * sum(share <= 1 for share in self._shares[1:]) - prompt
         if fitting >= 1:
             fix = f"set stage.batch_size=1 and stage.max_tokens={fitting}, or shard the model with parallel.tensor"
             raise UserError.of("stage.max_tokens", stage.max_tokens, rule, fix)

@@ -132,7 +132,7 @@ class Generator:
         """Give prompts to free rows; returns how many."""
         admitted: list[Completion] = []
         rows: list[int] = []
-        for row, completion in zip(free, waiting[: prefill_count([len(each.prompt) for each in waiting])], strict=False):
+        for row, completion in zip(free, waiting[: prefill_count([len(completion.prompt) for completion in waiting])], strict=False):
             needed = self.share(self.runner.length(completion.prompt) + self._limit(completion))
             if self._reserved and sum(self._reserved.values()) + needed > 1:
                 break

@@ -200,7 +200,7 @@ def gpus_of(first: int, count: int) -> list[str]:
         UserError: this process does not see them.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [str(number) for number in range(torch.cuda.device_count())] if named is None else [each for each in named.split(",") if each]
+    visible = list(map(str, range(torch.cuda.device_count()))) if named is None else [number for number in named.split(",") if number]
     if not visible:
         return []
     found = visible[first % len(visible) :][:count]

@@ -125,7 +125,7 @@ class LegalLayouts:
         shown = (
             f"{most} nodes x {self.tasks_per_node} ranks" if fewest == most else f"{fewest} to {most} nodes x {self.tasks_per_node} ranks"
         )
-        return [replace(found, rule=f"{found.rule} (no layout is legal on {shown})") for found in self.broken(most)]
+        return [replace(violation, rule=f"{violation.rule} (no layout is legal on {shown})") for violation in self.broken(most)]
 
     def _candidates(self, nodes: int) -> list[tuple[str, ...]]:
         """The layouts that apply to a number of nodes, the best first."""

@@ -106,9 +106,7 @@ def _phases(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding
 
 def _ranks(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]:
     for node, result in results.items():
-        failed = [f"rank {r['rank']}: {r['error']}" for r in result.get("ranks", ()) if r["error"]]
-        failed += [f"rank {rank} gave no result" for rank in result.get("missing_ranks", ())]
-        if failed:
+        if failed := node_result.failed_ranks(result):
             yield Finding(node, "device", "failed", problem=f"{failed[0]}{f' (and {len(failed) - 1} more)' if failed[1:] else ''}")
 
 
@@ -266,8 +264,8 @@ def _clocks(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding
 def _versions(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]:
     """The most frequent version counts; of two equally frequent ones, that of the first node."""
     known = {node: found for node, result in results.items() if (found := result.get("versions"))}
-    names = list(dict.fromkeys(name for found in known.values() for name in found))
-    usual = {name: Counter(found.get(name) for found in known.values()).most_common(1)[0][0] for name in names}
+    names = list(dict.fromkeys(name for versions in known.values() for name in versions))
+    usual = {name: Counter(versions.get(name) for versions in known.values()).most_common(1)[0][0] for name in names}
     for node, found in known.items():
         other = [f"{name} is {found.get(name)}, on most nodes {usual[name]}" for name in names if found.get(name) != usual[name]]
         value = f"torch {found.get('torch')}, commit {str(found.get('commit'))[:12]}"

@@ -174,9 +174,7 @@ class Preflight:
         self.result["ranks"] = sorted(reports, key=lambda report: report["rank"])
         self.result["missing_ranks"] = sorted(set(members) - {report["rank"] for report in reports})
         self._write("local")
-        failed = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
-        failed += [f"rank {rank} gave no result" for rank in self.result["missing_ranks"]]
-        return failed[0] if failed else None
+        return next(iter(node_result.failed_ranks(self.result)), None)
 
     def _device(self) -> dict[str, Any]:
         """This rank's device: memory, and the time of a matrix product."""

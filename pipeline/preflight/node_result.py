@@ -104,6 +104,12 @@ def step_id(environment: Mapping[str, str] = os.environ) -> str:
     return f"launcher-{os.getppid()}"  # mpirun on one host, or a shell
 
 
+def failed_ranks(result: Result) -> list[str]:
+    """The ranks of a node that failed or gave no result, with the reason."""
+    failed = [f"rank {rank['rank']}: {rank['error']}" for rank in result.get("ranks", ()) if rank["error"]]
+    return failed + [f"rank {rank} gave no result" for rank in result.get("missing_ranks", ())]
+
+
 def path_of(folder: Path, node: str) -> Path:
     """The file of a node."""
     return folder / f"{node}.json"

@@ -122,7 +122,7 @@ def lost(history: History) -> str:
     """Node-hours used, and lost by kind."""
     if history.run.node_hours is None:
         return "not known: no events"
-    kinds = [f"{short(one.kind, 60)}: {one.node_hours:.2f}" for one in history.spent if one.lost]
+    kinds = [f"{short(spent.kind, 60)}: {spent.node_hours:.2f}" for spent in history.spent if spent.lost]
     more = [f"{len(kinds) - _NAMED} more kinds"] if len(kinds) > _NAMED else []
     listed = f" ({'; '.join([*kinds[:_NAMED], *more])})" if kinds else ""
     return f"{history.lost:.2f} of {history.run.node_hours:.2f}{listed}"
@@ -132,13 +132,14 @@ def data(seen: tuple[Seen, ...]) -> str:
     """The corpora, most samples first."""
     if not seen:
         return "not known"
-    total = sum(one.samples for one in seen) or 1
-    shown = sorted(seen, key=lambda one: -one.samples)
-    texts = [
-        f"{one.corpus or 'all data'} {100 * one.samples / total:.1f} %" + ("" if one.epochs is None else f", {one.epochs:.3g} epochs")
-        for one in shown[:_NAMED]
-    ]
-    return "; ".join([*texts, *([f"{len(seen) - _NAMED} more"] if len(seen) > _NAMED else [])])
+    total = sum(corpus.samples for corpus in seen) or 1
+    shown = sorted(seen, key=lambda corpus: -corpus.samples)
+    texts = []
+    for corpus in shown[:_NAMED]:
+        epochs = "" if corpus.epochs is None else f", {corpus.epochs:.3g} epochs"
+        texts.append(f"{corpus.corpus or 'all data'} {100 * corpus.samples / total:.1f} %{epochs}")
+    texts += [f"{len(seen) - _NAMED} more"] if len(seen) > _NAMED else []
+    return "; ".join(texts)
 
 
 def short(text: str, most: int = SHORT) -> str:
@@ -181,16 +182,23 @@ def lines_now(run: Run, width: int) -> Iterator[str]:
 
 
 def _more(run: Run) -> list[Answer]:
-    found = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
+    found = last_validation(run)
     found += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
     found += last_error(run)
     return [*found, *(Answer("Files", problem, "bad") for problem in run.problems)]
 
 
+def last_validation(run: Run) -> list[Answer]:
+    """The last validation, if there was one."""
+    return [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
+
+
 def last_error(run: Run) -> list[Answer]:
     """The last error; one that a run has overcome asks for no attention."""
-    level = "" if run.state in _GOOD else "bad"
-    return [Answer("Last error, overcome" if run.state in _GOOD else "Last error", short(run.error, 400), level)] if run.error else []
+    if not run.error:
+        return []
+    question, level = ("Last error, overcome", "") if run.state in _GOOD else ("Last error", "bad")
+    return [Answer(question, short(run.error, 400), level)]
 
 
 def _wrapped(found: Iterable[Answer], width: int) -> Iterator[str]:

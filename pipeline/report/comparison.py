@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.texts import first_names
-from pipeline.report.run import Run, is_finite
+from pipeline.report.run import Run
+from pipeline.report.run_files import is_finite
 
 #: Standard errors that two runs must differ by, so that the difference is not called noise.
 ERRORS = 2.0
@@ -97,8 +98,8 @@ def _behind(first: bool, run: Run, score: float | None, best: Run, lowest: float
     if run.trouble or not (is_finite(score) and is_finite(lowest)):
         return None, None
     errors = [
-        None if one.validation_loss_stderr is None else one.validation_loss_stderr * value / (one.validation_loss or 1.0)
-        for one, value in ((run, score), (best, lowest))
+        None if run.validation_loss_stderr is None else run.validation_loss_stderr * value / (run.validation_loss or 1.0)
+        for run, value in ((run, score), (best, lowest))
     ]
     return score - lowest, None if first or None in errors else math.hypot(*(value or 0.0 for value in errors))
 
@@ -155,10 +156,10 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return for each configuration the settings in which they differ, without those of the place where a run is."""
     flat = [dict(_flat(config)) for config in configs]
-    known = [one for one in flat if one]
-    keys = sorted({key for one in known for key in one if not key.startswith(_OWN)})
-    different = [key for key in keys if len({repr(one.get(key)) for one in known}) > 1]
-    return [tuple(f"{key}={one[key]}" for key in different if key in one) for one in flat]
+    known = [settings for settings in flat if settings]
+    keys = sorted({key for settings in known for key in settings if not key.startswith(_OWN)})
+    different = [key for key in keys if len({repr(settings.get(key)) for settings in known}) > 1]
+    return [tuple(f"{key}={settings[key]}" for key in different if key in settings) for settings in flat]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

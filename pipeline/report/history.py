@@ -161,7 +161,7 @@ class History:
     @property
     def lost(self) -> float:
         """Node-hours lost to failures, start-up and waiting nodes."""
-        return sum(one.node_hours for one in self.spent if one.lost)
+        return sum(spent.node_hours for spent in self.spent if spent.lost)
 
 
 def read(run_dir: Path, now: float | None = None) -> History:
@@ -222,7 +222,7 @@ def spent(run: Run, seconds: Sequence[tuple[int, float]]) -> tuple[Spent, ...]:
     if (between := run.node_hours - of_starts) > 1e-9:
         add(BETWEEN, between)
     kinds = [Spent(kind, hours, count, lost) for (kind, lost), (hours, count) in found.items()]
-    return tuple(sorted(kinds, key=lambda one: (one.lost, -one.node_hours)))
+    return tuple(sorted(kinds, key=lambda kind: (kind.lost, -kind.node_hours)))
 
 
 def _end_step(run: Run, number: int) -> int:

@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from pipeline.common import metrics_file
 from pipeline.common.errors import STOPPED
 from pipeline.report import run_files
+from pipeline.report.run_files import is_finite
 from pipeline.report.starts import Life, Start, life_of
 
 #: Steps at the end of a run over which its training loss is averaged, and those over which its speed is.
@@ -291,11 +292,6 @@ def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "skipped": last.get("skipped"),
         "save_failures": last.get("save_failures"),
     }
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _mapping(value: object) -> dict[str, Any]:

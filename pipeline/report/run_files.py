@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
@@ -176,6 +177,11 @@ def _parsed(name: str, text: bytes, is_valid: Callable[[dict[str, Any]], bool], 
     return Lines(content, problems)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return _is_number(value) and math.isfinite(value)
