@@ -60,8 +60,6 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
     The tasks of a Slurm job array share the checkpoints.
 
     Args:
-        run_dir: the run directory.
-        stage: the settings of the stage.
         kind: as in record.path_of.
         settings: what the scores depend on besides the checkpoint.
         steps: training.steps; with stage.every, the last checkpoint is evaluated, too.
@@ -87,11 +85,6 @@ def complete_config(config: RunConfig, stage: Evaluate, world_size: int) -> RunC
     """Return the configuration with the model of the checkpoint, with stage.checkpoint=all that of the newest one.
 
     Adapters are merged into the weights, so that there are none, except for the pairs of DPO, whose reference is the model without them.
-
-    Args:
-        config: configuration of the job.
-        stage: the settings of the evaluation.
-        world_size: ranks of the job.
 
     Raises:
         UserError: there is no checkpoint, or a setting does not fit its model.

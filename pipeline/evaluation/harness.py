@@ -56,7 +56,6 @@ class Text:
         """Return the tokens of a text.
 
         Args:
-            text: the text.
             special: add the special tokens around a text; None adds them unless the text begins with one already.
         """
         if special is None:
@@ -78,7 +77,6 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
     """Evaluate the tasks of `stage.tasks`.
 
     Args:
-        stage: the settings of the stage.
         text: the tokenizer of the model.
         max_positions: longest sequence of the model, tokens.
         score: computes log-likelihoods.

@@ -30,8 +30,6 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTe
     """Return what the scores of a checkpoint depend on.
 
     Args:
-        stage: the settings of the evaluation.
-        encoder: the tokenizer.
         dtype: precision.dtype.
         chats: the template of chats, if the questions are chats.
     """
@@ -67,11 +65,7 @@ def evaluate(stage: Evaluate, mesh: Mesh, local: LocalModel, model: ModelConfig,
     """Return task -> metrics on rank 0; the other ranks help.
 
     Args:
-        stage: the settings of the evaluation.
-        mesh: this rank's process groups.
-        local: this rank's part of the model.
         model: configuration of the full model.
-        text: the tokenizer.
 
     Raises:
         UserError: as harness.evaluate.
@@ -133,7 +127,6 @@ class Replicas:
     """The replicas of a model.
 
     Args:
-        mesh: this rank's process groups.
         compute: items, and options that are the same for all of them -> one result for each item; runs on every rank of a replica.
     """
 

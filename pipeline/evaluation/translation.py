@@ -87,7 +87,6 @@ def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequen
     """Score the completions of a folder, log the scores, and record them as those of a checkpoint.
 
     Args:
-        run_dir: the run directory.
         step: of the checkpoint.
         prompts: the prompts, whose name is that of the scores.
         folder: the output of generate.

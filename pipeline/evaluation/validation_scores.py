@@ -84,8 +84,6 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     """Open the validation data.
 
     Args:
-        config: configuration of the job.
-        stage: the settings of the evaluation.
         share: (rank, ranks) of the job.
 
     Raises:
@@ -140,9 +138,6 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
     """Return the scores of the weights in the trainer; collective.
 
     Args:
-        config: configuration of the job.
-        stage: the settings of the evaluation.
-        trainer: has the weights.
         data: what the weights are evaluated on.
 
     Returns:
@@ -177,7 +172,6 @@ def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, se
     """Record the scores of a checkpoint, and log them.
 
     Args:
-        run_dir: the run directory.
         checkpoint: its folder.
         step: of the checkpoint.
         evaluation: as `evaluate` returns it.

@@ -67,7 +67,6 @@ class BeamGenerator:
     """Generates the most probable completions that beam search finds; has the interface of Generator.
 
     Args:
-        runner: the model.
         stopping: when a completion ends; stop strings are not supported.
         beams: number of beams of a prompt.
         length_penalty: exponent of the length by which the score of a completion is divided.

@@ -74,11 +74,7 @@ class Generator:
     """Generates completions.
 
     Args:
-        runner: the model.
-        sampling: how tokens are chosen.
-        stopping: when a completion ends.
         batch_size: maximum number of sequences in a forward pass.
-        logprobs: whether to record log-probabilities.
         share: tokens of a sequence -> the share of the cache's memory that it takes. A prompt waits until there is room for its longest
             completion.
     """

@@ -51,9 +51,6 @@ class Prompt:
 class PromptFile:
     """A file of prompts, in parts of consecutive lines. The parts do not depend on the number of ranks.
 
-    Args:
-        path: the file.
-
     Raises:
         UserError: the file cannot be read, or has no lines.
     """
@@ -223,7 +220,6 @@ class PromptTemplate:
     """A template file with its examples.
 
     Args:
-        path: the template.
         examples: JSON lines with the fields of examples; None without.
         count: examples of a prompt.
         seed: of their choice.

@@ -45,9 +45,7 @@ def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel
     """Build this rank's part of the model.
 
     Args:
-        checkpoint: the weights.
         config: as for_generation returns it.
-        mesh: this rank's process groups.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -80,7 +78,6 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
     """Refuse a draft model with another vocabulary or a shorter context, or with experts that would be sharded.
 
     Args:
-        stage: the settings of the stage.
         checkpoint: of the draft model.
         target: the model that verifies the proposed tokens.
         tokenizer: folder of the target's tokenizer.

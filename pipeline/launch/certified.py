@@ -47,7 +47,6 @@ def check(config: RunConfig, world_size: int) -> None:
 
     Args:
         config: of a pretraining job.
-        world_size: of the job.
 
     Raises:
         UserError: it has none, or one of another job, naming what differs.

@@ -55,8 +55,6 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
     """Return the sbatch options of the next job: those of this one, and those of the cluster that no variable has.
 
     Args:
-        config: of the run.
-        granted: the nodes of this job.
         fields: of this job, from slurm.facts.
         environment: of this job.
     """
@@ -84,9 +82,7 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
     """Submit the next job of the chain, unless it waits already; returns None if Slurm refuses it, which is logged.
 
     Args:
-        config: of the run.
         arguments: of `python -m pipeline`; the first one is the stage.
-        granted: the nodes of this job.
         fields: of this job, from slurm.facts, with the nodes that the next one shall not get.
     """
     if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):

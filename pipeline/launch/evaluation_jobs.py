@@ -78,7 +78,6 @@ class Schedule:
     """The evaluation jobs of a run.
 
     Args:
-        config: of the run.
         overrides: its command line, without Hydra's own arguments.
         environment: variables of the job of the run.
 

@@ -199,7 +199,6 @@ def points_of(runs: Sequence[SweepRun], manifest: SweepManifest, states: Sequenc
 
     Args:
         runs: of the sweep.
-        manifest: of the sweep.
         states: of the runs; default: their files tell.
     """
     values = manifest.differing()
@@ -241,7 +240,6 @@ def search_violations(config: DictConfig, world_size: int) -> Iterator[Violation
 
     Args:
         config: of the sweep, composed by Hydra.
-        world_size: ranks of this job.
     """
     sweeper = str(config.hydra.sweeper.get("_target_", "")).rpartition(".")[2]
     if searches(config) and world_size > 1:

@@ -168,8 +168,6 @@ def one_task(cluster: ClusterConfig, stage: str, overrides: Iterable[str]) -> Cl
     """Return the options of the job of a stage: those of the cluster, or one task, with the cores of a node's tasks, if the stage has one.
 
     Args:
-        cluster: as configured.
-        stage: name of the stage.
         overrides: settings of this job alone; with a number of nodes or tasks among them, the options are those of the cluster.
     """
     given = {key_of(override) for override in overrides}
@@ -200,8 +198,6 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
 
     Args:
         cluster: options of the cluster.
-        stage: name of the stage.
-        world_size: number of ranks.
         overrides: arguments of `python -m pipeline`; stage= and dry_run arguments are removed.
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in the working directory when None.
     """

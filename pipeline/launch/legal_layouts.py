@@ -42,7 +42,6 @@ class PlannedLayouts:
     """The planner's layouts of a job by its number of nodes, kept in the run directory once it exists.
 
     Args:
-        config: configuration of the job.
         overrides: arguments of `python -m pipeline` that compose it.
         tasks_per_node: ranks on a node.
     """

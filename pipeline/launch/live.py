@@ -65,7 +65,6 @@ def with_limits(
     Several entries of one partition divide its limits by nodes or by QoS: there the limits of the partition are upper bounds.
 
     Args:
-        cluster: as configured.
         partitions: from parse_partitions.
         qos: from parse_qos.
     """
@@ -164,7 +163,6 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
 
     Args:
         config: of the job, whose stage is that of the job.
-        world_size: ranks.
         arguments: of `python -m pipeline`, for this job.
         has_weights: whether the job has a checkpoint to start from.
     """

@@ -88,7 +88,6 @@ def fewest(config: RunConfig, overrides: Sequence[str], nodes: int, *, tasks_per
     """Return the fewest nodes on which a job can start again that has lost some of them and has no spare ones.
 
     Args:
-        config: of the job.
         overrides: as of choose.
         nodes: nodes that its ranks had; the result for a job without cluster.min_nodes.
         tasks_per_node: as of choose.
@@ -178,7 +177,6 @@ def expected_training(config: RunConfig, overrides: Sequence[str] = (), nodes: i
     """Return the configuration and the number of ranks of a job that gets the nodes that it asks for.
 
     Args:
-        config: of the job.
         overrides: as of choose.
         nodes: nodes that it gets; default: cluster.nodes, or those of the first phase.
     """
@@ -216,7 +214,6 @@ def size_options(config: RunConfig, nodes: int, tasks_per_node: int | None) -> l
     """Return the sbatch options for the nodes of the next job of a run.
 
     Args:
-        config: of the run.
         nodes: of this job.
         tasks_per_node: ranks on a node; default: cluster.tasks_per_node.
     """
@@ -283,7 +280,6 @@ def job_options(config: RunConfig, own: Sequence[str]) -> ClusterConfig:
     """Return the sbatch options of a job, in the first queue that fits; where Slurm is installed, with the limits that it tells.
 
     Args:
-        config: of the job.
         own: settings of this job alone (job.one_task).
     """
     cluster = live.corrected(job.one_task(cluster_at(config), config.stage.name, own))
@@ -296,7 +292,6 @@ def expected(config: RunConfig, overrides: Sequence[str], own: Sequence[str]) ->
     For a stage that is about another job, such as certify, it is the number of ranks of that job.
 
     Args:
-        config: of the job.
         overrides: arguments of `python -m pipeline`.
         own: as of `options`.
     """
@@ -310,7 +305,6 @@ def memory_violations(config: RunConfig, overrides: Sequence[str]) -> Iterator[V
     """Yield why a training job would not fit on the most nodes that it asks for, or on the fewest, if the GPU of the cluster is known.
 
     Args:
-        config: of the job.
         overrides: arguments of `python -m pipeline`.
     """
     if config.stage.name in TRAINING_STAGES and config.cluster.hardware and config.cluster.check_memory:
@@ -323,7 +317,6 @@ def memory_violation(config: RunConfig, size: int) -> Violation | None:
     """Return why a job would not fit in the memory of its GPUs; None if it fits, or fine-tunes weights that do not exist yet.
 
     Args:
-        config: of the job.
         size: number of its ranks.
     """
     from pipeline.planner import memory_check  # loads torch

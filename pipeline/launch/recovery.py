@@ -185,9 +185,6 @@ def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run
     """Return at most five lines.
 
     Args:
-        stage: its name.
-        ended: how the ranks ended.
-        action: what follows.
         lost: nodes that do not answer.
         run_dir: of a training run.
         step: of its newest checkpoint, -1 for none.

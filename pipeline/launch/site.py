@@ -70,7 +70,6 @@ def complete(environment: MutableMapping[str, str], config: RunConfig) -> None:
 
     Args:
         environment: of the supervisor, which the ranks inherit.
-        config: of the job.
     """
     cluster = config.cluster
     if config.stage.name not in GPU_STAGES or not cluster.gpus_per_node:

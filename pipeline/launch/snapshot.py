@@ -95,7 +95,6 @@ def write_in_job(run_dir: Path, arguments: Sequence[str], config: RunConfig) -> 
     Args:
         run_dir: of the job, which exists.
         arguments: of `python -m pipeline`.
-        config: of the job.
 
     Returns:
         The folder; that of the submission if it has written one; None if it cannot be written, which is logged.

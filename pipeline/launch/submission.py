@@ -49,7 +49,6 @@ def submit(text: str, environment: Mapping[str, str] | None = None, timeout: flo
     """Submit a batch script and return the job id.
 
     Args:
-        text: the script.
         environment: variables of sbatch, which the job inherits; default: those of this process.
         timeout: seconds.
 

@@ -53,7 +53,6 @@ class Supervisor:
     Args:
         arguments: of `python -m pipeline`.
         config: what they compose; None if they do not, or for a sweep: then the ranks say why, and nothing is recovered.
-        granted: the nodes of the job.
     """
 
     def __init__(self, arguments: Sequence[str], config: RunConfig | None, granted: Allocation) -> None:

@@ -233,7 +233,6 @@ def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequenc
     """Submit the points that are neither finished nor in the queue, with the configuration files as they are now.
 
     Args:
-        manifest: of the sweep.
         numbers: only these points; empty for all.
         arguments: the command, for the snapshot.
         at_once: as of sweep_submission.submit.

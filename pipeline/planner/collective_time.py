@@ -50,7 +50,6 @@ def collective_time(kind: Kind, size: float, where: Group, hardware: Hardware) -
         kind: operation.
         size: bytes of the full buffer: the result of an all-gather, the input of the others.
         where: the ranks.
-        hardware: links and network.
     """
     if where.ranks == 1:
         return 0.0

@@ -31,10 +31,7 @@ def step_exchanges(
     """Return all collectives of a step on a pipeline rank besides the model's own.
 
     Args:
-        trace: of the model.
-        layout: of the job.
         rank: coordinate on the pipeline axis.
-        state_format: how a rank stores its weights.
         hidden_bytes, states: as in `sends`.
     """
     zero_stage = state_format.zero_stage
@@ -53,7 +50,6 @@ def reductions(
 
     Args:
         buckets: of a rank.
-        layout: of the job.
         zero_stage: 0 reduces whole gradients.
         gradient_bytes: of an accumulated gradient.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
@@ -98,7 +94,6 @@ def sends(layout: Layout, rank: int, hidden_bytes: float, states: int = 1, *, re
     """Return the activations and gradients that a pipeline rank sends in a step.
 
     Args:
-        layout: of the job.
         rank: coordinate on the pipeline axis.
         hidden_bytes: of one hidden state of a micro-batch.
         states: number of hidden states between stages (encoder-decoders: 2).

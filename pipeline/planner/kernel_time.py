@@ -73,8 +73,6 @@ def attention_time(call: AttentionCall, hardware: Hardware, *, fused: bool = Tru
     """Return the time of an attention call in seconds.
 
     Args:
-        call: the call.
-        hardware: the GPU.
         fused: a flash kernel; otherwise two batched products with the scores in memory between them.
     """
     if not fused:

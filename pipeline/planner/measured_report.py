@@ -30,7 +30,6 @@ def compare(config: RunConfig, run_dir: Path) -> tuple[MeasuredRun, JobPlan]:
 
     Args:
         config: of this command: its cluster.hardware replaces that of the run.
-        run_dir: of the job.
 
     Raises:
         UserError: run_dir has no configuration or too few steps, or no hardware is named.
@@ -54,7 +53,6 @@ def correct(config: RunConfig, run_dir: Path, job: MeasuredRun, planned: JobPlan
 
     Args:
         config: of this command, with cluster.correction.
-        run_dir: of the job.
         job: as it was measured.
         planned: its plan.
 

@@ -66,7 +66,6 @@ def explained(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     """Turn the errors of a block that is out of memory into one message.
 
     Args:
-        config: of the job.
         ranks: of the job.
 
     Raises:
@@ -138,13 +137,7 @@ def table(planned: JobPlan, used: Used | None) -> Iterator[str]:
 
 
 def fixes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[str]:
-    """Yield the settings that need less memory, each alone, the most effective one first; those that are planned within SECONDS.
-
-    Args:
-        config: of the job.
-        world_size: its ranks.
-        hardware: its GPU.
-    """
+    """Yield the settings that need less memory, each alone, the most effective one first; those that are planned within SECONDS."""
     before = plan(config, world_size, hardware).estimate.memory.total
     known = {str(violation) for violation in check.violations(config, world_size)}
     found = []

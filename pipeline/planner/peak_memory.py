@@ -75,8 +75,6 @@ def peak_memory(
         buckets: of the rank.
         stages: index -> the parts of each of its stages.
         in_flight: bytes of the activations in flight.
-        state_format: how it stores its weights.
-        engine: what the engine does.
         frozen: bytes of its weights that are not trained, as it keeps them.
         compiled: whether the blocks are compiled.
         update: bytes of the temporary tensors of Muon.
@@ -116,7 +114,6 @@ def beyond_saved(parts: list[TracedPart], engine: EngineModel, beside: list[tupl
 
     Args:
         parts: of the stage.
-        engine: what the engine does.
         beside: of beside_passes; nothing when None.
     """
     moments, unsaved = [], 0.0
@@ -156,8 +153,6 @@ def beside_passes(
         parts: of the stage.
         stage: its index.
         buckets: of the rank.
-        state_format: how it stores its weights.
-        engine: what the engine does.
         compiled: whether the blocks are compiled: their vectors are complete before their matrices.
     """
     if not state_format.shards_gradients:

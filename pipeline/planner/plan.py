@@ -75,9 +75,6 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
     """Predict a step of a valid configuration.
 
     Args:
-        config: of the job.
-        world_size: ranks.
-        hardware: GPU, node and network.
         traced: the trace of the configuration; traced here when None.
     """
     traced = traced or trace(config)

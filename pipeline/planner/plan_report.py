@@ -28,7 +28,6 @@ def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float], *,
     """Yield everything that is printed.
 
     Args:
-        result: the plan.
         rows: its operations, as plan.table returns them.
         costs: as run_cost.cost returns it.
         starts: whether the job may start; one that does not fit takes no time and costs nothing.

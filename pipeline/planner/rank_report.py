@@ -37,7 +37,6 @@ def lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
     """Yield everything but the plan of the job.
 
     Args:
-        config: of the job.
         local, model: as init_fake returns them.
     """
     yield from rank_lines(config, local.layout)

@@ -129,7 +129,6 @@ def read(folder: Path, nodes: Iterable[str], step: str | None = None) -> dict[st
     """Read the results of these nodes; a node without a readable file is left out.
 
     Args:
-        folder: the folder of the files.
         nodes: names; no other file is looked at, and the folder is not listed.
         step: leave out results of another step (step_id).
     """

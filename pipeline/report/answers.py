@@ -157,7 +157,6 @@ def lines(history: History, width: int) -> Iterator[str]:
     """Yield the terminal view of a run: its answers, its last validation and error, and what is damaged.
 
     Args:
-        history: the run.
         width: columns of the terminal.
     """
     yield history.run.run_dir

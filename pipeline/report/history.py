@@ -190,7 +190,6 @@ def spent(run: Run, seconds: Sequence[tuple[int, float]]) -> tuple[Spent, ...]:
     validation and checkpoints.
 
     Args:
-        run: the run.
         seconds: (step, seconds) of the steps.
     """
     if run.node_hours is None:

@@ -64,7 +64,6 @@ def read_last_metrics(run_dir: Path, *, validations: bool) -> Lines:
     """Return the lines in the last FIRST_BYTES of metrics.jsonl.
 
     Args:
-        run_dir: the run directory.
         validations: before them, return the last validation, if it is within MOST_BYTES and not among them.
     """
     try:
@@ -110,7 +109,6 @@ def read_config(run_dir: Path, *, whole: bool = False) -> tuple[dict[str, Any], 
     """Return the resolved configuration as nested dictionaries, and what is wrong with the file.
 
     Args:
-        run_dir: the run directory.
         whole: all sections; otherwise those that every run needs, which takes a fifth of the time.
     """
     raw, problems = _content(run_dir / CONFIG)

@@ -135,7 +135,6 @@ def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dic
     Args:
         path: of the shard.
         part: its examples.
-        encoder: the tokenizer.
         split: train or validation.
 
     Returns:

@@ -38,7 +38,6 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
 
     Args:
         folder: of the token shards.
-        manifest: of the folder.
         shards: names of the shards to write, in order.
         prefix: path of both files, without .bin and .idx.
 

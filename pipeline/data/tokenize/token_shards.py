@@ -114,7 +114,6 @@ def write(
         text: manifest of the folder.
         name: of the text shard.
         path: the token shard to write.
-        encoder: the tokenizer.
         engine: the tokenization engine.
         progress: called with the number of bytes of text after each batch.
 

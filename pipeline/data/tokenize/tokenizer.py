@@ -66,7 +66,6 @@ def check_same(folder: Path, fingerprint: str | None, source: str, fix: str, tra
         folder: of the tokenizer that a stage uses; without tokenizer.json there is nothing to compare.
         fingerprint: checksum of the tokenizer.json of the tokens or weights; None if it is not known.
         source: the tokens or weights, for the message.
-        fix: what to do.
         trained: folder of the tokenizer of the weights. Other special tokens or another post-processor than there are no difference.
 
     Raises:

@@ -107,7 +107,6 @@ def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[
     """Write report.json and report.html.
 
     Args:
-        folder: output folder.
         rows: results of measure(), that of the folder's tokenizer first.
         about: additional properties to include in the report.
 

@@ -68,7 +68,6 @@ class Causal(TokenShardObjective):
         """Use samples of sequence_length + 1 tokens.
 
         Args:
-            samples: the text.
             document_mask: return document numbers, for attention within documents.
             padded: samples are packed documents followed by end-of-document tokens, which get no targets.
         """

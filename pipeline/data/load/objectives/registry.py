@@ -52,7 +52,6 @@ def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, 
     """Open the training data, and the validation data if the validation split contains a sample.
 
     Args:
-        config: configuration of the run.
         share: (rank, world size).
 
     Raises:
