@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.collective_time import Group, collective_time
-from pipeline.planner.communication import RepeatedCollective, gathers
+from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers
 from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.matrix_update import exchanges, matrix_rounds, products, products_time, update_bytes
 from pipeline.planner.operations import AttentionCall, Product, TracedPart

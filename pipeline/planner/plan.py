@@ -12,8 +12,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.planner import ring_formula, site_correction
-from pipeline.planner.collective_time import collective_time
-from pipeline.planner.communication import step_exchanges
+from pipeline.planner.communication import collective_time, step_exchanges
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.kernel_time import product_time
