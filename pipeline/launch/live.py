@@ -139,11 +139,10 @@ def _is_tighter(name: str, live: str | int, written: str | int | None) -> bool:
 
 def _differences(written: QueueConfig, live: QueueConfig, cluster: str) -> list[str]:
     """A line for each limit that the file has with another value."""
-    place = " ".join(f"{kind} {name}" for kind, name in (("partition", written.partition), ("qos", written.qos)) if name)
-    values = {name: (getattr(written, name), getattr(live, name)) for name in ("min_nodes", "max_nodes", "max_time", "max_submitted")}
-    values["max_running"] = (written.max_running, live.max_running)
+    names = ("min_nodes", "max_nodes", "max_time", "max_submitted", "max_running")
+    values = {name: (getattr(written, name), getattr(live, name)) for name in names}
     return [
-        f"{place}: {name} is {now} in Slurm, and {before} in cluster={cluster}; that of Slurm is used"
+        f"{queues.place_of(written)}: {name} is {now} in Slurm, and {before} in cluster={cluster}; that of Slurm is used"
         for name, (before, now) in values.items()
         if before is not None and before != now
     ]

@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline.common import page
+from pipeline.common.texts import table_lines
 from pipeline.data.tokenize.tokenizer import encode, unknown_token
 
 Measurement = dict[str, Any]
@@ -89,18 +90,13 @@ def segmentation(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:
 def text_table(rows: list[Measurement]) -> str:
     """The rows as a text table for the log, with one line per tokenizer."""
     languages = list(rows[0]["languages"])
-    width = max(len("tokenizer"), *(len(row["name"]) for row in rows))
-    head = f"{'tokenizer':<{width}} {'entries':>9} {'bytes/token':>11} {'fertility':>9} {'coverage':>8} {'FLOP/GB':>8}"
-    lines = [head + "".join(f" {f'parity {language}':>{_width(language)}}" for language in languages)]
+    head = ["tokenizer", "entries", "bytes/token", "fertility", "coverage", "FLOP/GB", *(f"parity {language}" for language in languages)]
+    table = [head]
     for row in rows:
-        line = f"{row['name']:<{width}} {row['vocab_size']:>9,} {row['bytes_per_token']:>11.3f} {row['fertility']:>9.3f}"
-        line += f" {row['coverage']:>8.1%} {row['flops_per_gigabyte']:>8.2e}"
-        lines.append(line + "".join(f" {row['languages'][language]['parity']:>{_width(language)}.3f}" for language in languages))
-    return "\n".join(lines)
-
-
-def _width(language: str) -> int:
-    return len(f"parity {language}")
+        numbers = [f"{row['vocab_size']:,}", f"{row['bytes_per_token']:.3f}", f"{row['fertility']:.3f}", f"{row['coverage']:.1%}"]
+        parities = [f"{row['languages'][language]['parity']:.3f}" for language in languages]
+        table.append([row["name"], *numbers, f"{row['flops_per_gigabyte']:.2e}", *parities])
+    return "\n".join(table_lines(table, right=range(1, len(head))))
 
 
 def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[Path]:
