@@ -160,12 +160,12 @@ class PromptReader:
 
     def longest(self, prompts: PromptFile) -> list[int]:
         """Return the longest prompt of the lines with the most bytes; empty if none of them is a prompt."""
-        found: list[int] = []
+        longest: list[int] = []
         for number, line in prompts.largest():
             with suppress(BadLine):
-                found = max(found, self.parse(number, line).tokens, key=len)
+                longest = max(longest, self.parse(number, line).tokens, key=len)
         self.text_encoder.spelled.clear()
-        return found
+        return longest
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""

@@ -196,12 +196,12 @@ def gpus_of(first: int, count: int) -> list[str]:
     visible = list(map(str, range(torch.cuda.device_count()))) if named is None else [number for number in named.split(",") if number]
     if not visible:
         return []
-    found = visible[first % len(visible) :][:count]
-    if len(found) < count:
-        rule = f"is the number of GPUs of an engine of vLLM, and this rank sees {len(visible)}, of which it begins with {found[0]}"
+    chosen = visible[first % len(visible) :][:count]
+    if len(chosen) < count:
+        rule = f"is the number of GPUs of an engine of vLLM, and this rank sees {len(visible)}, of which it begins with {chosen[0]}"
         fix = "start the ranks of a tensor group on one node, such that each sees all GPUs of the node"
         raise UserError.of("parallel.tensor", count, rule, fix)
-    return found
+    return chosen
 
 
 @contextmanager

@@ -35,11 +35,11 @@ _SHOWN = 5
 def data_of(config: RunConfig) -> dict[str, str]:
     """Return the fingerprints of the token shards of a job by folder; without those that are not there."""
     folders = [corpus.tokens or config.data.tokens for corpus in config.data.blend.values()] or [config.data.tokens]
-    found = {}
+    fingerprints = {}
     for folder in dict.fromkeys(folders):
         if (Path(folder) / artifact.MANIFEST).is_file():
-            found[folder] = artifact.fingerprint(artifact.read(Path(folder), key="data.tokens", stage="tokenize"))
-    return found
+            fingerprints[folder] = artifact.fingerprint(artifact.read(Path(folder), key="data.tokens", stage="tokenize"))
+    return fingerprints
 
 
 def check(config: RunConfig, world_size: int) -> None:

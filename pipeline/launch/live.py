@@ -39,13 +39,13 @@ class QueueLimits:
 
 def parse_partitions(printed: str) -> dict[str, QueueLimits]:
     """Return the limits by partition from `scontrol show partition --oneliner`; no job has more nodes than the partition."""
-    found = {}
+    limits = {}
     for line in printed.splitlines():
         fields = slurm.parse_facts(line)
         if name := fields.get("PartitionName"):
             most = _number(fields.get("MaxNodes")) or _number(fields.get("TotalNodes"))
-            found[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
-    return found
+            limits[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
+    return limits
 
 
 def parse_qos(printed: str) -> dict[str, QueueLimits]:

@@ -126,7 +126,7 @@ def violations(config: RunConfig, overrides: Sequence[str], planned: Planned | N
         overrides: arguments of `python -m pipeline`, for the planner.
         planned: as of choose. By default the planner is asked for the fewest and the most nodes only.
     """
-    cluster, found = config.cluster, []
+    cluster, problems = config.cluster, []
     if config.stage.name not in TRAINING_STAGES:
         return []
     if cluster.min_nodes is not None and cluster.min_nodes > cluster.nodes:
@@ -135,14 +135,14 @@ def violations(config: RunConfig, overrides: Sequence[str], planned: Planned | N
     for number, entry in enumerate(config.training.batch_rampup):
         if entry.nodes is not None and entry.nodes > cluster.nodes:
             key, rule = f"training.batch_rampup.{number}.nodes", f"must not exceed cluster.nodes={cluster.nodes}"
-            found.append(Violation(key, entry.nodes, rule, "set cluster.nodes to the nodes of the last phase, the most"))
-    if found or not follows_nodes(config) or not has_model(config):
-        return found
+            problems.append(Violation(key, entry.nodes, rule, "set cluster.nodes to the nodes of the last phase, the most"))
+    if problems or not follows_nodes(config) or not has_model(config):
+        return problems
     step: int | None = newest_step(config)
     while step is not None:
-        found += _range_violations(config, overrides, step, planned)
+        problems += _range_violations(config, overrides, step, planned)
         step = layouts.phase_end(config, step)
-    return found
+    return problems
 
 
 def idle(config: RunConfig, overrides: Sequence[str] = (), planned: Planned | None = None) -> dict[int, int]:

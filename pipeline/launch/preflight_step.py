@@ -108,13 +108,13 @@ def _tested(steps: _Steps, nodes: Sequence[str], config: RunConfig) -> dict[str,
     log.info("preflight: testing %s", count(len(good), "node"))
     for _ in range(ROUNDS):
         passed = steps.test([good])[0]
-        found = _judged(steps, good, config)
-        if not passed and not found:
-            found = _searched(steps, good)
-        if len(found) == len(good):
+        newly_bad = _judged(steps, good, config)
+        if not passed and not newly_bad:
+            newly_bad = _searched(steps, good)
+        if len(newly_bad) == len(good):
             said = f"; the last message: {steps.message}" if steps.message else ""
-            raise CheckFailed(f"preflight: none of {len(good)} nodes passes; {good[0]}: {found[good[0]]}{said}")
-        bad |= found
+            raise CheckFailed(f"preflight: none of {len(good)} nodes passes; {good[0]}: {newly_bad[good[0]]}{said}")
+        bad |= newly_bad
         good = [node for node in good if node not in bad]
         if passed:
             return bad
@@ -151,8 +151,8 @@ def _searched(steps: _Steps, nodes: Sequence[str]) -> dict[str, str]:
     log.warning("preflight: the all-reduces of %d nodes fail or hang; testing parts of them", len(nodes))
     steps.search_until = time.monotonic() + SEARCH_LIMITS * (steps.seconds + START_SECONDS)
     try:
-        found = search(nodes, steps.test)
-        return {node: f"{reason}{steps.said(node)}" for node, reason in found.items()}
+        reasons = search(nodes, steps.test)
+        return {node: f"{reason}{steps.said(node)}" for node, reason in reasons.items()}
     except TimeoutError:
         why = "and the search for the nodes because of which they do takes too long"
         raise CheckFailed(f"preflight: the all-reduces of {len(nodes)} nodes fail, {why}") from None

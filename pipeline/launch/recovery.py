@@ -190,15 +190,15 @@ def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run
         step: of its newest checkpoint, -1 for none.
     """
     first = ended.first
-    found = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
+    lines = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
     if first is not None and not first.final:  # the message of a final one is above
         moment = datetime.fromtimestamp(first.time).isoformat(sep=" ", timespec="seconds")
         what = "lost its peers" if first.follows else "failed first"
-        found.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
-        found += [f"  at {first.where}"] if first.where else []
-    found += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
-    found += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []
-    return [*found, f"{stage}: exit code {ended.code}; {action.kind}: {action.reason}"]
+        lines.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
+        lines += [f"  at {first.where}"] if first.where else []
+    lines += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
+    lines += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []
+    return [*lines, f"{stage}: exit code {ended.code}; {action.kind}: {action.reason}"]
 
 
 log = logging.getLogger("pipeline")
@@ -212,12 +212,12 @@ def newest_step(run_dir: Path | None) -> int:
 
 def failures_in_a_row(run_dir: Path) -> int:
     """Return the failures of the run, in all of its jobs, since its last progress; settings that the ranks refused (code 2) are none."""
-    found = 0
+    count = 0
     for event in reversed([event for event in events.read(run_dir) if event["event"] == "ranks_end" and event.get("code") != 2]):
         if event.get("progress") or not event.get("failed"):
             break
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def was_stopped(run_dir: Path | None, since: float) -> bool:

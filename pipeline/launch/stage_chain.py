@@ -63,17 +63,17 @@ def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:
     """
     stages = [stage for stage in dict.fromkeys(config.submit.stages) if stage in STAGES]
     given = [word for word in arguments if re.match(r"[+~]*stage\.", word)]
-    found: dict[str, list[Violation]] = {}
+    by_stage: dict[str, list[Violation]] = {}
     made: dict[str, Link] = {}
     for stage in sorted(stages, key=lambda stage: stage == "certify"):  # after the job that it is about
         try:
             made[stage] = _link(config, stage, arguments, made.get("pretrain"))
         except UserError as error:
-            found[stage] = list(error.violations)
+            by_stage[stage] = list(error.violations)
     chain = [made[stage] for stage in stages if stage in made]
     for number, link in enumerate(chain):
-        found[link.stage] = list(_link_violations(link, chain[:number], chain[number + 1 :]))
-    if problems := [*(_of_one_stage(word, stages) for word in given), *merged(found, stages)]:
+        by_stage[link.stage] = list(_link_violations(link, chain[:number], chain[number + 1 :]))
+    if problems := [*(_of_one_stage(word, stages) for word in given), *merged(by_stage, stages)]:
         raise UserError(problems)
     return chain
 
@@ -95,15 +95,15 @@ def merged(found: Mapping[str, Sequence[Violation]], stages: Sequence[str]) -> l
 
 def problems(command: Command) -> list[Violation]:
     """Return what is wrong with a command line of stage=submit that does not compose; empty if nothing is found."""
-    own = [word for word in command.overrides if re.match(r"[+~]*(stage=|submit[.=]|run_dir=|hydra\.searchpath=)", word)]
-    found, valid = compose.diagnose(dataclasses.replace(command, overrides=own, violations=[]))
+    overrides = [word for word in command.overrides if re.match(r"[+~]*(stage=|submit[.=]|run_dir=|hydra\.searchpath=)", word)]
+    violations, valid = compose.diagnose(dataclasses.replace(command, overrides=overrides, violations=[]))
     try:
         config = compose.to_run_config(valid)
-        found += check.violations(config, 1)
+        violations += check.violations(config, 1)
         links(config, command.arguments)
     except UserError as error:
-        found += error.violations
-    return found
+        violations += error.violations
+    return violations
 
 
 def _link(config: RunConfig, stage: str, arguments: Sequence[str], pretrain: Link | None) -> Link:

@@ -33,9 +33,9 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
         UserError: a job is invalid or would meet another one, Slurm is not there or rejects a job, or the disk is full. No job is left.
     """
     run_dir = Path(config.run_dir)
-    found, links = _checked(config, arguments, world_size)
-    if found:
-        raise UserError(found)
+    violations, links = _checked(config, arguments, world_size)
+    if violations:
+        raise UserError(violations)
     for link in links:
         if text := moldable.idle_text(link.config):
             log.warning("%s: %s", link.stage, text)
@@ -55,30 +55,30 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
 
 def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tuple[list[Violation], list[Link]]:
     """The jobs, and everything that is wrong as far as it is known without asking Slurm."""
-    found, links = [], []
+    violations, links = [], []
     if not config.dry_run.enabled:
-        found += submission.absent()
+        violations += submission.absent()
     if world_size > 1:
         fix = "start a single process, without srun, torchrun or mpirun"
-        found.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
+        violations.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
     try:
         links = stage_chain.links(config, arguments)
         if not config.dry_run.enabled:
-            found += {str(v): v for link in links for v in job.not_given(link.cluster)}.values()
-        found += queues.too_many([link.cluster for link in links])
+            violations += {str(v): v for link in links for v in job.not_given(link.cluster)}.values()
+        violations += queues.too_many([link.cluster for link in links])
     except UserError as error:
-        found += error.violations
-    return found, links
+        violations += error.violations
+    return violations, links
 
 
 def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> None:
     """Submit jobs that are valid, with their snapshot and their record."""
     stages = [link.stage for link in links]
-    if found := list(in_use.violations(run_dir, stages, submission.queue())):
-        raise UserError(found)
+    if violations := list(in_use.violations(run_dir, stages, submission.queue())):
+        raise UserError(violations)
     refused = submission.rejected(stage_chain.rendered(links, run_dir))
-    if found := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
-        raise UserError(found)
+    if violations := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
+        raise UserError(violations)
     taken = snapshot.path(run_dir)
     own = snapshot.files([Path(word.removeprefix("--config-dir=")) for word in arguments if word.startswith("--config-dir=")])
     configs = {link.stage: snapshot.resolved(link.config) for link in links}

@@ -144,16 +144,16 @@ class Supervisor:
         nodes = self._placement.good()
         if (folder := recovery.job_folder(self._run_dir, self._granted, "preflight")) is None:
             return None
-        found = preflight_step.run(self._config, nodes, folder, self._granted.tasks_per_node)
+        bad = preflight_step.run(self._config, nodes, folder, self._granted.tasks_per_node)
         shutil.rmtree(folder, ignore_errors=True)
-        for node, reason in found.items():
+        for node, reason in bad.items():
             self._exclude([node], f"preflight: {reason}")
-        if len(nodes) - len(found) >= self._placement.fewest(self._placement.most()):
+        if len(nodes) - len(bad) >= self._placement.fewest(self._placement.most()):
             return None
         self._failures += 1
-        self._record("ranks_end", code=1, reason="the preflight leaves too few nodes", progress=False, failed=True, lost=sorted(found))
+        self._record("ranks_end", code=1, reason="the preflight leaves too few nodes", progress=False, failed=True, lost=sorted(bad))
         return recovery.too_few_nodes(
-            Situation(1, failures=self._failures, most_failures=self._config.cluster.max_retries, can_requeue=self._can_requeue), found
+            Situation(1, failures=self._failures, most_failures=self._config.cluster.max_retries, can_requeue=self._can_requeue), bad
         )
 
     def _launch(self) -> Action:

@@ -68,24 +68,24 @@ def refuse(points: Sequence[SweepJob], config_dirs: Sequence[Path], at_once: int
     Raises:
         UserError: with all violations.
     """
-    found = {str(v): v for v in also}
+    violations = {str(v): v for v in also}
     if not any(point.config.dry_run.enabled for point in points):
-        found |= {str(v): v for v in [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]}
+        violations |= {str(v): v for v in [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]}
     for point in points:
         words = [*compose.folder_options(config_dirs), *point.words]
-        found |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
-        found |= {str(v): v for v in moldable.violations(point.config, words)}
-        found |= {str(v): v for v in moldable.memory_violations(point.config, words)}
-        own = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
-        if at_once is not None and own:
+        violations |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
+        violations |= {str(v): v for v in moldable.violations(point.config, words)}
+        violations |= {str(v): v for v in moldable.memory_violations(point.config, words)}
+        dependencies = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
+        if at_once is not None and dependencies:
             rule = f"would replace the dependencies between the jobs of hydra.launcher.at_once={at_once}"
-            found["dependency"] = Violation("cluster.sbatch", own[0], rule, "remove one of both")
+            violations["dependency"] = Violation("cluster.sbatch", dependencies[0], rule, "remove one of both")
     if at_once is not None and at_once < 1:
-        found["at_once"] = Violation(
+        violations["at_once"] = Violation(
             "hydra.launcher.at_once", at_once, "must be at least 1", "set the number of jobs that may run at a time"
         )
-    if found:
-        raise UserError(list(found.values()))
+    if violations:
+        raise UserError(list(violations.values()))
     for text in {text for point in points if (text := moldable.idle_text(point.config))}:
         log.warning("%s", text)
 

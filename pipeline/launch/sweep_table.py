@@ -125,11 +125,11 @@ def write(folder: Path, points: Sequence[Point]) -> str:
         folder: of the sweep.
         points: its runs.
     """
-    found, verdict = rows(points)
+    table, verdict = rows(points)
     with atomic_file(folder / JSON, "w") as handle:
-        json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in found], handle, indent=1, allow_nan=False)
+        json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in table], handle, indent=1, allow_nan=False)
         handle.write("\n")
-    head, cells = _cells(found)
+    head, cells = _cells(table)
     with atomic_file(folder / MARKDOWN, "w") as handle:
         for line in (head, ["---"] * len(head), *cells):
             handle.write(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n")
@@ -182,15 +182,15 @@ def read_states(manifest: SweepManifest) -> list[PointState]:
     """Return the points of a sweep, in the order of their numbers. Without an answer of Slurm, the files of the runs tell alone."""
     entries, values = manifest.sorted(), manifest.differing()
     queue = _queue() if any(entry.job is not None for entry in entries) else None
-    found = []
+    states = []
     for entry in entries:
         folder = Path(entry.run_dir)
         run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
         state, reason = (queue or {}).get(entry.job or -1) or _without_job(entry, run)
         if run is not None and queue is not None and (job := _job_of(run)) is not None and int(job) not in queue:
             state, reason = str(State.FAILED), f"job {job} ended without a record: killed, or its first node was lost"
-        found.append(PointState(entry, values[entry.id], state, reason, run))
-    return found
+        states.append(PointState(entry, values[entry.id], state, reason, run))
+    return states
 
 
 def _job_of(run: Run) -> str | None:
@@ -265,8 +265,8 @@ def cancel(manifest: SweepManifest) -> list[int]:
     Raises:
         slurm.SlurmError: scancel failed.
     """
-    own = {entry.job for entry in manifest.entries.values() if entry.job is not None}
-    jobs = sorted(own & set(_queue() or {}))
+    submitted = {entry.job for entry in manifest.entries.values() if entry.job is not None}
+    jobs = sorted(submitted & set(_queue() or {}))
     if jobs:
         slurm.command(["scancel", *map(str, jobs)])
         for entry in manifest.sorted():

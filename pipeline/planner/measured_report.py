@@ -82,8 +82,8 @@ def _check_gpu(run_dir: Path, job: MeasuredRun, name: str, hardware: Hardware, b
     fix = "plan with the GPU of the run (cluster.hardware), and another file of cluster.correction for each GPU"
     ran = job.config.cluster.hardware
     if job.gpu is not None:
-        found = hardware_files.of_device(job.gpu)
-        if hardware.device and (found is None or found.device != hardware.device):
+        known_gpu = hardware_files.of_device(job.gpu)
+        if hardware.device and (known_gpu is None or known_gpu.device != hardware.device):
             raise UserError.of("stage.run", run_dir, f"ran on {job.gpu}, and cluster.hardware={name} is {hardware.name}", fix)
     elif ran is not None and ran != name:
         raise UserError.of("stage.run", run_dir, f"ran with cluster.hardware={ran}, and this command has cluster.hardware={name}", fix)

@@ -140,15 +140,15 @@ def fixes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[st
     """Yield the settings that need less memory, each alone, the most effective one first; those that are planned within SECONDS."""
     before = plan(config, world_size, hardware).estimate.memory.total
     known = {str(violation) for violation in check.violations(config, world_size)}
-    found = []
+    planned = []
     deadline = time.monotonic() + SECONDS
     for key, value in _less(config):
         if time.monotonic() > deadline:
             break
         changed = knobs.changed(config, {key: value})
         if {str(violation) for violation in check.violations(changed, world_size)} <= known:
-            found.append((plan(changed, world_size, hardware).estimate.memory.total, f"{key}={value}"))
-    better = sorted((total, setting) for total, setting in found if total < before)
+            planned.append((plan(changed, world_size, hardware).estimate.memory.total, f"{key}={value}"))
+    better = sorted((total, setting) for total, setting in planned if total < before)
     yield "settings that need less, each alone" if better else "no single setting of this layout needs less: use more nodes"
     for total, setting in better:
         yield f"  {setting:<44}{total / GB:9.2f} GB planned, {(before - total) / GB:.2f} GB less"

@@ -54,9 +54,9 @@ class Gathering:
 
     def receive(self, count: int, seconds: float) -> list[dict[str, Any]]:
         """Wait for so many results, and return those that arrived in time."""
-        found: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         deadline = time.monotonic() + seconds
-        while len(found) < count and (left := deadline - time.monotonic()) > 0:
+        while len(results) < count and (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
             try:
                 connection, _ = self._socket.accept()
@@ -64,8 +64,8 @@ class Gathering:
                 break
             with connection, contextlib.suppress(OSError, ValueError):  # a rank that died while it sent
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
-                found.append(json.loads(_all(connection)))
-        return found
+                results.append(json.loads(_all(connection)))
+        return results
 
     def close(self) -> None:
         """Release the address."""

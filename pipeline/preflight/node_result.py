@@ -132,24 +132,24 @@ def read(folder: Path, nodes: Iterable[str], step: str | None = None) -> dict[st
         nodes: names; no other file is looked at, and the folder is not listed.
         step: leave out results of another step (step_id).
     """
-    found = {}
+    results = {}
     for node in nodes:
         try:
             result = json.loads(path_of(folder, node).read_bytes())
         except (OSError, ValueError):
             continue
         if step is None or result.get("step") == step:
-            found[node] = result
-    return found
+            results[node] = result
+    return results
 
 
 def printed(output: str) -> dict[str, Result]:
     """Read the results in the output of a step; the last one of each node counts."""
-    found = {}
+    results = {}
     for line in re.findall(rf"{MARK}(\{{.*)", output):
         try:
             result = json.loads(line)
-            found[str(result["node"])] = result
+            results[str(result["node"])] = result
         except (ValueError, KeyError):  # two processes have written at once
             continue
-    return found
+    return results

@@ -170,21 +170,21 @@ def lines_now(run: Run, width: int) -> Iterator[str]:
     )
     skipped = f"; {count(run.skipped, 'step')} skipped" if run.skipped else ""
     hours = "not known: no events" if run.node_hours is None else f"{run.node_hours:.2f}"
-    found = [
+    shown = [
         Answer("Is it alive?", alive(run), _level(run)),
         Answer("When does it end?", end(run)),
         Answer("Loss", loss_now + skipped, "bad" if skipped or run.trouble else ""),
         Answer("What changed at the last restart?", restart(run)),
         Answer("Node-hours", hours),
     ]
-    yield from _wrapped([*found, *_more(run)], width)
+    yield from _wrapped([*shown, *_more(run)], width)
 
 
 def _more(run: Run) -> list[Answer]:
-    found = last_validation(run)
-    found += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
-    found += last_error(run)
-    return [*found, *(Answer("Files", problem, "bad") for problem in run.problems)]
+    shown = last_validation(run)
+    shown += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
+    shown += last_error(run)
+    return [*shown, *(Answer("Files", problem, "bad") for problem in run.problems)]
 
 
 def last_validation(run: Run) -> list[Answer]:

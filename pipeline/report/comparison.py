@@ -163,8 +163,8 @@ def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    settings: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"
-        found += _flat(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
-    return found
+        settings += _flat(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
+    return settings

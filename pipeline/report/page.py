@@ -30,7 +30,7 @@ Table = tuple[str, str, list[str], list[list[Any]]]
 def of_run(history: History, also: Sequence[str] = ()) -> str:
     """Return the page of a run; `also` are further sentences on what is missing."""
     run = history.run
-    found = answers(history)
+    answered = answers(history)
     restarts = [(float(start.step), f"restart at step {start.step:,}: {short(start.cause)}") for start in run.starts[1:]]
     tables = [_starts(run.starts)] if run.starts else []
     tables += [_spent(history)] if history.spent else []
@@ -39,10 +39,10 @@ def of_run(history: History, also: Sequence[str] = ()) -> str:
         _TEMPLATE,
         f"Training of {Path(run.run_dir).resolve().name}",
         verdict=f"{str(run.state).capitalize()}: {'; '.join(filter(None, (end(run), run.trouble)))}",
-        level="bad" if run.trouble else found[0].level or "neither",
+        level="bad" if run.trouble else answered[0].level or "neither",
         more=run.run_dir,
         problems=[*run.problems, *also],
-        answers=[*found, *last_validation(run), *last_error(run)],
+        answers=[*answered, *last_validation(run), *last_error(run)],
         charts=_charts([history], restarts),
         marked=bool(restarts),
         first=[],

@@ -195,8 +195,8 @@ def read(run_dir: Path, now: float | None = None) -> Run:
 
 def _missing(life: Life, config: dict[str, Any]) -> list[str]:
     """What an older version did not write."""
-    found = [] if life.starts else ["events.jsonl has no start of this run: starts, reasons and node-hours are not known"]
-    return found if config else [*found, "config.yaml is missing or damaged: the number of steps is not known"]
+    missing = [] if life.starts else ["events.jsonl has no start of this run: starts, reasons and node-hours are not known"]
+    return missing if config else [*missing, "config.yaml is missing or damaged: the number of steps is not known"]
 
 
 def node_hours(life: Life, last_sign: float | None) -> float | None:

@@ -106,11 +106,11 @@ def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
     Args:
         rows: names and runs.
     """
-    found: dict[str, list[str]] = {}
+    names_by_problem: dict[str, list[str]] = {}
     for name, run in rows:
         for problem in run.problems:
-            found.setdefault(problem, []).append(name)
-    return [f"{first_names(names, _NAMED)}: {problem}" for problem, names in found.items()]
+            names_by_problem.setdefault(problem, []).append(name)
+    return [f"{first_names(names, _NAMED)}: {problem}" for problem, names in names_by_problem.items()]
 
 
 def cells_of(run: Run, *, per_byte: bool = False) -> tuple[str, ...]:

@@ -165,7 +165,7 @@ def _iban_possible(words: Words) -> np.ndarray:
 
 def _obfuscated_emails(text: str) -> list[tuple[int, int, str]]:
     """What may be an address: (first character, end, its domain with plain dots)."""
-    found = []
+    candidates = []
     for at in _AT.finditer(text):
         local, domain = _OBFUSCATED_LOCAL.search(text, max(0, at.start() - 65), at.start()), _OBFUSCATED_DOMAIN.match(text, at.end())
         if not (local and domain) or (
@@ -173,8 +173,8 @@ def _obfuscated_emails(text: str) -> list[tuple[int, int, str]]:
         ):
             continue  # "LOOK AT example.com" and "LOOK AT ALL DOT COM" are sentences
         if any(map(str.isalpha, local[0])):
-            found.append((local.start(), domain.end(), _DOTS.sub(".", domain[0])))
-    return found
+            candidates.append((local.start(), domain.end(), _DOTS.sub(".", domain[0])))
+    return candidates
 
 
 def _emails(text: str) -> Spans:

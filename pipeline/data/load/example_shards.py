@@ -222,11 +222,11 @@ def check(
 def _numbered(parts: Sequence[PartNotes]) -> list[_Unusable]:
     """The lines that are not used, with their numbers in the files."""
     before: Counter[str] = Counter()
-    found = []
+    unusable = []
     for notes in parts:
-        found += [_Unusable(path, before[path] + line, error, left_out) for path, line, error, left_out in notes.unusable]
+        unusable += [_Unusable(path, before[path] + line, error, left_out) for path, line, error, left_out in notes.unusable]
         before.update(notes.lines)
-    return found
+    return unusable
 
 
 def _added(parts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, Counter[str]]:
