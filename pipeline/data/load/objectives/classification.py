@@ -21,7 +21,7 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
 from pipeline.data.load.sample_config import SampleConfig
-from pipeline.data.load.special_tokens import SpecialTokens
+from pipeline.data.load.special_tokens import SpecialTokens, enclosing_tokens
 from pipeline.data.read.input_files import Span
 from pipeline.data.tokenize.tokenizer import PromptEncoder, TextEncoder
 
@@ -147,12 +147,7 @@ class Classification(Supervised):
         model: Any = config.model
         encoder = TextEncoder.of(config.tokenizer)
         special, masking = SpecialTokens(folder, encoder.fingerprint), config.data.masking
-        first, between = special.find(
-            {
-                "data.masking.first": (masking.first, ("[CLS]", "<s>")),
-                "data.masking.between": (masking.between, ("[SEP]", "</s>")),
-            }
-        )
+        first, between = special.find(enclosing_tokens(masking))
         if model.padding_token is not None and model.padding_token not in special.ids.values():
             rule = f"has a text token with id {model.padding_token}, which the stock {model.family} class treats as padding"
             raise UserError.of("tokenizer.path", folder, rule, "use the tokenizer of the pretraining")
