@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import heapq
 import os
 import signal
 import stat
@@ -143,6 +144,18 @@ def _wait_for_reader(stream: TextIO, seconds: float = 5.0) -> None:
         if not unread[0]:
             return
         time.sleep(0.01)
+
+
+def balanced(sizes: Sequence[float], rank: int, ranks: int) -> list[int]:
+    """Return the pieces of work of one rank, by number. The largest is assigned first, each to the rank with the smallest load so far."""
+    loads = [(0.0, number) for number in range(ranks)]
+    mine = []
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        load, owner = loads[0]
+        heapq.heapreplace(loads, (load + sizes[piece], owner))
+        if owner == rank:
+            mine.append(piece)
+    return mine
 
 
 def exchange(comm: Comm, rows: np.ndarray, owners: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from pipeline.common.texts import count
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -67,7 +69,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {"cell": cell, "mb": megabytes}
     environment.tests |= {"bar": lambda value: isinstance(value, Bar), "bold": lambda value: isinstance(value, Bold)}
-    environment.globals |= {"share": share, "documents": documents, "numeric_columns": numeric_columns, "changes": changes}
+    environment.globals |= {"share": share, "count": count, "numeric_columns": numeric_columns, "changes": changes}
     return environment
 
 
@@ -92,11 +94,6 @@ def share(part: float, whole: float) -> str:
 def megabytes(size: int) -> str:
     """Return bytes in MB."""
     return f"{size / 1e6:,.1f}" if abs(size) >= 1e6 else f"{size / 1e6:.3g}"
-
-
-def documents(number: int) -> str:
-    """Return a number of documents in words."""
-    return "1 document" if number == 1 else f"{number:,} documents"
 
 
 def numeric_columns(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[bool]:

@@ -226,7 +226,10 @@ def is_sentence_end(character: str) -> bool:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014): every input bit affects all 64 output bits."""
+    """The finalizer of SplitMix64: every input bit affects all 64 output bits, and products wrap modulo 2**64.
+
+    Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators".
+    """
     values = values ^ (values >> np.uint64(30))
     values *= np.uint64(0xBF58476D1CE4E5B9)
     values ^= values >> np.uint64(27)

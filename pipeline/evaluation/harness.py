@@ -56,7 +56,6 @@ class Text:
         """Return the tokens of a text.
 
         Args:
-            text: the text.
             special: add the special tokens around a text; None adds them unless the text begins with one already.
         """
         if special is None:
@@ -78,7 +77,6 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
     """Evaluate the tasks of `stage.tasks`.
 
     Args:
-        stage: the settings of the stage.
         text: the tokenizer of the model.
         max_positions: longest sequence of the model, tokens.
         score: computes log-likelihoods.
@@ -205,7 +203,7 @@ def _language_model(text: Text, max_positions: int, score: Score, complete: Comp
 
         def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
             scores = score([Question(context, continuation) for _, context, continuation in requests])
-            return [(each.value, each.greedy) for each in scores]
+            return [(scored.value, scored.greedy) for scored in scores]
 
         def loglikelihood_rolling(self, requests: list[Any], **_: Any) -> list[float]:
             """Return the log-likelihood of each text, in windows of the model's length; every token is predicted once."""

@@ -41,7 +41,6 @@ def log_likelihoods(runner: Runner, vocab_size: int, questions: Sequence[Questio
     """Return the score of each continuation. Contexts are cut on the left to fit in the model.
 
     Args:
-        runner: the model.
         vocab_size: width of its logits.
         questions: in any order. Continuations of one token with the same context cost one forward pass together.
 
@@ -85,9 +84,6 @@ def completions(runner: Runner, sampling: Sampling, stopping: Stopping, prompts:
     """Return the text that completes each prompt, cut before the stop strings.
 
     Args:
-        runner: the model.
-        sampling: how tokens are chosen.
-        stopping: when a completion ends.
         prompts: number, which selects the random numbers, and tokens. Prompts are cut on the left such that max_tokens fit.
 
     Raises:

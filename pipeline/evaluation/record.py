@@ -29,7 +29,6 @@ def path_of(run_dir: Path, step: int, kind: str, weights: str | None = None) -> 
     """Path of a record.
 
     Args:
-        run_dir: the run directory.
         step: of the checkpoint.
         kind: "validation", "tasks", or "translation-" with the name of the prompts.
         weights: "ema" for averaged weights; None for those of the optimizer.
@@ -54,7 +53,6 @@ def write(
     """Record the scores of a checkpoint, and write the table and the plots of all records.
 
     Args:
-        run_dir: the run directory.
         step: of the checkpoint.
         kind: as in path_of.
         scores: corpus or task -> metric -> value, None for one that does not exist; "" is the full validation split.

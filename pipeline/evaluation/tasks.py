@@ -14,10 +14,11 @@ import torch.distributed as dist
 import xxhash
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.texts import table_lines
 from pipeline.config.stages import Evaluate
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from pipeline.evaluation import harness
+from pipeline.evaluation import harness, record
 from pipeline.evaluation.likelihood import completions, log_likelihoods
 from pipeline.generation.runner import decoder_runner
 from pipeline.models.config import ModelConfig
@@ -29,8 +30,6 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTe
     """Return what the scores of a checkpoint depend on.
 
     Args:
-        stage: the settings of the evaluation.
-        encoder: the tokenizer.
         dtype: precision.dtype.
         chats: the template of chats, if the questions are chats.
     """
@@ -66,11 +65,7 @@ def evaluate(stage: Evaluate, mesh: Mesh, local: LocalModel, model: ModelConfig,
     """Return task -> metrics on rank 0; the other ranks help.
 
     Args:
-        stage: the settings of the evaluation.
-        mesh: this rank's process groups.
-        local: this rank's part of the model.
         model: configuration of the full model.
-        text: the tokenizer.
 
     Raises:
         UserError: as harness.evaluate.
@@ -105,13 +100,12 @@ def text_table(results: dict[str, Any]) -> str:
     rows = [("task", "metric", "value", "stderr", "shots", "documents")]
     for task, metrics in results.items():
         for name in (name for name in metrics if f"{name}_stderr" in metrics or not name.endswith("_stderr")):
-            if name not in ("num_fewshot", "samples", "sample_len"):
+            if name not in record.NOTES:
                 error = metrics.get(f"{name}_stderr")
                 shown = "" if error is None else f"{error:.4f}"
-                counts = ("" if metrics[key] is None else str(metrics[key]) for key in ("num_fewshot", "samples"))
+                counts = ("" if metrics[key] is None else str(metrics[key]) for key in record.NOTES[:2])
                 rows.append((task, name, f"{metrics[name]:.4f}", shown, *counts))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(table_lines(rows))
 
 
 @dataclass(frozen=True)
@@ -133,7 +127,6 @@ class Replicas:
     """The replicas of a model.
 
     Args:
-        mesh: this rank's process groups.
         compute: items, and options that are the same for all of them -> one result for each item; runs on every rank of a replica.
     """
 

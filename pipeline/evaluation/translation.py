@@ -71,7 +71,10 @@ def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequ
     from sacrebleu.metrics import BLEU, CHRF
 
     most = max(map(len, expected))
-    streams = [[each[number] if number < len(each) else None for each in expected] for number in range(most)]
+    streams = [
+        [references_of_text[number] if number < len(references_of_text) else None for references_of_text in expected]
+        for number in range(most)
+    ]
     scored = {}
     for name in metrics:
         metric = {"bleu": BLEU, "chrf": CHRF}[name]()
@@ -84,7 +87,6 @@ def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequen
     """Score the completions of a folder, log the scores, and record them as those of a checkpoint.
 
     Args:
-        run_dir: the run directory.
         step: of the checkpoint.
         prompts: the prompts, whose name is that of the scores.
         folder: the output of generate.

@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
+from pipeline.common.texts import table_lines
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives import registry
@@ -42,8 +43,7 @@ class Confusion:
     def text(self) -> str:
         """Format the matrix as a table."""
         rows = [["", *self.labels], *([label, *map(str, row)] for label, row in zip(self.labels, self.counts, strict=True))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+        return "\n".join(table_lines(rows, right=range(len(rows))))
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,6 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     """Open the validation data.
 
     Args:
-        config: configuration of the job.
-        stage: the settings of the evaluation.
         share: (rank, ranks) of the job.
 
     Raises:
@@ -140,9 +138,6 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
     """Return the scores of the weights in the trainer; collective.
 
     Args:
-        config: configuration of the job.
-        stage: the settings of the evaluation.
-        trainer: has the weights.
         data: what the weights are evaluated on.
 
     Returns:
@@ -177,7 +172,6 @@ def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, se
     """Record the scores of a checkpoint, and log them.
 
     Args:
-        run_dir: the run directory.
         checkpoint: its folder.
         step: of the checkpoint.
         evaluation: as `evaluate` returns it.

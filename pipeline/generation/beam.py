@@ -54,7 +54,7 @@ class Search:
                     self.finished.append((score / length**length_penalty, completed))
             elif len(following) < beams:
                 following.append((score, beam, token))
-        self.finished = sorted(self.finished, key=lambda each: -each[0])[:beams]
+        self.finished = sorted(self.finished, key=lambda beam: -beam[0])[:beams]
         best = following[0][0] / length**length_penalty if following else -torch.inf
         self.done |= length >= self.limit or (len(self.finished) == beams and best <= self.finished[-1][0])
         following += [(NONE, 0, 0)] * (beams - len(following))
@@ -67,7 +67,6 @@ class BeamGenerator:
     """Generates the most probable completions that beam search finds; has the interface of Generator.
 
     Args:
-        runner: the model.
         stopping: when a completion ends; stop strings are not supported.
         beams: number of beams of a prompt.
         length_penalty: exponent of the length by which the score of a completion is divided.

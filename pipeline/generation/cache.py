@@ -157,7 +157,6 @@ class CachedAttention:
     """The core of one attention layer: stores new keys and values, and attends to the stored ones.
 
     Args:
-        cache: the cache of all layers.
         limit: as in PageTable.
         core: the layer's own core, for sequences that are new in the cache.
         attention: the layer. Of multi-head latent attention, the values are the first dims of the keys, and not stored again.

@@ -42,12 +42,9 @@ class PromptParts:
     """The parts of the prompts that this rank processes.
 
     Args:
-        prompts: the file.
         reader: parses its lines.
         stopping: cuts the texts.
-        unfinished: completion records.
         numbers: the parts of this rank; one is asked for when rows of the batch are free.
-        logprobs: whether to write log-probabilities.
         write: whether this rank writes the parts; of the ranks that share a model, one does.
     """
 

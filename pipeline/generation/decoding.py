@@ -39,7 +39,6 @@ def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int
 
     Args:
         model: of the checkpoint.
-        stage: the settings of the stage.
         run_dir: for the message.
         pipeline: parallel.pipeline.
 
@@ -79,8 +78,6 @@ def stopping(stage: Generate, checkpoint: Path, tokenizer: Path, ends: Sequence[
     """Return when a completion ends: after stage.max_tokens, at stage.stop, at the end of a text, and at the ends of an imported model.
 
     Args:
-        stage: the settings of the stage.
-        checkpoint: the checkpoint.
         tokenizer: folder of the tokenizer.
         ends: tokens that end a text.
         decode: tokens -> text.
@@ -98,7 +95,6 @@ def first_decoder_token(named: str | None, model: ModelConfig, tokenizer: TextEn
     Args:
         named: data.decoder_start.
         model: of the checkpoint.
-        tokenizer: the tokenizer.
 
     Raises:
         UserError: the tokenizer does not have it.
@@ -113,9 +109,6 @@ def load_runner(config: RunConfig, stage: Generate, checkpoint: MergedWeights, m
 
     Args:
         config: as weights.for_generation returns it.
-        stage: the settings of the stage.
-        checkpoint: the weights.
-        mesh: this rank's process groups.
         decoder_token: as first_decoder_token returns it.
 
     Raises:
@@ -141,13 +134,9 @@ def open_generator(
     """Load the models, and return the decoding algorithm that the settings choose.
 
     Args:
-        stage: the settings of the stage.
         models: the model, and the draft model if there is one: configuration for generation, and weights.
-        mesh: this rank's process groups.
-        stops: when a completion ends.
         decoder_token: as first_decoder_token returns it.
         local_ranks: ranks that share the memory of this machine.
-        longest: the longest prompt.
         lines: number of prompts.
 
     Raises:
@@ -171,10 +160,7 @@ def generator_of(
     """Return the decoding algorithm that the settings choose.
 
     Args:
-        stage: the settings of the stage.
-        runner: of the model.
         draft: runner of the draft model; None without stage.draft.
-        stops: when a completion ends.
         share: as in Generator.
     """
     if stage.beams > 1:
@@ -225,7 +211,6 @@ class CacheRoom:
         """Refuse a batch that does not fit.
 
         Args:
-            stage: the settings of the stage.
             rows: number of sequences.
             prompt: tokens of the longest prompt.
             max_positions: longest sequence, tokens.
@@ -244,7 +229,7 @@ class CacheRoom:
         )
         if share <= 1:
             raise UserError.of("stage.batch_size", stage.batch_size, rule, f"set stage.batch_size={math.floor(1 / share)}")
-        fitting = PAGE * sum(each <= 1 for each in self._shares[1:]) - prompt
+        fitting = PAGE * sum(share <= 1 for share in self._shares[1:]) - prompt
         if fitting >= 1:
             fix = f"set stage.batch_size=1 and stage.max_tokens={fitting}, or shard the model with parallel.tensor"
             raise UserError.of("stage.max_tokens", stage.max_tokens, rule, fix)
@@ -255,10 +240,8 @@ def of_mesh(stage: Generate, runners: Sequence[Runner], max_positions: int, mesh
     """Return the room of the caches of a job, after the weights are loaded.
 
     Args:
-        stage: the settings of the stage.
         runners: of the model, and of the draft model.
         max_positions: longest sequence, tokens.
-        mesh: this rank's process groups.
         local_ranks: ranks that share the memory of this machine.
     """
     if stage.cache_gigabytes is not None:

@@ -74,11 +74,7 @@ class Generator:
     """Generates completions.
 
     Args:
-        runner: the model.
-        sampling: how tokens are chosen.
-        stopping: when a completion ends.
         batch_size: maximum number of sequences in a forward pass.
-        logprobs: whether to record log-probabilities.
         share: tokens of a sequence -> the share of the cache's memory that it takes. A prompt waits until there is room for its longest
             completion.
     """
@@ -132,7 +128,7 @@ class Generator:
         """Give prompts to free rows; returns how many."""
         admitted: list[Completion] = []
         rows: list[int] = []
-        for row, completion in zip(free, waiting[: prefill_count([len(each.prompt) for each in waiting])], strict=False):
+        for row, completion in zip(free, waiting[: prefill_count([len(completion.prompt) for completion in waiting])], strict=False):
             needed = self.share(self.runner.length(completion.prompt) + self._limit(completion))
             if self._reserved and sum(self._reserved.values()) + needed > 1:
                 break

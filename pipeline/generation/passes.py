@@ -135,7 +135,7 @@ def grouped(before: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
             groups.append(members)
             continue
         group: list[int] = []
-        for member in sorted(members, key=lambda each: -before[each]):
+        for member in sorted(members, key=lambda member: -before[member]):
             if group and before[group[0]] - before[member] > max(PADDING, before[group[0]] // 4):
                 groups.append(group)
                 group = []

@@ -28,7 +28,6 @@ class CachedMixing:
     """Mixes the new tokens of each sequence with the state of its row, and stores the state after them. See Mixing for the call.
 
     Args:
-        cache: the cache of all layers.
         layer: the layer, whose `mix` this becomes.
 
     Attributes:

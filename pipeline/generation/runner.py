@@ -33,7 +33,6 @@ class Runner:
         model: the full model, with weights, or with `relay` this rank's stage. Its attention layers get the cache as their core.
         max_positions: longest sequence, tokens.
         lookahead: as in KeyValueCache.
-        relay: connects the pipeline stages.
         rounds: of the ranks that share experts.
         vocab_size: width of the logits; read with `relay`.
         hidden: width of the hidden states; read with `relay`.
@@ -149,9 +148,7 @@ def decoder_runner(local: LocalModel, model: ModelConfig, mesh: Mesh, *, lookahe
     """Return what runs a decoder that may be divided into pipeline stages, and whose experts may be on several ranks.
 
     Args:
-        local: this rank's part of the model.
         model: configuration of the full model.
-        mesh: this rank's process groups.
         lookahead: as in KeyValueCache.
     """
     relay = Relay(mesh) if mesh.layout.pipeline > 1 else None

@@ -65,7 +65,6 @@ def choose(logits: Tensor, sampling: Sampling, seen: Tensor | None, uniforms: Se
 
     Args:
         logits: (batch, vocabulary).
-        sampling: the rules.
         seen: bool (batch, vocabulary), the tokens of prompt and completion of each sequence; not read without a repetition penalty.
         uniforms: a random number in [0, 1) for each sequence; not read if the temperature is 0.
 

@@ -73,8 +73,6 @@ class VllmEngine:
 
     Args:
         llm: vllm.LLM; None on the ranks of a tensor group that leave their GPUs to the first one.
-        stage: the settings of the stage.
-        stops: when a completion ends.
         max_positions: longest sequence, tokens.
         prompts: maximum number of prompts of a call.
     """
@@ -119,10 +117,7 @@ def open_engine(config: RunConfig, stage: Generate, source: Source, mesh: Mesh, 
 
     Args:
         config: with the model of the checkpoint.
-        stage: the settings of the stage.
         source: what is exported.
-        mesh: this rank's process groups.
-        stops: when a completion ends.
         local_rank: of this rank; its GPU is the first one of the engine.
         lines: number of prompts; a group takes its share of them in a call at most.
 
@@ -168,8 +163,6 @@ def sampling_arguments(stage: Generate, stops: Stopping, index: int, room: int) 
     """Return the arguments of vllm.SamplingParams for a prompt; config/rules/stage.py refuses the settings that have none.
 
     Args:
-        stage: the settings of the stage.
-        stops: when a completion ends.
         index: number of the prompt, which selects its random numbers.
         room: how many tokens can follow it.
     """
@@ -200,15 +193,15 @@ def gpus_of(first: int, count: int) -> list[str]:
         UserError: this process does not see them.
     """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = [str(number) for number in range(torch.cuda.device_count())] if named is None else [each for each in named.split(",") if each]
+    visible = list(map(str, range(torch.cuda.device_count()))) if named is None else [number for number in named.split(",") if number]
     if not visible:
         return []
-    found = visible[first % len(visible) :][:count]
-    if len(found) < count:
-        rule = f"is the number of GPUs of an engine of vLLM, and this rank sees {len(visible)}, of which it begins with {found[0]}"
+    chosen = visible[first % len(visible) :][:count]
+    if len(chosen) < count:
+        rule = f"is the number of GPUs of an engine of vLLM, and this rank sees {len(visible)}, of which it begins with {chosen[0]}"
         fix = "start the ranks of a tensor group on one node, such that each sees all GPUs of the node"
         raise UserError.of("parallel.tensor", count, rule, fix)
-    return found
+    return chosen
 
 
 @contextmanager

@@ -1,17 +1,23 @@
-"""A model for generation, with the weights of a native checkpoint: no optimizer, no gradients."""
+"""A model for generation, and its draft model: the weights of native checkpoints, without optimizer and gradients."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint import native
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Run
 from pipeline.common import knobs
+from pipeline.common.errors import UserError, Violation
 from pipeline.config.lora import LoraConfig
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Generate
+from pipeline.conversion import imported
+from pipeline.data.tokenize import tokenizer as tokenizers
 from pipeline.models import config_classes
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.mesh import Mesh
@@ -39,9 +45,7 @@ def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel
     """Build this rank's part of the model.
 
     Args:
-        checkpoint: the weights.
         config: as for_generation returns it.
-        mesh: this rank's process groups.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -54,3 +58,72 @@ def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel
 
     model = parallelize(config, mesh, value)
     return model.eval().requires_grad_(False)
+
+
+def find_draft(draft: str) -> Path:
+    """Return the checkpoint that stage.draft names: a checkpoint folder, or a run directory, of which the newest is taken.
+
+    Raises:
+        UserError: there is none.
+    """
+    return native.find_start(draft, "stage.draft", "set it to the run directory or a checkpoint of a smaller model")
+
+
+def draft_config(config: RunConfig, checkpoint: MergedWeights) -> RunConfig:
+    """Return the configuration of a draft model for generation; every rank of an expert group holds the whole of it."""
+    return for_generation(knobs.changed(config, {"parallel.expert": 1}), model_of(checkpoint))
+
+
+def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, tokenizer: Path, expert: int = 1) -> None:
+    """Refuse a draft model with another vocabulary or a shorter context, or with experts that would be sharded.
+
+    Args:
+        checkpoint: of the draft model.
+        target: the model that verifies the proposed tokens.
+        tokenizer: folder of the target's tokenizer.
+        expert: parallel.expert.
+
+    Raises:
+        UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.
+    """
+    draft, violations = model_of(checkpoint), []
+    if draft.objective != "causal" or target.objective != "causal":
+        rule = f"is of family {draft.family}, the target of family {target.family}; speculative decoding requires two decoders"
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
+    for name in ("vocab_size", "max_positions"):
+        ours, theirs = getattr(target, name), getattr(draft, name)
+        if theirs < ours or (name == "vocab_size" and theirs != ours):
+            rule = f"has model.{name}={theirs}; the target has {ours}"
+            violations.append(
+                Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
+            )
+    if getattr(draft, "linear_layers", 0):
+        rule = f"is of family {draft.family}, whose linear attention has states that cannot remove refused tokens"
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a draft model without linear attention"))
+    if expert > 1 and hasattr(draft, "experts"):
+        rule = f"has experts, which parallel.expert={expert} shards in the target only"
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))
+    if violations:
+        raise UserError(violations)
+    folder = _tokenizer_folder(stage, checkpoint)
+    ours, theirs = (
+        tokenizers.load(each, key).get_vocab(with_added_tokens=True)
+        for each, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))
+    )
+    if ours != theirs:
+        raise UserError.of(
+            "stage.draft", stage.draft, f"has another tokenizer, {folder}", "choose a draft model with the tokenizer of the target"
+        )
+
+
+def _tokenizer_folder(stage: Generate, checkpoint: MergedWeights) -> Path:
+    """Return the folder with the tokenizer of the draft model."""
+    recorded = checkpoint.config.get("tokenizer", {}).get("path")
+    candidates = [imported.folder_of(checkpoint.path), *([Path(recorded)] if recorded else [])]
+    if stage.draft_tokenizer:
+        candidates = [Path(stage.draft_tokenizer)]
+    for folder in candidates:
+        if (folder / "tokenizer.json").is_file():
+            return folder
+    rule = f"cannot be verified to have the same tokenizer: no tokenizer.json in {' or '.join(map(str, candidates))}"
+    raise UserError.of("stage.draft", stage.draft, rule, "set stage.draft_tokenizer to the folder of its tokenizer")

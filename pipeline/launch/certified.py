@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.git_commit import commit
+from pipeline.common.texts import first_names
 from pipeline.config.schema import RunConfig
 
 FILE = "certificate.json"
@@ -34,11 +35,11 @@ _SHOWN = 5
 def data_of(config: RunConfig) -> dict[str, str]:
     """Return the fingerprints of the token shards of a job by folder; without those that are not there."""
     folders = [corpus.tokens or config.data.tokens for corpus in config.data.blend.values()] or [config.data.tokens]
-    found = {}
+    fingerprints = {}
     for folder in dict.fromkeys(folders):
         if (Path(folder) / artifact.MANIFEST).is_file():
-            found[folder] = artifact.fingerprint(artifact.read(Path(folder), key="data.tokens", stage="tokenize"))
-    return found
+            fingerprints[folder] = artifact.fingerprint(artifact.read(Path(folder), key="data.tokens", stage="tokenize"))
+    return fingerprints
 
 
 def check(config: RunConfig, world_size: int) -> None:
@@ -46,7 +47,6 @@ def check(config: RunConfig, world_size: int) -> None:
 
     Args:
         config: of a pretraining job.
-        world_size: of the job.
 
     Raises:
         UserError: it has none, or one of another job, naming what differs.
@@ -70,7 +70,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
         wrong = [f"{path} is not readable as a certificate ({type(error).__name__}: {error})"]
     if not wrong:
         return []
-    return [Violation("certify.required", True, f"and the job has no valid certificate: {_listed(wrong)}", fix)]
+    reasons = first_names(wrong, _SHOWN, "; ", "; and ")
+    return [Violation("certify.required", True, f"and the job has no valid certificate: {reasons}", fix)]
 
 
 def _wrong(written: dict[str, Any], config: RunConfig, world_size: int) -> Iterator[str]:
@@ -102,9 +103,3 @@ def _different(certified: Any, ours: Any, key: str) -> Iterator[str]:
             yield from _different(certified.get(name), ours.get(name), f"{key}.{name}")
     elif certified != ours:
         yield f"{key}={ours}, certified with {certified}"
-
-
-def _listed(lines: Sequence[str]) -> str:
-    """Join the first lines, and count the others."""
-    more = len(lines) - _SHOWN
-    return "; ".join(lines[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

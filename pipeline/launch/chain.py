@@ -55,8 +55,6 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
     """Return the sbatch options of the next job: those of this one, and those of the cluster that no variable has.
 
     Args:
-        config: of the run.
-        granted: the nodes of this job.
         fields: of this job, from slurm.facts.
         environment: of this job.
     """
@@ -68,25 +66,23 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
         value = re.sub(r"\bgres[:/]", "", fields.get(field, ""))
         given[name] = value if name == "gres" else "".join(re.findall(r"\bgpu[:=](?:.*[:=])?(\w+)", value)[:1])
     threads = fields.get("ReqB:S:C:T", "").rpartition(":")[2]
-    found = [f"--{name}={value}" for name, value in (given | {"threads-per-core": threads}).items() if value not in _UNSET]
-    found += [flag for field in ("OverSubscribe", "Contiguous") if (flag := _FLAGS.get(fields.get(field, "")))]
+    words = [f"--{name}={value}" for name, value in (given | {"threads-per-core": threads}).items() if value not in _UNSET]
+    words += [flag for field in ("OverSubscribe", "Contiguous") if (flag := _FLAGS.get(fields.get(field, "")))]
     if moldable.follows_nodes(config):
-        found += moldable.size_options(config, len(granted.nodes), granted.tasks_per_node)
+        words += moldable.size_options(config, len(granted.nodes), granted.tasks_per_node)
     else:
-        found += [f"--nodes={len(granted.nodes)}"]
-        found += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
-        found += ["--no-kill"] if config.cluster.spares else []
-    found += ["--no-requeue"] if fields.get("Requeue") == "0" else []  # slurm/STAGE.sbatch has --requeue
-    return [*found, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
+        words += [f"--nodes={len(granted.nodes)}"]
+        words += [] if granted.tasks_per_node is None else [f"--ntasks-per-node={granted.tasks_per_node}"]
+        words += ["--no-kill"] if config.cluster.spares else []
+    words += ["--no-requeue"] if fields.get("Requeue") == "0" else []  # slurm/STAGE.sbatch has --requeue
+    return [*words, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 
 def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> NextJob | None:
     """Submit the next job of the chain, unless it waits already; returns None if Slurm refuses it, which is logged.
 
     Args:
-        config: of the run.
         arguments: of `python -m pipeline`; the first one is the stage.
-        granted: the nodes of this job.
         fields: of this job, from slurm.facts, with the nodes that the next one shall not get.
     """
     if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):

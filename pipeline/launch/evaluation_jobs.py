@@ -78,7 +78,6 @@ class Schedule:
     """The evaluation jobs of a run.
 
     Args:
-        config: of the run.
         overrides: its command line, without Hydra's own arguments.
         environment: variables of the job of the run.
 
@@ -126,7 +125,7 @@ class Schedule:
             steps = [step for path in native.complete(self._run_dir) if self._lacks(step := native.step_of(path), kind)]
             if not steps:
                 continue
-            shown = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}"
+            shown = f"{'steps' if len(steps) > 1 else 'step'} {', '.join(map(str, steps))}"
             try:
                 (self._run_dir / record.FOLDER).mkdir(exist_ok=True)  # Slurm opens the log in it
                 if submission.is_pending(planned.name, self._environment):
@@ -176,7 +175,7 @@ def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[
         stage="evaluate",
         overrides=(*kept, *wanted.overrides, *settings, f"run_dir={quoted(run_dir)}"),
         directory=Path.cwd(),
-        output=f"{str(folder).replace('%', '%%')}/slurm-{kind}-%j.out",
+        output=job.log_file(folder, f"slurm-{kind}"),
         conf=Path(conf) if conf else None,
         scripts=scripts,
         python=job.python_of(Path.cwd(), scripts),

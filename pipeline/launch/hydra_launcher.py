@@ -53,6 +53,15 @@ class ValidatingLauncher(Launcher):
             loader.load_sweep_config = hydra_sweeper.compose_once(loader.load_sweep_config, self._multirun)
         self._done: dict[str, tuple[SweepRun, str]] = {}  # run_dir -> a run and its state, also of earlier batches of a sweeper
 
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002 -- numbers are those of the manifest
+        """Start the runs. Called by Hydra with the overrides of each run."""
+        with self._multirun.removed_unless_started():
+            return self.start(job_overrides)
+
+    def start(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """Start the runs, and return the results of those that have ended."""
+        raise NotImplementedError
+
     def sized(self, config: RunConfig, overrides: Sequence[str]) -> tuple[RunConfig, int]:
         """Return the configuration of a run with its layout, and its number of ranks."""
         raise NotImplementedError
@@ -132,17 +141,12 @@ class LocalLauncher(ValidatingLauncher):
         config = moldable.simulated(config, overrides) if config.dry_run.enabled else config
         return config, layout.job_size(config, ranks.detect().world_size)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002 -- numbers are those of the manifest
-        """Execute the runs. Called by Hydra with the overrides of each run.
+    def start(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """Execute the runs.
 
         Raises:
             SystemExit: a run has failed or was asked to stop, with the exit code of the first one.
         """
-        with self._multirun.removed_unless_started():
-            return self._launch(job_overrides)
-
-    def _launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
-        """See launch()."""
         here = ranks.detect()
         if found := list(hydra_sweeper.search_violations(self.config, here.world_size)):
             raise UserError(found)
@@ -201,13 +205,8 @@ class SlurmLauncher(ValidatingLauncher):
         words = [*compose.folder_options(compose.own_folders(self.config.hydra)), *overrides]
         return moldable.expected(config, words, overrides)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:  # noqa: ARG002 -- numbers are those of the manifest
-        """Submit the runs, print the job ids and return. Called by Hydra with the overrides of each run."""
-        with self._multirun.removed_unless_started():
-            return self._launch(job_overrides)
-
-    def _launch(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
-        """See launch()."""
+    def start(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
+        """Submit the runs, print the job ids and return."""
         runs, manifest = self.runs(job_overrides)
         own = compose.own_folders(self.config.hydra)
         points = [sweep_submission.SweepJob(run.entry, run.config, run.overrides) for run in runs]

@@ -28,6 +28,7 @@ from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
 from pipeline.launch.sweep_submission import SweepJob
 from pipeline.launch.sweep_table import Point
 from pipeline.report import run as runs
+from pipeline.report.run_files import is_finite
 
 log = logging.getLogger("pipeline")
 
@@ -198,7 +199,6 @@ def points_of(runs: Sequence[SweepRun], manifest: SweepManifest, states: Sequenc
 
     Args:
         runs: of the sweep.
-        manifest: of the sweep.
         states: of the runs; default: their files tell.
     """
     values = manifest.differing()
@@ -240,7 +240,6 @@ def search_violations(config: DictConfig, world_size: int) -> Iterator[Violation
 
     Args:
         config: of the sweep, composed by Hydra.
-        world_size: ranks of this job.
     """
     sweeper = str(config.hydra.sweeper.get("_target_", "")).rpartition(".")[2]
     if searches(config) and world_size > 1:
@@ -270,7 +269,7 @@ def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool
     """
     row = sweep_table.row(point, runs.read(point.run_dir))
     value = row.bits_per_byte if per_byte else row.validation_loss
-    if row.state == "finished" and runs.is_finite(value):
+    if row.state == "finished" and is_finite(value):
         return JobReturn(overrides=overrides, status=JobStatus.COMPLETED, _return_value=value)
     missing = "bits per byte of the validation split" if per_byte and row.validation_loss is not None else "validation loss"
     why = row.state if row.state != "finished" else f"it has no {missing}; set training.validate_every"

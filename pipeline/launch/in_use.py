@@ -47,7 +47,6 @@ def queued(run_dir: Path, stages: Sequence[str], queue: Sequence[QueuedJob]) -> 
     They are those of a chain, of a sweep, and those of `sbatch slurm/STAGE.sbatch` of the same stages.
 
     Args:
-        run_dir: the run directory.
         stages: that would be submitted.
         queue: the jobs of this user.
     """

@@ -65,6 +65,12 @@ class Job:
     waits_for: str | None = None
 
 
+def log_file(folder: Path, name: str, job_id: str | int | None = None) -> str:
+    """Return the path of the output of a job; without its id as a pattern for sbatch, in which % is escaped as %%."""
+    path = str(folder.absolute())
+    return f"{path.replace('%', '%%')}/{name}-%j.out" if job_id is None else f"{path}/{name}-{job_id}.out"
+
+
 def render(job: Job, cluster: ClusterConfig) -> str:
     """Render the batch script passed to sbatch."""
     cluster = placed(cluster, job.stage, cluster.nodes)
@@ -162,8 +168,6 @@ def one_task(cluster: ClusterConfig, stage: str, overrides: Iterable[str]) -> Cl
     """Return the options of the job of a stage: those of the cluster, or one task, with the cores of a node's tasks, if the stage has one.
 
     Args:
-        cluster: as configured.
-        stage: name of the stage.
         overrides: settings of this job alone; with a number of nodes or tasks among them, the options are those of the cluster.
     """
     given = {key_of(override) for override in overrides}
@@ -194,8 +198,6 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
 
     Args:
         cluster: options of the cluster.
-        stage: name of the stage.
-        world_size: number of ranks.
         overrides: arguments of `python -m pipeline`; stage= and dry_run arguments are removed.
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in the working directory when None.
     """
@@ -213,30 +215,30 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
 
 def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Violation]:
     """Return the reasons why a job of this stage cannot be rendered or submitted."""
-    found = []
+    problems = []
     scripts = batch_scripts(directory) or directory / "slurm"
     if not (scripts / f"{stage}.sbatch").is_file():
         stages = ", ".join(sorted(p.stem for p in scripts.glob("*.sbatch")))
-        found.append(Violation("stage", stage, f"has no {scripts}/{stage}.sbatch", f"choose one of {stages}, or create that file"))
+        problems.append(Violation("stage", stage, f"has no {scripts}/{stage}.sbatch", f"choose one of {stages}, or create that file"))
     texts = {name: getattr(cluster, name) for name in ("account", "partition", "qos", "memory")}
     texts |= {f"sbatch[{i}]": option for i, option in enumerate(cluster.sbatch)}
     for name, text in texts.items():
         if text is not None and not text.isprintable():
-            found.append(Violation(f"cluster.{name}", repr(text), "must be a single printable line", f"fix cluster.{name}"))
-    found += [
+            problems.append(Violation(f"cluster.{name}", repr(text), "must be a single printable line", f"fix cluster.{name}"))
+    problems += [
         Violation("cluster.sbatch", option, "must be an sbatch option in command-line form", "write --name=value")
         for option in cluster.sbatch
         if not option.startswith("-")
     ]
     unknown = [key for key in cluster.required if key not in REQUIRABLE]
-    found += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
+    problems += [Violation("cluster.required", key, f"must be one of {', '.join(REQUIRABLE)}", "remove it") for key in unknown]
     # Slurm reads a plain number as minutes, and YAML parses an unquoted 24:00:00 as 86400, which would be two months.
     if cluster.time != queues.LONGEST and not ranks.is_slurm_limit(cluster.time):
         rule = "must have the form days-hours, hours:minutes:seconds or minutes:seconds"
-        found.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
+        problems.append(Violation("cluster.time", cluster.time, rule, 'use one of these forms, quoted in a YAML file: "24:00:00"'))
     else:
-        found += queues.violations(cluster, *node_range(cluster, stage, cluster.nodes))
-    return found
+        problems += queues.violations(cluster, *node_range(cluster, stage, cluster.nodes))
+    return problems
 
 
 def missing(cluster: ClusterConfig) -> list[str]:

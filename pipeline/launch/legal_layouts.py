@@ -42,7 +42,6 @@ class PlannedLayouts:
     """The planner's layouts of a job by its number of nodes, kept in the run directory once it exists.
 
     Args:
-        config: configuration of the job.
         overrides: arguments of `python -m pipeline` that compose it.
         tasks_per_node: ranks on a node.
     """
@@ -125,7 +124,7 @@ class LegalLayouts:
         shown = (
             f"{most} nodes x {self.tasks_per_node} ranks" if fewest == most else f"{fewest} to {most} nodes x {self.tasks_per_node} ranks"
         )
-        return [replace(found, rule=f"{found.rule} (no layout is legal on {shown})") for found in self.broken(most)]
+        return [replace(violation, rule=f"{violation.rule} (no layout is legal on {shown})") for violation in self.broken(most)]
 
     def _candidates(self, nodes: int) -> list[tuple[str, ...]]:
         """The layouts that apply to a number of nodes, the best first."""

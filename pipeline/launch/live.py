@@ -39,13 +39,13 @@ class QueueLimits:
 
 def parse_partitions(printed: str) -> dict[str, QueueLimits]:
     """Return the limits by partition from `scontrol show partition --oneliner`; no job has more nodes than the partition."""
-    found = {}
+    limits = {}
     for line in printed.splitlines():
         fields = slurm.parse_facts(line)
         if name := fields.get("PartitionName"):
             most = _number(fields.get("MaxNodes")) or _number(fields.get("TotalNodes"))
-            found[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
-    return found
+            limits[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
+    return limits
 
 
 def parse_qos(printed: str) -> dict[str, QueueLimits]:
@@ -65,7 +65,6 @@ def with_limits(
     Several entries of one partition divide its limits by nodes or by QoS: there the limits of the partition are upper bounds.
 
     Args:
-        cluster: as configured.
         partitions: from parse_partitions.
         qos: from parse_qos.
     """
@@ -140,11 +139,10 @@ def _is_tighter(name: str, live: str | int, written: str | int | None) -> bool:
 
 def _differences(written: QueueConfig, live: QueueConfig, cluster: str) -> list[str]:
     """A line for each limit that the file has with another value."""
-    place = " ".join(f"{kind} {name}" for kind, name in (("partition", written.partition), ("qos", written.qos)) if name)
-    values = {name: (getattr(written, name), getattr(live, name)) for name in ("min_nodes", "max_nodes", "max_time", "max_submitted")}
-    values["max_running"] = (written.max_running, live.max_running)
+    names = ("min_nodes", "max_nodes", "max_time", "max_submitted", "max_running")
+    values = {name: (getattr(written, name), getattr(live, name)) for name in names}
     return [
-        f"{place}: {name} is {now} in Slurm, and {before} in cluster={cluster}; that of Slurm is used"
+        f"{queues.place_of(written)}: {name} is {now} in Slurm, and {before} in cluster={cluster}; that of Slurm is used"
         for name, (before, now) in values.items()
         if before is not None and before != now
     ]
@@ -164,7 +162,6 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
 
     Args:
         config: of the job, whose stage is that of the job.
-        world_size: ranks.
         arguments: of `python -m pipeline`, for this job.
         has_weights: whether the job has a checkpoint to start from.
     """

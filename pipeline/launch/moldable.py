@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeline.checkpoint import catalog
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.texts import count
 from pipeline.config import layout, layouts
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import key_of
@@ -74,9 +75,7 @@ def choose(
     most = min(granted, wanted or granted)
     fewest = most if least is None else min(least, wanted or least)
     if most < fewest:
-        raise UserError.of(
-            "cluster.min_nodes", least, f"the job has {granted} good node{'s' * (granted != 1)}", "ask for more nodes, or reduce it"
-        )
+        raise UserError.of("cluster.min_nodes", least, f"the job has {count(granted, 'good node')}", "ask for more nodes, or reduce it")
     legal = LegalLayouts(config, overrides, tasks_per_node or config.cluster.tasks_per_node, step, planned)
     for nodes in range(most, fewest - 1, -1):
         if found := legal.layout(nodes):
@@ -89,7 +88,6 @@ def fewest(config: RunConfig, overrides: Sequence[str], nodes: int, *, tasks_per
     """Return the fewest nodes on which a job can start again that has lost some of them and has no spare ones.
 
     Args:
-        config: of the job.
         overrides: as of choose.
         nodes: nodes that its ranks had; the result for a job without cluster.min_nodes.
         tasks_per_node: as of choose.
@@ -128,7 +126,7 @@ def violations(config: RunConfig, overrides: Sequence[str], planned: Planned | N
         overrides: arguments of `python -m pipeline`, for the planner.
         planned: as of choose. By default the planner is asked for the fewest and the most nodes only.
     """
-    cluster, found = config.cluster, []
+    cluster, problems = config.cluster, []
     if config.stage.name not in TRAINING_STAGES:
         return []
     if cluster.min_nodes is not None and cluster.min_nodes > cluster.nodes:
@@ -137,14 +135,14 @@ def violations(config: RunConfig, overrides: Sequence[str], planned: Planned | N
     for number, entry in enumerate(config.training.batch_rampup):
         if entry.nodes is not None and entry.nodes > cluster.nodes:
             key, rule = f"training.batch_rampup.{number}.nodes", f"must not exceed cluster.nodes={cluster.nodes}"
-            found.append(Violation(key, entry.nodes, rule, "set cluster.nodes to the nodes of the last phase, the most"))
-    if found or not follows_nodes(config) or not has_model(config):
-        return found
+            problems.append(Violation(key, entry.nodes, rule, "set cluster.nodes to the nodes of the last phase, the most"))
+    if problems or not follows_nodes(config) or not has_model(config):
+        return problems
     step: int | None = newest_step(config)
     while step is not None:
-        found += _range_violations(config, overrides, step, planned)
+        problems += _range_violations(config, overrides, step, planned)
         step = layouts.phase_end(config, step)
-    return found
+    return problems
 
 
 def idle(config: RunConfig, overrides: Sequence[str] = (), planned: Planned | None = None) -> dict[int, int]:
@@ -179,7 +177,6 @@ def expected_training(config: RunConfig, overrides: Sequence[str] = (), nodes: i
     """Return the configuration and the number of ranks of a job that gets the nodes that it asks for.
 
     Args:
-        config: of the job.
         overrides: as of choose.
         nodes: nodes that it gets; default: cluster.nodes, or those of the first phase.
     """
@@ -217,7 +214,6 @@ def size_options(config: RunConfig, nodes: int, tasks_per_node: int | None) -> l
     """Return the sbatch options for the nodes of the next job of a run.
 
     Args:
-        config: of the run.
         nodes: of this job.
         tasks_per_node: ranks on a node; default: cluster.tasks_per_node.
     """
@@ -284,7 +280,6 @@ def job_options(config: RunConfig, own: Sequence[str]) -> ClusterConfig:
     """Return the sbatch options of a job, in the first queue that fits; where Slurm is installed, with the limits that it tells.
 
     Args:
-        config: of the job.
         own: settings of this job alone (job.one_task).
     """
     cluster = live.corrected(job.one_task(cluster_at(config), config.stage.name, own))
@@ -297,7 +292,6 @@ def expected(config: RunConfig, overrides: Sequence[str], own: Sequence[str]) ->
     For a stage that is about another job, such as certify, it is the number of ranks of that job.
 
     Args:
-        config: of the job.
         overrides: arguments of `python -m pipeline`.
         own: as of `options`.
     """
@@ -311,7 +305,6 @@ def memory_violations(config: RunConfig, overrides: Sequence[str]) -> Iterator[V
     """Yield why a training job would not fit on the most nodes that it asks for, or on the fewest, if the GPU of the cluster is known.
 
     Args:
-        config: of the job.
         overrides: arguments of `python -m pipeline`.
     """
     if config.stage.name in TRAINING_STAGES and config.cluster.hardware and config.cluster.check_memory:
@@ -324,7 +317,6 @@ def memory_violation(config: RunConfig, size: int) -> Violation | None:
     """Return why a job would not fit in the memory of its GPUs; None if it fits, or fine-tunes weights that do not exist yet.
 
     Args:
-        config: of the job.
         size: number of its ranks.
     """
     from pipeline.planner import memory_check  # loads torch

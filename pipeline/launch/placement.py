@@ -22,7 +22,6 @@ class Placement:
     Args:
         arguments: of `python -m pipeline`.
         config: what they compose; None if they do not.
-        granted: what Slurm has granted.
 
     Attributes:
         granted: the same, with the ranks of a node that a range of nodes has.

@@ -20,6 +20,7 @@ from pipeline.common import ends, events
 from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import expand_tasks
+from pipeline.common.texts import count
 from pipeline.config.command_line import quoted
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
@@ -104,16 +105,16 @@ def _tasks_of_job() -> int | None:
 def _tested(steps: _Steps, nodes: Sequence[str], config: RunConfig) -> dict[str, str]:
     """Test all nodes, and again without those that are bad, until the rest passes together; the bad ones."""
     good, bad = list(nodes), dict[str, str]()
-    log.info("preflight: testing %d node%s", len(good), "s" * (len(good) > 1))
+    log.info("preflight: testing %s", count(len(good), "node"))
     for _ in range(ROUNDS):
         passed = steps.test([good])[0]
-        found = _judged(steps, good, config)
-        if not passed and not found:
-            found = _searched(steps, good)
-        if len(found) == len(good):
+        newly_bad = _judged(steps, good, config)
+        if not passed and not newly_bad:
+            newly_bad = _searched(steps, good)
+        if len(newly_bad) == len(good):
             said = f"; the last message: {steps.message}" if steps.message else ""
-            raise CheckFailed(f"preflight: none of {len(good)} nodes passes; {good[0]}: {found[good[0]]}{said}")
-        bad |= found
+            raise CheckFailed(f"preflight: none of {len(good)} nodes passes; {good[0]}: {newly_bad[good[0]]}{said}")
+        bad |= newly_bad
         good = [node for node in good if node not in bad]
         if passed:
             return bad
@@ -138,10 +139,10 @@ def _judged(steps: _Steps, nodes: Sequence[str], config: RunConfig) -> dict[str,
     """
     present = [node for node in nodes if node in steps.results]
     findings = judge.judge(steps.results, nodes if len(present) > len(nodes) / 2 else present, config.cluster)
-    for check, count, reason in judge.common_problems(findings, nodes):
+    for check, failing, reason in judge.common_problems(findings, nodes):
         key, fix = _FIXES.get(check, ("cluster.preflight", "look at the nodes, or set cluster.preflight=off to start all the same"))
         value = getattr(config.cluster, key.removeprefix("cluster."), config.run_dir)
-        raise UserError.of(key, value, f"preflight: '{check}' fails on {count} of {len(nodes)} nodes: {reason}", fix)
+        raise UserError.of(key, value, f"preflight: '{check}' fails on {failing} of {len(nodes)} nodes: {reason}", fix)
     return judge.bad_nodes(findings)
 
 
@@ -150,8 +151,8 @@ def _searched(steps: _Steps, nodes: Sequence[str]) -> dict[str, str]:
     log.warning("preflight: the all-reduces of %d nodes fail or hang; testing parts of them", len(nodes))
     steps.search_until = time.monotonic() + SEARCH_LIMITS * (steps.seconds + START_SECONDS)
     try:
-        found = search(nodes, steps.test)
-        return {node: f"{reason}{steps.said(node)}" for node, reason in found.items()}
+        reasons = search(nodes, steps.test)
+        return {node: f"{reason}{steps.said(node)}" for node, reason in reasons.items()}
     except TimeoutError:
         why = "and the search for the nodes because of which they do takes too long"
         raise CheckFailed(f"preflight: the all-reduces of {len(nodes)} nodes fail, {why}") from None

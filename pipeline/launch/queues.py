@@ -69,13 +69,17 @@ def too_many(jobs: Sequence[ClusterConfig]) -> Iterator[Violation]:
             yield Violation("cluster.queues", described(queue), f"accepts fewer jobs of a user than these {counts[place]}", fix)
 
 
+def place_of(queue: QueueConfig) -> str:
+    """Return partition and QoS as text; empty for the default ones."""
+    return " ".join(f"{name} {value}" for name, value in (("partition", queue.partition), ("qos", queue.qos)) if value)
+
+
 def described(queue: QueueConfig) -> str:
     """Return the limits of a queue as text, such as "partition batch: 1-91 nodes, 02:00:00"."""
-    place = " ".join(f"{name} {value}" for name, value in (("partition", queue.partition), ("qos", queue.qos)) if value)
     most = "" if queue.max_nodes is None else f"-{queue.max_nodes}"
     limits = [f"{queue.min_nodes}{most or ' or more'} nodes", queue.max_time or "time unknown"]
     limits += [f"{queue.max_submitted} jobs"] if queue.max_submitted else []
-    return f"{place or 'default partition'}: {', '.join(limits)}"
+    return f"{place_of(queue) or 'default partition'}: {', '.join(limits)}"
 
 
 def _candidates(cluster: ClusterConfig) -> list[QueueConfig]:

@@ -144,14 +144,14 @@ def judge(code: int, failures: Sequence[End], rank_0: End | None, lines: Sequenc
         rank_0: the end of rank 0.
         lines: messages of srun.
     """
-    own = next((end for end in failures if not end.follows), None)
-    if rank_0 is not None and rank_0.code == 0 and own is None:
+    first = next((end for end in failures if not end.follows), None)
+    if rank_0 is not None and rank_0.code == 0 and first is None:
         return 0, None  # rank 0 ends with 0 after all ranks have done their work
-    if code == 0 and own is None and not failures:
+    if code == 0 and first is None and not failures:
         aborted = any(_ABORTED.search(line) for line in lines)  # srun exits with 0 when it leaves tasks behind that did not end
         return (TERMINATED if aborted else 0), None
-    if own is not None:
-        return own.code, own
+    if first is not None:
+        return first.code, first
     if rank_0 is not None and not failures:
         return rank_0.code, None
     killed = _killed(lines)

@@ -1,15 +1,24 @@
-"""What follows the end of the ranks of a job: a function of how they ended and of what Slurm allows, and the lines that explain it."""
+"""What follows the end of the ranks of a job: a function of how they ended, of what Slurm allows and of what the run has left.
+
+The functions at the end read and remove files of the run directory; all others only decide.
+"""
 
 from __future__ import annotations
 
+import logging
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 
+from pipeline.checkpoint import native
+from pipeline.common import events, locks
 from pipeline.common.ends import End
 from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED
+from pipeline.launch import snapshot
+from pipeline.launch.allocation import Allocation
 from pipeline.launch.rank_step import StepEnd
 
 #: Exit code of ranks that refuse their configuration or inputs.
@@ -176,20 +185,71 @@ def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run
     """Return at most five lines.
 
     Args:
-        stage: its name.
-        ended: how the ranks ended.
-        action: what follows.
         lost: nodes that do not answer.
         run_dir: of a training run.
         step: of its newest checkpoint, -1 for none.
     """
     first = ended.first
-    found = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
+    lines = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
     if first is not None and not first.final:  # the message of a final one is above
         moment = datetime.fromtimestamp(first.time).isoformat(sep=" ", timespec="seconds")
         what = "lost its peers" if first.follows else "failed first"
-        found.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
-        found += [f"  at {first.where}"] if first.where else []
-    found += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
-    found += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []
-    return [*found, f"{stage}: exit code {ended.code}; {action.kind}: {action.reason}"]
+        lines.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
+        lines += [f"  at {first.where}"] if first.where else []
+    lines += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
+    lines += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []
+    return [*lines, f"{stage}: exit code {ended.code}; {action.kind}: {action.reason}"]
+
+
+log = logging.getLogger("pipeline")
+
+
+def newest_step(run_dir: Path | None) -> int:
+    """Return the step of the newest complete checkpoint, -1 for none."""
+    complete = [] if run_dir is None else native.complete(run_dir)
+    return native.step_of(complete[-1]) if complete else -1
+
+
+def failures_in_a_row(run_dir: Path) -> int:
+    """Return the failures of the run, in all of its jobs, since its last progress; settings that the ranks refused (code 2) are none."""
+    count = 0
+    for event in reversed([event for event in events.read(run_dir) if event["event"] == "ranks_end" and event.get("code") != 2]):
+        if event.get("progress") or not event.get("failed"):
+            break
+        count += 1
+    return count
+
+
+def was_stopped(run_dir: Path | None, since: float) -> bool:
+    """Return whether ranks that were started at a time, in seconds since 1970, ended because of the file `stop`."""
+    known = [] if run_dir is None else events.read(run_dir)
+    ends = [event for event in known if event["event"] == "run_end" and event.get("time", 0) >= since]
+    return bool(ends) and ends[-1].get("reason") == "stop"
+
+
+def job_folder(run_dir: Path | None, granted: Allocation, name: str) -> Path | None:
+    """Make an empty folder of this job on the shared file system: in the run directory, else in the working directory.
+
+    Returns:
+        Its absolute path; None if it cannot be made, which is logged.
+    """
+    path = (run_dir or Path.cwd()) / f".job-{granted.job}-{granted.restarts}-{name}"
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+    except OSError as error:
+        log.warning("%s: %s", path, error.strerror)
+        return None
+    return path.absolute()
+
+
+def remove_leftovers(run_dir: Path, job: str) -> None:
+    """Remove the folders that this job made before it was put back into the queue, if its first node was lost then."""
+    for path in run_dir.glob(f".job-{job}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_if_unused(run_dir: Path) -> None:
+    """Remove a run directory that this job has made for a run that never began."""
+    if all(path.name in (events.FILE, snapshot.FOLDER, locks.OF_JOB) for path in run_dir.iterdir()):
+        shutil.rmtree(run_dir, ignore_errors=True)

@@ -70,7 +70,6 @@ def complete(environment: MutableMapping[str, str], config: RunConfig) -> None:
 
     Args:
         environment: of the supervisor, which the ranks inherit.
-        config: of the job.
     """
     cluster = config.cluster
     if config.stage.name not in GPU_STAGES or not cluster.gpus_per_node:
@@ -86,7 +85,7 @@ def complete(environment: MutableMapping[str, str], config: RunConfig) -> None:
 def add(environment: MutableMapping[str, str], defaults: Mapping[str, Default]) -> None:
     """Set the variables that neither the environment nor another name of the same setting has."""
     for name, default in defaults.items():
-        if not any(environment.get(each) for each in (name, *default.others)):
+        if not any(environment.get(variable) for variable in (name, *default.others)):
             environment[name] = default.value
 
 

@@ -36,7 +36,6 @@ def command(words: Sequence[str], environment: Mapping[str, str] | None = None, 
     """Run a command of Slurm and return what it prints.
 
     Args:
-        words: the command.
         environment: its variables; those of this process when None.
         timeout: seconds.
         patience: seconds in which it is repeated while the controller does not answer.

@@ -95,7 +95,6 @@ def write_in_job(run_dir: Path, arguments: Sequence[str], config: RunConfig) -> 
     Args:
         run_dir: of the job, which exists.
         arguments: of `python -m pipeline`.
-        config: of the job.
 
     Returns:
         The folder; that of the submission if it has written one; None if it cannot be written, which is logged.
@@ -182,14 +181,14 @@ def files(own: Sequence[Path]) -> dict[str, Path]:
     Raises:
         UserError: a user's own folder has too many files.
     """
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for source in [*reversed(own), CONF_DIR]:
         for number, path in enumerate(_yaml(source)):
             if number >= MOST_FILES:
                 rule = f"has more than {MOST_FILES:,} .yaml files, and jobs read a copy of them"
                 raise UserError.of("argument", f"--config-dir={source}", rule, "name a folder with experiment/NAME.yaml and no other files")
-            found[path.relative_to(source).as_posix()] = path
-    return found
+            paths[path.relative_to(source).as_posix()] = path
+    return paths
 
 
 def _yaml(source: Path) -> Iterator[Path]:

@@ -63,17 +63,17 @@ def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:
     """
     stages = [stage for stage in dict.fromkeys(config.submit.stages) if stage in STAGES]
     given = [word for word in arguments if re.match(r"[+~]*stage\.", word)]
-    found: dict[str, list[Violation]] = {}
+    by_stage: dict[str, list[Violation]] = {}
     made: dict[str, Link] = {}
     for stage in sorted(stages, key=lambda stage: stage == "certify"):  # after the job that it is about
         try:
             made[stage] = _link(config, stage, arguments, made.get("pretrain"))
         except UserError as error:
-            found[stage] = list(error.violations)
+            by_stage[stage] = list(error.violations)
     chain = [made[stage] for stage in stages if stage in made]
     for number, link in enumerate(chain):
-        found[link.stage] = list(_link_violations(link, chain[:number], chain[number + 1 :]))
-    if problems := [*(_of_one_stage(word, stages) for word in given), *merged(found, stages)]:
+        by_stage[link.stage] = list(_link_violations(link, chain[:number], chain[number + 1 :]))
+    if problems := [*(_of_one_stage(word, stages) for word in given), *merged(by_stage, stages)]:
         raise UserError(problems)
     return chain
 
@@ -95,15 +95,15 @@ def merged(found: Mapping[str, Sequence[Violation]], stages: Sequence[str]) -> l
 
 def problems(command: Command) -> list[Violation]:
     """Return what is wrong with a command line of stage=submit that does not compose; empty if nothing is found."""
-    own = [word for word in command.overrides if re.match(r"[+~]*(stage=|submit[.=]|run_dir=|hydra\.searchpath=)", word)]
-    found, valid = compose.diagnose(dataclasses.replace(command, overrides=own, violations=[]))
+    overrides = [word for word in command.overrides if re.match(r"[+~]*(stage=|submit[.=]|run_dir=|hydra\.searchpath=)", word)]
+    violations, valid = compose.diagnose(dataclasses.replace(command, overrides=overrides, violations=[]))
     try:
         config = compose.to_run_config(valid)
-        found += check.violations(config, 1)
+        violations += check.violations(config, 1)
         links(config, command.arguments)
     except UserError as error:
-        found += error.violations
-    return found
+        violations += error.violations
+    return violations
 
 
 def _link(config: RunConfig, stage: str, arguments: Sequence[str], pretrain: Link | None) -> Link:
@@ -190,7 +190,7 @@ def _of_one_stage(word: str, stages: Sequence[str]) -> Violation:
 
 def _in_stages(violation: Violation, where: Sequence[str], count: int) -> Violation:
     """A violation that names the stages in which it occurs."""
-    names = "all stages" if len(where) == count > 2 else f"stage{'s' * (len(where) > 1)} {', '.join(where)}"
+    names = "all stages" if len(where) == count > 2 else f"{'stages' if len(where) > 1 else 'stage'} {', '.join(where)}"
     return dataclasses.replace(violation, rule=f"{violation.rule} (in {names})")
 
 
@@ -219,16 +219,10 @@ def _job(link: Link, run_dir: Path, previous: str | None, snapshot: Path | None)
         stage=link.stage,
         overrides=tuple(word for word in link.arguments if not word.startswith("--config-dir")),  # conf has its files
         directory=directory,
-        output=log(link, run_dir, "%j"),
+        output=job.log_file(run_dir, f"slurm-{link.stage}"),
         conf=snapshot / "conf" if snapshot else None,
         scripts=scripts,
         python=job.python_of(directory, scripts),
         snapshot=snapshot,
         after=previous,
     )
-
-
-def log(link: Link, run_dir: Path, job_id: str) -> str:
-    """Return the path of the output of a job. With job_id="%j" it is a pattern for sbatch, in which % is escaped as %%."""
-    folder = str(run_dir.absolute())
-    return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{link.stage}-{job_id}.out"

@@ -49,7 +49,6 @@ def submit(text: str, environment: Mapping[str, str] | None = None, timeout: flo
     """Submit a batch script and return the job id.
 
     Args:
-        text: the script.
         environment: variables of sbatch, which the job inherits; default: those of this process.
         timeout: seconds.
 
@@ -141,14 +140,14 @@ def is_pending(name: str, environment: Mapping[str, str] | None = None) -> bool:
 
 def absent() -> list[Violation]:
     """Return why no job can be submitted here: a command is missing, or a variable of Slurm is empty; empty if nothing is known."""
-    found = []
+    violations = []
     if shutil.which("sbatch") is None:
-        found.append(_NO_SLURM)
+        violations.append(_NO_SLURM)
     for name, value in os.environ.items():
         if value == "" and re.match(r"(SLURM|SBATCH|SQUEUE|SCANCEL)_", name):
             rule = "is empty, and a command of Slurm would read it as a value"
-            found.append(Violation(name, "''", rule, f"unset {name}, or give it a value"))
-    return found
+            violations.append(Violation(name, "''", rule, f"unset {name}, or give it a value"))
+    return violations
 
 
 def rejected(texts: Sequence[str]) -> dict[int, Violation]:
@@ -158,14 +157,14 @@ def rejected(texts: Sequence[str]) -> dict[int, Violation]:
         The number of a job in `texts` -> why it would be rejected.
     """
     answers: dict[str, Violation | None] = {}
-    found, limits = {}, _time_limits()
+    rejections, limits = {}, _time_limits()
     for number, text in enumerate(texts):
         options = _options(text)
         if options not in answers:
             answers[options] = _answer(text) or _too_long(text, limits)
         if (answer := answers[options]) is not None:
-            found[number] = answer
-    return found
+            rejections[number] = answer
+    return rejections
 
 
 def _answer(text: str) -> Violation | None:

@@ -33,9 +33,9 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
         UserError: a job is invalid or would meet another one, Slurm is not there or rejects a job, or the disk is full. No job is left.
     """
     run_dir = Path(config.run_dir)
-    found, links = _checked(config, arguments, world_size)
-    if found:
-        raise UserError(found)
+    violations, links = _checked(config, arguments, world_size)
+    if violations:
+        raise UserError(violations)
     for link in links:
         if text := moldable.idle_text(link.config):
             log.warning("%s: %s", link.stage, text)
@@ -55,37 +55,41 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
 
 def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tuple[list[Violation], list[Link]]:
     """The jobs, and everything that is wrong as far as it is known without asking Slurm."""
-    found, links = [], []
+    violations, links = [], []
     if not config.dry_run.enabled:
-        found += submission.absent()
+        violations += submission.absent()
     if world_size > 1:
         fix = "start a single process, without srun, torchrun or mpirun"
-        found.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
+        violations.append(Violation("stage", "submit", "would submit the chain once per rank", fix))
     try:
         links = stage_chain.links(config, arguments)
         if not config.dry_run.enabled:
-            found += {str(v): v for link in links for v in job.not_given(link.cluster)}.values()
-        found += queues.too_many([link.cluster for link in links])
+            violations += {str(v): v for link in links for v in job.not_given(link.cluster)}.values()
+        violations += queues.too_many([link.cluster for link in links])
     except UserError as error:
-        found += error.violations
-    return found, links
+        violations += error.violations
+    return violations, links
 
 
 def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> None:
     """Submit jobs that are valid, with their snapshot and their record."""
     stages = [link.stage for link in links]
-    if found := list(in_use.violations(run_dir, stages, submission.queue())):
-        raise UserError(found)
+    if violations := list(in_use.violations(run_dir, stages, submission.queue())):
+        raise UserError(violations)
     refused = submission.rejected(stage_chain.rendered(links, run_dir))
-    if found := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
-        raise UserError(found)
+    if violations := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
+        raise UserError(violations)
     taken = snapshot.path(run_dir)
-    own = snapshot.files(_own_folders(arguments))
+    own = snapshot.files([Path(word.removeprefix("--config-dir=")) for word in arguments if word.startswith("--config-dir=")])
     configs = {link.stage: snapshot.resolved(link.config) for link in links}
     texts = stage_chain.rendered(links, run_dir, snapshot=taken)
+
+    def text(number: int, job_ids: Sequence[int]) -> str:
+        return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
+
     snapshot.write(taken, arguments, configs, dict(zip(stages, texts, strict=True)), own)
     try:
-        job_ids = submission.submit_all([partial(_text, links, run_dir, taken, number) for number in range(len(links))])
+        job_ids = submission.submit_all([partial(text, number) for number in range(len(links))])
     except BaseException:
         shutil.rmtree(taken, ignore_errors=True)
         raise
@@ -94,7 +98,7 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
             "job": number,
             "stage": link.stage,
             "name": in_use.job_name(link.stage, run_dir),
-            "log": stage_chain.log(link, run_dir, str(number)),
+            "log": job.log_file(run_dir, f"slurm-{link.stage}", number),
         }
         for number, link in zip(job_ids, links, strict=True)
     ]
@@ -102,10 +106,6 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
     width = max(map(len, stages))
     print("\n".join(f"job {entry['job']}  {entry['stage']:<{width}}  {entry['log']}" for entry in entries))
     print(f"snapshot: {taken}")
-
-
-def _text(links: Sequence[Link], run_dir: Path, taken: Path, number: int, job_ids: Sequence[int]) -> str:
-    return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
 
 
 def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -> None:
@@ -117,7 +117,3 @@ def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -
     except BaseException:
         slurm.cancel(*job_ids)
         raise
-
-
-def _own_folders(arguments: Sequence[str]) -> list[Path]:
-    return [Path(word.partition("=")[2]) for word in arguments if word.startswith("--config-dir=")]

@@ -31,7 +31,7 @@ from pipeline.config import layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
-from pipeline.launch import allocation, chain, moldable, preflight_step, rank_step, recovery, run_state, site, slurm, snapshot
+from pipeline.launch import allocation, chain, moldable, preflight_step, rank_step, recovery, site, slurm, snapshot
 from pipeline.launch.allocation import Allocation
 from pipeline.launch.deputy import Deputy
 from pipeline.launch.placement import Placement
@@ -53,7 +53,6 @@ class Supervisor:
     Args:
         arguments: of `python -m pipeline`.
         config: what they compose; None if they do not, or for a sweep: then the ranks say why, and nothing is recovered.
-        granted: the nodes of the job.
     """
 
     def __init__(self, arguments: Sequence[str], config: RunConfig | None, granted: Allocation) -> None:
@@ -105,10 +104,10 @@ class Supervisor:
             self._made_run_dir = not self._run_dir.exists()
             self._claims.enter_context(locks.claimed(self._run_dir, "run_dir", file=locks.OF_JOB))  # else nothing is written or removed
             locks.refuse_held(self._run_dir, "run_dir")
-            run_state.remove_leftovers(self._run_dir, self._granted.job)
+            recovery.remove_leftovers(self._run_dir, self._granted.job)
             if not self._granted.restarts:  # a request to this job holds while it waits in the queue again
                 request_files.remove(self._run_dir / request_files.STOP)
-            self._failures = run_state.failures_in_a_row(self._run_dir)
+            self._failures = recovery.failures_in_a_row(self._run_dir)
             self._placement.exclude(allocation.excluded(self._run_dir), "it failed in an earlier job")
             names = (("started", "StartTime"), ("limit", "EndTime"), ("queued", "SubmitTime" if self._granted.restarts else "EligibleTime"))
             times = {name: slurm.seconds_of(self._fields.get(field, "")) for name, field in names}
@@ -143,18 +142,18 @@ class Supervisor:
         if self._config is None or not preflight_step.wanted(self._config, self._granted.nodes):
             return None
         nodes = self._placement.good()
-        if (folder := run_state.folder(self._run_dir, self._granted, "preflight")) is None:
+        if (folder := recovery.job_folder(self._run_dir, self._granted, "preflight")) is None:
             return None
-        found = preflight_step.run(self._config, nodes, folder, self._granted.tasks_per_node)
+        bad = preflight_step.run(self._config, nodes, folder, self._granted.tasks_per_node)
         shutil.rmtree(folder, ignore_errors=True)
-        for node, reason in found.items():
+        for node, reason in bad.items():
             self._exclude([node], f"preflight: {reason}")
-        if len(nodes) - len(found) >= self._placement.fewest(self._placement.most()):
+        if len(nodes) - len(bad) >= self._placement.fewest(self._placement.most()):
             return None
         self._failures += 1
-        self._record("ranks_end", code=1, reason="the preflight leaves too few nodes", progress=False, failed=True, lost=sorted(found))
+        self._record("ranks_end", code=1, reason="the preflight leaves too few nodes", progress=False, failed=True, lost=sorted(bad))
         return recovery.too_few_nodes(
-            Situation(1, failures=self._failures, most_failures=self._config.cluster.max_retries, can_requeue=self._can_requeue), found
+            Situation(1, failures=self._failures, most_failures=self._config.cluster.max_retries, can_requeue=self._can_requeue), bad
         )
 
     def _launch(self) -> Action:
@@ -166,8 +165,8 @@ class Supervisor:
         nodes, shape = self._placement.shape()
         if self._deputy is not None:
             self._deputy.watch(self._placement.good(), self._granted.nodes[0])
-        before = run_state.newest_step(self._run_dir)
-        folder = self._folder = run_state.folder(self._run_dir, self._granted, f"ranks-{self._launches}")
+        before = recovery.newest_step(self._run_dir)
+        folder = self._folder = recovery.job_folder(self._run_dir, self._granted, f"ranks-{self._launches}")
         options = site.srun_options(self._config, self._granted.tasks_per_node)
         options += self._granted.step_options(nodes, again=self._launches > 0)
         self._launches += 1
@@ -176,9 +175,9 @@ class Supervisor:
         ended = rank_step.run(rank_step.words(options, site.rank_command(self._config, shape.overrides)), folder, self._look)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-        step = run_state.newest_step(self._run_dir)
+        step = recovery.newest_step(self._run_dir)
         progress = step > before
-        stopped = run_state.was_stopped(self._run_dir, ended.started)
+        stopped = recovery.was_stopped(self._run_dir, ended.started)
         fields = {} if ended.code == 0 else self._facts()
         preempted, requeued = slurm.is_preempted(fields), slurm.is_requeued(fields, self._granted.restarts)
         if slurm.is_out_of_time(fields) and not preempted:  # it came before the ranks could end
@@ -280,7 +279,7 @@ class Supervisor:
         if self._next is not None and action.kind not in (ActionKind.CHAIN, ActionKind.REQUEUED):
             (self._next.finish if action.code == 0 else self._next.close)()
         if action.code == 2 and self._made_run_dir and self._run_dir is not None:
-            run_state.remove_if_unused(self._run_dir)
+            recovery.remove_if_unused(self._run_dir)
         return action.code
 
     def _excluded(self) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import xxhash
 
 from pipeline.common.atomic_files import atomic_file, report_disk_full
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.texts import first_names
 from pipeline.report import run_files
 
 #: In the folder of a sweep.
@@ -132,11 +133,11 @@ def split(points: Sequence[Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[
     def is_option(word: str) -> bool:
         return word in common and re.match(r"\+*cluster[.=]", word) is not None
 
-    found = []
+    divided = []
     for point in points:
         own = [word for word in point if not re.match(r"\+*(dry_run[.=]|run_dir=)", word)]
-        found.append((tuple(word for word in own if not is_option(word)), tuple(word for word in own if is_option(word))))
-    return found
+        divided.append((tuple(word for word in own if not is_option(word)), tuple(word for word in own if is_option(word))))
+    return divided
 
 
 def read(folder: Path) -> SweepManifest:
@@ -148,15 +149,15 @@ def read(folder: Path) -> SweepManifest:
     path = folder / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        found = [_in_place(folder, entry) for entry in _entries(content)]
+        entries = [_in_place(folder, entry) for entry in _entries(content)]
     except FileNotFoundError:
         return SweepManifest(folder, {})
     except (ValueError, KeyError, TypeError) as error:
         fix = "restore it, or choose another run_dir"
         raise UserError.of("run_dir", str(folder), f"has a {NAME} that cannot be read: {type(error).__name__}: {error}", fix) from error
-    if len({entry.number for entry in found}) < len(found):
+    if len({entry.number for entry in entries}) < len(entries):
         raise UserError.of("run_dir", str(folder), f"has a {NAME} in which two points have one number", f"restore {path}")
-    edited = [entry for entry in found if entry.id != point_id(entry.overrides)]
+    edited = [entry for entry in entries if entry.id != point_id(entry.overrides)]
     if edited:
         fix = f"restore {path}, or remove these points from it and start the sweep again"
         raise UserError(
@@ -166,7 +167,7 @@ def read(folder: Path) -> SweepManifest:
             ]
         )
     folders = content.get("config_dirs", ()) if isinstance(content, dict) else ()
-    return SweepManifest(folder, {entry.id: entry for entry in found}, tuple(folders))
+    return SweepManifest(folder, {entry.id: entry for entry in entries}, tuple(folders))
 
 
 #: What a run directory in the folder of the sweep begins with in the manifest, so that the folder can be moved and copied.
@@ -212,10 +213,9 @@ def not_begun(folder: Path) -> list[str]:
     without = [entry for entry in entries if not run_files.is_run(folder / Path(entry.run_dir).name)]
     failed = [entry for entry in without if entry.outcome.startswith("failed")]
     waiting = [entry for entry in without if not entry.outcome]
-    found = [f"point {entry.number} of {NAME} {entry.outcome}" for entry in failed[:_NAMED]]
-    found += [f"{len(failed) - _NAMED} more points of {NAME} failed before they wrote a file"] if len(failed) > _NAMED else []
+    sentences = [f"point {entry.number} of {NAME} {entry.outcome}" for entry in failed[:_NAMED]]
+    sentences += [f"{len(failed) - _NAMED} more points of {NAME} failed before they wrote a file"] if len(failed) > _NAMED else []
     if waiting:
-        shown = ", ".join(str(entry.number) for entry in waiting[:_NAMED])
-        more = f" and {len(waiting) - _NAMED} more" if len(waiting) > _NAMED else ""
-        found.append(f"points of {NAME} that have not begun: {shown}{more}; tools/sweep status {folder} tells why")
-    return found
+        shown = first_names([entry.number for entry in waiting], _NAMED)
+        sentences.append(f"points of {NAME} that have not begun: {shown}; tools/sweep status {folder} tells why")
+    return sentences

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -68,24 +68,24 @@ def refuse(points: Sequence[SweepJob], config_dirs: Sequence[Path], at_once: int
     Raises:
         UserError: with all violations.
     """
-    found = {str(v): v for v in also}
+    violations = {str(v): v for v in also}
     if not any(point.config.dry_run.enabled for point in points):
-        found |= {str(v): v for v in [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]}
+        violations |= {str(v): v for v in [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]}
     for point in points:
         words = [*compose.folder_options(config_dirs), *point.words]
-        found |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
-        found |= {str(v): v for v in moldable.violations(point.config, words)}
-        found |= {str(v): v for v in moldable.memory_violations(point.config, words)}
-        own = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
-        if at_once is not None and own:
+        violations |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
+        violations |= {str(v): v for v in moldable.violations(point.config, words)}
+        violations |= {str(v): v for v in moldable.memory_violations(point.config, words)}
+        dependencies = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
+        if at_once is not None and dependencies:
             rule = f"would replace the dependencies between the jobs of hydra.launcher.at_once={at_once}"
-            found["dependency"] = Violation("cluster.sbatch", own[0], rule, "remove one of both")
+            violations["dependency"] = Violation("cluster.sbatch", dependencies[0], rule, "remove one of both")
     if at_once is not None and at_once < 1:
-        found["at_once"] = Violation(
+        violations["at_once"] = Violation(
             "hydra.launcher.at_once", at_once, "must be at least 1", "set the number of jobs that may run at a time"
         )
-    if found:
-        raise UserError(list(found.values()))
+    if violations:
+        raise UserError(list(violations.values()))
     for text in {text for point in points if (text := moldable.idle_text(point.config))}:
         log.warning("%s", text)
 
@@ -146,7 +146,7 @@ def submit(
         numbers = _submitted(new, manifest.folder, conf, taken, at_once)
         for point, number in zip(new, numbers, strict=False):
             point.state = f"job {number}"
-            manifest = manifest.with_job(point.entry.id, number, _log(point, str(number)))
+            manifest = manifest.with_job(point.entry.id, number, job.log_file(Path(point.entry.run_dir), "slurm", number))
         for point in new[len(numbers) :]:
             point.state = "not submitted"
         if len(numbers) < len(new):
@@ -177,19 +177,15 @@ def _submitted(new: Sequence[SweepJob], folder: Path, conf: Path, taken: Path, a
 
 def _state(point: SweepJob, before: SweepEntry | None, queue: Iterable[int]) -> str:
     """The state of a point: finished, queued, or empty if it is to be submitted."""
-    manifest = Path(point.entry.run_dir) / MANIFEST
     if before is not None and before.job is not None and before.job in queue:
         return f"queued as job {before.job}"
-    if not manifest.is_file():
-        return ""
-    totals: Mapping[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["totals"]
-    return "finished" if totals.get("step", 0) >= point.config.training.steps else ""
+    return "finished" if is_finished(Path(point.entry.run_dir), point.config.training.steps) else ""
 
 
-def _log(point: SweepJob, job_id: str) -> str:
-    """Return the path of the job output. With job_id="%j" it is a pattern for sbatch, in which % is escaped as %%."""
-    folder = str(Path.cwd() / point.entry.run_dir)
-    return f"{folder.replace('%', '%%') if job_id == '%j' else folder}/slurm-{job_id}.out"
+def is_finished(run_dir: Path, steps: int) -> bool:
+    """Return whether a run has ended with all of its steps, by its manifest."""
+    manifest = run_dir / MANIFEST
+    return manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= steps
 
 
 def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
@@ -201,7 +197,7 @@ def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | N
         stage=point.config.stage.name,
         overrides=(*overrides, f"run_dir={quoted(point.entry.run_dir)}"),
         directory=Path.cwd(),
-        output=_log(point, "%j"),
+        output=job.log_file(Path(point.entry.run_dir), "slurm"),
         conf=conf,
         scripts=scripts,
         python=job.python_of(Path.cwd(), scripts),

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.common import metrics_file
-from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
+from pipeline.common.texts import table_lines
 from pipeline.config import compose
 from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
@@ -110,14 +110,12 @@ def row(point: Point, run: Run) -> SweepRow:
 
 def _state(point: Point, run: Run) -> str:
     """How far a run is, by its files."""
-    manifest = point.run_dir / MANIFEST
-    if point.steps is None:
-        return "not started"
-    if manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= point.steps:
+    if point.steps is not None and sweep_submission.is_finished(point.run_dir, point.steps):
         return "finished"
-    if not run.step:
-        return "not started"
-    return f"{run.state}: step {run.step:,} of {point.steps:,}" if run.starts else f"step {run.step:,} of {point.steps:,}"
+    if point.steps is None or not run.step:
+        return NOT_STARTED
+    progress = f"step {run.step:,} of {point.steps:,}"
+    return f"{run.state}: {progress}" if run.starts else progress
 
 
 def write(folder: Path, points: Sequence[Point]) -> str:
@@ -127,25 +125,23 @@ def write(folder: Path, points: Sequence[Point]) -> str:
         folder: of the sweep.
         points: its runs.
     """
-    found, verdict = rows(points)
+    table, verdict = rows(points)
     with atomic_file(folder / JSON, "w") as handle:
-        json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in found], handle, indent=1, allow_nan=False)
+        json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in table], handle, indent=1, allow_nan=False)
         handle.write("\n")
-    head, cells = _cells(found)
+    head, cells = _cells(table)
     with atomic_file(folder / MARKDOWN, "w") as handle:
         for line in (head, ["---"] * len(head), *cells):
             handle.write(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |\n")
         handle.write(f"\n{verdict}\n" if verdict else "")
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in (head, *cells)]
-    return "\n".join(filter(None, [*lines, verdict]))
+    return "\n".join(filter(None, [*table_lines([head, *cells]), verdict]))
 
 
 def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     """The head of the table and its cells; a column that no run has a value for is left out."""
     keys = list(dict.fromkeys(value.partition("=")[0] for row in found for value in row.values))
     columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
-    columns["validation loss"] = [_with_error(row.validation_loss, row.validation_loss_stderr) for row in found]
+    columns["validation loss"] = [_loss_text(row.validation_loss, row.validation_loss_stderr) for row in found]
     columns["bits per byte"] = ["" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}" for row in found]
     columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
     columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
@@ -158,7 +154,7 @@ def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     return list(shown), [list(line) for line in zip(*shown.values(), strict=True)]
 
 
-def _with_error(loss: float | None, error: float | None) -> str:
+def _loss_text(loss: float | None, error: float | None) -> str:
     """A loss with its standard error, if it has one."""
     return "" if loss is None else f"{loss:.4f}" + (f" +- {error:.4f}" if error else "")
 
@@ -186,15 +182,15 @@ def read_states(manifest: SweepManifest) -> list[PointState]:
     """Return the points of a sweep, in the order of their numbers. Without an answer of Slurm, the files of the runs tell alone."""
     entries, values = manifest.sorted(), manifest.differing()
     queue = _queue() if any(entry.job is not None for entry in entries) else None
-    found = []
+    states = []
     for entry in entries:
         folder = Path(entry.run_dir)
         run = runs.read(folder) if (folder / "config.yaml").exists() or (folder / "events.jsonl").exists() else None
         state, reason = (queue or {}).get(entry.job or -1) or _without_job(entry, run)
         if run is not None and queue is not None and (job := _job_of(run)) is not None and int(job) not in queue:
             state, reason = str(State.FAILED), f"job {job} ended without a record: killed, or its first node was lost"
-        found.append(PointState(entry, values[entry.id], state, reason, run))
-    return found
+        states.append(PointState(entry, values[entry.id], state, reason, run))
+    return states
 
 
 def _job_of(run: Run) -> str | None:
@@ -237,7 +233,6 @@ def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequenc
     """Submit the points that are neither finished nor in the queue, with the configuration files as they are now.
 
     Args:
-        manifest: of the sweep.
         numbers: only these points; empty for all.
         arguments: the command, for the snapshot.
         at_once: as of sweep_submission.submit.
@@ -270,8 +265,8 @@ def cancel(manifest: SweepManifest) -> list[int]:
     Raises:
         slurm.SlurmError: scancel failed.
     """
-    own = {entry.job for entry in manifest.entries.values() if entry.job is not None}
-    jobs = sorted(own & set(_queue() or {}))
+    submitted = {entry.job for entry in manifest.entries.values() if entry.job is not None}
+    jobs = sorted(submitted & set(_queue() or {}))
     if jobs:
         slurm.command(["scancel", *map(str, jobs)])
         for entry in manifest.sorted():

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time, ring_formula
-from pipeline.planner.collective_time import Group, collective_time, group
-from pipeline.planner.communication import RepeatedCollective, gathers, reductions
+from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers, group, reductions
 from pipeline.planner.operations import AttentionCall, Collective, Operation, Product, TracedPart
 from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import ModelState, StateFormat, model_state

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.collective_time import Group, collective_time
-from pipeline.planner.communication import RepeatedCollective, gathers
+from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers
 from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.matrix_update import exchanges, matrix_rounds, products, products_time, update_bytes
 from pipeline.planner.operations import AttentionCall, Product, TracedPart
@@ -63,11 +62,7 @@ def estimate(
 
     Args:
         trace: operations of a micro-batch on a rank.
-        layout: of the job.
-        hardware: GPU, node and network.
-        state_format: how a rank stores its weights.
         hidden_bytes: of the activations that a pipeline stage sends for a micro-batch.
-        engine: what the engine does.
     """
     zero_stage, ranks = state_format.zero_stage, range(layout.pipeline)
     data_parallel = DataParallelTime(layout, hardware, engine, engine.axis_groups(layout, hardware))
@@ -124,9 +119,6 @@ def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: H
 
     Args:
         contents: the parts of every stage.
-        layout: of the job.
-        hardware: GPU, node and network.
-        engine: what the engine does.
         send: seconds to send hidden states to the next stage.
     """
     groups = engine.axis_groups(layout, hardware)

@@ -40,6 +40,11 @@ def rate(hardware: Hardware, bytes_per_element: int) -> float:
     return tflops * 1e12
 
 
+def memory_rate(hardware: Hardware) -> float:
+    """Bytes per second that a memory-bound kernel reads and writes."""
+    return hardware.memory_tb_s * 1e12 * hardware.memory_share
+
+
 @lru_cache(maxsize=1 << 16)
 def _product(m: int, n: int, k: int, batch: int, size: int, hardware: Hardware) -> tuple[float, float]:
     """Compute time and memory time of a product, seconds."""
@@ -58,7 +63,7 @@ def _product(m: int, n: int, k: int, batch: int, size: int, hardware: Hardware) 
         if batch > 1 and rows < 16:  # as slow as without tensor cores in four runs of BLOOM with heads of 108 columns
             best = max(best, 2.0 * m * n * k * batch / (rate(hardware, 4) * hardware.product_share))
     moved = size * batch * (m * k + k * n) + 2.0 * batch * m * n
-    return best, moved / (hardware.memory_tb_s * 1e12 * hardware.memory_share)
+    return best, moved / memory_rate(hardware)
 
 
 def product_time(product: Product, hardware: Hardware) -> tuple[float, str]:
@@ -73,8 +78,6 @@ def attention_time(call: AttentionCall, hardware: Hardware, *, fused: bool = Tru
     """Return the time of an attention call in seconds.
 
     Args:
-        call: the call.
-        hardware: the GPU.
         fused: a flash kernel; otherwise two batched products with the scores in memory between them.
     """
     if not fused:
@@ -89,7 +92,7 @@ def attention_time(call: AttentionCall, hardware: Hardware, *, fused: bool = Tru
     peak = rate(hardware, max(2, call.bytes_per_element)) * hardware.attention_share * width
     slower = BACKWARD_ATTENTION if call.phase == "backward" else 1.0
     compute = call.flops * diagonal * quantized * slower / peak
-    memory = call.bytes / (hardware.memory_tb_s * 1e12 * hardware.memory_share)
+    memory = call.bytes / memory_rate(hardware)
     return max(compute, memory) + hardware.kernel_us * 1e-6 * call.ring
 
 
@@ -102,10 +105,10 @@ def _unfused_attention(call: AttentionCall, hardware: Hardware) -> float:
     count = 4 if call.phase == "backward" else 2
     product = Product("", call.phase, call.queries, call.keys * call.ring, call.head_dim, call.batch * call.heads, call.bytes_per_element)
     scores = call.batch * call.heads * call.queries * call.keys * call.ring * call.bytes_per_element
-    passes = scores * UNFUSED_PASSES[call.phase] / (hardware.memory_tb_s * 1e12 * hardware.memory_share)
+    passes = scores * UNFUSED_PASSES[call.phase] / memory_rate(hardware)
     return count * product_time(product, hardware)[0] + passes + 2 * hardware.kernel_us * 1e-6
 
 
 def elementwise_time(moved: float, hardware: Hardware) -> float:
     """Return the time in seconds of a memory-bound kernel that reads and writes this many bytes."""
-    return moved / (hardware.memory_tb_s * 1e12 * hardware.memory_share) + hardware.kernel_us * 1e-6
+    return moved / memory_rate(hardware) + hardware.kernel_us * 1e-6

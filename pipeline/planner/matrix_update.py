@@ -81,7 +81,6 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
 
     Args:
         buckets: of the rank.
-        layout: of the job.
         zero_stage: 0 divides nothing.
     """
     of_axis: dict[str, list[PlannedBucket]] = {}

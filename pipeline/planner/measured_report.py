@@ -19,9 +19,8 @@ from pipeline.config.hardware import Hardware
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.models.config_classes import from_dict
 from pipeline.planner import site_correction
-from pipeline.planner.accuracy import memory_range, time_range
 from pipeline.planner.plan import JobPlan, hardware_of, plan
-from pipeline.planner.site_correction import Anchor, SiteCorrection
+from pipeline.planner.site_correction import Anchor, SiteCorrection, memory_range, time_range
 
 GB = 1e9
 
@@ -31,7 +30,6 @@ def compare(config: RunConfig, run_dir: Path) -> tuple[MeasuredRun, JobPlan]:
 
     Args:
         config: of this command: its cluster.hardware replaces that of the run.
-        run_dir: of the job.
 
     Raises:
         UserError: run_dir has no configuration or too few steps, or no hardware is named.
@@ -55,7 +53,6 @@ def correct(config: RunConfig, run_dir: Path, job: MeasuredRun, planned: JobPlan
 
     Args:
         config: of this command, with cluster.correction.
-        run_dir: of the job.
         job: as it was measured.
         planned: its plan.
 
@@ -85,8 +82,8 @@ def _check_gpu(run_dir: Path, job: MeasuredRun, name: str, hardware: Hardware, b
     fix = "plan with the GPU of the run (cluster.hardware), and another file of cluster.correction for each GPU"
     ran = job.config.cluster.hardware
     if job.gpu is not None:
-        found = hardware_files.of_device(job.gpu)
-        if hardware.device and (found is None or found.device != hardware.device):
+        known_gpu = hardware_files.of_device(job.gpu)
+        if hardware.device and (known_gpu is None or known_gpu.device != hardware.device):
             raise UserError.of("stage.run", run_dir, f"ran on {job.gpu}, and cluster.hardware={name} is {hardware.name}", fix)
     elif ran is not None and ran != name:
         raise UserError.of("stage.run", run_dir, f"ran with cluster.hardware={ran}, and this command has cluster.hardware={name}", fix)

@@ -19,11 +19,11 @@ def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Vio
     """Return why a job is refused; None if it fits, its GPU is unknown, or cluster.check_memory is off."""
     if result is None or result.estimate.fits or not config.cluster.check_memory:
         return None
-    found = search(config, world_size, hardware_of(config))
-    if nearest := nearest_layout(config, found.choices):
+    searched = search(config, world_size, hardware_of(config))
+    if nearest := nearest_layout(config, searched.choices):
         fix = f"the nearest layout that fits: {' '.join((*nearest.settings, *restored(config, nearest)))}"
     else:
-        least = f" (the smallest layout needs {found.smallest.plan.estimate.memory.total / 1e9:.1f} GB)" if found.smallest else ""
+        least = f" (the smallest layout needs {searched.smallest.plan.estimate.memory.total / 1e9:.1f} GB)" if searched.smallest else ""
         fix = f"no layout of {world_size:,} ranks fits{least}: use more nodes, or GPUs with more memory"
     needs, has = result.estimate.memory.total / 1e9, result.hardware.memory_gb
     rule = f"the planned job does not fit: it needs {needs:.1f} GB on a GPU of {has:.1f} GB"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
-from pipeline.common import ends
+from pipeline.common import ends, knobs
 from pipeline.common.errors import RunFailed
 from pipeline.common.ranks import Ranks
 from pipeline.config import hardware as hardware_files
@@ -66,7 +66,6 @@ def explained(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     """Turn the errors of a block that is out of memory into one message.
 
     Args:
-        config: of the job.
         ranks: of the job.
 
     Raises:
@@ -138,24 +137,18 @@ def table(planned: JobPlan, used: Used | None) -> Iterator[str]:
 
 
 def fixes(config: RunConfig, world_size: int, hardware: Hardware) -> Iterator[str]:
-    """Yield the settings that need less memory, each alone, the most effective one first; those that are planned within SECONDS.
-
-    Args:
-        config: of the job.
-        world_size: its ranks.
-        hardware: its GPU.
-    """
+    """Yield the settings that need less memory, each alone, the most effective one first; those that are planned within SECONDS."""
     before = plan(config, world_size, hardware).estimate.memory.total
     known = {str(violation) for violation in check.violations(config, world_size)}
-    found = []
+    planned = []
     deadline = time.monotonic() + SECONDS
     for key, value in _less(config):
         if time.monotonic() > deadline:
             break
-        changed = _with(config, key, value)
+        changed = knobs.changed(config, {key: value})
         if {str(violation) for violation in check.violations(changed, world_size)} <= known:
-            found.append((plan(changed, world_size, hardware).estimate.memory.total, f"{key}={value}"))
-    better = sorted((total, setting) for total, setting in found if total < before)
+            planned.append((plan(changed, world_size, hardware).estimate.memory.total, f"{key}={value}"))
+    better = sorted((total, setting) for total, setting in planned if total < before)
     yield "settings that need less, each alone" if better else "no single setting of this layout needs less: use more nodes"
     for total, setting in better:
         yield f"  {setting:<44}{total / GB:9.2f} GB planned, {(before - total) / GB:.2f} GB less"
@@ -177,9 +170,3 @@ def _less(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "parallel.zero_group", JOB
     for axis in ("tensor", "pipeline", "context"):
         yield f"parallel.{axis}", 2 * getattr(parallel, axis)
-
-
-def _with(config: RunConfig, key: str, value: object) -> RunConfig:
-    """Return the configuration with another value of a key of the form SECTION.NAME."""
-    section, _, name = key.partition(".")
-    return replace(config, **{section: replace(getattr(config, section), **{name: value})})

@@ -75,8 +75,6 @@ def peak_memory(
         buckets: of the rank.
         stages: index -> the parts of each of its stages.
         in_flight: bytes of the activations in flight.
-        state_format: how it stores its weights.
-        engine: what the engine does.
         frozen: bytes of its weights that are not trained, as it keeps them.
         compiled: whether the blocks are compiled.
         update: bytes of the temporary tensors of Muon.
@@ -116,7 +114,6 @@ def beyond_saved(parts: list[TracedPart], engine: EngineModel, beside: list[tupl
 
     Args:
         parts: of the stage.
-        engine: what the engine does.
         beside: of beside_passes; nothing when None.
     """
     moments, unsaved = [], 0.0
@@ -156,14 +153,12 @@ def beside_passes(
         parts: of the stage.
         stage: its index.
         buckets: of the rank.
-        state_format: how it stores its weights.
-        engine: what the engine does.
         compiled: whether the blocks are compiled: their vectors are complete before their matrices.
     """
     if not state_format.shards_gradients:
         return [(0.0, 0.0)] * len(parts)
     held = [[bucket for bucket in buckets if bucket.decays and f"{stage} {index}" in bucket.parts] for index in range(len(parts))]
-    gathered = [_gathered(own, state_format) for own in held]
+    gathered = [_gathered(buckets_of_part, state_format) for buckets_of_part in held]
     is_table = [part.name == "embed" for part in parts]  # its backward pass reads no weights
     before = _reductions(held, engine, compiled=compiled) if state_format.accumulates else []
     reduced = [0.0] * engine.pending + before
@@ -185,7 +180,7 @@ def beside_passes(
 
 def _reductions(held: list[list[PlannedBucket]], engine: EngineModel, *, compiled: bool) -> list[float]:
     """Bytes of the whole gradients of a stage in the order of their reductions; those of all vectors are negligible."""
-    sizes = [size for own in reversed(held[1:]) for size in _sent(own, engine)]
+    sizes = [size for buckets_of_part in reversed(held[1:]) for size in _sent(buckets_of_part, engine)]
     return [*sizes, *([] if compiled else [0.0]), *_sent(held[0], engine)]
 
 

@@ -12,8 +12,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.planner import ring_formula, site_correction
-from pipeline.planner.collective_time import collective_time
-from pipeline.planner.communication import step_exchanges
+from pipeline.planner.communication import collective_time, step_exchanges
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.kernel_time import product_time
@@ -75,9 +74,6 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
     """Predict a step of a valid configuration.
 
     Args:
-        config: of the job.
-        world_size: ranks.
-        hardware: GPU, node and network.
         traced: the trace of the configuration; traced here when None.
     """
     traced = traced or trace(config)
@@ -181,4 +177,5 @@ def _update_rows(plan: JobPlan) -> Iterator[OperationRow]:
 
 def _shape(product: Product) -> str:
     """The shape of matrix products, with their number in a batch."""
-    return f"{product.batch} x " * (product.batch > 1) + f"{product.m} x {product.n} x {product.k}"
+    size = f"{product.m} x {product.n} x {product.k}"
+    return f"{product.batch} x {size}" if product.batch > 1 else size

@@ -9,15 +9,14 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
-from pipeline.planner.accuracy import COVERED, factors_text, memory_range, time_range
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import fullest_moment, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow, hardware_of
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.plotting import new_figure, plain_numbers, save
-from pipeline.planner.run_cost import cost, cost_lines, duration, run_seconds
+from pipeline.planner.run_cost import ScalingPoint, cost, cost_lines, duration, run_seconds
 from pipeline.planner.search import Choice, SearchResult, search, why_slower
-from pipeline.planner.search_plots import ScalingPoint
+from pipeline.planner.site_correction import COVERED, factors_text, memory_range, time_range
 from pipeline.planner.state_memory import state_format_of
 
 GB = 1e9
@@ -29,7 +28,6 @@ def lines(result: JobPlan, rows: list[OperationRow], costs: dict[str, float], *,
     """Yield everything that is printed.
 
     Args:
-        result: the plan.
         rows: its operations, as plan.table returns them.
         costs: as run_cost.cost returns it.
         starts: whether the job may start; one that does not fit takes no time and costs nothing.
@@ -135,6 +133,18 @@ def time_lines(result: JobPlan) -> Iterator[str]:
 
 def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) -> dict[str, object]:
     """Return everything that is printed as JSON."""
+    return {
+        **estimate_content(result),
+        "fits": result.estimate.fits,
+        "cost": costs,
+        "layout": asdict(result.layout),
+        "hardware": result.hardware.name,
+        "operations": [asdict(row) for row in rows],
+    }
+
+
+def estimate_content(result: JobPlan) -> dict[str, object]:
+    """Return time and memory of a step with their ranges as JSON."""
     estimate = result.estimate
     return {
         "step_time_s": estimate.step_time,
@@ -142,11 +152,6 @@ def content(result: JobPlan, rows: list[OperationRow], costs: dict[str, float]) 
         "causes_s": estimate.causes,
         "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
         "memory_range_bytes": memory_range(estimate.memory.total),
-        "fits": estimate.fits,
-        "cost": costs,
-        "layout": asdict(result.layout),
-        "hardware": result.hardware.name,
-        "operations": [asdict(row) for row in rows],
     }
 
 
@@ -215,7 +220,6 @@ def _roof(axes, plan: JobPlan, intensities: list[float]) -> None:  # type: ignor
     axes.annotate(f"{peak:,.0f} TFLOP/s", (right, peak), fontsize=9, va="bottom", ha="right")
 
 
-_GB = 1e9
 #: Layouts that are printed.
 SEARCH_LINES = 10
 #: Titles of the strong-scaling curve.
@@ -234,8 +238,8 @@ def search_layouts(config: RunConfig, world_size: int) -> SearchResult:
         rule = f"no layout of {world_size:,} ranks is legal with training.global_batch_size={config.training.global_batch_size}"
         raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "choose a batch that is a multiple of the data ranks")
     if not result.choices:
-        need = f"; the smallest layout needs {result.smallest.plan.estimate.memory.total / _GB:.1f} _GB" if result.smallest else ""
-        rule = f"no layout fits in {hardware.memory_gb:.1f} _GB{need}"
+        need = f"; the smallest layout needs {result.smallest.plan.estimate.memory.total / GB:.1f} GB" if result.smallest else ""
+        rule = f"no layout fits in {hardware.memory_gb:.1f} GB{need}"
         raise UserError.of("cluster.nodes", config.cluster.nodes, rule, "use more nodes")
     return result
 
@@ -260,7 +264,7 @@ def search_lines(result: SearchResult) -> Iterator[str]:
 def _figures(choice: Choice) -> str:
     """Return the time of a step and of the run, and the memory of the fullest rank."""
     run = duration(run_seconds(choice.plan))
-    return f"{choice.step_time:>8.3f} s{run:>15}{choice.plan.estimate.memory.total / _GB:>9.1f} _GB"
+    return f"{choice.step_time:>8.3f} s{run:>15}{choice.plan.estimate.memory.total / GB:>9.1f} GB"
 
 
 def scaling_line(point: ScalingPoint) -> str:
@@ -273,16 +277,7 @@ def scaling_line(point: ScalingPoint) -> str:
 
 def choice_content(choice: Choice) -> dict[str, object]:
     """Return a layout as JSON."""
-    estimate = choice.plan.estimate
-    return {
-        "settings": list(choice.settings),
-        "step_time_s": estimate.step_time,
-        "step_time_range_s": time_range(estimate.step_time, choice.plan.config),
-        "memory_range_bytes": memory_range(estimate.memory.total),
-        "cost": cost(choice.plan),
-        "causes_s": estimate.causes,
-        "memory_bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
-    }
+    return {"settings": list(choice.settings), **estimate_content(choice.plan), "cost": cost(choice.plan)}
 
 
 def scaling_content(point: ScalingPoint) -> dict[str, object]:

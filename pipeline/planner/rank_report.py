@@ -12,10 +12,10 @@ from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
-from pipeline.planner.accuracy import factors_text
 from pipeline.planner.flops import count_local_parameters, count_model_parameters, count_primary_parameters
 from pipeline.planner.matrix_update import rank_update_bytes
 from pipeline.planner.plan import JobPlan
+from pipeline.planner.site_correction import factors_text
 from pipeline.planner.state_memory import frozen_bytes, rank_state, state_tensors
 from pipeline.training import matrix_rule
 from pipeline.training.matrix_rule import MatrixRule
@@ -37,7 +37,6 @@ def lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
     """Yield everything but the plan of the job.
 
     Args:
-        config: of the job.
         local, model: as init_fake returns them.
     """
     yield from rank_lines(config, local.layout)

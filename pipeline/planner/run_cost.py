@@ -1,14 +1,15 @@
-"""Time and cost of a whole run: the predicted steps of all its batch sizes and sequence lengths."""
+"""Time and cost of a whole run: the predicted steps of all its batch sizes and sequence lengths, on its nodes and on 1, 2, 4, ... nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
-from pipeline.planner.accuracy import COVERED, time_range
-from pipeline.planner.plan import JobPlan, plan
+from pipeline.planner.plan import JobPlan, hardware_of, plan
+from pipeline.planner.search import Choice, Traces, best_layout
+from pipeline.planner.site_correction import COVERED, time_range
 
 
 def run_seconds(result: JobPlan) -> float:
@@ -60,3 +61,41 @@ def duration(seconds: float) -> str:
 def number(value: float) -> str:
     """Return a number with at least three digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """The best layout of a number of nodes.
+
+    Attributes:
+        nodes: number of nodes.
+        choice: layout and prediction; None if no layout fits.
+        days: time of the run.
+        efficiency: of the node-hours, relative to the smallest number of nodes that has a layout.
+    """
+
+    nodes: int
+    choice: Choice | None
+    days: float = 0.0
+    efficiency: float = 0.0
+
+    @property
+    def node_hours(self) -> float:
+        """The node-hours of the whole run."""
+        return 24 * self.days * self.nodes
+
+
+def scaling_points(config: RunConfig) -> Iterator[ScalingPoint]:
+    """Yield the best layout of a job on 1, 2, 4, ... up to cluster.nodes nodes."""
+    hardware, traces = hardware_of(config), Traces()
+    least: float | None = None
+    nodes = 1
+    while nodes <= config.cluster.nodes:
+        best = best_layout(config, nodes, hardware, traces)
+        if best is None:
+            yield ScalingPoint(nodes, None)
+        else:
+            days = run_seconds(best.plan) / 86400
+            least = least or days * nodes
+            yield ScalingPoint(nodes, best, days, least / (days * nodes))
+        nodes = config.cluster.nodes if nodes < config.cluster.nodes < 2 * nodes else 2 * nodes

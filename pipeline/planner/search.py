@@ -134,7 +134,6 @@ def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Trace
     Args:
         config: a configuration; its values of the keys CHOSEN are not read.
         nodes: number of nodes, each with `hardware.gpus_per_node` ranks.
-        hardware: GPU, node and network.
         traces: of earlier calls for the same model.
     """
     result = search(config, nodes * hardware.gpus_per_node, hardware, traces)

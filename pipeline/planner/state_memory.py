@@ -102,7 +102,6 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
 
     Args:
         buckets: the rank's weights.
-        state_format: how it stores them.
         gradient_bytes: of an accumulated gradient.
     """
     buckets, zero = list(buckets), state_format.zero_stage
@@ -134,7 +133,6 @@ def state_tensors(config: RunConfig, *, muon: bool = False) -> tuple[str, ...]:
     """Return the fp32 tensors that a trained weight has beside its master weight: the optimizer's, and its average.
 
     Args:
-        config: of the run.
         muon: of a weight that Muon updates.
     """
     return (*OPTIMIZERS[config.optimizer.name].state_of(muon=muon), *(() if config.training.ema is None else (EMA,)))

@@ -24,7 +24,7 @@ def check(folder: Path) -> dict[str, Any]:
         "folder"; "seconds" that it took; "free_gb" and "total_gb" (10^9 bytes) for this user; "free_inodes" (None if there is no limit);
         "quota": lines of `quota` or `lfs quota` that name an exceeded limit; "error": None, or what failed.
     """
-    found: dict[str, Any] = {"folder": str(folder), "error": None, "quota": []} | space(folder)
+    result: dict[str, Any] = {"folder": str(folder), "error": None, "quota": []} | space(folder)
     started = time.monotonic()
     path = folder / f".preflight.{socket.gethostname()}.{os.getpid()}.partial"
     content = os.urandom(SIZE)
@@ -42,12 +42,12 @@ def check(folder: Path) -> dict[str, Any]:
             os.close(handle)
             path.unlink(missing_ok=True)
         if back != content:
-            found["error"] = "other bytes were read than written"
+            result["error"] = "other bytes were read than written"
     except OSError as error:
-        found["error"] = error.strerror or str(error)
-    found["seconds"] = round(time.monotonic() - started, 3)
-    found["quota"] = exceeded_quotas(folder)
-    return found
+        result["error"] = error.strerror or str(error)
+    result["seconds"] = round(time.monotonic() - started, 3)
+    result["quota"] = exceeded_quotas(folder)
+    return result
 
 
 def space(folder: Path) -> dict[str, Any]:

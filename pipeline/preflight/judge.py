@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.common.texts import table_lines
 from pipeline.config.cluster import ClusterConfig
 from pipeline.preflight import node_result
 from pipeline.preflight.node_result import PHASES, Result
@@ -105,9 +106,7 @@ def _phases(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding
 
 def _ranks(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]:
     for node, result in results.items():
-        failed = [f"rank {r['rank']}: {r['error']}" for r in result.get("ranks", ()) if r["error"]]
-        failed += [f"rank {rank} gave no result" for rank in result.get("missing_ranks", ())]
-        if failed:
+        if failed := node_result.failed_ranks(result):
             yield Finding(node, "device", "failed", problem=f"{failed[0]}{f' (and {len(failed) - 1} more)' if failed[1:] else ''}")
 
 
@@ -265,8 +264,8 @@ def _clocks(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding
 def _versions(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]:
     """The most frequent version counts; of two equally frequent ones, that of the first node."""
     known = {node: found for node, result in results.items() if (found := result.get("versions"))}
-    names = list(dict.fromkeys(name for found in known.values() for name in found))
-    usual = {name: Counter(found.get(name) for found in known.values()).most_common(1)[0][0] for name in names}
+    names = list(dict.fromkeys(name for versions in known.values() for name in versions))
+    usual = {name: Counter(versions.get(name) for versions in known.values()).most_common(1)[0][0] for name in names}
     for node, found in known.items():
         other = [f"{name} is {found.get(name)}, on most nodes {usual[name]}" for name in names if found.get(name) != usual[name]]
         value = f"torch {found.get('torch')}, commit {str(found.get('commit'))[:12]}"
@@ -298,8 +297,7 @@ def table(findings: Sequence[Finding], nodes: Sequence[str], bad: Mapping[str, s
     rows += [(node, "all-reduces", "failed", "", reason) for node, reason in bad.items() if node not in shown]
     order = {node: index for index, node in enumerate(nodes)}
     rows.sort(key=lambda row: order.get(row[0], len(order)))
-    widths = [max(len(row[i]) for row in [HEADER, *rows]) for i in range(4)]
-    return "\n".join("  ".join([*(row[i].ljust(widths[i]) for i in range(4)), row[4]]).rstrip() for row in [HEADER, *rows])
+    return "\n".join(table_lines([HEADER, *rows]))
 
 
 def verdict(nodes: Sequence[str], bad: Mapping[str, str]) -> str:

@@ -54,9 +54,9 @@ class Gathering:
 
     def receive(self, count: int, seconds: float) -> list[dict[str, Any]]:
         """Wait for so many results, and return those that arrived in time."""
-        found: list[dict[str, Any]] = []
+        results: list[dict[str, Any]] = []
         deadline = time.monotonic() + seconds
-        while len(found) < count and (left := deadline - time.monotonic()) > 0:
+        while len(results) < count and (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
             try:
                 connection, _ = self._socket.accept()
@@ -64,8 +64,8 @@ class Gathering:
                 break
             with connection, contextlib.suppress(OSError, ValueError):  # a rank that died while it sent
                 connection.settimeout(max(0.01, deadline - time.monotonic()))
-                found.append(json.loads(_all(connection)))
-        return found
+                results.append(json.loads(_all(connection)))
+        return results
 
     def close(self) -> None:
         """Release the address."""
@@ -174,9 +174,7 @@ class Preflight:
         self.result["ranks"] = sorted(reports, key=lambda report: report["rank"])
         self.result["missing_ranks"] = sorted(set(members) - {report["rank"] for report in reports})
         self._write("local")
-        failed = [f"rank {report['rank']}: {report['error']}" for report in reports if report["error"]]
-        failed += [f"rank {rank} gave no result" for rank in self.result["missing_ranks"]]
-        return failed[0] if failed else None
+        return next(iter(node_result.failed_ranks(self.result)), None)
 
     def _device(self) -> dict[str, Any]:
         """This rank's device: memory, and the time of a matrix product."""

@@ -66,7 +66,8 @@ def parse(text: str) -> Network:
     names = Counter(name.strip() for name, _ in routes)
     if not names:
         names.update(
-            _name(n) for n in re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", text, re.MULTILINE)
+            name.partition(" and target")[0].strip()
+            for name in re.findall(r"NCCL INFO (?:Using network|Assigned NET plugin) (.+?)(?: to comm)?\s*$", text, re.MULTILINE)
         )
     if not names:
         names.update(name for name in re.findall(r"NCCL INFO NET/(\w+) ?: Using \[0\]", text))
@@ -75,10 +76,6 @@ def parse(text: str) -> Network:
     name = SOCKET if SOCKET in names else max(names, key=names.__getitem__, default=None)
     direct = all("GDRDMA" in rest for _, rest in routes) if routes else None
     return Network(name, provider[1] if provider else None, direct, version[1] if version else None)
-
-
-def _name(text: str) -> str:
-    return text.partition(" and target")[0].strip()
 
 
 def refused(network: Network, fabric: str | None) -> str | None:
@@ -107,6 +104,12 @@ def step_id(environment: Mapping[str, str] = os.environ) -> str:
     return f"launcher-{os.getppid()}"  # mpirun on one host, or a shell
 
 
+def failed_ranks(result: Result) -> list[str]:
+    """The ranks of a node that failed or gave no result, with the reason."""
+    failed = [f"rank {rank['rank']}: {rank['error']}" for rank in result.get("ranks", ()) if rank["error"]]
+    return failed + [f"rank {rank} gave no result" for rank in result.get("missing_ranks", ())]
+
+
 def path_of(folder: Path, node: str) -> Path:
     """The file of a node."""
     return folder / f"{node}.json"
@@ -126,28 +129,27 @@ def read(folder: Path, nodes: Iterable[str], step: str | None = None) -> dict[st
     """Read the results of these nodes; a node without a readable file is left out.
 
     Args:
-        folder: the folder of the files.
         nodes: names; no other file is looked at, and the folder is not listed.
         step: leave out results of another step (step_id).
     """
-    found = {}
+    results = {}
     for node in nodes:
         try:
             result = json.loads(path_of(folder, node).read_bytes())
         except (OSError, ValueError):
             continue
         if step is None or result.get("step") == step:
-            found[node] = result
-    return found
+            results[node] = result
+    return results
 
 
 def printed(output: str) -> dict[str, Result]:
     """Read the results in the output of a step; the last one of each node counts."""
-    found = {}
+    results = {}
     for line in re.findall(rf"{MARK}(\{{.*)", output):
         try:
             result = json.loads(line)
-            found[str(result["node"])] = result
+            results[str(result["node"])] = result
         except (ValueError, KeyError):  # two processes have written at once
             continue
-    return found
+    return results

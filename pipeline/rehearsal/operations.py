@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.hardware import Hardware
 from pipeline.parallel.rehearsed_group import Call
-from pipeline.planner.collective_time import Group, collective_time
+from pipeline.planner.communication import Group, collective_time
 from pipeline.planner.operations import Kind
 from pipeline.rehearsal import compiled_kernels, flex_attention, fused_products
 from pipeline.rehearsal.early_stop import EarlyStop, without_exceptions

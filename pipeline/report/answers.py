@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from pipeline.common.texts import count
 from pipeline.report.history import Health, History, Seen
 from pipeline.report.run import LOSS_STEPS, Run, State, duration
 
@@ -121,7 +122,7 @@ def lost(history: History) -> str:
     """Node-hours used, and lost by kind."""
     if history.run.node_hours is None:
         return "not known: no events"
-    kinds = [f"{short(one.kind, 60)}: {one.node_hours:.2f}" for one in history.spent if one.lost]
+    kinds = [f"{short(spent.kind, 60)}: {spent.node_hours:.2f}" for spent in history.spent if spent.lost]
     more = [f"{len(kinds) - _NAMED} more kinds"] if len(kinds) > _NAMED else []
     listed = f" ({'; '.join([*kinds[:_NAMED], *more])})" if kinds else ""
     return f"{history.lost:.2f} of {history.run.node_hours:.2f}{listed}"
@@ -131,24 +132,20 @@ def data(seen: tuple[Seen, ...]) -> str:
     """The corpora, most samples first."""
     if not seen:
         return "not known"
-    total = sum(one.samples for one in seen) or 1
-    shown = sorted(seen, key=lambda one: -one.samples)
-    texts = [
-        f"{one.corpus or 'all data'} {100 * one.samples / total:.1f} %" + ("" if one.epochs is None else f", {one.epochs:.3g} epochs")
-        for one in shown[:_NAMED]
-    ]
-    return "; ".join([*texts, *([f"{len(seen) - _NAMED} more"] if len(seen) > _NAMED else [])])
+    total = sum(corpus.samples for corpus in seen) or 1
+    shown = sorted(seen, key=lambda corpus: -corpus.samples)
+    texts = []
+    for corpus in shown[:_NAMED]:
+        epochs = "" if corpus.epochs is None else f", {corpus.epochs:.3g} epochs"
+        texts.append(f"{corpus.corpus or 'all data'} {100 * corpus.samples / total:.1f} %{epochs}")
+    texts += [f"{len(seen) - _NAMED} more"] if len(seen) > _NAMED else []
+    return "; ".join(texts)
 
 
 def short(text: str, most: int = SHORT) -> str:
     """A text in one line, without the source file with which PyTorch begins an error, cut at a number of characters."""
     line = " ".join(re.sub(r"\[/[^]]*\.(?:cc|cpp|h):\d+\]", "", text).split())
     return line if len(line) <= most else f"{line[: most - 1].rstrip()}…"
-
-
-def count(number: int | None, noun: str) -> str:
-    """A number with its noun."""
-    return f"1 {noun}" if number == 1 else f"{number or 0:,} {noun}s"
 
 
 def moment(seconds: float | None) -> str:
@@ -160,7 +157,6 @@ def lines(history: History, width: int) -> Iterator[str]:
     """Yield the terminal view of a run: its answers, its last validation and error, and what is damaged.
 
     Args:
-        history: the run.
         width: columns of the terminal.
     """
     yield history.run.run_dir
@@ -174,27 +170,34 @@ def lines_now(run: Run, width: int) -> Iterator[str]:
     )
     skipped = f"; {count(run.skipped, 'step')} skipped" if run.skipped else ""
     hours = "not known: no events" if run.node_hours is None else f"{run.node_hours:.2f}"
-    found = [
+    shown = [
         Answer("Is it alive?", alive(run), _level(run)),
         Answer("When does it end?", end(run)),
         Answer("Loss", loss_now + skipped, "bad" if skipped or run.trouble else ""),
         Answer("What changed at the last restart?", restart(run)),
         Answer("Node-hours", hours),
     ]
-    yield from _wrapped([*found, *_more(run)], width)
+    yield from _wrapped([*shown, *_more(run)], width)
 
 
 def _more(run: Run) -> list[Answer]:
-    found = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
-    found += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
-    found += last_error(run)
-    return [*found, *(Answer("Files", problem, "bad") for problem in run.problems)]
+    shown = last_validation(run)
+    shown += [Answer("Speed", f"{run.tokens_per_second:,.0f} tokens/s")] if run.tokens_per_second else []
+    shown += last_error(run)
+    return [*shown, *(Answer("Files", problem, "bad") for problem in run.problems)]
+
+
+def last_validation(run: Run) -> list[Answer]:
+    """The last validation, if there was one."""
+    return [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
 
 
 def last_error(run: Run) -> list[Answer]:
     """The last error; one that a run has overcome asks for no attention."""
-    level = "" if run.state in _GOOD else "bad"
-    return [Answer("Last error, overcome" if run.state in _GOOD else "Last error", short(run.error, 400), level)] if run.error else []
+    if not run.error:
+        return []
+    question, level = ("Last error, overcome", "") if run.state in _GOOD else ("Last error", "bad")
+    return [Answer(question, short(run.error, 400), level)]
 
 
 def _wrapped(found: Iterable[Answer], width: int) -> Iterator[str]:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.run import Run, is_finite
+from pipeline.common.texts import first_names
+from pipeline.report.run import Run
+from pipeline.report.run_files import is_finite
 
 #: Standard errors that two runs must differ by, so that the difference is not called noise.
 ERRORS = 2.0
@@ -96,8 +98,8 @@ def _behind(first: bool, run: Run, score: float | None, best: Run, lowest: float
     if run.trouble or not (is_finite(score) and is_finite(lowest)):
         return None, None
     errors = [
-        None if one.validation_loss_stderr is None else one.validation_loss_stderr * value / (one.validation_loss or 1.0)
-        for one, value in ((run, score), (best, lowest))
+        None if run.validation_loss_stderr is None else run.validation_loss_stderr * value / (run.validation_loss or 1.0)
+        for run, value in ((run, score), (best, lowest))
     ]
     return score - lowest, None if first or None in errors else math.hypot(*(value or 0.0 for value in errors))
 
@@ -105,7 +107,7 @@ def _behind(first: bool, run: Run, score: float | None, best: Run, lowest: float
 def verdict(places: Sequence[RankedRun]) -> str:
     """Return which run is best, by how much, and which others may be as good. A run that has lost its finite loss is not counted."""
     bad = [place.name for place in places if place.run.trouble]
-    end = f"; not counted, without a finite loss: {named(bad)}" if bad else ""
+    end = f"; not counted, without a finite loss: {first_names(bad, _NAMED)}" if bad else ""
     return _best(places) + end
 
 
@@ -131,7 +133,7 @@ def _best(places: Sequence[RankedRun]) -> str:
     if all(place.error is None for place in others):
         equal = [place.name for place in others if place.behind == 0]
         if equal:
-            return f"{1 + len(equal)} runs have the lowest {what} ({lowest}): {named([best.name, *equal])}{end}"
+            return f"{1 + len(equal)} runs have the lowest {what} ({lowest}): {first_names([best.name, *equal], _NAMED)}{end}"
         return f"{ahead}; the noise of validation is not known{end}"
     within = [place.name for place in others if place.within_noise]
     if not within and others[0].error == 0:
@@ -139,13 +141,9 @@ def _best(places: Sequence[RankedRun]) -> str:
     if not within:
         return f"{ahead}, more than {ERRORS:g} standard errors of the difference ({others[0].error or 0.0:.4f}){end}"
     noise = f"within the noise ({ERRORS:g} standard errors of the difference)"
-    return f"{head}; {len(within)} of {len(others)} others {'is' if len(within) == 1 else 'are'} {noise}: {named(within)}{end}"
-
-
-def named(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are more."""
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"
+    return (
+        f"{head}; {len(within)} of {len(others)} others {'is' if len(within) == 1 else 'are'} {noise}: {first_names(within, _NAMED)}{end}"
+    )
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
@@ -158,15 +156,15 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return for each configuration the settings in which they differ, without those of the place where a run is."""
     flat = [dict(_flat(config)) for config in configs]
-    known = [one for one in flat if one]
-    keys = sorted({key for one in known for key in one if not key.startswith(_OWN)})
-    different = [key for key in keys if len({repr(one.get(key)) for one in known}) > 1]
-    return [tuple(f"{key}={one[key]}" for key in different if key in one) for one in flat]
+    known = [settings for settings in flat if settings]
+    keys = sorted({key for settings in known for key in settings if not key.startswith(_OWN)})
+    different = [key for key in keys if len({repr(settings.get(key)) for settings in known}) > 1]
+    return [tuple(f"{key}={settings[key]}" for key in different if key in settings) for settings in flat]
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    settings: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"
-        found += _flat(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
-    return found
+        settings += _flat(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
+    return settings

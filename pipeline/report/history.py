@@ -161,7 +161,7 @@ class History:
     @property
     def lost(self) -> float:
         """Node-hours lost to failures, start-up and waiting nodes."""
-        return sum(one.node_hours for one in self.spent if one.lost)
+        return sum(spent.node_hours for spent in self.spent if spent.lost)
 
 
 def read(run_dir: Path, now: float | None = None) -> History:
@@ -190,18 +190,17 @@ def spent(run: Run, seconds: Sequence[tuple[int, float]]) -> tuple[Spent, ...]:
     validation and checkpoints.
 
     Args:
-        run: the run.
         seconds: (step, seconds) of the steps.
     """
     if run.node_hours is None:
         return ()
     sums = [0.0, *accumulate(value for _, value in seconds)]
     steps = [step for step, _ in seconds]
-    found: dict[tuple[str, bool], tuple[float, int]] = {}
+    by_kind: dict[tuple[str, bool], tuple[float, int]] = {}
 
     def add(kind: str, hours: float, *, lost: bool = True) -> None:
-        before, count = found.get((kind, lost), (0.0, 0))
-        found[kind, lost] = (before + hours, count + 1)
+        before, count = by_kind.get((kind, lost), (0.0, 0))
+        by_kind[kind, lost] = (before + hours, count + 1)
 
     of_starts = 0.0
     for number, start in enumerate(run.starts):
@@ -221,8 +220,8 @@ def spent(run: Run, seconds: Sequence[tuple[int, float]]) -> tuple[Spent, ...]:
             add(_UNKNOWN_START_UP if start.ready is None else REST, rest * nodes, lost=False)
     if (between := run.node_hours - of_starts) > 1e-9:
         add(BETWEEN, between)
-    kinds = [Spent(kind, hours, count, lost) for (kind, lost), (hours, count) in found.items()]
-    return tuple(sorted(kinds, key=lambda one: (one.lost, -one.node_hours)))
+    kinds = [Spent(kind, hours, count, lost) for (kind, lost), (hours, count) in by_kind.items()]
+    return tuple(sorted(kinds, key=lambda kind: (kind.lost, -kind.node_hours)))
 
 
 def _end_step(run: Run, number: int) -> int:
@@ -265,11 +264,11 @@ def health(lines: Sequence[dict[str, Any]]) -> Health | None:
 
 def _spikes(losses: Sequence[tuple[int, float]]) -> tuple[int, ...]:
     """The steps that are spikes (Health.spikes)."""
-    found: list[int] = []
+    spikes: list[int] = []
     size = min(BLOCK, len(losses) // 4)
     for begin in range(size, len(losses), size):
         before = [loss for _, loss in losses[begin - size : begin]]
         middle = statistics.median(before)
         deviation = 1.4826 * statistics.median(abs(loss - middle) for loss in before)
-        found += [step for step, loss in losses[begin : begin + size] if loss > middle + SPIKE * deviation > middle]
-    return tuple(found)
+        spikes += [step for step, loss in losses[begin : begin + size] if loss > middle + SPIKE * deviation > middle]
+    return tuple(spikes)

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.common import charts, page
 from pipeline.common.charts import unit_of
 from pipeline.common.page import Bar
-from pipeline.report.answers import Answer, answers, end, last_error, moment, short, validation
+from pipeline.report.answers import Answer, answers, end, last_error, last_validation, moment, short, validation
 from pipeline.report.comparison import RankedRun, compare, differing, names_of, verdict
 from pipeline.report.history import History
 from pipeline.report.run import duration
@@ -30,21 +30,19 @@ Table = tuple[str, str, list[str], list[list[Any]]]
 def of_run(history: History, also: Sequence[str] = ()) -> str:
     """Return the page of a run; `also` are further sentences on what is missing."""
     run = history.run
-    found = answers(history)
+    answered = answers(history)
     restarts = [(float(start.step), f"restart at step {start.step:,}: {short(start.cause)}") for start in run.starts[1:]]
     tables = [_starts(run.starts)] if run.starts else []
     tables += [_spent(history)] if history.spent else []
     tables += [_seen(history)] if history.seen else []
-    last = [Answer("Last validation", validation(run))] if run.validation_loss is not None else []
-    last += last_error(run)
     return page.render(
         _TEMPLATE,
         f"Training of {Path(run.run_dir).resolve().name}",
         verdict=f"{str(run.state).capitalize()}: {'; '.join(filter(None, (end(run), run.trouble)))}",
-        level="bad" if run.trouble else found[0].level or "neither",
+        level="bad" if run.trouble else answered[0].level or "neither",
         more=run.run_dir,
         problems=[*run.problems, *also],
-        answers=[*found, *last],
+        answers=[*answered, *last_validation(run), *last_error(run)],
         charts=_charts([history], restarts),
         marked=bool(restarts),
         first=[],
@@ -134,11 +132,13 @@ def _charts(histories: Sequence[History], markers: Sequence[tuple[float, str]]) 
             charts.Series(name, history.columns.get(metric, []), dict(history.columns.get(f"{metric}_stderr", [])))
             for name, history in zip(names, histories, strict=True)
         ]
-        if not any(one.points for one in series) or (metric == "skipped" and not any(value for s in series for _, value in s.points)):
+        if not any(curve.points for curve in series) or (
+            metric == "skipped" and not any(value for curve in series for _, value in curve.points)
+        ):
             continue
         title, several = metric.replace("_", " "), len(series) > 1 and metric != "validation_loss"
         if several:  # lines of all steps would hide each other
-            series = [charts.Series(one.name, _means(one.points)) for one in series]
+            series = [charts.Series(curve.name, _means(curve.points)) for curve in series]
         drawn.append(charts.chart(f"{title}, means" if several else title, unit_of(metric), series, markers=markers))
         if metric == "loss" and (late := _late(series)):
             drawn.append(charts.chart(f"loss, last {_LAST_PART:.0%} of the steps", unit_of(metric), late, markers=markers))
@@ -154,9 +154,9 @@ def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 def _late(series: Sequence[charts.Series]) -> list[charts.Series]:
     """The last part of the steps, where the first losses do not set the scale; empty for short runs."""
-    last = max((step for one in series for step, _ in one.points), default=0)
-    late = [charts.Series(one.name, [(s, v) for s, v in one.points if s >= (1 - _LAST_PART) * last]) for one in series]
-    return late if any(len(one.points) >= 20 for one in late) else []
+    last = max((step for curve in series for step, _ in curve.points), default=0)
+    late = [charts.Series(curve.name, [(s, v) for s, v in curve.points if s >= (1 - _LAST_PART) * last]) for curve in series]
+    return late if any(len(curve.points) >= 20 for curve in late) else []
 
 
 def _starts(starts: Sequence[Start]) -> Table:
@@ -183,17 +183,23 @@ def _spent(history: History) -> Table:
     whole = history.run.node_hours or 0.0
     note = "Training: steps that count. A failure has the time after the last checkpoint of its start, and the time until it was noticed."
     rows: list[list[Any]] = [
-        [short(one.kind), "yes" if one.lost else "", one.count, f"{one.node_hours:.3f}", Bar(one.node_hours, whole)]
-        for one in history.spent
+        [short(spent.kind), "yes" if spent.lost else "", spent.count, f"{spent.node_hours:.3f}", Bar(spent.node_hours, whole)]
+        for spent in history.spent
     ]
     return "Node-hours", note, ["spent on", "lost", "starts", "node-hours", "share"], rows
 
 
 def _seen(history: History) -> Table:
-    total = sum(one.samples for one in history.seen)
+    total = sum(corpus.samples for corpus in history.seen)
     rows: list[list[Any]] = [
-        [one.corpus or "all data", one.samples, one.tokens, "-" if one.epochs is None else f"{one.epochs:.3f}", Bar(one.samples, total)]
-        for one in sorted(history.seen, key=lambda one: -one.samples)
+        [
+            corpus.corpus or "all data",
+            corpus.samples,
+            corpus.tokens,
+            "-" if corpus.epochs is None else f"{corpus.epochs:.3f}",
+            Bar(corpus.samples, total),
+        ]
+        for corpus in sorted(history.seen, key=lambda corpus: -corpus.samples)
     ]
     blended = (history.config.get("data") or {}).get("blend")
     note = "" if blended or len(rows) < 2 else "The shards are read in one order: in proportion to the tokens of each corpus."

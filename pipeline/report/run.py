@@ -8,11 +8,12 @@ import time
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from pipeline.common import metrics_file
 from pipeline.common.errors import STOPPED
 from pipeline.report import run_files
+from pipeline.report.run_files import is_finite
 from pipeline.report.starts import Life, Start, life_of
 
 #: Steps at the end of a run over which its training loss is averaged, and those over which its speed is.
@@ -194,8 +195,8 @@ def read(run_dir: Path, now: float | None = None) -> Run:
 
 def _missing(life: Life, config: dict[str, Any]) -> list[str]:
     """What an older version did not write."""
-    found = [] if life.starts else ["events.jsonl has no start of this run: starts, reasons and node-hours are not known"]
-    return found if config else [*found, "config.yaml is missing or damaged: the number of steps is not known"]
+    missing = [] if life.starts else ["events.jsonl has no start of this run: starts, reasons and node-hours are not known"]
+    return missing if config else [*missing, "config.yaml is missing or damaged: the number of steps is not known"]
 
 
 def node_hours(life: Life, last_sign: float | None) -> float | None:
@@ -291,11 +292,6 @@ def _numbers(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "skipped": last.get("skipped"),
         "save_failures": last.get("save_failures"),
     }
-
-
-def is_finite(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _mapping(value: object) -> dict[str, Any]:

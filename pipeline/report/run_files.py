@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
@@ -63,7 +64,6 @@ def read_last_metrics(run_dir: Path, *, validations: bool) -> Lines:
     """Return the lines in the last FIRST_BYTES of metrics.jsonl.
 
     Args:
-        run_dir: the run directory.
         validations: before them, return the last validation, if it is within MOST_BYTES and not among them.
     """
     try:
@@ -109,7 +109,6 @@ def read_config(run_dir: Path, *, whole: bool = False) -> tuple[dict[str, Any], 
     """Return the resolved configuration as nested dictionaries, and what is wrong with the file.
 
     Args:
-        run_dir: the run directory.
         whole: all sections; otherwise those that every run needs, which takes a fifth of the time.
     """
     raw, problems = _content(run_dir / CONFIG)
@@ -176,6 +175,11 @@ def _parsed(name: str, text: bytes, is_valid: Callable[[dict[str, Any]], bool], 
     return Lines(content, problems)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     """Whether a value is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_finite(value: object) -> TypeGuard[float]:
+    """Whether a value is a finite number."""
+    return _is_number(value) and math.isfinite(value)

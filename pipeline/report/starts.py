@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pipeline.report.run_files import is_finite
 
 #: Actions after which a job is over.
 _LAST_ACTIONS = ("end", "requeue", "chain")
@@ -224,7 +225,7 @@ class _Reader:
 
     def _extend(self, start: Start, last_written: float | None) -> None:
         """A start whose end is not recorded lasted at least until metrics.jsonl was written, as the next start found it."""
-        before = next((one for one in reversed(self._starts) if one is not start), None)
+        before = next((other for other in reversed(self._starts) if other is not start), None)
         if last_written is None or before is None or not before.unrecorded or before.end is None:
             return
         before.end = max(before.end, min(last_written, start.begin))
@@ -268,7 +269,7 @@ class _Reader:
             start.end, start.failed, start.reason, start.unrecorded = start.last, True, why, True
         if self._jobs and self._jobs[-1].end is None and why.startswith("job"):
             job = self._jobs[-1]
-            last = [one.last for one in self._starts if one.job is job]
+            last = [start.last for start in self._starts if start.job is job]
             job.end, job.reason = max([job.begin, *last, *([] if ended is None else [ended])]), why
 
 
@@ -280,4 +281,4 @@ def _text(event: dict[str, Any], name: str) -> str:
 def _number(event: dict[str, Any], name: str) -> float | None:
     """A number of an event; None if it has none."""
     value = event.get(name)
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) else None
+    return float(value) if is_finite(value) else None

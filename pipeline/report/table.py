@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from pipeline.common.texts import first_names, table_lines
 from pipeline.report import comparison, run_files
 from pipeline.report import run as runs
 from pipeline.report.answers import short
@@ -91,23 +92,12 @@ def text(rows: Sequence[Run], width: int) -> str:
     head = ("run", "state", "step", "loss", "validation", "tokens/s", "left", "restarts", "node-h", "job", "why")
     per_byte = comparison.per_byte(rows)
     cells = [head, *((os.path.relpath(run.run_dir, folder), *cells_of(run, per_byte=per_byte)[1:]) for run in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    right = {2, 3, 5, 6, 7, 8}
-    lines = [
-        "  ".join(cell.rjust(size) if n in right else cell.ljust(size) for n, (cell, size) in enumerate(zip(line, widths, strict=True)))
-        for line in cells
-    ]
-    lines = [line.rstrip() if len(line.rstrip()) <= width else f"{line[: width - 1]}…" for line in lines]
+    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in table_lines(cells, right={2, 3, 5, 6, 7, 8})]
     states = Counter(run.state for run in rows)
     counts = ", ".join(f"{states[state]} {state}" for state in State if states[state])
     notes = ["", "validation is in bits per byte, since the runs have different tokenizers"] if per_byte else []
-    return "\n".join([f"{folder}: {counts}", "", *lines, *notes, *_problems(rows, folder)])
-
-
-def _problems(rows: Sequence[Run], folder: str) -> list[str]:
-    """A line for each problem, with the runs that have it."""
-    lines = problems([(os.path.relpath(run.run_dir, folder), run) for run in rows])
-    return ["", *lines] if lines else []
+    damaged = problems([(os.path.relpath(run.run_dir, folder), run) for run in rows])
+    return "\n".join([f"{folder}: {counts}", "", *lines, *notes, *(["", *damaged] if damaged else [])])
 
 
 def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
@@ -116,14 +106,11 @@ def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
     Args:
         rows: names and runs.
     """
-    found: dict[str, list[str]] = {}
+    names_by_problem: dict[str, list[str]] = {}
     for name, run in rows:
         for problem in run.problems:
-            found.setdefault(problem, []).append(name)
-    return [
-        f"{', '.join(names[:_NAMED])}{f' and {len(names) - _NAMED} more' if len(names) > _NAMED else ''}: {problem}"
-        for problem, names in found.items()
-    ]
+            names_by_problem.setdefault(problem, []).append(name)
+    return [f"{first_names(names, _NAMED)}: {problem}" for problem, names in names_by_problem.items()]
 
 
 def cells_of(run: Run, *, per_byte: bool = False) -> tuple[str, ...]:

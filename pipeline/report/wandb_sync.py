@@ -24,7 +24,6 @@ def send(run_dir: Path, folder: Path, mode: str = "online") -> tuple[int, int, t
     The newest step of a run that still writes is left for the next call: its validation may follow.
 
     Args:
-        run_dir: the run directory.
         folder: in which Weights & Biases writes its files; not the run directory, which may be read-only.
         mode: "online"; with "offline" a folder of all steps is written, for `wandb sync`.
 

@@ -10,6 +10,7 @@ from pipeline.common.mpi import Comm
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import ConvertTokens
+from pipeline.data.shard.text_shards import SPLITS
 from pipeline.data.tokenize import megatron, parquet_tokens, token_shards
 from pipeline.data.tokenize.parquet_tokens import Files, convert_parts
 
@@ -46,7 +47,7 @@ def _export(config: RunConfig, output: Path, to: str, comm: Comm) -> None:
 
     settings = {"data.tokens": artifact.fingerprint(manifest), "stage.to": to}
     sizes = {part: sum(shards[name]["bytes"] for name in names) for part, names in groups.items()}
-    copied = ("vocab_size", "end_of_document", "bos", "tokenizer", "dtype", *token_shards.SPLITS, "corpora")
+    copied = ("vocab_size", "end_of_document", "bos", "tokenizer", "dtype", *SPLITS, "corpora")
     made_as, resume = ("stage.output", "convert_tokens"), {"ids of data.shards": text is not None}
     convert_parts(comm, output, made_as, settings, sizes, convert, lambda _: {key: manifest.totals.get(key) for key in copied}, resume)
 

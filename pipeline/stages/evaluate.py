@@ -22,7 +22,7 @@ from pipeline.config.stages import Evaluate
 from pipeline.conversion import imported
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize import chat_template
-from pipeline.evaluation import checkpoint_selection, evaluated_config, harness, record, tasks, validation_scores
+from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation_scores
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
@@ -52,7 +52,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 
 def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the scores on the validation split for a checkpoint, or for all of them."""
-    config = evaluated_config.complete(config, stage, ranks.world_size)
+    config = checkpoint_selection.complete_config(config, stage, ranks.world_size)
     data = validation_scores.open_data(config, stage, (ranks.rank, ranks.world_size))
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     settings = validation_scores.settings_of(config, stage, data.whole)
@@ -61,7 +61,7 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
         paths = meshes.on_rank_0(lambda: _selected(run_dir, stage, "validation", settings, config.training.steps))
         trainer: Trainer | None = None
         for path in paths:
-            if stage.checkpoint == checkpoint_selection.ALL and not evaluated_config.fits(config, path):
+            if stage.checkpoint == checkpoint_selection.ALL and not checkpoint_selection.fits_config(config, path):
                 log.info("evaluate: %s is left out: it has another model than the newest checkpoint, or no adapter", path)
                 continue
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes, ranks.local_size))
@@ -82,7 +82,7 @@ def _read(run_dir: Path, stage: Evaluate, path: Path, load: Callable[[Path], T],
 def _load(config: RunConfig, stage: Evaluate, trainer: Trainer, settings: dict[str, Any], path: Path) -> tuple[Path, int, dict[str, Any]]:
     """Load the weights of a checkpoint into the trainer. Returns the checkpoint, its step, and what its scores depend on."""
     compatibility.check_same_model(open_on_all_ranks(path), config)
-    step = evaluated_config.load(config, stage, trainer, path).step
+    step = checkpoint_selection.load_weights(config, stage, trainer, path).step
     return path, step, meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
 
 

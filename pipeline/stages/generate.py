@@ -32,13 +32,12 @@ from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatTemplate
 from pipeline.data.tokenize.tokenizer import TextEncoder, warn_of_spelled
 from pipeline.evaluation import translation
-from pipeline.generation import decoding, draft, vllm_engine, weights
+from pipeline.generation import decoding, vllm_engine, weights
 from pipeline.generation.beam import BeamGenerator
 from pipeline.generation.completions import REJECTED, BroadcastRanks, PromptParts, missing, publish, wait_for_parts
 from pipeline.generation.generator import Generator
-from pipeline.generation.prompts import PromptFile, PromptReader
+from pipeline.generation.prompts import PromptFile, PromptReader, open_template
 from pipeline.generation.speculative import SpeculativeGenerator
-from pipeline.generation.template import open_template
 from pipeline.generation.vllm_engine import VllmEngine
 from pipeline.models.shared_sizes import EncoderDecoderSizes
 from pipeline.parallel import mesh as meshes
@@ -63,7 +62,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         lambda: open_tokenizer(config.tokenizer, run_dir),
         lambda: _chat_template(config.tokenizer),
         lambda: native.find(run_dir, stage.checkpoint),
-        lambda: draft.find(stage.draft) if stage.draft is not None else None,
+        lambda: weights.find_draft(stage.draft) if stage.draft is not None else None,
     )
     own_device = torch.device("cpu") if stage.engine == "vllm" else None  # whose processes use the GPUs
     with meshes.process_group(ranks, minutes, own_device) as device:
@@ -88,8 +87,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         decoder_token = decoding.first_decoder_token(config.data.decoder_start, model, tokenizer)
         models = [(weights.for_generation(config, model), checkpoint)]
         if drafts is not None:
-            draft.check(stage, drafts, model, Path(config.tokenizer.path), config.parallel.expert)
-            models.append((draft.config_of(config, drafts), drafts))
+            weights.check_draft(stage, drafts, model, Path(config.tokenizer.path), config.parallel.expert)
+            models.append((weights.draft_config(config, drafts), drafts))
         settings = _settings(config, stage, checkpoint, drafts, tokenizer)
         if violations := [violation for each, _ in models for violation in layout_violations(each)]:
             raise UserError(violations)

@@ -17,12 +17,11 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Plan as PlanConfig
 from pipeline.config.stages import plans_other_layouts
 from pipeline.launch import live
-from pipeline.planner import accuracy, measured_report, memory_check, plan_report
+from pipeline.planner import measured_report, memory_check, plan_report, site_correction
 from pipeline.planner.plan import hardware_of, plan, table
-from pipeline.planner.run_cost import cost
-from pipeline.planner.scaling import scaling_points
+from pipeline.planner.plotting import draw_scaling, draw_search
+from pipeline.planner.run_cost import cost, scaling_points
 from pipeline.planner.search import CHOSEN
-from pipeline.planner.search_plots import draw_scaling, draw_search
 from pipeline.training import finetuning
 
 
@@ -114,7 +113,7 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
     training, points = config.training, []
     tokens = warmup.samples(training, training.steps) * training.sequence_length
     print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
-    print(accuracy.factors_text(config))
+    print(site_correction.factors_text(config))
     print(plan_report.SCALING_TITLES)
     for point in scaling_points(config):
         print(plan_report.scaling_line(point), flush=True)

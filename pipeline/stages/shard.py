@@ -10,13 +10,13 @@ from pipeline.common import mpi
 from pipeline.common.ranks import ArrayTask, Ranks, array_task
 from pipeline.common.unfinished import work
 from pipeline.config.schema import RunConfig
-from pipeline.data import few_documents
 from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.load import validation_split
 from pipeline.data.read import input_files, inventory
 from pipeline.data.shard import shards, spill
 from pipeline.data.shard.passes import ShardPasses, claim_final_passes
-from pipeline.data.shard.settings import list_input
 from pipeline.data.shard.shard_report import summary
+from pipeline.data.shard.shards import list_input
 
 log = logging.getLogger("pipeline")
 
@@ -54,4 +54,4 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 totals = passes.write(listing)
             if totals:
                 log.info("shard: wrote %s (%s)", folder, summary(totals))
-                few_documents.warn(totals["validation"]["documents"], "set a larger data.validation_fraction")
+                validation_split.warn_of_few_documents(totals["validation"]["documents"], "set a larger data.validation_fraction")

@@ -10,7 +10,7 @@ from pipeline.checkpoint import native, peft_format
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.rules import check, objectives
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.labeled_texts import labels_of
+from pipeline.data.load.objectives.classification import labels_of
 from pipeline.models import config_classes
 from pipeline.models.config import ModelConfig
 from pipeline.models.families.bert import BertConfig

@@ -25,7 +25,7 @@ from pipeline.common.progress import Progress
 from pipeline.config.preferences import stores_reference
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.data.load.objectives.preferences import Preferences
+from pipeline.data.load.objectives.supervised import Preferences
 from pipeline.parallel.mesh import on_rank_0
 from pipeline.training.batch_loader import BatchLoader
 from pipeline.training.starting_checkpoint import initial_checkpoint

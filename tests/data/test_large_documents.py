@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.config.cleaning import STEPS, CleanConfig, GopherStep, LengthStep
 from pipeline.config.data import DedupConfig
-from pipeline.data import slices
+from pipeline.data.clean import document_batch
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.clean.document_batch import DocumentBatch
 from pipeline.data.read import input_files
@@ -46,12 +46,12 @@ def prose(kind: str, size: int) -> str:
 @contextmanager
 def limits(large: int, piece: int) -> Iterator[None]:
     """Change from how many characters on a text is large, and the length of its slices."""
-    saved = slices.LARGE, slices.SLICE
-    slices.LARGE, slices.SLICE = large, piece
+    saved = document_batch.LARGE_TEXT, document_batch.SLICE_CHARACTERS
+    document_batch.LARGE_TEXT, document_batch.SLICE_CHARACTERS = large, piece
     try:
         yield
     finally:
-        slices.LARGE, slices.SLICE = saved
+        document_batch.LARGE_TEXT, document_batch.SLICE_CHARACTERS = saved
 
 
 def peak(folder, text: str, config: CleanConfig) -> int:

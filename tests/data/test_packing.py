@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from pipeline.common import artifact
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.document_boundaries import cumulative_lengths, document_ids, positions
 from pipeline.data.load.fill_in_the_middle import Infill
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE
-from pipeline.data.load.packing import BestFit, best_fit, split_long
+from pipeline.data.load.packing import BestFit, best_fit, cumulative_lengths, document_ids, positions, split_long
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.token_stream import TokenStream
 from tests.data.test_samples import stream

@@ -13,8 +13,8 @@ import pytest
 
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
-from pipeline.data.load.labeled_texts import labels_of
 from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.classification import labels_of
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.packing import best_fit
 from tests.conversion.test_huggingface_export import tokenizer_folder  # noqa: F401 - a fixture

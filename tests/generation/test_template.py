@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
-from pipeline.generation.template import PromptTemplate
+from pipeline.generation.prompts import PromptTemplate
 
 TEMPLATE = """\
 {% for example in examples %}

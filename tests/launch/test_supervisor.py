@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.common import ends, events, locks
 from pipeline.common.errors import UserError
-from pipeline.launch import allocation, chain, rank_step, run_state, slurm
+from pipeline.launch import allocation, chain, rank_step, recovery, slurm
 from pipeline.launch.allocation import Allocation
 from pipeline.launch.placement import Placement
 from tests.helpers import ROOT, environment
@@ -154,7 +154,7 @@ def test_an_exclusion_ends(
 def test_refused_settings_are_no_failures_of_a_run(tmp_path: Path) -> None:
     for code in (137, 2, 2, 1):
         events.record(tmp_path, "ranks_end", code=code, failed=True, progress=False)
-    assert run_state.failures_in_a_row(tmp_path) == 2
+    assert recovery.failures_in_a_row(tmp_path) == 2
 
 
 def test_a_job_without_the_lock_writes_nothing(commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.config.hardware import load, with_node
 from pipeline.config.layout import Layout
 from pipeline.config.rules import check
-from pipeline.planner.collective_time import collective_time, group
+from pipeline.planner.communication import collective_time, group
 from pipeline.planner.pipeline_simulation import StageTime, orders, simulate
 from pipeline.planner.search import Traces, best_layout, search
 from tests.world import configured

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report import answers, comparison, history, page, run, table
+from pipeline.report import answers, comparison, history, page, run, run_files, table
 from pipeline.report.run import State
 from tests.helpers import pipeline
 from tests.report.builder import BEGIN, events, restarted, steps, validation, write
@@ -144,7 +144,7 @@ def test_a_loss_that_is_not_finite_is_seen_everywhere(tmp_path: Path) -> None:
     best = comparison.verdict(page.compared(found))
     assert best == "run 1 has the lowest validation loss (3.5000); no other run has one; not counted, without a finite loss: 0"
     last = write(tmp_path / "2", [*steps(1, 60), validation(40, 3.0), validation(60, math.nan)])
-    assert not run.is_finite(run.read(last).validation_loss), "an older validation is not that of this run"
+    assert not run_files.is_finite(run.read(last).validation_loss), "an older validation is not that of this run"
 
 
 @pytest.mark.parametrize("lines, said", [(45, "ends at step 45"), (0, "is missing, or has no step")])

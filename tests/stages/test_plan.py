@@ -262,7 +262,7 @@ def test_durations_are_readable(seconds, text):
 
 
 def test_every_time_and_memory_has_a_range(printed, tmp_path):
-    """The printed and written ranges are those of accuracy.py; a correction of the site narrows those of times."""
+    """The printed and written ranges are those of site_correction.py; a correction of the site narrows those of times."""
     text = printed(*TINY, f"stage.out={tmp_path}/plan.json")
     found = json.loads((tmp_path / "plan.json").read_text())
     low, high = found["step_time_range_s"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import hardware
-from pipeline.planner.collective_time import Group
+from pipeline.planner.communication import Group
 from tests.helpers import ROOT, python
 from tools.bench import machine
 

@@ -18,7 +18,7 @@ from pipeline.certification.reference import initialize
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
 from pipeline.config.run_parts import is_frozen
-from pipeline.data.load.labeled_texts import LabelReader, labels_of
+from pipeline.data.load.objectives.classification import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
 from pipeline.models.families.bert import BertConfig

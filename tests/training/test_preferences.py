@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.config.preferences import stores_reference
-from pipeline.data.load.objectives.preferences import Preferences
+from pipeline.data.load.objectives.supervised import Preferences
 from pipeline.layers.loss import IGNORE
 from tests.layers.preference_losses import expected_losses
 from tests.training.expected import train_plain

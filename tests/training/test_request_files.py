@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.common import events
 from pipeline.common.errors import ToBeContinued
-from pipeline.launch import run_state
+from pipeline.launch import recovery
 from pipeline.training import request_files
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.request_files import RequestFiles
@@ -52,13 +52,13 @@ def test_a_run_saves_and_stops_when_it_is_asked_to_and_continues_bit_for_bit(tok
     assert checkpoints(run_dir) == [5, 9], "seen at the next step, decided with that, and acted on after one more"
     assert not {"save", "stop"} & {path.name for path in run_dir.iterdir()}, "what was done is removed"
     assert events.read(run_dir)[-1]["reason"] == "stop"
-    assert run_state.was_stopped(run_dir, began)
+    assert recovery.was_stopped(run_dir, began)
     assert not (run_dir / "manifest.json").exists()
 
     one_rank.run("pretrain", run_dir, *settings)
     straight, asked = (one_rank.lines(folder) for folder in (tmp_path / "straight", run_dir))
     assert [line["loss"] for line in asked.values()] == [line["loss"] for line in straight.values()]
-    assert not run_state.was_stopped(run_dir, time.time())
+    assert not recovery.was_stopped(run_dir, time.time())
 
 
 @pytest.mark.usefixtures("looks_at_every_step")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from pipeline.config.hardware import Hardware
-from pipeline.planner.collective_time import Group, collective_time
+from pipeline.planner.communication import Group, collective_time
 from pipeline.planner.kernel_time import attention_time, product_time
 from pipeline.planner.operations import AttentionCall, Kind, Product
 

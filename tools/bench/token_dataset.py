@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeline.common import artifact
 from pipeline.data.load.corpus import Corpus, Windows
-from pipeline.data.load.document_boundaries import cumulative_lengths
+from pipeline.data.load.packing import cumulative_lengths
 from pipeline.data.load.samples import Samples, too_short
 from pipeline.data.load.token_stream import TokenStream
 

@@ -8,8 +8,7 @@ from typing import Literal
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.collective_time import Group, group
-from pipeline.planner.communication import RepeatedCollective, reductions
+from pipeline.planner.communication import Group, RepeatedCollective, group, reductions
 from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product, TracedPart
 from pipeline.planner.planned_buckets import PlannedBucket

@@ -14,7 +14,7 @@ import xxhash
 from pipeline.config.cleaning import CleanConfig
 from pipeline.data.clean import origin, pii_masking, quality, repetition, text_repair
 from pipeline.data.clean.document_batch import DocumentBatch, Step
-from pipeline.data.read.documents import Document, utf8_length
+from pipeline.data.read.documents import Document, add_count, add_counts, utf8_length
 
 _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "allow": origin.allow,
@@ -78,10 +78,8 @@ class StepCounts:
         """Add the counts of another part; the order of the parts does not matter."""
         self.documents += other.documents
         self.bytes += other.bytes
-        for mine, others in ((self.dropped, other.dropped), (self.tagged, other.tagged)):
-            for reason, (documents, size) in others.items():
-                total = mine.setdefault(reason, [0, 0])
-                mine[reason] = [total[0] + documents, total[1] + size]
+        add_counts(self.dropped, other.dropped)
+        add_counts(self.tagged, other.tagged)
         for reason, documents in other.changed.items():
             self.changed[reason] = self.changed.get(reason, 0) + documents
         for reason, size in other.removed.items():
@@ -150,9 +148,7 @@ class Cleaner:
                     if not self._tag:
                         label = batch.label(verdict.document, identify=self._identify)
                         dropped(document, name, verdict.reason, batch.texts[verdict.document], label)
-                    total = step_counts.tagged if self._tag else step_counts.dropped
-                    documents, size = total.get(verdict.reason, (0, 0))
-                    total[verdict.reason] = [documents + 1, size + sizes[verdict.document]]
+                    add_count(step_counts.tagged if self._tag else step_counts.dropped, verdict.reason, 1, sizes[verdict.document])
                 else:
                     step_counts.changed[verdict.reason] = step_counts.changed.get(verdict.reason, 0) + 1
                     before, sizes[verdict.document] = sizes[verdict.document], utf8_length(verdict.text)

@@ -1,12 +1,13 @@
 """A batch of documents that passes through the cleaning steps: its words, its languages, and the thresholds of a step for each document.
 
+A large text is changed in slices, for steps that change a line at a time: only the strings of a slice are in memory besides the text.
 Languages are identified by CLD2 (https://github.com/CLD2Owners/cld2); its tables are part of the package.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +18,27 @@ from pipeline.common import languages
 from pipeline.data.clean import code_detection
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
+
+LARGE_TEXT = 1 << 19
+"""Characters from which on a text is changed in slices."""
+
+SLICE_CHARACTERS = 1 << 16
+"""Characters of a slice."""
+
+
+def is_large(text: str) -> bool:
+    """Whether a text is changed in slices."""
+    return len(text) >= LARGE_TEXT
+
+
+def line_slices(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the (first character, end) of slices of whole lines; a line is not cut, however long it is."""
+    start = 0
+    while start < len(text):
+        cut = text.find("\n", start + SLICE_CHARACTERS) + 1
+        yield start, cut or len(text)
+        start = cut or len(text)
+
 
 SAMPLE_CHARACTERS = (600, 10_000)
 """Sample sizes, taken from the middle of a text because its ends are often headings and imprints. CLD2's time grows with the length; the

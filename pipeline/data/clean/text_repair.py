@@ -10,9 +10,8 @@ import ftfy
 import numpy as np
 
 from pipeline.config.cleaning import BoilerplateStep, NormaliseStep, RepairStep
-from pipeline.data import slices
 from pipeline.data.clean import code_detection, markup
-from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices
+from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, alive_indices, is_large, line_slices
 from pipeline.data.words import HIDDEN, LEAD, Words, is_sentence_end
 
 # UTF-8 decoded as Latin-1 or Windows-1252 is a LEAD followed by the characters that encode 80..BF there.
@@ -46,7 +45,7 @@ def repair(_: RepairStep) -> Step:
             text = repaired = batch.texts[index]
             if garbled[index]:
                 repaired = ""
-                for start, end in slices.of_lines(text):
+                for start, end in line_slices(text):
                     repaired += ftfy.fix_text(text[start:end], _FTFY)
             left: list[str] = []
             if "&" in repaired and _ENTITY.search(repaired):
@@ -129,10 +128,10 @@ def normalise(_: NormaliseStep) -> Step:
 
 def _pieces(text: str) -> Iterator[str]:
     """Yield a text in pieces of whole lines; a small one is a single piece."""
-    if not slices.is_large(text):
+    if not is_large(text):
         yield text
         return
-    for start, end in slices.of_lines(text):
+    for start, end in line_slices(text):
         yield text[start:end]
 
 
@@ -180,7 +179,7 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
         return any(map(lower.__contains__, phrases))
 
     def without_phrases(text: str) -> str:
-        pieces = list(slices.of_lines(text))
+        pieces = list(line_slices(text))
         found = [has_phrase(text[start:end]) for start, end in pieces]
         if not any(found):
             return text

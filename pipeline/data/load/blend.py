@@ -34,7 +34,6 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
     """The training samples of a run. Opening reads manifests only, so its time does not depend on the number of tokens.
 
     Args:
-        config: of the run.
         share: (rank, ranks) of the job: ranks share the verification of checksums, and rank 0 checks the file sizes.
         length: tokens from one sample to the next; training.sequence_length when None.
 
@@ -129,7 +128,6 @@ def fingerprint(config: SampleConfig, samples: Dataset, consumed: int, settings:
     Phases that begin later do not count, nor do corpora without weight until then: they may still be changed or added.
 
     Args:
-        config: of the run.
         samples: of the run.
         consumed: samples that a checkpoint has seen.
         settings: what else determines a sample, from the objective.

@@ -44,7 +44,6 @@ class Corpus:
 
         Args:
             folder: of the token shards.
-            manifest: of the folder.
             split: train or validation.
             name: of the corpus in the run.
             corpus: name of the corpus in the manifest; None selects all corpora.

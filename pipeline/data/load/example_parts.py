@@ -139,7 +139,7 @@ def pack_part(
         notes.lines[path] = notes.lines.get(path, 0) + number
         found_in = reader.notes
         notes.formats[path], notes.ignored[path], notes.spelled[path] = map(dict, (found_in.formats, found_in.ignored, found_in.spelled))
-    lengths, all_tokens, is_answer = (np.concatenate(each) for each in (examples, tokens, answers))
+    lengths, all_tokens, is_answer = (np.concatenate(arrays) for arrays in (examples, tokens, answers))
     sequences = best_fit(lengths - 1, length) if pack and reader.per_line == 1 else np.arange(len(lengths)) // reader.per_line
     order = np.argsort(sequences, kind="stable")  # within a sequence, examples keep their order
     ends = np.cumsum(lengths)

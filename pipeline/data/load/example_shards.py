@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.common import artifact, json_lines
 from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError
+from pipeline.common.texts import first_names
 from pipeline.data.load.example_parts import PackedPart, PartNotes
 from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.load.shard_checksums import Shard
@@ -134,7 +135,6 @@ def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dic
     Args:
         path: of the shard.
         part: its examples.
-        encoder: the tokenizer.
         split: train or validation.
 
     Returns:
@@ -198,7 +198,7 @@ def check(
     list_path = _write_list(folder, key, bad) if folder is not None else None
     unusable, usable = [line for line in bad if not line.left_out], sum(notes.usable for notes in parts)
     left_out, cut, cut_tokens = len(bad) - len(unusable), sum(notes.cut for notes in parts), sum(notes.cut_tokens for notes in parts)
-    shown = "; ".join(map(str, unusable[:_SHOWN])) + (f"; and {len(unusable) - _SHOWN} more" if len(unusable) > _SHOWN else "")
+    shown = first_names(unusable, _SHOWN, "; ", "; and ")
     all_of_them = f" ({list_path} lists all)" if list_path is not None else ""
     paths, lines = ", ".join(formats), usable + len(bad)
     if len(unusable) > limit * lines:
@@ -222,11 +222,11 @@ def check(
 def _numbered(parts: Sequence[PartNotes]) -> list[_Unusable]:
     """The lines that are not used, with their numbers in the files."""
     before: Counter[str] = Counter()
-    found = []
+    unusable = []
     for notes in parts:
-        found += [_Unusable(path, before[path] + line, error, left_out) for path, line, error, left_out in notes.unusable]
+        unusable += [_Unusable(path, before[path] + line, error, left_out) for path, line, error, left_out in notes.unusable]
         before.update(notes.lines)
-    return found
+    return unusable
 
 
 def _added(parts: Sequence[Mapping[str, Mapping[str, int]]]) -> dict[str, Counter[str]]:

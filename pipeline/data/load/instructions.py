@@ -132,7 +132,6 @@ def open_folder(config: SampleConfig, split: str, share: tuple[int, int], seed: 
     """Open the shards of data.instructions.tokens.
 
     Args:
-        config: of the run.
         split: train or validation.
         share: (rank, ranks), as in TokenStream; rank 0 logs.
         seed: of the order; None reads in order.
@@ -167,7 +166,6 @@ def made_with(config: SampleConfig, encoder: TextEncoder) -> dict[str, Any]:
 
     Args:
         config: of the run, with its objective.
-        encoder: its tokenizer.
 
     Raises:
         UserError: the chat template cannot be compiled.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.data.words import mix
+
 ROUNDS = 6  # even, so that the two halves end with their original widths
 _MASK_64 = (1 << 64) - 1
 _ONE = np.uint64(1)
@@ -25,7 +27,7 @@ def permute(values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, 
     Returns:
         (n,) int64.
     """
-    sizes, keys = _as_uint64(size), _round_keys(seed, epoch)
+    sizes, keys = _as_uint64(size), random_words(seed, epoch, count=ROUNDS)
     assert sizes.min(initial=1) >= 1
     assert sizes.max(initial=1) < 1 << 62
     bits = np.maximum(2, np.searchsorted(_POWERS, sizes)).astype(np.uint64)
@@ -54,16 +56,9 @@ def _encrypt(values: np.ndarray, bits: np.ndarray, keys: list[np.ndarray]) -> np
     left_mask, right_mask = (_ONE << left_bits) - _ONE, (_ONE << right_bits) - _ONE
     left, right = values >> right_bits, values & right_mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) & left_mask)
+        left, right = right, left ^ (mix(right + key) & left_mask)
         left_mask, right_mask = right_mask, left_mask
     return (left << right_bits) | right
-
-
-def _mix(values: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele, Lea & Flood 2014, "Fast Splittable Pseudorandom Number Generators"); wraps modulo 2**64."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def random_words(*numbers: int | np.ndarray, count: int) -> list[np.ndarray]:
@@ -80,10 +75,5 @@ def random_words(*numbers: int | np.ndarray, count: int) -> list[np.ndarray]:
     state = np.zeros(1, dtype=np.uint64)
     for number in numbers[:-1]:
         state = (state + _as_uint64(number)) * golden
-    start = _mix(state + _as_uint64(numbers[-1]))
-    return [_mix(start + np.uint64(step + 1) * np.atleast_1d(golden)) for step in range(count)]
-
-
-def _round_keys(seed: int | np.ndarray, epoch: int | np.ndarray) -> list[np.ndarray]:
-    """One key per round."""
-    return random_words(seed, epoch, count=ROUNDS)
+    start = mix(state + _as_uint64(numbers[-1]))
+    return [mix(start + np.uint64(step + 1) * np.atleast_1d(golden)) for step in range(count)]

@@ -21,7 +21,8 @@ from pipeline.data.load.objectives.registry import objective_of
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.prompts_and_answers import ExampleReader
 from pipeline.data.read import input_files
-from pipeline.data.read.input_files import InputFile, InputPart, assigned
+from pipeline.data.read.input_files import InputFile
+from pipeline.data.shard.text_shards import SPLITS
 from pipeline.data.tokenize import token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -54,7 +55,8 @@ def run(config: RunConfig, comm: Comm) -> None:
     with work(comm, folder, (key, "tokenize"), settings, _summary, ["train-?????.tar", "validation-?????.tar"]) as unfinished:
         if not unfinished:
             return
-        mine = [name for name in _share(parts, comm) if unfinished.note(name) is None]
+        share = token_shards.share({name: part.cost for name, part in parts.items()}, comm.rank, comm.size)
+        mine = [name for name in share if unfinished.note(name) is None]
         total = sum(comm.allgather(sum(parts[name].size for name in mine)))
         with SharedProgress(comm, total, "tokenize", "B") as progress:
             for name in mine:
@@ -77,12 +79,6 @@ def _files(config: RunConfig) -> dict[str, list[InputFile]]:
     """The files of each split; raises UserError if some are missing."""
     chosen = config.data.instructions
     return {split: example_parts.sources(getattr(chosen, split), key) for split, key in _KEYS.items()}
-
-
-def _share(parts: dict[str, InputPart], comm: Comm) -> list[str]:
-    """The names of the parts of this rank."""
-    mine = assigned(list(parts.values()), comm.rank, comm.size)
-    return [name for name, part in parts.items() if any(part is other for other in mine)]
 
 
 def _publish(
@@ -110,7 +106,7 @@ def _publish(
 
 def _summary(totals: dict[str, Any]) -> str:
     """Format the totals for the log."""
-    counts = [(split, totals[split]) for split in token_shards.SPLITS if "sequences" in totals[split]]
+    counts = [(split, totals[split]) for split in SPLITS if "sequences" in totals[split]]
     return "; ".join(
         f"{split} {count['tokens']:,} tokens of {count['documents']:,} examples in {count['sequences']:,} sequences, "
         f"{100 * count['padding']:.2f} % padding"

@@ -51,7 +51,6 @@ class Retries:
         """Return what an attempt to read a file returns.
 
         Args:
-            path: of the file.
             attempt: opens and reads the file; must not keep it open when it fails.
 
         Raises:

@@ -7,7 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.config.data import MaskingConfig
 from pipeline.data.tokenize.tokenizer import check_same
+
+#: Usual tokens before a text, after each text, and in place of a masked token.
+FIRST, BETWEEN, MASK = ("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[MASK]", "<mask>")
 
 
 class SpecialTokens:
@@ -59,3 +63,8 @@ class SpecialTokens:
         if problems:
             raise UserError(problems)
         return ids
+
+
+def enclosing_tokens(masking: MaskingConfig) -> dict[str, tuple[str | None, Sequence[str]]]:
+    """The tokens before and after texts, for SpecialTokens.find."""
+    return {"data.masking.first": (masking.first, FIRST), "data.masking.between": (masking.between, BETWEEN)}

@@ -198,7 +198,7 @@ class TokenStream:
                 return shard.check_size(None)
 
         with ThreadPoolExecutor(STAT_THREADS) as pool:
-            violations = [found for found in pool.map(check, self.shards) if found]
+            violations = [violation for violation in pool.map(check, self.shards) if violation]
         if violations:
             raise UserError(violations)
 

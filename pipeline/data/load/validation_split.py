@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import groupby
 
 import numpy as np
 
+from pipeline.common.texts import count
 from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.permutation import permute, random_words
 from pipeline.data.load.samples import Samples
@@ -78,3 +80,20 @@ def choose(counts: Sequence[int], size: int | None) -> np.ndarray:
     sizes = np.asarray(counts, dtype=np.int64)[parts]
     starts = ends[parts] - sizes
     return np.sort(starts + permute(places - starts, sizes, _SEED, parts))
+
+
+log = logging.getLogger("pipeline")
+
+#: Documents from which on there is no warning. The mean loss of fewer depends on which ones they are.
+ENOUGH_DOCUMENTS = 30
+
+
+def warn_of_few_documents(documents: int, fix: str) -> None:
+    """Warn of a split with too few documents.
+
+    Args:
+        documents: of the split; without any there is no validation.
+        fix: what would give more.
+    """
+    if 0 < documents < ENOUGH_DOCUMENTS:
+        log.warning("the validation split has %s: its loss says little about other texts; %s", count(documents, "document"), fix)

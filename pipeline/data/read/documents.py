@@ -132,3 +132,19 @@ def utf8(text: str) -> bytes | bytearray:
 def label(corpus: str, source: str) -> str:
     """The name of a file, prefixed with its corpus unless that is the default one."""
     return source if corpus == DEFAULT_CORPUS else f"{corpus}/{source}"
+
+
+Counts = dict[str, list[int]]
+"""Name -> [number, bytes]: of documents, of files, of what is not read."""
+
+
+def add_count(totals: Counts, name: str, number: int, size: int) -> None:
+    """Add to the number and the bytes of a name."""
+    total = totals.setdefault(name, [0, 0])
+    total[:] = total[0] + number, total[1] + size
+
+
+def add_counts(totals: Counts, others: Counts) -> None:
+    """Add the numbers and bytes of all names."""
+    for name, (number, size) in others.items():
+        add_count(totals, name, number, size)

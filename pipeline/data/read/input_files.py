@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 import xxhash
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.mpi import Comm
+from pipeline.common.mpi import Comm, balanced
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, label
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, add_count, label
 from pipeline.data.read.streams import Section, is_remote
 
 _SPLITTABLE = ("lines", "json_values", "parquet")
@@ -147,15 +146,8 @@ def _spans(source: InputFile, part_bytes: int) -> list[Span]:
 
 
 def assigned(parts: Sequence[InputPart], rank: int, size: int) -> list[InputPart]:
-    """The parts that one of `size` ranks reads, balanced by cost: in descending order, each goes to the least loaded rank."""
-    loads = [(0, r) for r in range(size)]
-    mine = []
-    for cost, number in sorted((-part.cost, number) for number, part in enumerate(parts)):
-        load, owner = loads[0]
-        heapq.heapreplace(loads, (load - cost, owner))
-        if owner == rank:
-            mine.append(parts[number])
-    return mine
+    """The parts that one of `size` ranks reads, the most costly one first."""
+    return [parts[number] for number in balanced([part.cost for part in parts], rank, size)]
 
 
 @dataclass
@@ -174,8 +166,7 @@ class Listing:
 
     def skip(self, corpus: str, reason: str, size: int) -> None:
         """Count a file or folder that is not read."""
-        total = self.skipped.setdefault(corpus, {}).setdefault(reason, [0, 0])
-        total[:] = total[0] + 1, total[1] + size
+        add_count(self.skipped.setdefault(corpus, {}), reason, 1, size)
 
 
 def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> Listing:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pipeline.data.read import suffixes as file_suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS
+from pipeline.data.read.documents import DEFAULT_CORPUS, add_count, add_counts
 from pipeline.data.read.input_files import InputFile, Listing
 
 log = logging.getLogger("pipeline")
@@ -26,8 +26,7 @@ def by_suffix(files: Iterable[InputFile]) -> dict[str, dict[str, list[int]]]:
     """Corpus -> suffix -> [files, bytes]."""
     counts: dict[str, dict[str, list[int]]] = {}
     for file in files:
-        total = counts.setdefault(file.corpus, {}).setdefault(file_suffixes.of_name(file.name), [0, 0])
-        total[:] = total[0] + 1, total[1] + file.size
+        add_count(counts.setdefault(file.corpus, {}), file_suffixes.of_name(file.name), 1, file.size)
     return counts
 
 
@@ -64,9 +63,7 @@ def report_listing(listing: Listing, suffixes: Sequence[str]) -> None:
     """
     total: dict[str, list[int]] = {}
     for counts in by_suffix(listing.files).values():
-        for suffix, (number, size) in counts.items():
-            old = total.get(suffix, [0, 0])
-            total[suffix] = [old[0] + number, old[1] + size]
+        add_counts(total, counts)
     size = sum(file.size for file in listing.files)
     log.info("shard: input of %s files, %s MB: %s", f"{len(listing.files):,}", f"{size / 1e6:,.1f}", described(total))
     for corpus, reasons in listing.skipped.items():

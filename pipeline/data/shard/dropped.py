@@ -58,9 +58,9 @@ def write_duplicates(comm: Comm, pool: Pool, found: Clusters) -> None:
     for part in pool.mine:
         with writer(pool.stem(part).with_suffix(BY_DEDUPLICATION)) as add:
             mine = parts == part
-            for number, (of, kind) in zip(found.drop[mine].tolist(), found.origin[mine].tolist(), strict=True):
+            for number, (kept_number, kind) in zip(found.drop[mine].tolist(), found.origin[mine].tolist(), strict=True):
                 (meta, text), reason = pool.record(number), ClusterKind(kind).reason
-                original = originals[of] if of >= 0 else "a document of dedup.against"
+                original = originals[kept_number] if kept_number >= 0 else "a document of dedup.against"
                 add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
 
 

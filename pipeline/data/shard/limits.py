@@ -59,7 +59,6 @@ def check(
     """Check files and memory of a run. Call it on rank 0.
 
     Args:
-        folder: the output folder.
         bins: of all groups of the shuffle.
         ranks: of the run, and on this node.
         documents: that are read, if that is known.

@@ -141,7 +141,8 @@ class ShardPasses:
         if self._data.save_dropped:
             dropped.write_duplicates(comm, pool, duplicated)
         mine = range(comm.rank, len(plan), comm.size)
-        missing = sorted(number for found in comm.allgather(self._missing(plan, mine)) for number in found)
+        not_written = [number for number in mine if unfinished.note(plan[number].name) is None]
+        missing = sorted(number for numbers in comm.allgather(not_written) for number in numbers)
         sweep = Sweep(comm, pool, duplicated.drop, self._dedup)
         for start in range(0, len(missing), comm.size):
             shards_of_round = [plan[number] for number in missing[start : start + comm.size]]
@@ -178,10 +179,6 @@ class ShardPasses:
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
         return shards.publish(unfinished.output, unfinished.settings, written, counts, found, excerpts, self._files)
-
-    def _missing(self, plan: list[ShardPlan], numbers: range) -> list[int]:
-        """Which of these shards are not written."""
-        return [number for number in numbers if self._unfinished.note(plan[number].name) is None]
 
     def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
         """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""

@@ -15,7 +15,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, utf8, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, add_count, add_counts, utf8, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.read.streams import CheckError
@@ -77,38 +77,25 @@ class PartCounts:
         self.empty += other.empty
         self.unchecked += other.unchecked
         self.bad += other.bad
-        for corpus, (documents, size) in other.read.items():
-            total = self.read.get(corpus, [0, 0])
-            self.read[corpus] = [total[0] + documents, total[1] + size]
-        for corpus, reasons in other.lost.items():
-            for reason, (documents, size) in reasons.items():
-                self.count_lost(corpus, reason, documents, size)
-        for language, reasons in other.languages.items():
-            for reason, (documents, size) in reasons.items():
-                self.count_language(language, reason, documents, size)
+        add_counts(self.read, other.read)
         self.notes |= other.notes
-        for corpus, reasons in other.skipped.items():
-            for reason, (number, size) in reasons.items():
-                self.count_skipped(corpus, reason, number, size)
+        for mine, others in ((self.lost, other.lost), (self.languages, other.languages), (self.skipped, other.skipped)):
+            for corpus_or_language, reasons in others.items():
+                add_counts(mine.setdefault(corpus_or_language, {}), reasons)
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
     def count_lost(self, corpus: str, reason: str, documents: int, size: int) -> None:
         """Count dropped documents of a corpus."""
-        _count(self.lost, corpus, reason, documents, size)
+        add_count(self.lost.setdefault(corpus, {}), reason, documents, size)
 
     def count_skipped(self, corpus: str, reason: str, number: int, size: int) -> None:
         """Count files, or parts of files, of a corpus that are not read."""
-        _count(self.skipped, corpus, reason, number, size)
+        add_count(self.skipped.setdefault(corpus, {}), reason, number, size)
 
     def count_language(self, language: str, reason: str, documents: int, size: int) -> None:
         """Count documents of a language that cleaning dropped for a reason, or kept."""
-        _count(self.languages, language, reason, documents, size)
-
-
-def _count(totals: dict[str, dict[str, list[int]]], corpus: str, reason: str, number: int, size: int) -> None:
-    total = totals.setdefault(corpus, {}).setdefault(reason, [0, 0])
-    total[:] = total[0] + number, total[1] + size
+        add_count(self.languages.setdefault(language, {}), reason, documents, size)
 
 
 def listed(bad: Bad) -> list[Any]:
@@ -168,19 +155,19 @@ def _documents(
 ) -> Iterator[Document]:
     """Yield the non-empty documents; count empty documents, unreadable input and what is not read."""
     for span in part.spans:
-        total = counts.read.setdefault(span.file.corpus, [0, 0])
+        corpus = span.file.corpus
+        add_count(counts.read, corpus, 0, 0)  # also of a corpus without a document
         for document in read(span, options, verify=verify):
             if isinstance(document, Bad):
                 counts.bad.append(listed(document))
             elif isinstance(document, Skipped):
-                counts.count_skipped(span.file.corpus, document.reason, 1, document.size)
+                counts.count_skipped(corpus, document.reason, 1, document.size)
             elif isinstance(document, Unchecked):
                 counts.unchecked += 1
             elif not document.text or document.text.isspace():
                 counts.empty += 1
             else:
-                total[0] += 1
-                total[1] += utf8_length(document.text)
+                add_count(counts.read, corpus, 1, utf8_length(document.text))
                 yield document
             del document
         advance(span.size)

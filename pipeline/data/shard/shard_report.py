@@ -20,8 +20,8 @@ from pipeline.data.dedup.distributed import fetch
 from pipeline.data.read import inventory
 from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard.process_part import KEPT, PartCounts
-from pipeline.data.shard.shuffle import SPLITS
 from pipeline.data.shard.spilled_documents import Pool
+from pipeline.data.shard.text_shards import SPLITS
 
 EXCERPT = 300
 WARN_SHARE = 0.5

@@ -12,17 +12,21 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pipeline.common import artifact
-from pipeline.common.atomic_files import atomic_file
+from pipeline.common import artifact, knobs
+from pipeline.common.atomic_files import atomic_file, digest
 from pipeline.common.mpi import Comm
+from pipeline.config.cleaning import CleanConfig
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
-from pipeline.data.read.input_files import InputFile
+from pipeline.data.read import input_files
+from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions, add_count, add_counts
+from pipeline.data.read.input_files import InputFile, Listing
 from pipeline.data.shard import dropped, shard_report, text_shards
 from pipeline.data.shard.process_part import PartCounts
-from pipeline.data.shard.shuffle import SPLITS, ShardPlan
+from pipeline.data.shard.shuffle import ShardPlan
 from pipeline.data.shard.sweep import Found
+from pipeline.data.shard.text_shards import SPLITS
 
 Entries = dict[str, dict[str, Any]]
 
@@ -70,10 +74,8 @@ class WrittenShard:
 
     def _add(self, other: WrittenShard) -> None:
         self.files += other.files
-        for mine, others in ((self.languages, other.languages), (self.repeated, other.repeated)):
-            for name, (documents, size) in others.items():
-                total = mine.get(name, [0, 0])
-                mine[name] = [total[0] + documents, total[1] + size]
+        add_counts(self.languages, other.languages)
+        add_counts(self.repeated, other.repeated)
         for bit, documents in other.lengths.items():
             self.lengths[bit] = self.lengths.get(bit, 0) + documents
 
@@ -103,8 +105,7 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
                 if add:
                     add(orjson.loads(document.meta), "dedup", "all lines are repeated", document.text.decode("utf-8"))
                 continue
-            total = languages.setdefault(document.row["language"].decode(), [0, 0])
-            total[:] = total[0] + 1, total[1] + size
+            add_count(languages, document.row["language"].decode(), 1, size)
             bit = str(size.bit_length() - 1)
             lengths[bit] = lengths.get(bit, 0) + 1
             written += 1
@@ -146,7 +147,7 @@ def publish(
     """
     files: Entries = {name: entry for of_shard in written.files for name, entry in of_shard.items()}
     totals = {
-        **totals_of(files, ("documents", "text_bytes")),
+        **text_shards.totals(files, ("documents", "text_bytes")),
         "files": len(inputs),
         "skipped": sum(number for reasons in counts.skipped.values() for number, _ in reasons.values()),
         "empty_documents": counts.empty,
@@ -181,17 +182,26 @@ def publish(
     return totals
 
 
-def totals_of(files: Entries, counted: tuple[str, ...]) -> dict[str, Any]:
-    """Sum fields of the shards of every split, and of every split of every corpus.
+def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tuple[Listing, dict[str, Any]]:
+    """Return what was found in the input, and all settings that determine the shards, except the content of the files."""
+    listing = input_files.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
+    against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in dedup.against]
+    fields = ("seed", "shard_megabytes", "validation_fraction", "documents_per_member", "save_dropped")
+    return (
+        listing,
+        {
+            **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
+            **{f"data.{name}": getattr(data, name) for name in fields},
+            "clean.steps": list(clean.steps),
+            **{key: value for step in clean.steps for key, _, value in knobs.walk(getattr(clean, step), f"clean.{step}.")},
+            **{key: value for key, _, value in knobs.walk(dedup, "dedup.")},
+            "dedup.against": against,
+            **({"clean.contamination.files": _digests(clean.contamination.files)} if "contamination" in clean.steps else {}),
+        },
+    )
 
-    Args:
-        counted: fields of an entry; text_bytes is named bytes in the sum.
-    """
 
-    def sums(split: str, corpus: str | None) -> dict[str, int]:
-        chosen = [e for e in files.values() if e.get("split") == split and corpus in (None, e["corpus"])]
-        return {"shards": len(chosen), **{field.removeprefix("text_"): sum(entry[field] for entry in chosen) for field in counted}}
-
-    corpora = sorted({entry["corpus"] for entry in files.values() if "split" in entry})
-    by_corpus = {corpus: {split: sums(split, corpus) for split in SPLITS} for corpus in corpora}
-    return {**{split: sums(split, None) for split in SPLITS}, "corpora": by_corpus}
+def _digests(names: list[str]) -> list[str]:
+    """Name and checksum of files; without a checksum for one that is missing, which the cleaner refuses."""
+    paths = [Path(name).expanduser() for name in names]
+    return [f"{path.name} {digest(path) if path.is_file() else ''}" for path in paths]

@@ -15,8 +15,8 @@ import numpy as np
 import xxhash
 
 from pipeline.data.read.documents import Document
+from pipeline.data.shard.text_shards import SPLITS
 
-SPLITS = ("train", "validation")
 KEY_BITS = 48
 _HASHES = 1 << 64
 
@@ -112,7 +112,8 @@ def plan_shards(order: Order, tallies: Sequence[Tally], shard_megabytes: float) 
     for number, corpus in enumerate(order.corpora):
         groups = 2 * number, 2 * number + 1
         source = _source_group(groups, tallies, order.validation_fraction > 0)
-        moved = None if source is None else _first_number(tallies[source])
+        first = None if source is None else tallies[source].first
+        moved = None if first is None else first[1]
         for split, group in zip(SPLITS, groups, strict=True):
             if source is not None and group != source:
                 ranges, only, without = _ranges(order, source, tallies[source], float("inf")), moved, None
@@ -131,11 +132,6 @@ def _source_group(groups: tuple[int, int], tallies: Sequence[Tally], validation_
     if not train and validation:
         return groups[1]
     return groups[0] if train >= 2 and not validation and validation_wanted else None
-
-
-def _first_number(tally: Tally) -> int:
-    assert tally.first is not None
-    return tally.first[1]
 
 
 def _ranges(order: Order, group: int, tally: Tally, shard_bytes: float) -> list[tuple[int, int, int]]:

@@ -47,7 +47,6 @@ class Spill:
     and the band hashes by number, one band after the other.
 
     Args:
-        path: the file.
         row: dtype returned by row_type.
         bands: number of band hashes of a document.
 

@@ -67,11 +67,11 @@ class Sweep:
         for piece in range(pieces):
             outgoing: list[_Piece | None] = [self._piece(shard, piece, pieces) for shard in shards]
             outgoing += [None] * (self._comm.size - len(shards))
-            incoming = [found for found in self._comm.alltoall(outgoing) if found]
+            incoming = [received for received in self._comm.alltoall(outgoing) if received]
             if not incoming:
                 continue
-            keys, numbers, rows = (np.concatenate([found[column] for found in incoming]) for column in range(3))
-            records = [record for found in incoming for record in found[3]]
+            keys, numbers, rows = (np.concatenate([received[column] for received in incoming]) for column in range(3))
+            records = [record for received in incoming for record in received[3]]
             for place in np.lexsort((numbers, keys)).tolist():
                 yield Found(rows[place], *records[place])
 

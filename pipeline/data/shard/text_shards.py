@@ -17,6 +17,8 @@ from pipeline.common import artifact, languages
 from pipeline.common.artifact import Manifest
 from pipeline.data import tar
 
+SPLITS = ("train", "validation")
+
 
 def write(handle: IO[bytes], documents: Iterable[tuple[bytes, bytes]], per_member: int) -> None:
     """Write a shard.
@@ -91,3 +93,19 @@ def readable(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, d
     except (OSError, EOFError, ValueError):
         artifact.verify_files(folder, text, [name])
         raise
+
+
+def totals(files: dict[str, dict[str, Any]], counted: tuple[str, ...]) -> dict[str, Any]:
+    """Sum fields of the shards of every split, and of every split of every corpus.
+
+    Args:
+        counted: fields of an entry; text_bytes is named bytes in the sum.
+    """
+
+    def sums(split: str, corpus: str | None) -> dict[str, int]:
+        chosen = [e for e in files.values() if e.get("split") == split and corpus in (None, e["corpus"])]
+        return {"shards": len(chosen), **{field.removeprefix("text_"): sum(entry[field] for entry in chosen) for field in counted}}
+
+    corpora = sorted({entry["corpus"] for entry in files.values() if "split" in entry})
+    by_corpus = {corpus: {split: sums(split, corpus) for split in SPLITS} for corpus in corpora}
+    return {**{split: sums(split, None) for split in SPLITS}, "corpora": by_corpus}

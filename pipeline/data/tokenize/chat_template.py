@@ -207,7 +207,7 @@ def load(folder: Path, named: str | None = None, end_of_document: str | None = N
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     text = settings.get("chat_template")
     if isinstance(text, list):  # several templates with names
-        text = next((each["template"] for each in text if each["name"] == "default"), None)
+        text = next((entry["template"] for entry in text if entry["name"] == "default"), None)
     if (folder / FILE).is_file():
         text = (folder / FILE).read_text(encoding="utf-8")
     key, where, fix = "tokenizer.path", str(folder), f"correct {FILE} or tokenizer_config.json, or set tokenizer.chat_template"

@@ -95,7 +95,7 @@ def _repaired(messages: list[dict[str, Any]], learned: list[bool], ignored: Coun
         if role == "assistant" and all(each["role"] in ("system", "developer") for each, _ in kept):
             continue
         last, before = kept[-1] if kept else ({"role": None}, learns)
-        plain = role != "tool" and not any(each.keys() - {"role", "content"} for each in (last, message))
+        plain = role != "tool" and not any(compared.keys() - {"role", "content"} for compared in (last, message))
         if last["role"] == role and before == learns and plain:
             kept[-1] = ({**last, "content": f"{last['content']}\n\n{message['content']}"}, learns)
         else:

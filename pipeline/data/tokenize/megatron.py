@@ -20,8 +20,8 @@ from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file, digest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.config.data import TokenizerConfig
+from pipeline.data.shard.text_shards import SPLITS
 from pipeline.data.tokenize import token_shards
-from pipeline.data.tokenize.token_shards import SPLITS
 from pipeline.data.tokenize.tokenizer import TextEncoder, load
 
 _MAGIC, _VERSION = b"MMIDIDX\0\0", 1
@@ -38,7 +38,6 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
 
     Args:
         folder: of the token shards.
-        manifest: of the folder.
         shards: names of the shards to write, in order.
         prefix: path of both files, without .bin and .idx.
 

@@ -76,7 +76,6 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text
 
     Args:
         folder: of the token shards.
-        manifest: of the folder.
         name: of the shard.
         path: the file to write.
         text: the text shards of the same names, which hold the ids of the documents; None leaves the column id empty.

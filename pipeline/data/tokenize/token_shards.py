@@ -11,7 +11,6 @@ Shards of fine-tuning (data/load/example_shards.py) have two members more.
 
 from __future__ import annotations
 
-import heapq
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ import numpy as np
 
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file
+from pipeline.common.mpi import balanced
 from pipeline.data import tar
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize.encoders import EXCERPT, BatchEncoder
@@ -37,19 +37,11 @@ _HEADERS = tar.BLOCK + 128
 EXCERPT_SHARDS, EXCERPTS = 8, 4
 """Maximum number of text shards that excerpts are taken from, and of documents per shard."""
 
-SPLITS = ("train", "validation")
-
 
 def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
-    """The sorted names of the shards of one rank. Shards are assigned largest first, each to the rank with the smallest load so far."""
-    loads = [(0, number) for number in range(ranks)]
-    mine = []
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, number = loads[0]
-        heapq.heapreplace(loads, (load + sizes[name], number))
-        if number == rank:
-            mine.append(name)
-    return sorted(mine)
+    """The sorted names of the shards of one rank."""
+    names = sorted(sizes)
+    return [names[number] for number in sorted(balanced([sizes[name] for name in names], rank, ranks))]
 
 
 class Writer:
@@ -122,7 +114,6 @@ def write(
         text: manifest of the folder.
         name: of the text shard.
         path: the token shard to write.
-        encoder: the tokenizer.
         engine: the tokenization engine.
         progress: called with the number of bytes of text after each batch.
 
@@ -189,21 +180,7 @@ def lengths(path: Path, entry: dict[str, Any]) -> np.ndarray:
 
 def totals(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Count shards, documents, bytes of text and tokens: per split, and under "corpora" per split of each corpus."""
-    shards = [entry for entry in files.values() if "split" in entry]
-    corpora = sorted({entry["corpus"] for entry in shards})
-    return {
-        **_by_split(shards),
-        "corpora": {corpus: _by_split([entry for entry in shards if entry["corpus"] == corpus]) for corpus in corpora},
-    }
-
-
-def _by_split(shards: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    return {split: _counts([entry for entry in shards if entry["split"] == split]) for split in SPLITS}
-
-
-def _counts(shards: list[dict[str, Any]]) -> dict[str, int]:
-    names = {"documents": "documents", "bytes": "text_bytes", "tokens": "tokens"}
-    return {"shards": len(shards), **{name: sum(entry[key] for entry in shards) for name, key in names.items()}}
+    return text_shards.totals(files, ("documents", "text_bytes", "tokens"))
 
 
 def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:

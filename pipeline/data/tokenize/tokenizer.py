@@ -66,7 +66,6 @@ def check_same(folder: Path, fingerprint: str | None, source: str, fix: str, tra
         folder: of the tokenizer that a stage uses; without tokenizer.json there is nothing to compare.
         fingerprint: checksum of the tokenizer.json of the tokens or weights; None if it is not known.
         source: the tokens or weights, for the message.
-        fix: what to do.
         trained: folder of the tokenizer of the weights. Other special tokens or another post-processor than there are no difference.
 
     Raises:
@@ -76,7 +75,7 @@ def check_same(folder: Path, fingerprint: str | None, source: str, fix: str, tra
     if fingerprint is None or not path.is_file() or digest(path) == fingerprint:
         return
     if trained is not None:
-        new, old = (json.loads(load(each).to_str()) for each in (folder, trained))
+        new, old = (json.loads(load(tokenizer).to_str()) for tokenizer in (folder, trained))
         if all(new[part] == old[part] for part in ("model", "normalizer", "pre_tokenizer")):
             return
     raise UserError.of("tokenizer.path", folder, f"is not the tokenizer that {source} was made with", fix)
@@ -147,7 +146,7 @@ class PromptEncoder:
     def encode(self, texts: Sequence[str], *, complete: bool = False) -> list[list[int]]:
         """The ids of each text; `complete` adds the special tokens around a text."""
         self._tokenizer.encode_special_tokens = self._stays_text
-        found = [each.ids for each in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        found = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         for number, text in enumerate(texts):
             self.spelled.update(set(self._spelled.findall(text)))
             if self._plain is not None and not self._reserved.isdisjoint(found[number]):
@@ -268,7 +267,7 @@ class TextEncoder:
             rule = f"needs a token that begins a text, and {self.path.parent} names none but tokenizer.end_of_document"
             raise UserError.of("tokenizer.bos", choice, rule, "name one as bos_token in its tokenizer_config.json, or set it to none")
         assert token is not None
-        return ([token, *(each for each in before if each != token)], after), token
+        return ([token, *(number for number in before if number != token)], after), token
 
     @property
     def follows_tokenizer(self) -> bool:

@@ -11,7 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pipeline.common import page
-from pipeline.data.tokenize.tokenizer import encode
+from pipeline.common.texts import table_lines
+from pipeline.data.tokenize.tokenizer import encode, unknown_token
 
 Measurement = dict[str, Any]
 
@@ -45,7 +46,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     Returns:
         {"name", "vocab_size", "tokens", ..., "languages": {language: {...}}}; COLUMNS defines the metrics.
     """
-    unknown = _unknown(tokenizer)
+    unknown = unknown_token(tokenizer)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     used = np.zeros(vocab_size, dtype=bool)
     languages: dict[str, Measurement] = {}
@@ -56,7 +57,7 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
             sum(len(document.encode("utf-8")) for document in documents),
             sum(len(document.split()) for document in documents),
             len(ids),
-            int(np.count_nonzero(ids == unknown)) if unknown is not None else 0,
+            int(np.isin(ids, unknown).sum()),
         )
         languages[language] = {**counts, "sample": segmentation(tokenizer, documents[0][:SAMPLE_CHARACTERS])}
     best = min(row["tokens"] / row["bytes"] for row in languages.values())
@@ -86,34 +87,22 @@ def segmentation(tokenizer: Tokenizer, text: str) -> list[tuple[str, int]]:
     return [(text[start:end], count) for start, end, count in pieces]
 
 
-def _unknown(tokenizer: Tokenizer) -> int | None:
-    """The id of the unknown token; None if the tokenizer has none."""
-    model = json.loads(tokenizer.to_str())["model"]
-    return tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else model.get("unk_id")
-
-
 def text_table(rows: list[Measurement]) -> str:
     """The rows as a text table for the log, with one line per tokenizer."""
     languages = list(rows[0]["languages"])
-    width = max(len("tokenizer"), *(len(row["name"]) for row in rows))
-    head = f"{'tokenizer':<{width}} {'entries':>9} {'bytes/token':>11} {'fertility':>9} {'coverage':>8} {'FLOP/GB':>8}"
-    lines = [head + "".join(f" {f'parity {language}':>{_width(language)}}" for language in languages)]
+    head = ["tokenizer", "entries", "bytes/token", "fertility", "coverage", "FLOP/GB", *(f"parity {language}" for language in languages)]
+    table = [head]
     for row in rows:
-        line = f"{row['name']:<{width}} {row['vocab_size']:>9,} {row['bytes_per_token']:>11.3f} {row['fertility']:>9.3f}"
-        line += f" {row['coverage']:>8.1%} {row['flops_per_gigabyte']:>8.2e}"
-        lines.append(line + "".join(f" {row['languages'][language]['parity']:>{_width(language)}.3f}" for language in languages))
-    return "\n".join(lines)
-
-
-def _width(language: str) -> int:
-    return len(f"parity {language}")
+        numbers = [f"{row['vocab_size']:,}", f"{row['bytes_per_token']:.3f}", f"{row['fertility']:.3f}", f"{row['coverage']:.1%}"]
+        parities = [f"{row['languages'][language]['parity']:.3f}" for language in languages]
+        table.append([row["name"], *numbers, f"{row['flops_per_gigabyte']:.2e}", *parities])
+    return "\n".join(table_lines(table, right=range(1, len(head))))
 
 
 def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[Path]:
     """Write report.json and report.html.
 
     Args:
-        folder: output folder.
         rows: results of measure(), that of the folder's tokenizer first.
         about: additional properties to include in the report.
 

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.data.load import blend
-from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
+from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
@@ -68,7 +68,6 @@ class Causal(TokenShardObjective):
         """Use samples of sequence_length + 1 tokens.
 
         Args:
-            samples: the text.
             document_mask: return document numbers, for attention within documents.
             padded: samples are packed documents followed by end-of-document tokens, which get no targets.
         """

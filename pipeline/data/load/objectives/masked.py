@@ -14,11 +14,12 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
-from pipeline.data.load.document_boundaries import document_ids
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
+from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
+from pipeline.data.load.special_tokens import MASK, enclosing_tokens
 from pipeline.data.load.validation_split import choose
 from pipeline.models.config import MaskedModelConfig
 
@@ -77,13 +78,8 @@ class Masked(TokenShardObjective):
     def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         masking, special = config.data.masking, special_tokens(config, samples)
-        mask, first, between = special.find(
-            {
-                "data.masking.mask": (masking.mask, ("[MASK]", "<mask>")),
-                "data.masking.first": (masking.first, ("[CLS]", "<s>")),
-                "data.masking.between": (masking.between, ("[SEP]", "</s>")),
-            }
-        )
+        named = {"data.masking.mask": (masking.mask, MASK), **enclosing_tokens(masking)}
+        mask, first, between = special.find(named)
         ordinary = np.setdiff1d(np.arange(samples.vocab_size), list(special.ids.values()))
         padding = _model(config).padding_token
         if padding is not None and padding in ordinary:

@@ -46,7 +46,7 @@ class MaskedDiffusion(Masked):
         rows, length = tokens.shape
         # Positions are 0 to length - 1, and the number after them is that of the rate.
         words = random_words(self._seed, np.repeat(indices, length + 1), np.tile(np.arange(length + 1), rows), count=1)[0]
-        uniform = _uniform(words).reshape(rows, length + 1)
+        uniform = ((words >> np.uint64(11)).astype(np.float64) / 2.0**53).reshape(rows, length + 1)  # in [0, 1)
         rates = 1 - (1 - self._eps) * uniform[:, -1:]
         is_text = self._is_ordinary[tokens]
         if "documents" in arrays:
@@ -56,8 +56,3 @@ class MaskedDiffusion(Masked):
         arrays["targets"] = np.where(masked, tokens.astype(np.int32), np.int32(IGNORE))
         arrays["loss_weights"] = np.where(is_text, 1 / rates, 0).astype(np.float32)
         return arrays
-
-
-def _uniform(words: np.ndarray) -> np.ndarray:
-    """Random words as fp64 numbers in [0, 1)."""
-    return (words >> np.uint64(11)).astype(np.float64) / 2.0**53

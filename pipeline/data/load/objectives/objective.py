@@ -58,7 +58,6 @@ class Objective(ABC):
         """Open the training data of a run.
 
         Args:
-            config: of the run.
             share: (rank, ranks) of the job, which share work that is the same for all, such as checksums.
 
         Raises:

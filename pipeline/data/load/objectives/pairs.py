@@ -149,7 +149,6 @@ class Pairs(Objective):
         """Use tokenized pairs.
 
         Args:
-            samples: the pairs.
             length: tokens of a source and of a target, with the end token.
             start: the token that the decoder reads first.
         """

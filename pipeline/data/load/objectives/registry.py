@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.data import few_documents
+from pipeline.data.load import validation_split
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.masked_diffusion import MaskedDiffusion
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
-from pipeline.data.load.objectives.preferences import Preferences
 from pipeline.data.load.objectives.span_corruption import SpanCorruption
-from pipeline.data.load.objectives.supervised import Supervised
+from pipeline.data.load.objectives.supervised import Preferences, Supervised
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize.tokenizer import affixes, check_same, load
 
@@ -53,7 +52,6 @@ def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, 
     """Open the training data, and the validation data if the validation split contains a sample.
 
     Args:
-        config: configuration of the run.
         share: (rank, world size).
 
     Raises:
@@ -75,7 +73,7 @@ def warn_of_few_documents(validation: Objective, rank: int) -> None:
         return
     shards = validation.data_key == "data.tokens"
     fix = "stage=shard with a larger data.validation_fraction writes more" if shards else "list files with more lines"
-    few_documents.warn(validation.documents, fix)
+    validation_split.warn_of_few_documents(validation.documents, fix)
 
 
 def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:

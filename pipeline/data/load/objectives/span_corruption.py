@@ -78,7 +78,6 @@ class SpanCorruption(TokenShardObjective):
         """Use samples of sizes.text + 1 tokens.
 
         Args:
-            samples: the text.
             sizes: lengths, the same for all samples.
             sentinels: token ids, at least one per span.
             start: the token that the decoder reads first.

@@ -11,7 +11,7 @@ import xxhash
 
 from pipeline.data.load.instructions import Instructions, open_files, open_folder
 from pipeline.data.load.objectives.objective import IGNORE, Objective
-from pipeline.data.load.prompts_and_answers import ExampleReader
+from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -114,3 +114,34 @@ class Supervised(Objective):
                 documents[row, part], positions[row, part] = number, np.arange(part.stop - start)
                 start = part.stop
         return {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
+
+
+class Preferences(Supervised):
+    """Pairs of answers to the same prompt. A sequence has both, each with the prompt, as two documents."""
+
+    reader: type[ExampleReader] = PairReader
+
+    #: Those of layers/preference.py preference_loss, which loads torch.
+    sums: int = 4
+
+    #: fp32 (pairs, 2), log-probabilities of both answers under the reference model, in the order of the files; None if steps compute them.
+    reference: np.ndarray | None = None
+
+    @property
+    def documents(self) -> int:
+        """See Objective: pairs."""
+        return int(self.samples.counts[0])
+
+    def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See Objective: as Supervised, the choices, and the log-probabilities of the reference if they are known, fp32 (n, 2)."""
+        arrays = super().arrays(indices)
+        arrays["choices"] = np.select([arrays["documents"] == 0, arrays["documents"] == 1], [1, -1], 0)
+        if self.reference is not None:
+            arrays["reference"] = self.reference[self.samples.places(indices)]
+        return arrays
+
+    def measures(self, sums: np.ndarray) -> dict[str, float]:
+        """See Objective: mean rewards of both answers, their difference, and how often the preferred one has the larger."""
+        chosen, rejected, accuracy = (sums[:3] / max(sums[3], 1)).tolist()
+        named = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": accuracy}
+        return {f"validation_rewards_{name}": value for name, value in named.items()}
