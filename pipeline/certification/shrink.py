@@ -109,7 +109,7 @@ def _shrink_axes(small: RunConfig, data: int) -> RunConfig:
         sizes["parallel.expert_tensor"] = sizes["parallel.tensor"]
     if parallel.stages_per_rank is not None:
         sizes["parallel.stages_per_rank"] = min(parallel.stages_per_rank, 2)
-    return knobs.changed(small, sizes)
+    return knobs.changed(small, {**sizes, "parallel.deepspeed": None})  # a file has the batch of the job
 
 
 def _shrink_zero_groups(small: RunConfig, before: Layout, data: int) -> RunConfig:

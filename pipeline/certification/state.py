@@ -180,6 +180,8 @@ def other_layout(config: RunConfig) -> tuple[RunConfig, int]:
             "context_kind": "ring",
             "zero_group": "job",
             "expert_tensor": None,
+            "engine": "native",
+            "deepspeed": None,
         }
         parallel = dataclasses.replace(config.parallel, **{**one, **axes})
         other = dataclasses.replace(config, parallel=parallel)

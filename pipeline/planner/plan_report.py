@@ -48,6 +48,8 @@ def head_lines(result: JobPlan) -> Iterator[str]:
     yield f"  {'layout':<14}{axes}, {layout.zero_text(result.config.parallel.zero_stage)}, {layout.schedule}"
     if result.config.precision.fp8 != "none":
         yield f"  {'precision':<14}fp8: linear layers are planned with their time in bf16, which 8 bits should undercut"
+    if result.config.parallel.engine == "deepspeed":
+        yield f"  {'engine':<14}deepspeed: planned with the memory and the time of the native one"
     if tuned := "; ".join(_tuning(result.config)):
         yield f"  {'trains':<14}{tuned}"
     batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"

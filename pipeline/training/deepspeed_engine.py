@@ -113,7 +113,7 @@ class DeepSpeedEngine(Engine):
         betas = optimizer.beta1, optimizer.beta2
         self._engine, _, _, self._schedule = deepspeed.initialize(
             model=stage,
-            optimizer=torch.optim.AdamW(self._groups(), lr=optimizer.lr, betas=betas, eps=optimizer.eps) if ours else None,
+            optimizer=torch.optim.AdamW(self._groups(), lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True) if ours else None,
             model_parameters=None if ours else list(model.pieces),
             config=settings,
             mpu=units,

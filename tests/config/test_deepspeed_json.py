@@ -183,4 +183,4 @@ def test_missing_file_and_other_stages(file, tmp_path):
     assert "cannot be read: No such file" in run(f"parallel.deepspeed={tmp_path}/no.json")[1][0]
     assert run("parallel.deepspeed=null")[1] == []
     _, refused = run(file(MEGATRON), "stage=plan", "stage.search=true", "cluster.hardware=h100")
-    assert any("this stage plans others" in text for text in refused), refused
+    assert any("has one layout, where a search plans others" in text for text in refused), refused

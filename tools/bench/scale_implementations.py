@@ -74,15 +74,15 @@ class Traffic(TorchDispatchMode):
         return {**{name: total[name] for name in ("all-reduce", "reduce-scatter", "all-gather")}, "early": early / max(1, reduced)}
 
 
-def configuration(options: dict[str, Any], zero: int) -> Any:
-    """The checked configuration of the job."""
+def configuration(options: dict[str, Any], zero: int, *more: str) -> Any:
+    """The checked configuration of the job, with further settings."""
     from tools.jobs import configured
 
     batch = options["ranks"] * options["micro_batches"] * options["sequences"]
     return configured(
         *(*MODEL, f"precision={options['dtype']}", f"parallel.zero_stage={zero}", "training.document_mask=false"),
         *(f"training.sequence_length={options['sequence']}", f"training.global_batch_size={batch}", "training.steps=1000"),
-        f"training.micro_batch_size={options['sequences']}",
+        *(f"training.micro_batch_size={options['sequences']}", *more),
         ranks=options["ranks"],
     )
 
@@ -102,7 +102,13 @@ def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     from pipeline.parallel import mesh as meshes
     from pipeline.training.trainer import Trainer
 
-    config = configuration(options, int(options["implementation"][-1]))
+    name, _, zero = options["implementation"].partition("-")
+    more = []
+    if name == "engine":
+        path = Path(options["folder"], f"ds_config-{dist.get_rank()}.json")
+        path.write_text(json.dumps(deepspeed_settings(options)))
+        more = ["parallel.engine=deepspeed", f"parallel.deepspeed={path}"]
+    config = configuration(options, int(zero), *more)
     trainer = Trainer(config, meshes.build_mesh(Layout.of(config, options["ranks"]), torch.device("cpu")))
     return lambda tokens, targets: trainer.train(tokens, {"targets": targets})
 
@@ -133,18 +139,12 @@ def fsdp2(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     return step
 
 
-def deepspeed(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
-    """DeepSpeed's own engine with its accumulation, fp32 communication and fp32 accumulation."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
-    import deepspeed as library
-
-    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    config = configuration(options, 0)
-    model = plain_model(config)
-    settings = {
+def deepspeed_settings(options: dict[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's configuration with its accumulation, fp32 communication and fp32 accumulation."""
+    return {
         "train_micro_batch_size_per_gpu": options["sequences"],
         "gradient_accumulation_steps": options["micro_batches"],
-        "gradient_clipping": config.optimizer.gradient_clipping,
+        "gradient_clipping": 1.0,
         "zero_optimization": {"stage": int(options["implementation"][-1]), "overlap_comm": True},
         "bf16": {"enabled": options["dtype"] == "bf16"},
         "data_types": {"grad_accum_dtype": "fp32"},
@@ -152,6 +152,17 @@ def deepspeed(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1 << 60,
     }
+
+
+def deepspeed(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
+    """A loop of DeepSpeed's own engine."""
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
+    import deepspeed as library
+
+    library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = configuration(options, 0)
+    model = plain_model(config)
+    settings = deepspeed_settings(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)
 
@@ -168,9 +179,9 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
     torch.set_num_threads(1)
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options["ranks"])
-        build = {"ours": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}[options["implementation"].partition("-")[0]]
+        build = {"ours": ours, "engine": ours, "fsdp2": fsdp2, "deepspeed": deepspeed}[options["implementation"].partition("-")[0]]
         before = resident("VmRSS")
-        step = build(options)
+        step = build({**options, "folder": folder})
         generator = torch.Generator().manual_seed(rank)
         shape = (options["micro_batches"] * options["sequences"], options["sequence"])
 

@@ -8,7 +8,7 @@ from operator import attrgetter
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import deepspeed_json
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import plans_other_layouts
+from pipeline.config.stages import Rehearse, plans_other_layouts
 
 #: Key -> the value that DeepSpeed's engine requires, and why.
 REQUIRED = {
@@ -36,8 +36,8 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
         return
     if config.parallel.engine == "native":
         return
-    if plans_other_layouts(config.stage):
-        rule = "has one layout, and this stage plans others"
+    if plans_other_layouts(config.stage) or isinstance(config.stage, Rehearse):
+        rule = "is not rehearsed, and has one layout, where a search plans others"
         yield Violation("parallel.engine", "deepspeed", rule, f"set parallel.engine=native, without {deepspeed_json.KEY}")
         return
     for key, (value, rule) in REQUIRED.items():
