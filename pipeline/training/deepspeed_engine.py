@@ -186,7 +186,7 @@ class DeepSpeedEngine(Engine):
         self._updates += not skipped
         flag = self._scalar(float(skipped))
         self._after_update(flag)
-        self._average.update(flag)
+        self._average.update(flag.to(self._masters[0][1]["weight"].device))  # which may be in host memory
         return StepResult(self._scalar(float("nan")) if norm is None else norm, flag, self._scalar(rate))
 
     def _scalar(self, value: float | Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class DeepSpeedEngine(Engine):
         for flat in self._flat_masters():
             state = self._base.state[flat]
             if not state:
-                state["step"] = self._step_count(0)
+                state["step"] = self._step_count(0, flat)
                 state.update({kind: torch.zeros_like(flat) for kind in OPTIMIZERS[self._optimizer.name].state})
 
     def _flat_masters(self) -> list[Tensor]:
@@ -250,9 +250,9 @@ class DeepSpeedEngine(Engine):
             return list(self._engine.optimizer.fp32_partitioned_groups_flat)
         return [parameter for group in self._base.param_groups for parameter in group["params"]]
 
-    def _step_count(self, updates: int) -> int | Tensor:
-        """A number of updates as the optimizer counts them: PyTorch's in a tensor, DeepSpeed's as a number."""
-        return torch.tensor(float(updates)) if type(self._base).__module__.startswith("torch.") else updates
+    def _step_count(self, updates: int, flat: Tensor) -> int | Tensor:
+        """A number of updates as the optimizer counts them: PyTorch's in a tensor beside the weights, DeepSpeed's as a number."""
+        return torch.full((), float(updates), device=flat.device) if type(self._base).__module__.startswith("torch.") else updates
 
     @torch.no_grad()
     def forward_weights(self) -> Iterator[tuple[Piece, Tensor]]:
@@ -299,7 +299,7 @@ class DeepSpeedEngine(Engine):
         """See Engine."""
         self._updates = updates
         for flat in self._flat_masters():
-            self._base.state[flat]["step"] = self._step_count(updates)
+            self._base.state[flat]["step"] = self._step_count(updates, flat)
         if self._schedule is not None and updates:
             self._schedule.step(updates - 1)  # it counts the updates from 0
         self.round_weights()

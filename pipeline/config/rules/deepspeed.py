@@ -46,6 +46,9 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     if config.precision.dtype != "fp32" and config.parallel.zero_stage == 0:
         rule = "requires ZeRO with parallel.engine=deepspeed: without it, DeepSpeed gives no access to the fp32 weights"
         yield Violation("precision.dtype", config.precision.dtype, rule, "set ZeRO's stage to 1")
+    if config.training.ema is not None and config.parallel.zero_stage == 3 and config.parallel.offload != "none":
+        rule = "averages weights that ZeRO 3 of parallel.engine=deepspeed keeps in host memory"
+        yield Violation("training.ema", config.training.ema, rule, "set it to null, or ZeRO's stage to 2, or parallel.engine=native")
     if path is not None:
         yield from _file(config, path, world_size)
 
