@@ -64,6 +64,8 @@ OFF = {
     "tensor_parallel": ("slices the modules of transformers", "remove it, and set parallel.tensor"),
     "zero_optimization.zenflow": ("updates some weights later", "remove it"),
     "zero_optimization.offload_optimizer.super_offload": ("has another optimizer state", "set it to false"),
+    "zero_optimization.cpu_offload": ("is deprecated", 'set "offload_optimizer": {"device": "cpu"}'),
+    "zero_optimization.cpu_offload_param": ("is deprecated", 'set "offload_param": {"device": "cpu"}'),
     "bf16.bf16_master_weights_and_grads": ("keeps master weights in bf16, and checkpoints have fp32", "set it to false"),
     "fp16.fp16_master_weights_and_grads": ("keeps master weights in fp16, and checkpoints have fp32", "set it to false"),
 }
@@ -123,16 +125,17 @@ def read(path: str) -> Settings:
     except OSError as error:
         raise UserError.of(KEY, path, f"cannot be read: {error.strerror}", "name a JSON file with a DeepSpeed configuration") from error
     except ValueError as error:
-        raise UserError.of(KEY, path, f"is not JSON: {error}", "correct the file") from error
+        raise UserError.of(KEY, path, f"is not JSON: {error}", "correct the file; JSON has no comments") from error
     if not isinstance(document, dict):
         raise UserError.of(KEY, path, "is not a JSON object", "name a JSON file with a DeepSpeed configuration")
     settings = Settings(path, document)
     for key in SECTIONS:
         if not isinstance(value := settings.get(key, {}), dict | None):
             settings.refuse(key, value, "is not a section", "correct it to {...}")
+    known = (*KEYS, *(key for key in OFF if "." not in key))
     for key, value in document.items():
-        if key not in KEYS and key not in OFF:
-            close = difflib.get_close_matches(key, (*KEYS, *OFF), n=2)
+        if key not in known and not key.startswith(("_", "#", "/")):  # a comment
+            close = difflib.get_close_matches(key, known, n=2)
             settings.refuse(key, value, "is no key of DeepSpeed", f"did you mean {' or '.join(close)}?" if close else "remove it")
     for key, (rule, fix) in OFF.items():
         if not _is_off(value := settings.get(key)):
@@ -146,17 +149,23 @@ def read(path: str) -> Settings:
             continue
         kind = float if isinstance(default, float) else int
         if isinstance(value, bool) or not isinstance(value, int | float) or kind(value) != value:
-            settings.refuse(
-                key, value, f"is not {'a number' if kind is float else 'an integer'}", f'correct it, or set it to "auto" and {ours}'
-            )
+            rule = f"is not {'a number' if kind is float else 'an integer'}"
+            settings.refuse(key, value, rule, f'write it without quotes, or set it to "auto" and {ours} here')
         else:
             settings.values[ours] = (kind(value), key)
     if settings.get("zero_optimization.offload_optimizer.device") != AUTO:
         offloads = settings.get("zero_optimization.offload_optimizer.device") == "cpu"
         settings.values["parallel.offload"] = ("optimizer" if offloads else "none", "zero_optimization.offload_optimizer.device")
+    if not isinstance(count := settings.get("gradient_accumulation_steps", AUTO), int) and count != AUTO:
+        settings.refuse("gradient_accumulation_steps", count, "is not an integer", "write it without quotes")
     enabled = {name: settings.get(f"{name}.enabled", default=False) for name in ("bf16", "fp16")}
-    if AUTO not in enabled.values():
-        kinds = [name for name, on in enabled.items() if on]
+    for name, on in enabled.items():
+        if not isinstance(on, bool) and on != AUTO:
+            settings.refuse(f"{name}.enabled", on, "is neither true nor false", "write it without quotes")
+    kinds = [name for name, on in enabled.items() if on is True]
+    if len(kinds) == 2:
+        settings.refuse("fp16.enabled", value=True, rule="contradicts bf16.enabled=true", fix="set one of them to false")
+    if AUTO not in enabled.values() or kinds:
         settings.values["precision.dtype"] = (kinds[0] if kinds else "fp32", f"{kinds[0] if kinds else 'bf16'}.enabled")
     return settings
 
@@ -190,6 +199,8 @@ def filled(
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": batch // (micro * layout.batch_shards),
     }
+    if "optimizer" not in document:  # then it is PyTorch's
+        document = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False} | document
     warmup = optimizer.warmup_steps or int(optimizer.warmup_ratio * training.steps)
     ours = {
         "gradient_clipping": optimizer.gradient_clipping,
@@ -215,11 +226,9 @@ def _document(parallel: ParallelConfig, optimizer: OptimizerConfig, precision: P
     found: dict[str, Any] = {
         "gradient_clipping": optimizer.gradient_clipping,
         "zero_optimization": {"stage": parallel.zero_stage},
-        "zero_allow_untested_optimizer": True,
     }
     if parallel.offload == "optimizer":
         found["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-        found["zero_force_ds_cpu_optimizer"] = False
     if precision.dtype == "fp16":
         power = int(precision.initial_loss_scale).bit_length() - 1
         found["fp16"] = {"enabled": True, "initial_scale_power": power, "loss_scale_window": precision.loss_scale_window, "hysteresis": 1}

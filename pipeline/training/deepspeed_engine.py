@@ -102,23 +102,23 @@ class DeepSpeedEngine(Engine):
             if mesh.layout.tensor > 1 and sums_over_tensor(piece, sequence=parallel.sequence_parallel):
                 parameter.register_hook(partial(_summed, mesh.tensor))
         units = _Units(mesh)
-        try:
-            deepspeed.DeepSpeedConfig(settings, units)
-        except (ValueError, AssertionError) as error:
-            raise UserError.of(deepspeed_json.KEY, parallel.deepspeed, f"is refused by DeepSpeed: {error}", "correct the file") from error
-        if self._stage == 3:
-            self._partition(stage, settings, units)
         # The optimizer and the schedule of a file are those of DeepSpeed, which steps both.
         ours = "optimizer" not in settings
         betas = optimizer.beta1, optimizer.beta2
-        self._engine, _, _, self._schedule = deepspeed.initialize(
-            model=stage,
-            optimizer=torch.optim.AdamW(self._groups(), lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True) if ours else None,
-            model_parameters=None if ours else list(model.pieces),
-            config=settings,
-            mpu=units,
-            dist_init_required=False,
-        )
+        try:
+            deepspeed.DeepSpeedConfig(settings, units)
+            if self._stage == 3:
+                self._partition(stage, settings, units)
+            self._engine, _, _, self._schedule = deepspeed.initialize(
+                model=stage,
+                optimizer=torch.optim.AdamW(self._groups(), lr=optimizer.lr, betas=betas, eps=optimizer.eps, fused=True) if ours else None,
+                model_parameters=None if ours else list(model.pieces),
+                config=settings,
+                mpu=units,
+                dist_init_required=False,
+            )
+        except (ValueError, TypeError, AssertionError) as error:
+            raise UserError.of(deepspeed_json.KEY, parallel.deepspeed, f"is refused by DeepSpeed: {error}", "correct the file") from error
         self._base = self._engine.basic_optimizer
         self._sets_rate = ours and self._schedule is None
         self.stages = nn.ModuleDict({"0": self._engine})
@@ -310,17 +310,19 @@ class _DynamicScale(LossScale):
 
     def __init__(self, engine: Any, precision: PrecisionConfig) -> None:
         self.factor = None
-        self._scaler = engine.optimizer.loss_scaler if precision.dtype == "fp16" else None
+        self._scaler: Any = engine.optimizer.loss_scaler if precision.dtype == "fp16" else None
 
     def state(self) -> tuple[float, int]:
         """See LossScale."""
         if self._scaler is None:
             return 0.0, 0
+        if not hasattr(self._scaler, "cur_iter"):  # the scale is constant
+            return float(self._scaler.cur_scale), 0
         return float(self._scaler.cur_scale), max(self._scaler.cur_iter - self._scaler.last_overflow_iter - 1, 0)
 
     def load(self, factor: float, finite_steps: int) -> None:
         """See LossScale."""
-        if self._scaler is not None and factor > 0:
+        if hasattr(self._scaler, "cur_iter") and factor > 0:
             self._scaler.cur_scale = factor
             self._scaler.last_overflow_iter = self._scaler.cur_iter - finite_steps - 1
 

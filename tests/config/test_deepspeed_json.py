@@ -80,7 +80,7 @@ def test_what_a_file_says_and_leaves_out(file):
     assert not refused
     assert (config.training.global_batch_size, config.training.micro_batch_size, config.optimizer.gradient_clipping) == (32, 2, 0.5)
     assert (config.parallel.engine, config.parallel.zero_stage, config.precision.dtype) == ("deepspeed", 1, "bf16")
-    config, refused = run(file({}))  # as in DeepSpeed: fp32 without ZeRO and clipping
+    config, refused = run(file({"_comment": "from a wiki"}))  # as in DeepSpeed: fp32 without ZeRO and clipping
     assert not refused
     assert (config.parallel.zero_stage, config.precision.dtype, config.optimizer.gradient_clipping) == (0, "fp32", 0.0)
 
@@ -147,6 +147,11 @@ def test_command_line_of_a_job_is_composed_again(file):
         ({"elasticity": {"enabled": True}}, "elasticity"),
         ({"train_batch_sise": 4}, "train_batch_sise=4: is no key of DeepSpeed\n    fix: did you mean train_batch_size"),
         ({"train_batch_size": "32"}, 'train_batch_size="32": is not an integer'),
+        ({"gradient_accumulation_steps": "8"}, 'gradient_accumulation_steps="8": is not an integer\n    fix: write it without quotes'),
+        ({"bf16": {"enabled": "false"}}, 'bf16.enabled="false": is neither true nor false'),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16.enabled=true: contradicts bf16.enabled=true"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'is deprecated\n    fix: set "offload_optimizer": {"device": "cpu"}'),
+        ({"zero_optimisation": {}}, "fix: did you mean zero_optimization?"),
         ({"zero_optimization": True}, "zero_optimization=true: is not a section"),
         ({"zero_optimization": {"stage": 4}}, "parallel.zero_stage=4: must be at least 0 and at most 3"),
         ({"bf16": {"enabled": True}}, "precision.dtype=bf16: requires ZeRO with parallel.engine=deepspeed"),

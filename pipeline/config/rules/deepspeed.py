@@ -45,7 +45,8 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
             yield Violation(key, found, rule, f"set it to {'null' if value is None else value}, or parallel.engine=native")
     if config.precision.dtype != "fp32" and config.parallel.zero_stage == 0:
         rule = "requires ZeRO with parallel.engine=deepspeed: without it, DeepSpeed gives no access to the fp32 weights"
-        yield Violation("precision.dtype", config.precision.dtype, rule, "set ZeRO's stage to 1")
+        fix = "set parallel.zero_stage=1" if path is None else f'set "zero_optimization": {{"stage": 1}} in {path}'
+        yield Violation("precision.dtype", config.precision.dtype, rule, fix)
     if config.training.ema is not None and config.parallel.zero_stage == 3 and config.parallel.offload != "none":
         rule = "averages weights that ZeRO 3 of parallel.engine=deepspeed keeps in host memory"
         yield Violation("training.ema", config.training.ema, rule, "set it to null, or ZeRO's stage to 2, or parallel.engine=native")
