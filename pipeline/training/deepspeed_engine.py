@@ -118,6 +118,8 @@ class DeepSpeedEngine(Engine):
                 dist_init_required=False,
             )
         except (ValueError, TypeError, AssertionError) as error:
+            if parallel.deepspeed is None:  # a mistake of ours
+                raise
             raise UserError.of(deepspeed_json.KEY, parallel.deepspeed, f"is refused by DeepSpeed: {error}", "correct the file") from error
         self._base = self._engine.basic_optimizer
         self._sets_rate = ours and self._schedule is None
@@ -176,9 +178,7 @@ class DeepSpeedEngine(Engine):
             for group in groups:
                 group["lr"] = learning_rate(self._updates, self._optimizer, self._training)
         rate = float(groups[0]["lr"])
-        # In fp32 without ZeRO DeepSpeed has no norm; the gradients are those of the weights.
-        plain = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
-        norm = gradient_clipping.global_norm(plain, (self._mesh.tensor,), self._mesh.device) if self._stage == 0 else None
+        norm = self._norm_without_zero() if self._stage == 0 else None
         self._engine.step()
         if (theirs := self._engine.get_global_grad_norm()) is not None:
             norm = self._scalar(theirs)
@@ -188,6 +188,11 @@ class DeepSpeedEngine(Engine):
         self._after_update(flag)
         self._average.update(flag.to(self._masters[0][1]["weight"].device))  # which may be in host memory
         return StepResult(self._scalar(float("nan")) if norm is None else norm, flag, self._scalar(rate))
+
+    def _norm_without_zero(self) -> Tensor:
+        """The global norm of the gradients, which are those of the weights: DeepSpeed returns none in fp32 without ZeRO."""
+        primary = [p.grad for p, piece in self.model.pieces.items() if p.grad is not None and is_primary_copy(piece, self._mesh)]
+        return gradient_clipping.global_norm(primary, (self._mesh.tensor,), self._mesh.device)
 
     def _scalar(self, value: float | Tensor) -> Tensor:
         return torch.as_tensor(value, dtype=torch.float32, device=self._mesh.device).detach().reshape(())

@@ -170,6 +170,7 @@ def test_what_is_refused(file, content, message):
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("model.parametrization=mup", "model.parametrization=mup: has learning rates of its own"),
         ("parallel.pipeline=2", "parallel.pipeline=2: is not a layout of parallel.engine=deepspeed"),
         ("optimizer=muon", "optimizer.name=muon: is not an optimizer of parallel.engine=deepspeed"),
         ("training.noise_scale_every=5", "training.noise_scale_every=5: is not measured by parallel.engine=deepspeed"),
@@ -182,6 +183,13 @@ def test_what_its_engine_does_not_have(file, word, message):
     assert any(text.startswith(message) for text in refused), refused
     if word != "parallel.engine=native":
         assert any(text.startswith(message) for text in run("parallel.engine=deepspeed", word)[1])
+
+
+@pytest.mark.parametrize(
+    "model", ["bert-tiny", "t5-tiny", "mixtral-tiny", "deepseek-tiny", "qwen3-next-tiny", "gpt-tiny"]
+)
+def test_every_kind_of_family_is_accepted(model):
+    assert run("parallel.engine=deepspeed", f"model={model}", ranks=2)[1] == []
 
 
 def test_missing_file_and_other_stages(file, tmp_path):

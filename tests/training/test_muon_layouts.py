@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.certification.reference import initialize
+from pipeline.models import registry
 from pipeline.training import matrix_homes
 from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, work
 from tests.training.expected import train_plain
@@ -17,7 +19,7 @@ from tests.training.layouts import LATENT, text
 from tests.world import configured, share, tiny, trainer, unsharded
 
 MUON = "optimizer=muon"
-#: A layout differs from one process by at most so many times what another order of the sums does to one process.
+#: A layout differs from one process by at most so many times what other roundings do to one process.
 FACTOR = 3
 
 
@@ -66,22 +68,33 @@ LAYOUTS += [pytest.param(*case, marks=pytest.mark.long) for case in MORE_LAYOUTS
 
 @functools.cache
 def _one_process(settings: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """The weights after a step of the plain loop, and how far those of plain loops are whose sums have other orders."""
+    """The weights after a step of the plain loop, and how far those of plain loops are whose values are rounded otherwise.
+
+    Two kinds of them: other orders of the samples, and with them of the sums of all gradients; weights that begin one rounding away, which
+    stand for the other orders of the sums of a tensor-parallel layer.
+    """
     config = configured(*tiny(MUON, *settings))
     tokens, fields = text(config, 0)
     weights = train_plain(config, [(tokens, fields)]).weights
     bound = dict.fromkeys(weights, 0.0)
     for seed in range(4):
-        # Other orders of the samples, and with them of the sums of all gradients.
-        order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))
-        other = train_plain(config, [(tokens[order], {name: values[order] for name, values in fields.items()})]).weights
-        bound = {name: max(value, float((other[name] - weights[name]).norm())) for name, value in bound.items()}
+        random = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(tokens), generator=random)
+        permuted = train_plain(config, [(tokens[order], {name: values[order] for name, values in fields.items()})])
+        model = registry.build(config.model)
+        initialize(model, config.model, config.training.seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.copy_(torch.nextafter(weight, weight + torch.randint(-1, 2, weight.shape, generator=random)))
+        rounded = train_plain(config, [(tokens, fields)], model=model)
+        for other in (permuted.weights, rounded.weights):
+            bound = {name: max(value, float((other[name] - weights[name]).norm())) for name, value in bound.items()}
     return weights, bound
 
 
 @pytest.mark.parametrize("ranks, model, layout", LAYOUTS, ids=str)
 def test_a_step_in_a_layout_equals_one_process(worlds, ranks, model, layout):
-    """The bound is measured: what another order of sums does to one process, per weight."""
+    """The bound is measured: what other roundings do to one process, per weight."""
     expected, bound = _one_process(model)
     found = worlds(ranks).run(_layout, (MUON, *model, *(f"parallel.{word}" for word in layout)))
     weights = found[0][0]

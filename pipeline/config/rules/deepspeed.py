@@ -23,7 +23,6 @@ REQUIRED = {
     "training.frozen": ([], "is not supported with parallel.engine=deepspeed"),
     "training.batch_rampup": ([], "is not supported with parallel.engine=deepspeed, whose number of micro-batches is fixed"),
     "lora.rank": (0, "is not supported with parallel.engine=deepspeed"),
-    "model.parametrization": ("standard", "has learning rates of its own, which parallel.engine=deepspeed does not set"),
 }
 
 
@@ -43,6 +42,9 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
     for key, (value, rule) in REQUIRED.items():
         if (found := attrgetter(key)(config)) != value:
             yield Violation(key, found, rule, f"set it to {'null' if value is None else value}, or parallel.engine=native")
+    if getattr(config.model, "parametrization", "standard") == "mup":  # not all families have it
+        rule = "has learning rates of its own, which parallel.engine=deepspeed does not set"
+        yield Violation("model.parametrization", "mup", rule, "set it to standard, or parallel.engine=native")
     if config.precision.dtype != "fp32" and config.parallel.zero_stage == 0:
         rule = "requires ZeRO with parallel.engine=deepspeed: without it, DeepSpeed gives no access to the fp32 weights"
         fix = "set parallel.zero_stage=1" if path is None else f'set "zero_optimization": {{"stage": 1}} in {path}'
