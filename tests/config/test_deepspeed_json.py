@@ -185,9 +185,7 @@ def test_what_its_engine_does_not_have(file, word, message):
         assert any(text.startswith(message) for text in run("parallel.engine=deepspeed", word)[1])
 
 
-@pytest.mark.parametrize(
-    "model", ["bert-tiny", "t5-tiny", "mixtral-tiny", "deepseek-tiny", "qwen3-next-tiny", "gpt-tiny"]
-)
+@pytest.mark.parametrize("model", ["bert-tiny", "t5-tiny", "mixtral-tiny", "deepseek-tiny", "qwen3-next-tiny", "gpt-tiny"])
 def test_every_kind_of_family_is_accepted(model):
     assert run("parallel.engine=deepspeed", f"model={model}", ranks=2)[1] == []
 
