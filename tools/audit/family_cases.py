@@ -17,48 +17,20 @@ SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96,
 #: Rotary positions scaled to four times the original length.
 ROPE_SCALED = {"heads": 2, "kv_heads": 2, "hidden": 64, "max_positions": 64, "rope_factor": 4.0}
 YARN = {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "rope_beta_fast": 8.0}
+#: YaRN from ten positions.
+YARN_10 = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_positions=10)
 
 #: A small Qwen3-Next.
-NEXT = {
-    "kv_heads": 2,
-    "head_width": 16,
-    "linear_key_heads": 2,
-    "linear_value_heads": 4,
-    "linear_key_dim": 12,
-    "linear_value_dim": 10,
-    "expert_ffn_hidden": 20,
-    "shared_ffn_hidden": 24,
-}
+NEXT = dict(
+    linear_key_heads=2, linear_value_heads=4, linear_key_dim=12, linear_value_dim=10, expert_ffn_hidden=20, shared_ffn_hidden=24
+) | dict(kv_heads=2, head_width=16)
 #: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
-LATENT = {
-    "layers": 3,
-    "dense_layers": 1,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 10,
-    "experts": 8,
-    "shared_experts": 2,
-    "expert_ffn_hidden": 20,
-    "top_k": 3,
-    "groups": 4,
-    "topk_group": 2,
-    "mtp_depth": 0,
-}
+LATENT = dict(
+    layers=3, dense_layers=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, mtp_depth=0
+) | dict(experts=8, shared_experts=2, expert_ffn_hidden=20, top_k=3, groups=4, topk_group=2)
 
 #: A small GLM-4.5, without MTP modules either.
-GROUPED = {
-    "layers": 3,
-    "kv_heads": 2,
-    "head_width": 16,
-    "rope_theta": 1e3,
-    "dense_layers": 1,
-    "experts": 8,
-    "expert_ffn_hidden": 20,
-    "top_k": 3,
-    "mtp_depth": 0,
-}
+GROUPED = dict(layers=3, kv_heads=2, head_width=16, rope_theta=1e3, dense_layers=1, experts=8, expert_ffn_hidden=20, top_k=3, mtp_depth=0)
 
 CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
 LOWER_STD = "model.init_std=0.5"  # with 1 attention is so peaked that gradients of queries differ by 3e-6 between fp32 and fp64
@@ -159,26 +131,8 @@ FAMILIES: dict[str, Cases] = {
         variants={
             "latent queries": LATENT,
             "direct queries": {**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "groups": 1, "topk_group": 1},
-            "yarn": {
-                **LATENT,
-                "rope_scaling": "yarn",
-                "rope_factor": 4.0,
-                "rope_original_positions": 10,
-                "rope_beta_fast": 4.0,
-                "rope_mscale": 0.7,
-                "rope_mscale_all": 1.0,
-            },
-            "kimi k2": {
-                **LATENT,
-                "groups": 1,
-                "topk_group": 1,
-                "rope_scaling": "yarn",
-                "rope_factor": 4.0,
-                "rope_original_positions": 10,
-                "rope_beta_fast": 1.0,
-                "rope_mscale": 1.0,
-                "rope_mscale_all": 1.0,
-            },
+            "yarn": LATENT | YARN_10 | dict(rope_beta_fast=4.0, rope_mscale=0.7, rope_mscale_all=1.0),
+            "kimi k2": LATENT | YARN_10 | dict(groups=1, topk_group=1, rope_beta_fast=1.0, rope_mscale=1.0, rope_mscale_all=1.0),
         },
         numerics={
             # With seed 0 a token is at a tie of two experts, which fp32 and fp64 resolve differently: the rounding row shows 3e-2.
@@ -205,33 +159,11 @@ FAMILIES: dict[str, Cases] = {
         large="gemma2-9b",
         released={"gemma2-2b": 2_614_341_888, "gemma2-9b": 9_241_705_984, "gemma2-27b": 27_227_128_320},
         variants={
-            "caps": {
-                "layers": 4,
-                "kv_heads": 2,
-                "head_width": 16,
-                "window": 6,
-                "query_pre_attn_scalar": 3,
-                "attn_logit_softcapping": 0.5,
-                "final_logit_softcapping": 2.0,
-            },
-            "uncapped": {
-                "layers": 3,
-                "head_width": 12,
-                "window": 5,
-                "sliding_window_pattern": 3,
-                "query_pre_attn_scalar": 12,
-                "attn_logit_softcapping": None,
-                "final_logit_softcapping": None,
-                "tie_embeddings": False,
-            },
-            "yarn": {
-                **YARN,
-                "head_width": 32,
-                "window": 9,
-                "sliding_window_pattern": 1,
-                "query_pre_attn_scalar": 16,
-                "attn_logit_softcapping": 2.0,
-            },
+            "caps": dict(layers=4, kv_heads=2, head_width=16, window=6)
+            | dict(query_pre_attn_scalar=3, attn_logit_softcapping=0.5, final_logit_softcapping=2.0),
+            "uncapped": dict(layers=3, head_width=12, window=5, sliding_window_pattern=3, tie_embeddings=False)
+            | dict(query_pre_attn_scalar=12, attn_logit_softcapping=None, final_logit_softcapping=None),
+            "yarn": YARN | dict(head_width=32, window=9, sliding_window_pattern=1, query_pre_attn_scalar=16, attn_logit_softcapping=2.0),
         },
         numerics={
             "gemma2": model(
@@ -265,19 +197,8 @@ FAMILIES: dict[str, Cases] = {
         },
         variants={
             "window": {"layers": 4, "kv_heads": 2, "head_width": 16, "window": 6, "sliding_window_pattern": 2, "query_pre_attn_scalar": 24},
-            "linear": {
-                "layers": 3,
-                "heads": 2,
-                "kv_heads": 1,
-                "head_width": 32,
-                "window": 8,
-                "sliding_window_pattern": 3,
-                "rope_theta": 1e3,
-                "rope_local_theta": 1e2,
-                "rope_scaling": "linear",
-                "rope_factor": 8.0,
-                "tie_embeddings": False,
-            },
+            "linear": dict(layers=3, heads=2, kv_heads=1, head_width=32, window=8, sliding_window_pattern=3, tie_embeddings=False)
+            | dict(rope_theta=1e3, rope_local_theta=1e2, rope_scaling="linear", rope_factor=8.0),
             "local": {"window": 5, "head_width": 12},  # fewer layers than an interval
         },
         numerics={
@@ -304,26 +225,10 @@ FAMILIES: dict[str, Cases] = {
         },
         variants={
             "air": {**GROUPED, "norm_topk_prob": False},
-            "norms": {
-                **GROUPED,
-                "query_key_norm": True,
-                "qkv_bias": False,
-                "partial_rotary_factor": 0.25,
-                "groups": 4,
-                "topk_group": 2,
-                "routed_scaling_factor": 2.5,
-                "tie_embeddings": True,
-            },
-            "yarn": {
-                **GROUPED,
-                "head_width": None,
-                "partial_rotary_factor": 1.0,
-                "dense_layers": 0,
-                "rope_scaling": "yarn",
-                "rope_factor": 4.0,
-                "rope_original_positions": 10,
-                "rope_beta_fast": 4.0,
-            },
+            "norms": GROUPED
+            | dict(groups=4, topk_group=2, routed_scaling_factor=2.5)
+            | dict(query_key_norm=True, qkv_bias=False, partial_rotary_factor=0.25, tie_embeddings=True),
+            "yarn": GROUPED | YARN_10 | dict(head_width=None, partial_rotary_factor=1.0, dense_layers=0, rope_beta_fast=4.0),
         },
         numerics={"glm4_moe": model("glm4-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, rows=SOME + EXPERT)},
         options=[{"mtp_depth": 2, "query_key_norm": True}, {"qkv_bias": False, "mtp_depth": 0}],
@@ -374,21 +279,11 @@ FAMILIES: dict[str, Cases] = {
         },
         variants={
             "parallel": {"partial_rotary_factor": 0.5},
-            "sequential": {
-                "heads": 3,
-                "parallel_residual": False,
-                "attention_bias": False,
-                "activation": "gelu_tanh",
-                "tie_embeddings": True,
-            },
+            "sequential": dict(heads=3, parallel_residual=False, attention_bias=False, activation="gelu_tanh", tie_embeddings=True),
             "whole": {"layers": 3, "partial_rotary_factor": 1.0, "rope_theta": 1e3, "norm_eps": 1e-3},
             "linear": {"rope_scaling": "linear", "rope_factor": 4.0, "partial_rotary_factor": 0.7},
-            "yarn": {
-                **{key: value for key, value in ROPE_SCALED.items() if key != "kv_heads"},
-                "rope_scaling": "yarn",
-                "rope_original_positions": 16,
-                "rope_beta_fast": 8.0,
-            },
+            "yarn": {key: value for key, value in ROPE_SCALED.items() if key != "kv_heads"}
+            | dict(rope_scaling="yarn", rope_original_positions=16, rope_beta_fast=8.0),
         },
         numerics={"gpt_neox": model("gpt-neox-tiny", rows=SOME + CONTEXT[:2])},
         options=[{}, {"attention_bias": False}],
@@ -400,43 +295,13 @@ FAMILIES: dict[str, Cases] = {
         large="gpt-oss-20b",
         released={"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672},
         variants={  # small bounds of SwiGLU, so that they apply
-            "both kinds of layers": {
-                "layers": 4,
-                "kv_heads": 2,
-                "head_width": 16,
-                "window": 6,
-                "experts": 6,
-                "top_k": 3,
-                "swiglu_limit": 0.3,
-            },
+            "both kinds of layers": dict(layers=4, kv_heads=2, head_width=16, window=6, experts=6, top_k=3, swiglu_limit=0.3),
             "local": {"heads": 3, "kv_heads": 1, "head_width": None, "window": 4, "sliding_window_pattern": 3, "experts": 4, "top_k": 1},
-            "yarn": {
-                "layers": 3,
-                "kv_heads": 2,
-                "head_width": 24,
-                "window": 8,
-                "sliding_window_pattern": 3,
-                "experts": 5,
-                "top_k": 5,
-                "swiglu_limit": 0.5,
-                "swiglu_alpha": 1.2,
-                "attention_bias": False,
-                "tie_embeddings": True,
-                "rope_theta": 1e3,
-                "rope_scaling": "yarn",
-                "rope_factor": 4.0,
-                "rope_original_positions": 13,
-                "rope_beta_fast": 5.0,
-                "rope_truncate": False,
-            },
-            "rounded yarn": {
-                "experts": 4,
-                "top_k": 2,
-                "window": 40,
-                "rope_scaling": "yarn",
-                "rope_factor": 4.0,
-                "rope_original_positions": 10,
-            },
+            "yarn": dict(layers=3, kv_heads=2, head_width=24, window=8, sliding_window_pattern=3, attention_bias=False, tie_embeddings=True)
+            | dict(experts=5, top_k=5, swiglu_limit=0.5, swiglu_alpha=1.2)
+            | YARN_10
+            | dict(rope_theta=1e3, rope_original_positions=13, rope_beta_fast=5.0, rope_truncate=False),
+            "rounded yarn": YARN_10 | dict(experts=4, top_k=2, window=40),
         },
         numerics={
             "gpt_oss": model(
@@ -451,13 +316,7 @@ FAMILIES: dict[str, Cases] = {
         large="granite3-8b",
         released={"granite3-2b": 2_533_531_648, "granite3-8b": 8_170_848_256},
         variants={
-            "factors": {
-                "kv_heads": 2,
-                "embedding_multiplier": 3.0,
-                "attention_multiplier": 0.2,
-                "residual_multiplier": 0.4,
-                "logits_scaling": 1.5,
-            },
+            "factors": dict(kv_heads=2, embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4, logits_scaling=1.5),
             "yarn": {**YARN, "logits_scaling": 0.5},
             "untied": {"head_width": 16, "attention_multiplier": 0.25, "logits_scaling": 4.0, "tie_embeddings": False},
         },
@@ -647,18 +506,8 @@ FAMILIES: dict[str, Cases] = {
         released={"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560},
         variants={
             "every block": {"kv_heads": 2, "head_width": 16, "experts": 8, "top_k": 3, "expert_ffn_hidden": 20},
-            "some blocks": {
-                "layers": 5,
-                "kv_heads": 2,
-                "head_width": 16,
-                "experts": 6,
-                "top_k": 2,
-                "expert_ffn_hidden": 20,
-                "expert_interval": 2,
-                "dense_blocks": [1],
-                "norm_topk_prob": False,
-                "tie_embeddings": True,
-            },
+            "some blocks": dict(layers=5, kv_heads=2, head_width=16, expert_interval=2, dense_blocks=[1], tie_embeddings=True)
+            | dict(experts=6, top_k=2, expert_ffn_hidden=20, norm_topk_prob=False),
             "derived width": {"head_width": None, "experts": 4, "top_k": 4, "expert_ffn_hidden": 16, "rope_theta": 1e4},
         },
         numerics={
@@ -673,19 +522,9 @@ FAMILIES: dict[str, Cases] = {
         },
         variants={
             "every block": {**NEXT, "layers": 4, "experts": 8, "top_k": 3},
-            "some blocks": {
-                **NEXT,
-                "layers": 5,
-                "full_attention_interval": 2,
-                "expert_interval": 2,
-                "dense_blocks": [1],
-                "linear_value_heads": 2,
-                "linear_kernel": 3,
-                "experts": 6,
-                "top_k": 2,
-                "norm_topk_prob": False,
-                "tie_embeddings": True,
-            },
+            "some blocks": NEXT
+            | dict(layers=5, full_attention_interval=2, linear_value_heads=2, linear_kernel=3, tie_embeddings=True)
+            | dict(expert_interval=2, dense_blocks=[1], experts=6, top_k=2, norm_topk_prob=False),
             "yarn": {**NEXT, **YARN, "partial_rotary_factor": 0.5, "full_attention_interval": 1, "experts": 4, "top_k": 2},
             "last": {**NEXT, "layers": 3, "full_attention_interval": 3, "linear_value_heads": 6, "experts": 4, "top_k": 2},
         },
