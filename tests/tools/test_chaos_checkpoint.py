@@ -1,5 +1,6 @@
 """tools/chaos_checkpoint: six faults of its kinds, in two layouts."""
 
+import functools
 import random
 
 import pytest
@@ -24,11 +25,8 @@ def start(arguments, environment, output):
 @pytest.mark.world
 def test_a_run_that_is_killed_at_a_random_moment_ends_as_an_undisturbed_one(tokens, tmp_path):
     layouts, chance = list(local.LAYOUTS.values())[:2], random.Random(1)
-
-    def scene(case, layout, folder):
-        return local.scene(start, case, layout, tokens, folder, chance)
-
-    rows = [row for row in driver.rows(scene, local.KINDS, layouts, cases.MOMENTS, 6, chance, tmp_path) if row.seen]
+    scene = functools.partial(local.LocalScene, start, data=tokens, chance=chance)
+    rows = [row for row in driver.rows(scene, local.KINDS, layouts, cases.MOMENTS, 6, 1, tmp_path) if row.seen]
     assert [(row.case.where, row.problems) for row in rows if row.problems] == []
     assert len(rows) == 6
     assert {row.case.layout.name for row in rows} == {layout.name for layout in layouts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def gpu_check(folder: Path, *arguments: str, expect: int = 0) -> tuple[dict[str,
 @pytest.mark.world
 def test_everything_passes(tmp_path):
     rows, printed = gpu_check(tmp_path)
-    assert {row["section"] for row in rows.values()} == set(sections.names())
+    assert {row["section"] for row in rows.values()} == set(sections.SECTIONS)
     assert [name for name, row in rows.items() if row["status"] == "failed"] == []
     assert printed.splitlines()[-2].startswith("gpu_check: PASSED on CPU")
     assert rows["kernels: attention causal 64 bf16"]["value"] > 0
@@ -81,8 +82,7 @@ def test_a_section_that_ends_early_is_a_failed_row(tmp_path, program, remark):
     """Its rows until then are kept."""
     row = json.dumps({"section": "kernels", "name": "first", "status": "ok", "value": 1, "bound": None, "remark": ""})
     words = f"import os, sys; os.write(int(sys.argv[1]), {row.encode() + bytes([10])!r}); {program}"
-    command = [*sections.command_of(Path("-c"), words)]
-    first, last = sections.run("kernels", command, tmp_path / "log", 3, {})
+    first, last = sections.run("kernels", [sys.executable, "-c", words], tmp_path / "log", 3, {})
     assert first == Row("kernels", "first", value=1.0)
     assert last.status == "failed"
     assert last.remark.startswith(remark)

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.checkpoint import native
 from tests.world import configured
-from tools.audit import reshard_cases, resharding
+from tools.audit import resharding
 
 #: Family -> layouts with different pieces, partitions and owners.
 SAMPLE = {
@@ -16,8 +16,8 @@ SAMPLE = {
 
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(family, marks=pytest.mark.long) for family in SAMPLE if family != "llama")])
 def test_every_layout_loads_the_checkpoints_of_all_others(world, tmp_path, family):
-    layouts = {reshard_cases.name_of(layout): layout for layout in reshard_cases.LAYOUTS[family]}
-    configs = {name: configured(*reshard_cases.overrides(family, layouts[name])) for name in SAMPLE[family]}
+    layouts = {resharding.name_of(layout): layout for layout in resharding.LAYOUTS[family]}
+    configs = {name: configured(*resharding.overrides(family, layouts[name])) for name in SAMPLE[family]}
     world.run(resharding.serve_sources, [(family, name, config) for name, config in configs.items()], tmp_path)
     jobs = [(family, name, config, list(configs)) for name, config in configs.items()]
     cells = [cell for rank in world.run(resharding.load_cells, jobs, tmp_path) for cell in rank]
@@ -25,8 +25,8 @@ def test_every_layout_loads_the_checkpoints_of_all_others(world, tmp_path, famil
 
 
 def test_the_matrix_has_at_least_twelve_layouts_of_every_family():
-    for layouts in reshard_cases.LAYOUTS.values():
-        names = {reshard_cases.name_of(layout) for layout in layouts}
+    for layouts in resharding.LAYOUTS.values():
+        names = {resharding.name_of(layout) for layout in layouts}
         assert len(names) == len(layouts) >= 12
 
 
@@ -34,8 +34,8 @@ def test_the_matrix_has_at_least_twelve_layouts_of_every_family():
 def test_another_value_is_found(world, tmp_path):
     """One element of one rank's fragment of one moment."""
     name = "t2p2z0x4"
-    layouts = {reshard_cases.name_of(layout): layout for layout in reshard_cases.LAYOUTS["llama"]}
-    config = configured(*reshard_cases.overrides("llama", layouts[name]))
+    layouts = {resharding.name_of(layout): layout for layout in resharding.LAYOUTS["llama"]}
+    config = configured(*resharding.overrides("llama", layouts[name]))
     world.run(save_spoiled, config, tmp_path)
     assert "exp_avg of blocks." in resharding.difference(native.folder_of(tmp_path, 1), None)
 

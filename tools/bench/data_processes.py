@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tools.bench.harness import ROOT
+
 PEERS_FOLDER = ROOT / ".venv-peers"
 """The virtual environment of the peers. Their requirements conflict with ours and with each other."""
 

@@ -69,10 +69,15 @@ def targets(results: Results, bounds: Iterable[Target]) -> list[str]:
     """A line for each target whose implementations have been measured."""
     found = ((target, target.column.value(results, target.name)) for target in bounds)
     return [
-        f"{target.name}: {target.column.title:<22} {value:.3f}, {verdict(value, target.at_least, target.at_most)}"
+        f"{target.name}: {target.column.title:<22} {number(value)}, {verdict(value, target.at_least, target.at_most)}"
         for target, value in found
         if value is not None
     ]
+
+
+def number(value: float) -> str:
+    """Format with four significant digits, or as an integer from 1,000 upwards."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def verdict(value: float, at_least: float = 0.0, at_most: float = math.inf) -> str:

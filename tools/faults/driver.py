@@ -6,7 +6,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tools.faults.jobs import cases, row
@@ -43,13 +43,7 @@ def summary(rows: Sequence[row.Row], missed: int, seconds: float) -> str:
 
 
 def rows(
-    make: MakeScene,
-    kinds: dict[str, type[Kind]],
-    layouts: Sequence[Layout],
-    moments: tuple[str, ...],
-    faults: int,
-    chance: random.Random,
-    work: Path,
+    make: MakeScene, kinds: dict[str, type[Kind]], layouts: Sequence[Layout], moments: tuple[str, ...], faults: int, seed: int, work: Path
 ) -> Iterator[row.Row]:
     """Yield a row for each fault that was tried, until so many were seen to happen, or too many were not.
 
@@ -59,10 +53,10 @@ def rows(
         layouts: of the runs.
         moments: at which they may happen.
         faults: how many.
-        chance: the seed decides.
+        seed: of the random choices.
         work: folder for the runs; those that failed remain in it.
     """
-    drawn = cases.Cases(chance, {fault: kind.range() for fault, kind in kinds.items()}, tuple(layouts), moments)
+    drawn = cases.Cases(random.Random(seed), {fault: kind.range() for fault, kind in kinds.items()}, tuple(layouts), moments)
     references = {layout.name: row.undisturbed(make(None, layout, work / f"undisturbed-{n}")) for n, layout in enumerate(layouts)}
     seen = missed = 0
     while seen < faults and missed <= 10 + 2 * faults:
@@ -72,20 +66,11 @@ def rows(
         yield found
 
 
-def run(
-    make: MakeScene,
-    kinds: dict[str, type[Kind]],
-    layouts: Sequence[Layout],
-    moments: tuple[str, ...],
-    faults: int,
-    seed: int,
-    work: Path,
-) -> int:
-    """Print the rows and the summary; returns the exit code. Arguments as in `rows`."""
-    started = time.monotonic()
+def report(rows: Iterable[row.Row], faults: int, work: Path) -> int:
+    """Print the rows as they come, and the summary; returns the exit code. Arguments as of `rows`."""
+    started, every = time.monotonic(), []
     print(HEADER)
-    every = []
-    for found in rows(make, kinds, layouts, moments, faults, random.Random(seed), work):
+    for found in rows:
         every.append(found)
         print(describe(found), flush=True)
     counted = [found for found in every if found.seen]

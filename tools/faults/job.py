@@ -126,18 +126,15 @@ class Traced:
 
     Attributes:
         lines: (role, file, line, phase of tracing.PHASES) -> how often a process executed it, at least.
-        functions: (file, line) -> name of the function.
     """
 
     lines: dict[tuple[str, str, int, str], int] = field(default_factory=dict)
-    functions: dict[tuple[str, int], str] = field(default_factory=dict)
 
     def add(self, role: str, message: dict[str, Any]) -> None:
         """Note the lines of a message."""
         if "line" in message:
             file, line, phase = message["line"]
             self.lines.setdefault((role, file, line, phase), 1)
-            self.functions[file, line] = message["function"]
         for file, line, phase, count in message.get("counts", []):
             self.lines[role, file, line, phase] = max(count, self.lines.get((role, file, line, phase), 1))
 

@@ -208,8 +208,8 @@ MINUTES = 0.25
 STOP = signal.SIGSTOP
 #: The step after which the last rank stops.
 LAST = 3
-#: Seconds until the run must have ended.
-PATIENCE = 240.0
+#: Seconds until the run of a stopped rank must have ended.
+STOPPED_PATIENCE = 240.0
 
 
 def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
@@ -223,7 +223,7 @@ def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
         try:
             for process in processes:
                 process.start()
-            processes[0].join(PATIENCE)
+            processes[0].join(STOPPED_PATIENCE)
             code = processes[0].exitcode
         finally:
             for process in processes:
@@ -233,7 +233,7 @@ def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
     named = next((line for line in text.splitlines() if "the run waits for" in line), "")
     done = f"{STOP.name} of rank {count - 1} after step {LAST}"
     if code is None:
-        return Row.failed(section, name, f"{done}: rank 0 still runs after {PATIENCE:g} s")
+        return Row.failed(section, name, f"{done}: rank 0 still runs after {STOPPED_PATIENCE:g} s")
     if f"the run waits for rank {count - 1} " not in named:
         last = text.strip().splitlines()[-1:] or ["no output"]
         return Row.failed(section, name, f"{done}: not named; {named or last[0]}")

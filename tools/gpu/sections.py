@@ -10,9 +10,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,16 +31,6 @@ SECTIONS = {
 ENDED = "the section itself"
 
 
-def names() -> tuple[str, ...]:
-    """The sections, in the order of the table."""
-    return tuple(SECTIONS)
-
-
-def prepare(environment: MutableMapping[str, str]) -> None:
-    """Add the variables that a job of the launch profile has on a GPU."""
-    site.add(environment, site.DEFAULTS | site.NVIDIA_DEFAULTS)
-
-
 def run(name: str, command: list[str], log: Path, seconds: float, about: dict[str, str]) -> Iterator[Row]:
     """Run a section in a child process, and yield its rows as they come.
 
@@ -54,7 +43,7 @@ def run(name: str, command: list[str], log: Path, seconds: float, about: dict[st
     """
     reader, writer = os.pipe()
     environment = dict(os.environ)
-    prepare(environment)
+    site.add(environment, site.DEFAULTS | site.NVIDIA_DEFAULTS)  # as a job of the launch profile has them on a GPU
     with log.open("wb") as output:
         child = subprocess.Popen(
             [*command, str(writer)], pass_fds=(writer,), stdout=output, stderr=output, env=environment, start_new_session=True
@@ -97,11 +86,6 @@ def serve(name: str, setup: Setup, descriptor: int) -> None:
         lines.write(json.dumps({"device": setup.described()}) + "\n")
         for row in rows(setup):
             lines.write(json.dumps(as_json(row)) + "\n")
-
-
-def command_of(script: Path, *arguments: str) -> list[str]:
-    """Return the command of a child process."""
-    return [sys.executable, str(script), *arguments]
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 from tools.faults.job import Process, Start, free_port, is_alive
@@ -26,6 +25,38 @@ LAYOUTS = {
 }
 
 
+class KillOneRank(KillRank):
+    """kill -9 of one rank."""
+
+    after = (cases.SAME,)
+
+
+class KillWriter(Kind):
+    """kill -9 of the writer process: the job goes on."""
+
+    def victims(self) -> list[int]:
+        """The processes that are killed."""
+        return self.scene.writers
+
+    def strike(self) -> None:
+        """Kill those that are alive."""
+        alive = [pid for pid in self.victims() if is_alive(pid)]
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+        self.scene.wait(lambda: not any(map(is_alive, alive)), 5)
+        self.evidence = f"{len(alive)} processes are gone" if alive and not any(map(is_alive, alive)) else ""
+
+
+class KillAll(KillWriter):
+    """kill -9 of all ranks and of the writer process."""
+
+    def victims(self) -> list[int]:
+        return [*(rank.pid for rank in self.scene.ranks.values()), *self.scene.writers]
+
+
+KINDS: dict[str, type[Kind]] = {"kill rank": KillOneRank, "kill writer": KillWriter, "kill all": KillAll}
+
+
 class LocalScene(Scene):
     """Jobs on this machine. Arguments as in Scene, and what starts a process.
 
@@ -34,9 +65,10 @@ class LocalScene(Scene):
     """
 
     pace = 0.15
+    kinds = KINDS
 
-    def __init__(self, start: Start, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, start: Start, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
         self._start, self._restarts = start, 0
         self._processes: list[Process] = []
         self._saves = saves(1, 1_000_000)
@@ -91,40 +123,3 @@ class LocalScene(Scene):
     def clean(self) -> None:
         for process in self._processes:
             process.kill()
-
-
-class KillOneRank(KillRank):
-    """kill -9 of one rank."""
-
-    after = (cases.SAME,)
-
-
-class KillWriter(Kind):
-    """kill -9 of the writer process: the job goes on."""
-
-    def victims(self) -> list[int]:
-        """The processes that are killed."""
-        return self.scene.writers
-
-    def strike(self) -> None:
-        """Kill those that are alive."""
-        alive = [pid for pid in self.victims() if is_alive(pid)]
-        for pid in alive:
-            os.kill(pid, signal.SIGKILL)
-        self.scene.wait(lambda: not any(map(is_alive, alive)), 5)
-        self.evidence = f"{len(alive)} processes are gone" if alive and not any(map(is_alive, alive)) else ""
-
-
-class KillAll(KillWriter):
-    """kill -9 of all ranks and of the writer process."""
-
-    def victims(self) -> list[int]:
-        return [*(rank.pid for rank in self.scene.ranks.values()), *self.scene.writers]
-
-
-KINDS: dict[str, type[Kind]] = {"kill rank": KillOneRank, "kill writer": KillWriter, "kill all": KillAll}
-
-
-def scene(start: Start, case: cases.Case | None, layout: Layout, data: Path, folder: Path, chance: Any) -> LocalScene:
-    """The scene of a case; of a run without a fault if it is None."""
-    return LocalScene(start, case, None if case is None else KINDS[case.fault], layout, data, folder, chance)

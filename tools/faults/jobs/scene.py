@@ -19,6 +19,7 @@ from tools.faults.job import INJECT, ROOT, Listener, Traced, is_alive, processes
 from tools.faults.jobs import cluster
 from tools.faults.jobs.cases import EVERY, FEWER, ONE_NODE, SETTINGS, SPARE, Case, Layout, saves
 from tools.faults.jobs.kind import Kind
+from tools.faults.jobs.kinds import KINDS
 from tools.faults.runs import steps_with_index
 
 
@@ -61,13 +62,14 @@ class Scene(ABC):
 
     Args:
         case: the fault; None for a run without one.
-        kind: of the fault.
         layout: of the run.
-        data: token shards.
         folder: an empty folder.
+        data: token shards.
         chance: decides what the case leaves open.
 
     Attributes:
+        kinds: the faults that can happen to its jobs.
+        kind: that of the case.
         traced: lines that processes have executed.
         ranks: the newest processes.
         writers: process ids of the writers.
@@ -81,8 +83,9 @@ class Scene(ABC):
     """
 
     pace = 1.0
+    kinds: dict[str, type[Kind]]
 
-    def __init__(self, case: Case | None, kind: type[Kind] | None, layout: Layout, data: Path, folder: Path, chance: random.Random) -> None:
+    def __init__(self, case: Case | None, layout: Layout, folder: Path, data: Path, chance: random.Random) -> None:
         self._case, self.layout, self.data, self.folder, self.chance = case, layout, data, folder, chance
         self.step_id = 0
         self.disk = folder / "disk"
@@ -95,7 +98,7 @@ class Scene(ABC):
         self.received: set[int] = set()
         self.held, self._held_pid = "", 0
         self._connection: socket.socket | None = None
-        self.kind = kind(self) if kind is not None else None
+        self.kind = None if case is None else self.kinds[case.fault](self)
         self.complete = self.complete_before = 0
         self.struck_at: float | None = None
         self._known: set[int] = set()
@@ -214,11 +217,13 @@ class SlurmScene(Scene):
         dependents: jobs that depend on a training job.
     """
 
-    def __init__(self, controlled: cluster.Cluster, *arguments: Any) -> None:
+    kinds = KINDS
+
+    def __init__(self, controlled: cluster.Cluster, *arguments: Any, **more: Any) -> None:
         self.cluster = controlled
         self.job = self.first_job = 0
         self.dependents: list[int] = []
-        super().__init__(*arguments)
+        super().__init__(*arguments, **more)
 
     def submit(self, layout: Layout, *, hold: bool = False) -> None:
         """Submit the training job, and one that depends on it."""

@@ -9,8 +9,6 @@ DATA, ZERO_1, ZERO_2 = (f" parallel.zero_stage={stage}" for stage in range(3))
 PACKED = " data.packing=best_fit data.tokens={padded} training.sequence_length=64"
 FP8 = f"{LLAMA} model.layers=4 precision=fp8{ZERO_1}"
 MUON = " optimizer.name=muon"
-#: Twice as wide as the model whose learning rate was tuned.
-MUP = " model.parametrization=mup model.mup_base_width=16"
 
 PRECISION = (
     Mutant(
