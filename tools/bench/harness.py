@@ -8,7 +8,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -87,12 +88,17 @@ def verdict(value: float, at_least: float = 0.0, at_most: float = math.inf) -> s
 
 
 def rounds(script: str, names: Sequence[str], settings: dict[str, Any], count: int, threads: str = "") -> Results:
-    """Measure every implementation `count` times; within a round, they alternate. Returns the medians."""
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    """Measure every implementation `count` times by a script of tools/bench; returns as `alternating`."""
+    return alternating({name: partial(process, script, {"implementation": name, **settings}, threads) for name in names}, count)
+
+
+def alternating(measures: Mapping[str, Callable[[], dict[str, float]]], count: int) -> Results:
+    """Call what measures each implementation `count` times; within a round, they alternate. Returns the medians."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in measures}
     for number in range(count):
-        for name, results in found.items():
-            results.append(process(script, {"implementation": name, **settings}, threads))
-            print(f"round {number + 1}: {name} {results[-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr, flush=True)
+        for name, measure in measures.items():
+            found[name].append(measure())
+            print(f"round {number + 1}: {name} {found[name][-1]['tokens_per_second']:,.0f} tokens/s", file=sys.stderr, flush=True)
     return {name: {key: median(result[key] for result in results) for key in results[0]} for name, results in found.items()}
 
 
