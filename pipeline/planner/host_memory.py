@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
+from torch import nn
 
 from pipeline.common import host_memory
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.layers.nf4 import stored_bytes
 from pipeline.parallel import device
-from pipeline.parallel.parallelize import partition_model
+from pipeline.parallel.parallelize import DTYPES, LocalModel, is_sharded_frozen, layers_in_4_bits, partition_model
+from pipeline.parallel.pieces import Piece
 from pipeline.planner.flops import count_model_parameters
-from pipeline.planner.state_memory import ModelState, frozen_bytes, model_state, state_format_of
-
-
-@dataclass(frozen=True)
-class _TrainedWeights:
-    """The trained weights of a rank as one bucket, over all ranks that may shard them: see state_memory.Sharded.
-
-    As if Muon updated all of them, so that the state is the least one.
-    """
-
-    elements: int
-    ranks: int
-    decays: bool = True
-    muon: bool = True
+from pipeline.planner.planned_buckets import PlannedBucket
+from pipeline.planner.state_memory import ModelState, model_state, state_format_of
 
 
 def check(config: RunConfig, ranks: Ranks) -> None:
@@ -61,12 +50,31 @@ def _refuse_beyond(place: torch.device, each: float, sharing: int, config: RunCo
 
 
 def _state(config: RunConfig, ranks: Ranks) -> tuple[ModelState, float]:
-    """Return the least state of this rank, and the bytes of its frozen weights."""
+    """Return the least state of this rank, as if Muon updated all its trained weights, and the bytes of its frozen weights."""
     layout = Layout.of(config, ranks.world_size)
     model = partition_model(config, layout, ranks.rank)
     elements = sum(parameter.numel() for parameter in model.pieces if parameter not in model.frozen and parameter.requires_grad)
-    trained = _TrainedWeights(elements, layout.zero_sizes(experts=False)[0])
-    return model_state([trained], state_format_of(config, layout)), frozen_bytes(config, model, layout)
+    trained = PlannedBucket("dense", layout.zero_sizes(experts=False)[0], elements, muon=True)
+    return model_state([trained], state_format_of(config, layout)), _frozen_bytes(config, model, layout)
+
+
+def _frozen_bytes(config: RunConfig, model: LocalModel, layout: Layout) -> float:
+    """Return the bytes of the weights of a rank that are not trained, without the padding of ZeRO 3. The model is on the meta device.
+
+    ZeRO 3 shards matrices over the data ranks, but those in 4 bits.
+    """
+    in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
+    itemsize = DTYPES[config.precision.dtype].itemsize
+
+    def ranks(parameter: nn.Parameter, piece: Piece) -> int:
+        sharded = config.parallel.zero_stage == 3 and is_sharded_frozen(parameter, piece, model)
+        return layout.zero_sizes(experts=piece.is_sliced_along("expert"))[0] if sharded else 1
+
+    return sum(
+        stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize / ranks(p, piece)
+        for p, piece in model.pieces.items()
+        if p in model.frozen
+    )
 
 
 def available_bytes(place: torch.device) -> float:

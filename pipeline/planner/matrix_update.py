@@ -12,16 +12,12 @@ from functools import lru_cache, partial
 
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
-from pipeline.config.schema import RunConfig
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import LocalModel
 from pipeline.planner import kernel_time
 from pipeline.planner.operations import Collective, Product
 from pipeline.planner.planned_buckets import PlannedBucket
-from pipeline.planner.state_memory import StateFormat, rank_buckets, state_format_of
+from pipeline.planner.state_memory import StateFormat
 from pipeline.training.matrix_homes import elements_at_once
-from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, planned_matrices, round_numbers
-from pipeline.training.matrix_rule import MatrixRule
+from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, round_numbers
 from pipeline.training.muon import at_once
 
 #: What the products are called in the table of operations.
@@ -101,22 +97,6 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
             whole, homes = sum(matrix.elements for matrix in matrices), _homes(matrices, ranks, layout.tensor)
             found.append(MatrixRound(axis, ranks, layout.tensor, divided, held, whole, homes))
     return found
-
-
-def rank_update_bytes(config: RunConfig, model: LocalModel, mesh: Mesh) -> float:
-    """Return update_bytes of a rank from its model, which is on the meta device."""
-    rule, state_format = MatrixRule.of(config.optimizer, config.model), state_format_of(config)
-    buckets = [
-        PlannedBucket(
-            bucket.group.group_name,
-            bucket.ranks,
-            bucket.elements,
-            matrices=[matrix for piece in bucket.pieces.values() for matrix in planned_matrices(piece, rule)],
-        )
-        for bucket in rank_buckets(config, model, mesh)
-        if bucket.muon
-    ]
-    return update_bytes(matrix_rounds(buckets, mesh.layout, state_format.zero_stage), state_format.weight_bytes)
 
 
 @lru_cache(maxsize=256)

@@ -13,10 +13,12 @@ from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.planner.flops import count_local_parameters, count_model_parameters, count_primary_parameters
-from pipeline.planner.matrix_update import rank_update_bytes
+from pipeline.planner.matrix_update import matrix_rounds, update_bytes
 from pipeline.planner.plan import JobPlan
+from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
 from pipeline.planner.site_correction import factors_text
-from pipeline.planner.state_memory import frozen_bytes, rank_state, state_tensors
+from pipeline.planner.state_memory import model_state, state_format_of, state_tensors
+from pipeline.planner.trace import Trace
 from pipeline.training import matrix_rule
 from pipeline.training.matrix_rule import MatrixRule
 
@@ -33,15 +35,16 @@ def init_fake(config: RunConfig, world_size: int) -> tuple[Mesh, LocalModel]:
         mesh.destroy_process_group()
 
 
-def lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
+def lines(config: RunConfig, local: Mesh, model: LocalModel, traced: Trace) -> Iterator[str]:
     """Yield everything but the plan of the job.
 
     Args:
         local, model: as init_fake returns them.
+        traced: of the configuration.
     """
     yield from rank_lines(config, local.layout)
     yield from stage_lines(config, local, model)
-    yield from memory_lines(config, local, model)
+    yield from memory_lines(config, local.layout, traced)
     yield from optimizer_lines(config, model)
     yield from batch_lines(config, local.layout)
 
@@ -77,39 +80,41 @@ def stage_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[s
     yield f"  {'primary copies':<16}{primary:,} {of_model} (each replicated parameter is counted on one rank only)"
 
 
-def memory_lines(config: RunConfig, local: Mesh, model: LocalModel) -> Iterator[str]:
-    """Yield the size of weights, gradients and optimizer state on the rank."""
-    zero = config.parallel.zero_stage
-    state, tensors = rank_state(config, model, local), state_tensors(config)
+def memory_lines(config: RunConfig, layout: Layout, traced: Trace) -> Iterator[str]:
+    """Yield the size of weights, gradients and optimizer state on the rank; of unequal slices, that of tensor rank 0."""
+    zero, stages = config.parallel.zero_stage, layout.stages(layout.coordinates(config.dry_run.rank).pipeline)
+    buckets = [bucket for bucket in planned_buckets(traced, layout, stages, zero) if bucket.trained]
+    state_format, tensors = state_format_of(config, layout), state_tensors(config)
+    state, frozen = model_state(buckets, state_format), frozen_bytes(traced, layout, stages, zero)
     kept = " and ".join(filter(None, [", ".join(tensors[:-1]), tensors[-1]]))
     if tensors != (fewer := state_tensors(config, muon=True)):
         kept += f" (of the matrices of Muon only {' and '.join(fewer)})"
-    (shards, groups), (shards_of_experts, _) = (local.layout.zero_sizes(experts=experts) for experts in (False, True))
+    (shards, groups), (shards_of_experts, _) = (layout.zero_sizes(experts=experts) for experts in (False, True))
     undivided = zero == 0 or shards == 1
     master = "" if undivided and config.precision.dtype == "fp32" else "master weights and "
     over = f", sharded over {shards} data ranks"
-    if local.layout.expert > 1:
+    if layout.expert > 1:
         over += f" (experts: {shards_of_experts})"
     if groups > 1:
         over += f", in {groups} groups"
     yield f"model state under ZeRO {zero} (without activations and buffers)"
-    yield f"  {'weights':<16}{state.weights / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
-    if model.frozen:
+    yield f"  {'weights':<16}{(state.weights + frozen) / GIB:9.3f} GiB  {config.precision.dtype}{over if zero == 3 else ''}"
+    if frozen:
         in_4_bits = f"linear layers of the blocks in {config.lora.quantize}"
         if zero == 3:
             kind = over if config.lora.quantize == "none" else f"{over}; {in_4_bits}, not sharded"
         else:
             kind = ", not sharded over data ranks" + ("" if config.lora.quantize == "none" else f", {in_4_bits}")
-        yield f"  {'  frozen':<16}{frozen_bytes(config, model, local.layout) / GIB:9.3f} GiB  of these{kind}"
+        yield f"  {'  frozen':<16}{frozen / GIB:9.3f} GiB  of these{kind}"
     yield f"  {'gradients':<16}{state.gradients / GIB:9.3f} GiB  fp32{over if zero >= 2 else ''}"
     if state.host:
         yield f"  {'optimizer':<16}{0:9.3f} GiB  offloaded"
-        yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
+        yield f"  {'total':<16}{(state.total + frozen) / GIB:9.3f} GiB"
         yield f"  {'host memory':<16}{state.host / GIB:9.3f} GiB  fp32 {master}{kept}{over}, and buffers of the copies"
         return
     yield f"  {'optimizer':<16}{state.optimizer / GIB:9.3f} GiB  fp32 {master}{kept}{over if zero else ''}"
-    yield f"  {'total':<16}{state.total / GIB:9.3f} GiB"
-    if update := rank_update_bytes(config, model, local):
+    yield f"  {'total':<16}{(state.total + frozen) / GIB:9.3f} GiB"
+    if update := update_bytes(matrix_rounds(buckets, layout, zero), state_format.weight_bytes):
         yield f"  {'update':<16}{update / GIB:9.3f} GiB  of temporary tensors in the update of Muon, when there are no activations"
 
 

@@ -1,46 +1,18 @@
-"""Memory of weights, gradients and optimizer state of a rank under each ZeRO stage: one formula for the dry run and the planner."""
+"""Memory of weights, gradients and optimizer state of a rank under each ZeRO stage."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from copy import copy
-from dataclasses import dataclass, replace
-from typing import Protocol
-
-from torch import nn
+from dataclasses import dataclass
 
 from pipeline.checkpoint.native import EMA
 from pipeline.config.layout import Layout
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
-from pipeline.layers.nf4 import stored_bytes
-from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.parallelize import DTYPES, LocalModel, is_sharded_frozen, layers_in_4_bits
-from pipeline.parallel.pieces import Piece
-from pipeline.training.buckets import Bucket, build_buckets
-from pipeline.training.matrix_rule import MatrixRule
+from pipeline.parallel.parallelize import DTYPES
+from pipeline.planner.planned_buckets import PlannedBucket
 
 FP32 = 4
-
-
-class Sharded(Protocol):
-    """Weights that ZeRO shards together: a bucket of training/buckets.py or of planner/planned_buckets.py."""
-
-    @property
-    def elements(self) -> int:
-        """Number of elements, with the padding."""
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks that shard them."""
-
-    @property
-    def decays(self) -> bool:
-        """Whether they are matrices, which ZeRO 3 frees after use."""
-
-    @property
-    def muon(self) -> bool:
-        """Whether Muon updates them."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +67,7 @@ class ModelState:
         return self.weights + self.gradients + self.optimizer
 
 
-def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradient_bytes: int = FP32) -> ModelState:
+def model_state(buckets: Iterable[PlannedBucket], state_format: StateFormat, *, gradient_bytes: int = FP32) -> ModelState:
     """Return the bytes of a rank under ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054, section 3), as training/ does it.
 
     Not counted: gradients of the buckets that are being reduced (at most four), under ZeRO 3 the gathered weights of two or three blocks.
@@ -124,7 +96,7 @@ def model_state(buckets: Iterable[Sharded], state_format: StateFormat, *, gradie
     return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, 0.0, host=optimizer + buffers)
 
 
-def _tensors(bucket: Sharded, state_format: StateFormat) -> int:
+def _tensors(bucket: PlannedBucket, state_format: StateFormat) -> int:
     """The fp32 tensors that are kept for each weight of a bucket."""
     return state_format.matrix_tensors if bucket.muon else state_format.state_tensors
 
@@ -148,37 +120,4 @@ def state_format_of(config: RunConfig, layout: Layout | None = None) -> StateFor
     accumulates = layout is None or layout.micro_batches > 1 or layout.pipeline > 1
     return StateFormat(
         config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps, accumulates
-    )
-
-
-def rank_state(config: RunConfig, model: LocalModel, mesh: Mesh) -> ModelState:
-    """Return the bytes of a rank's state from its buckets, as training/ shards them. The model is on the meta device."""
-    state = model_state(rank_buckets(config, model, mesh), state_format_of(config, mesh.layout))
-    return replace(state, weights=state.weights + frozen_bytes(config, model, mesh.layout))
-
-
-def rank_buckets(config: RunConfig, model: LocalModel, mesh: Mesh) -> list[Bucket]:
-    """Return the buckets of a rank's trained weights, as training/ builds them."""
-    trained = copy(model)
-    trained.pieces = {parameter: piece for parameter, piece in model.pieces.items() if parameter not in model.frozen}
-    rule = MatrixRule.of(config.optimizer, config.model)
-    return build_buckets(trained, mesh, sequence_parallel=config.parallel.sequence_parallel, rule=rule)
-
-
-def frozen_bytes(config: RunConfig, model: LocalModel, layout: Layout) -> float:
-    """Return the bytes of the weights of a rank that are not trained, without the padding of ZeRO 3. The model is on the meta device.
-
-    ZeRO 3 shards matrices over the data ranks, but those in 4 bits.
-    """
-    in_4_bits = {layer.weight for layer in layers_in_4_bits(config.lora, model)}
-    itemsize = DTYPES[config.precision.dtype].itemsize
-
-    def ranks(parameter: nn.Parameter, piece: Piece) -> int:
-        sharded = config.parallel.zero_stage == 3 and is_sharded_frozen(parameter, piece, model)
-        return layout.zero_sizes(experts=piece.is_sliced_along("expert"))[0] if sharded else 1
-
-    return sum(
-        stored_bytes(*p.shape) if p in in_4_bits else p.numel() * itemsize / ranks(p, piece)
-        for p, piece in model.pieces.items()
-        if p in model.frozen
     )

@@ -15,6 +15,7 @@ from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import job, live, moldable
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner import memory_check, rank_report
+from pipeline.planner.trace import trace
 from pipeline.training import finetuning
 
 
@@ -42,7 +43,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     check_trained(config, Layout.of(config, world_size))
     local, model = rank_report.init_fake(config, world_size)
     result = memory_check.planned(config, world_size)
-    print("\n".join(rank_report.lines(config, local, model)))
+    print("\n".join(rank_report.lines(config, local, model, trace(config) if result is None else result.trace)))
     if result is not None:
         print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):

@@ -11,8 +11,10 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules.check import check
 from pipeline.parallel.parallelize import init_weights, partition_model
 from pipeline.planner.flops import count_local_parameters, count_primary_parameters
+from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
 from pipeline.planner.rank_report import init_fake
-from pipeline.planner.state_memory import frozen_bytes, rank_state
+from pipeline.planner.state_memory import model_state, state_format_of
+from pipeline.planner.trace import trace
 from pipeline.training.buckets import ALIGNMENT, build_buckets
 from tests.helpers import pipeline
 from tests.world import configured
@@ -62,17 +64,17 @@ def test_frozen_weights_have_no_gradient_and_their_own_size(quantize):
     """The bytes of the weights that a run allocates; slices of tensor ranks that are no full blocks."""
     words = ("model=llama-tiny", "lora.rank=4", f"lora.quantize={quantize}", "parallel.tensor=4", "lora.modules_to_save=[embed.*]")
     config = configured("stage=pretrain", "precision=bf16", *words)
-    local, planned = init_fake(config, 4)
-    state = rank_state(config, planned, local)
+    local, traced = init_fake(config, 4)[0], trace(config)
+    state = model_state(planned_buckets(traced, local.layout, [0]), state_format_of(config, local.layout))
     real = partition_model(config, local.layout, 0)
     init_weights(real, config, torch.device("cpu"))
     frozen = sum(weight.nbytes for weight in (*real.fixed, *real.quantized))
     assert bool(real.quantized) == (quantize == "nf4")
-    assert frozen_bytes(config, planned, local.layout) == frozen
+    assert frozen_bytes(traced, local.layout, [0]) == frozen
     buckets = build_buckets(real, local, sequence_parallel=False)
     trained = sum(bucket.elements for bucket in buckets)
     assert 0 <= trained - sum(parameter.numel() for parameter in real.pieces) < ALIGNMENT * len(buckets)
-    assert state.weights == frozen + 2 * trained
+    assert state.weights == 2 * trained
     assert (state.gradients, state.optimizer) == (4 * trained, 12 * trained)
 
 

@@ -15,7 +15,7 @@ from pipeline.models import registry
 from pipeline.parallel.parallelize import partition_model
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.rank_report import init_fake
-from pipeline.planner.state_memory import rank_state
+from pipeline.planner.state_memory import model_state, state_format_of
 from pipeline.planner.trace import trace
 from pipeline.training import muon
 from pipeline.training.buckets import build_buckets
@@ -194,10 +194,10 @@ def test_the_planned_state_has_one_moment_of_a_matrix():
     config = configured(*tiny(*EXPERTS, "precision=bf16", "parallel.zero_stage=1"), "parallel.expert=2")
     local, model = init_fake(config, 4)
     buckets = build_buckets(model, local, sequence_parallel=True, rule=MatrixRule.of(config.optimizer, config.model))
-    planned = planned_buckets(trace(config), Layout.of(config, 4), [0])
+    planned = planned_buckets(trace(config), local.layout, [0])
     described = [sorted((b.elements, b.ranks, b.muon, b.decays) for b in each) for each in (buckets, planned)]
     assert described[0] == described[1]
-    state = rank_state(config, model, local)
+    state = model_state(planned, state_format_of(config, local.layout))
     assert state.optimizer == sum(bucket.elements / bucket.ranks * (8 if bucket.muon else 12) for bucket in buckets)
     assert any(bucket.muon for bucket in buckets)
     assert not all(bucket.muon for bucket in buckets if bucket.decays), "the routers of blocks, embedding and head"

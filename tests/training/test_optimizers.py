@@ -13,10 +13,12 @@ from pipeline.certification import plain_optimizers, ranks_work
 from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
+from pipeline.config.layout import Layout
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.rules import check
-from pipeline.planner.rank_report import init_fake
-from pipeline.planner.state_memory import rank_state
+from pipeline.planner.planned_buckets import planned_buckets
+from pipeline.planner.state_memory import model_state, state_format_of
+from pipeline.planner.trace import trace
 from pipeline.training.weight_copies import disagreements, on_host, parts_of
 from pipeline.training.weight_update import BUILD
 from tests.helpers import ROOT
@@ -265,8 +267,8 @@ def _bytes(*overrides):
 def test_the_planned_memory_has_the_weights_of_the_forward_pass_beside_the_master_weights(worlds, stage, precision):
     words = (f"parallel.zero_stage={stage}", f"precision={precision}")
     config = configured(*tiny(*SMALL), *SCHEDULE_FREE, *words)
-    local, model = init_fake(config, 2)
-    planned = rank_state(config, model, local)
+    layout = Layout.of(config, 2)
+    planned = model_state(planned_buckets(trace(config), layout, [0]), state_format_of(config, layout))
     assert worlds(2).run(_bytes, *words)[0] == pytest.approx(planned.weights + planned.optimizer, rel=0.01)  # padding of buckets
 
 
