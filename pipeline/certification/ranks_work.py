@@ -198,7 +198,8 @@ def _first_moments(config: RunConfig, factor: int) -> dict[str, Tensor]:
     """Return Adam's first moments after a step whose micro-batches are equal on each rank, and `factor` times as many as in the run."""
     # fp16 rounds small gradients to multiples of 2^-24: with as large a loss scale, those of a micro-batch are the same numbers.
     precision = dataclasses.replace(config.precision, initial_loss_scale=config.precision.initial_loss_scale * factor)
-    trainer = begin(dataclasses.replace(config, precision=precision))
+    training = dataclasses.replace(config.training, global_batch_size=config.training.global_batch_size * factor)
+    trainer = begin(dataclasses.replace(config, precision=precision, training=training))
     train_steps(trainer, [(0, _of_equal_parts(config, factor))], ())
     return gather(trainer.engine.fragments(), {OPTIMIZERS[config.optimizer.name].moment: "moment"}, trainer.model.fixed_names())["moment"]
 

@@ -234,6 +234,8 @@ def _document(parallel: ParallelConfig, optimizer: OptimizerConfig, precision: P
         found["fp16"] = {"enabled": True, "initial_scale_power": power, "loss_scale_window": precision.loss_scale_window, "hysteresis": 1}
     elif precision.dtype == "bf16":
         found["bf16"] = {"enabled": True}
+    if precision.dtype != "fp32":
+        found["data_types"] = {"grad_accum_dtype": "fp32"}  # as the engine of this program adds the gradients of micro-batches
     return found
 
 

@@ -69,13 +69,13 @@ def _steps_of(name, *words):
     return numbers
 
 
-@pytest.mark.parametrize("words", [("precision=bf16", STAGES[2]), ("precision=fp16", STAGES[3])], ids=" ".join)
+@pytest.mark.parametrize("words", [*(("precision=bf16", stage) for stage in STAGES[1:]), ("precision=fp16", STAGES[3])], ids=" ".join)
 def test_low_precision(world, words):
-    """DeepSpeed sums gradients of micro-batches in the dtype of the weights, so that both differ by its roundings."""
+    """Both sum the gradients of micro-batches in fp32, and differ by the roundings before that."""
     ours, theirs = (world.run(_steps, *words, *engine)[0] for engine in ((), (DEEPSPEED,)))
     assert [step[3] for step in ours] == [step[3] for step in theirs], "skipped steps"
     for mine, other in zip(ours, theirs, strict=True):
-        assert other[:2] == pytest.approx(mine[:2], rel=2e-2)
+        assert other[:2] == pytest.approx(mine[:2], rel=2e-3)
 
 
 STATES = [
@@ -96,6 +96,7 @@ def test_a_checkpoint_has_the_same_state_in_both_engines(world, tmp_path, first,
 CONTINUED = [
     ("precision=fp32", STAGES[0], DEEPSPEED),
     ("precision=fp16", STAGES[1], DEEPSPEED),
+    ("precision=bf16", STAGES[1], DEEPSPEED),
     ("precision=bf16", STAGES[3], "parallel.tensor=2", DEEPSPEED),
 ]
 

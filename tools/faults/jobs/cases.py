@@ -41,14 +41,15 @@ LAYOUTS = {
         Layout("tensor2", 2, ("parallel.tensor=2", "parallel.zero_stage=0")),
         Layout("zero2", 2, ("parallel.zero_stage=2",)),
         Layout("pipeline2", 2, ("parallel.pipeline=2", "parallel.zero_stage=0")),
+        Layout("deepspeed2", 2, ("parallel.engine=deepspeed", "parallel.zero_stage=2")),
     )
 }
-ONE_NODE = Layout("single", 1, ("parallel.tensor=1", "parallel.pipeline=1", "parallel.zero_stage=0"))
+ONE_NODE = Layout("single", 1, ("parallel.engine=native", "parallel.tensor=1", "parallel.pipeline=1", "parallel.zero_stage=0"))
 
 #: What the run continues in. "spare": the same layout, on a node that the job has beside those that it needs.
 SAME, OTHER, FEWER, SPARE = "same", "other", "fewer nodes", "spare"
 
-_STEP_FILES = tuple(f"pipeline/training/{name}.py" for name in ("trainer", "native_engine", "loop"))
+_STEP_FILES = tuple(f"pipeline/training/{name}.py" for name in ("trainer", "native_engine", "deepspeed_engine", "loop"))
 ANY_TIME, SUBMISSION = "any time", "submission"
 MOMENTS = (
     *("start-up", "first step", "mid-step", "staging", "writing", "committing", "validation", "finishing", "after the manifest"),

@@ -21,6 +21,8 @@ LAYOUTS = {
         Layout("2 ranks, ZeRO 2", 2, ("parallel.zero_stage=2",)),
         Layout("1 rank, ZeRO 1", 1, ("parallel.zero_stage=1", "checkpoint.async_save=off")),
         Layout("2 ranks, tensor 2, ZeRO 0", 2, ("parallel.tensor=2", "parallel.zero_stage=0")),
+        Layout("2 ranks, DeepSpeed, ZeRO 2", 2, ("parallel.engine=deepspeed", "parallel.zero_stage=2")),
+        Layout("2 ranks, DeepSpeed, ZeRO 3", 2, ("parallel.engine=deepspeed", "parallel.zero_stage=3")),
     )
 }
 
