@@ -61,9 +61,10 @@ def reordered_runs(config: RunConfig) -> int:
 
 
 def in_precision(config: RunConfig, dtype: str) -> RunConfig:
-    """Return the configuration with another precision.dtype, and without what only the planned one reads."""
-    reduced = config.precision.reduce_dtype if dtype == "bf16" else "fp32"
-    return dataclasses.replace(config, precision=PrecisionConfig(dtype=dtype, reduce_dtype=reduced))
+    """Return the configuration with another precision.dtype, and without what only the planned one reads; in fp32 moments are fp32, too."""
+    reduced, state = (config.precision.reduce_dtype, config.optimizer.state_dtype) if dtype == "bf16" else ("fp32", "fp32")
+    optimizer = dataclasses.replace(config.optimizer, state_dtype=state)
+    return dataclasses.replace(config, precision=PrecisionConfig(dtype=dtype, reduce_dtype=reduced), optimizer=optimizer)
 
 
 def with_small_updates(config: RunConfig) -> RunConfig:

@@ -70,7 +70,20 @@ def _adamw(optimizer: OptimizerConfig, weights: dict[str, nn.Parameter], rate_of
     for name, weight in weights.items():
         members.setdefault((optimizer.weight_decay if is_matrix(name, weight.shape) else 0.0, rate_of(name)), []).append(weight)
     groups = [{"params": some, "weight_decay": decay / rate, "rate": rate} for (decay, rate), some in members.items()]
-    return torch.optim.AdamW(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
+    kind = torch.optim.AdamW if optimizer.state_dtype == "fp32" else _RoundedAdamW
+    return kind(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
+
+
+class _RoundedAdamW(torch.optim.AdamW):
+    """Adam whose moments are rounded to bf16 after every update."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights."""
+        result = super().step(closure)
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())
+        return result
 
 
 #: (configuration, number of the update from 1, state of a weight, gradient) -> what is subtracted, without the learning rate.

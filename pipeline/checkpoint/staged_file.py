@@ -126,8 +126,11 @@ class Segments:
                 page = (place.offset + first) // mmap.PAGESIZE * mmap.PAGESIZE
                 self._maps[place.segment].madvise(mmap.MADV_DONTNEED, page, place.offset + last - page)
 
-    def array(self, place: SharedPlace) -> np.ndarray:
-        """The fp32 numbers of a place."""
+    def array(self, place: SharedPlace, dtype: str) -> np.ndarray:
+        """The numbers of a place, which are in F32 or BF16, in fp32."""
+        if dtype == "BF16":
+            bits = np.frombuffer(self._maps[place.segment], np.uint16, place.bytes // 2, place.offset)
+            return (bits.astype(np.uint32) << 16).view(np.float32)
         return np.frombuffer(self._maps[place.segment], np.float32, place.bytes // 4, place.offset)
 
 
@@ -200,6 +203,6 @@ def check_stale(rank: Handed, digests: np.ndarray) -> None:
         kinds = OPTIMIZERS[save.update.optimizer.name].state
         if not {"weight", *kinds} <= part.dtypes.keys() or part.dtypes["weight"] != "F32":
             continue
-        weight, *state = (rank.segments.array(places[kind]) for kind in ("weight", *kinds))
+        weight, *state = (rank.segments.array(places[kind], part.dtypes[kind]) for kind in ("weight", *kinds))
         if should_have_changed(weight, state, save.update):
             raise ValueError(f"{part.name} equals the previous save, although its last update changed it: the copy is stale")

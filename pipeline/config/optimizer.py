@@ -20,8 +20,8 @@ class OptimizerKind:
     """What differs between optimizers besides their update.
 
     Attributes:
-        state: keys of the fp32 tensors in optimizer.state[weight], each of the shape of the weight: ZeRO shards them by element like the
-            weight, checkpoints store them beside it, and the planner counts their bytes.
+        state: keys of the tensors in optimizer.state[weight], fp32 or in state_dtype, each of the shape of the weight: ZeRO shards them by
+            element like the weight, checkpoints store them beside it, and the planner counts their bytes.
         change: (arrays of `state` after an update, configuration, learning rate, number of the update from 1, steps of the run) -> what
             the update subtracted from the weights, without weight decay, up to its sign. A checkpoint that lost an update is refused by it.
         largest_update: configuration -> the most that an update can be, divided by the learning rate.
@@ -114,7 +114,9 @@ def _ademamix_largest(config: OptimizerConfig) -> float:
 
 #: optimizer.name -> optimizer
 OPTIMIZERS = {
-    "adamw": OptimizerKind(("exp_avg", "exp_avg_sq"), _adam_change, _adam_largest, offloads=True, has_mup=True, amplifies=False),
+    "adamw": OptimizerKind(
+        ("exp_avg", "exp_avg_sq"), _adam_change, _adam_largest, ("eps", "state_dtype"), offloads=True, has_mup=True, amplifies=False
+    ),
     "ademamix": OptimizerKind(
         ("exp_avg", "exp_avg_slow", "exp_avg_sq"),
         _ademamix_change,
@@ -183,6 +185,12 @@ class OptimizerConfig:
     muon_lr_factor: float = knob(1.0, "muon: learning rate of the matrices, divided by optimizer.lr", above=0)
     muon_per_head: bool = knob(False, "muon: the rows of each head of queries, keys and values are a matrix of their own")
     eps: float = knob(1e-8, "term added to the denominator of the update", above=0)
+    state_dtype: str = knob(
+        "fp32",
+        "adamw: dtype in which the two moments are kept; bf16 takes 4 bytes a weight less (DeepSeek-AI 2024, section 3.3). Updates are "
+        "computed in fp32, and master weights stay fp32",
+        choices=("fp32", "bf16"),
+    )
     weight_decay: float = knob(0.1, "decoupled weight decay of matrices and embeddings; finetune: 0", at_least=0)
     gradient_clipping: float = knob(1.0, "maximum global gradient norm; 0 disables clipping", at_least=0)
     qk_clip: float | None = knob(

@@ -93,7 +93,7 @@ class _File:
 
     def write(self, path: Path, written: Written) -> tuple[None, None]:
         """Write the file; see OutputFile."""
-        parts = [self._weights.tensor(name, self._kind) for name in self._entry.names]
+        parts = [self._weights.tensor(name, self._kind).float() for name in self._entry.names]
         value = self._entry.to_hf(parts)
         _save(path, {universal.PARAM: value, universal.CAT_DIM: 0})
         written(self._entry.hf_name, digest_of(parts), value.nbytes)

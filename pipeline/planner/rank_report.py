@@ -87,6 +87,8 @@ def memory_lines(config: RunConfig, layout: Layout, traced: Trace) -> Iterator[s
     state_format, tensors = state_format_of(config, layout), state_tensors(config)
     state, frozen = model_state(buckets, state_format), frozen_bytes(traced, layout, stages, zero)
     kept = " and ".join(filter(None, [", ".join(tensors[:-1]), tensors[-1]]))
+    if config.optimizer.state_dtype != "fp32":
+        kept = kept.replace("exp_avg_sq", f"exp_avg_sq in {config.optimizer.state_dtype}")
     if tensors != (fewer := state_tensors(config, muon=True)):
         kept += f" (of the matrices of Muon only {' and '.join(fewer)})"
     (shards, groups), (shards_of_experts, _) = (layout.zero_sizes(experts=experts) for experts in (False, True))

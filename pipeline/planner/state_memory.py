@@ -22,8 +22,8 @@ class StateFormat:
     Attributes:
         zero_stage: 0 shards nothing, 1 the optimizer state, 2 also gradients, 3 also weights other than vectors.
         weight_bytes: of a weight in matrix products.
-        state_tensors: fp32 tensors that are kept for each weight: those of the optimizer, and the average of training.ema.
-        matrix_tensors: the same for a weight that Muon updates.
+        state_bytes: of what is kept for each weight beside the fp32 master weight: by the optimizer, and the average of training.ema.
+        matrix_bytes: the same for a weight that Muon updates.
         offload: whether master weights and these tensors are in host memory.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
         separate: whether the forward pass reads other values than those of the master weights (OptimizerKind.separate).
@@ -33,10 +33,10 @@ class StateFormat:
 
     zero_stage: int
     weight_bytes: int = 2
-    state_tensors: int = 2
+    state_bytes: int = 2 * FP32
     offload: bool = False
     reduce_bytes: int = FP32
-    matrix_tensors: int = 2
+    matrix_bytes: int = 2 * FP32
     separate: bool = False
     newton_schulz_steps: int = 5
     accumulates: bool = True
@@ -89,20 +89,16 @@ def model_state(buckets: Iterable[PlannedBucket], state_format: StateFormat, *, 
     optimizer = 0.0
     for bucket in buckets:
         ranks = bucket.ranks if zero else 1
-        optimizer += bucket.elements / ranks * FP32 * (_tensors(bucket, state_format) + (0 if shares and ranks == 1 else 1))
+        kept = state_format.matrix_bytes if bucket.muon else state_format.state_bytes
+        optimizer += bucket.elements / ranks * (kept + (0 if shares and ranks == 1 else FP32))
     if not state_format.offload:
         return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, optimizer)
     buffers = share * (FP32 + state_format.weight_bytes)
     return ModelState(weights * state_format.weight_bytes, gradients * gradient_bytes, 0.0, host=optimizer + buffers)
 
 
-def _tensors(bucket: PlannedBucket, state_format: StateFormat) -> int:
-    """The fp32 tensors that are kept for each weight of a bucket."""
-    return state_format.matrix_tensors if bucket.muon else state_format.state_tensors
-
-
 def state_tensors(config: RunConfig, *, muon: bool = False) -> tuple[str, ...]:
-    """Return the fp32 tensors that a trained weight has beside its master weight: the optimizer's, and its average.
+    """Return the tensors that a trained weight has beside its master weight: the optimizer's, and its fp32 average.
 
     Args:
         muon: of a weight that Muon updates.
@@ -114,10 +110,9 @@ def state_format_of(config: RunConfig, layout: Layout | None = None) -> StateFor
     """Return how the ranks of a job store their weights; with several micro-batches, if the layout is not given."""
     weight_bytes = DTYPES[config.precision.dtype].itemsize
     offload, reduce_bytes = config.parallel.offload == "optimizer", DTYPES[config.precision.reduce_dtype].itemsize
-    tensors = [len(state_tensors(config, muon=muon)) for muon in (False, True)]
+    moment = DTYPES[config.optimizer.state_dtype].itemsize
+    kept = [sum(FP32 if name == EMA else moment for name in state_tensors(config, muon=muon)) for muon in (False, True)]
     separate = OPTIMIZERS[config.optimizer.name].separate
     steps = config.optimizer.muon_steps
     accumulates = layout is None or layout.micro_batches > 1 or layout.pipeline > 1
-    return StateFormat(
-        config.parallel.zero_stage, weight_bytes, tensors[0], offload, reduce_bytes, tensors[1], separate, steps, accumulates
-    )
+    return StateFormat(config.parallel.zero_stage, weight_bytes, kept[0], offload, reduce_bytes, kept[1], separate, steps, accumulates)

@@ -21,11 +21,15 @@ Groups = list[dict[str, object]]
 
 
 def create_state(optimizer: torch.optim.Optimizer, names: Iterable[str], weights: Iterable[Tensor]) -> None:
-    """Create the optimizer's state of weights that have none: a step count, and tensors of zeros of the shape of the weight."""
+    """Create the optimizer's state of weights that have none: a step count, and tensors of zeros of the shape of the weight.
+
+    They are fp32, or in the optimizer's `state_dtype`.
+    """
+    dtype = getattr(optimizer, "state_dtype", torch.float32)
     for weight in weights:
         if not optimizer.state[weight]:
             step = torch.zeros((), device=weight.device)
-            optimizer.state[weight] = {"step": step, **{name: torch.zeros_like(weight) for name in names}}
+            optimizer.state[weight] = {"step": step, **{name: torch.zeros_like(weight, dtype=dtype) for name in names}}
 
 
 @dataclass(frozen=True)
@@ -105,17 +109,41 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
 
 class EagerAdamW(torch.optim.AdamW):
-    """PyTorch's fused AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101).
+    """PyTorch's fused AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101), with moments in fp32 or bf16.
+
+    PyTorch's kernel for GPUs takes moments in bf16 beside fp32 weights; that for CPUs does not, and gets them in fp32.
 
     Without what PyTorch adds to its methods for torch.compile, which imports the compiler: nothing compiles an optimizer here.
     """
 
+    state_dtype = torch.float32
+
     def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, _steps: int = 0) -> None:
         super().__init__(groups, lr=lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+        if config.state_dtype == "bf16":
+            self.state_dtype = torch.bfloat16
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    _update = inspect.unwrap(torch.optim.AdamW.step)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update the weights that have a gradient; `closure` is not supported."""
+        assert closure is None
+        if self.state_dtype == torch.float32:
+            self._update()
+            return
+        weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        create_state(self, OPTIMIZERS["adamw"].state, weights)
+        kept = {weight: dict(self.state[weight]) for weight in weights if not weight.is_cuda}
+        for weight, moments in kept.items():
+            self.state[weight].update({name: values.float() for name, values in moments.items()})
+        self._update()
+        for weight, moments in kept.items():
+            for name, values in moments.items():
+                values.copy_(self.state[weight][name])
+            self.state[weight].update(moments)
 
 
 def lerp_(moment: Tensor, gradient: Tensor, weight: float | Tensor, applied: Tensor) -> Tensor:

@@ -108,6 +108,15 @@ def test_another_optimizer_is_compared_with_its_plain_loop(certify, name: str) -
     assert all(comparison["tolerances"][quantity] <= 1e-4 for quantity in exact), comparison["tolerances"]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_moments_in_bf16_are_compared_in_the_precision_of_the_job(certify, precision: str) -> None:
+    code, printed, written = certify(*JOB, *TWO_RANKS, "optimizer.state_dtype=bf16", f"precision={precision}")
+    assert code == 0, printed
+    assert len(written["comparisons"]) == (1 if precision == "fp32" else 2)
+    assert ("optimizer.state_dtype" in " ".join(written["parts"]["precision"]["not_covered"])) == (precision == "fp32")
+
+
 @pytest.mark.parametrize("name", ["muon", pytest.param("lion", marks=pytest.mark.long)])
 def test_a_wrong_gradient_of_another_optimizer_is_not_certified(certify, name: str) -> None:
     code, printed, _ = certify(*JOB, *TWO_RANKS, f"optimizer={name}", fault=faults.wrong_gradient_of_one_piece)

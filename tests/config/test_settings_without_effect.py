@@ -105,7 +105,7 @@ training.micro_batch_size training.sequence_length training.sequence_warmup trai
 training.goldfish_k training.seed training.document_mask training.activation_checkpointing training.attention training.compile
 training.deterministic training.validate_every training.validation_batches training.ema training.max_skipped_steps
 training.spike_factor training.timeout_minutes training.check_replicas_every training.noise_scale_every training.recompute_every
-training.profile lora.rank lora.adapter optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps
+training.profile lora.rank lora.adapter optimizer.name optimizer.lr optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.state_dtype
 optimizer.weight_decay optimizer.gradient_clipping optimizer.qk_clip optimizer.schedule optimizer.warmup_steps
 optimizer.min_lr_ratio parallel.tensor parallel.pipeline parallel.context parallel.expert parallel.zero_stage parallel.zero_group
 parallel.offload parallel.deepspeed precision.dtype precision.fp8 precision.reduce_dtype checkpoint.every checkpoint.every_minutes

@@ -64,6 +64,7 @@ def held_bytes(config, layout, rank):
         ("model=gpt-tiny", "parallel.tensor=2", "parallel.pipeline=2", "parallel.zero_stage=3"),  # a tied embedding
         ("model=t5-tiny", "parallel.pipeline=2", "parallel.zero_stage=0"),  # biases of all stages
         ("model=llama-tiny", "optimizer=muon", "parallel.pipeline=2", "parallel.zero_stage=2"),
+        ("model=llama-tiny", "optimizer.state_dtype=bf16", "parallel.pipeline=2", "parallel.zero_stage=1"),
     ],
     ids=" ".join,
 )

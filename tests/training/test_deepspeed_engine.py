@@ -51,7 +51,7 @@ FAMILIES = ["t5", "bert", "mixtral", "deepseek", "qwen3-next-documents"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("stage", [STAGES[2], STAGES[3]])
+@pytest.mark.parametrize("stage", [pytest.param(STAGES[2], marks=pytest.mark.long), STAGES[3]])
 def test_other_families(world, name, stage):
     model = MODELS[name]
     ours, theirs = (world.run(_steps_of, name, stage, *engine)[0] for engine in ((), (DEEPSPEED,)))

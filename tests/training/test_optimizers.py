@@ -25,7 +25,7 @@ from tests.helpers import ROOT
 from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
 from tests.training.one_rank import run
-from tests.training.test_engine import _poison, _save_and_continue
+from tests.training.test_engine import _load_in_another, _poison, _save_and_continue
 from tests.training.test_lora import initialized
 from tests.training.test_offload import OFFLOAD, _trained
 from tests.world import configured, share, tiny, trainer, unsharded
@@ -33,6 +33,7 @@ from tests.world import configured, share, tiny, trainer, unsharded
 STEPS = 3
 SMALL = ("model=gpt-tiny", "model.layers=2", "model.ffn_hidden=64", "training.micro_batch_size=4", "optimizer.gradient_clipping=0.5")
 #: Few steps of the warm-up of the slow average, so that it ends within a test.
+BF16_MOMENTS = ("optimizer.state_dtype=bf16",)
 ADEMAMIX = ("optimizer=ademamix", "optimizer.beta3=0.99", "optimizer.slow_warmup_steps=2")
 LION = ("optimizer=lion",)
 #: A short warm-up, so that the shares of the average change within a test.
@@ -61,7 +62,9 @@ def test_every_optimizer_has_what_the_recipe_says():
 
 
 @pytest.mark.parametrize(
-    "settings", [ADEMAMIX, ("optimizer=ademamix",), LION, ("optimizer=lion", "optimizer.beta1=0.5"), SCHEDULE_FREE], ids=" ".join
+    "settings",
+    [BF16_MOMENTS, ADEMAMIX, ("optimizer=ademamix",), LION, ("optimizer=lion", "optimizer.beta1=0.5"), SCHEDULE_FREE],
+    ids=" ".join,
 )
 def test_the_update_is_that_of_the_paper(settings):
     """Gradients are divided, and a step that is skipped leaves no trace: neither in the weights nor in the count of updates."""
@@ -87,7 +90,8 @@ def test_the_update_is_that_of_the_paper(settings):
             continue
         for weight, gradient in zip(plain, gradients, strict=True):
             weight.grad = gradient.double()
-        expected.param_groups[0]["lr"] = float(lr)
+        for group in expected.param_groups:
+            group["lr"] = float(lr)
         expected.step()
         updates += 1
         for weight, other in zip(ours, plain, strict=True):
@@ -180,6 +184,7 @@ def test_validation_is_that_of_the_average_and_changes_nothing(worlds, layout):
     "settings",
     [
         ("parallel.zero_stage=1", "precision=fp32", *ADEMAMIX),
+        ("parallel.zero_stage=3", "precision=bf16", *BF16_MOMENTS),
         ("parallel.zero_stage=3", "precision=bf16", *LION),
         pytest.param(
             ("parallel.zero_stage=0", "precision=fp32", "parallel.pipeline=2", *SCHEDULE_FREE, "training.ema=null"), marks=pytest.mark.long
@@ -196,6 +201,17 @@ def test_a_loaded_state_continues_bit_for_bit(worlds, tmp_path, settings):
     for (straight, average), (loaded, same) in worlds(2).run(_save_and_continue, tmp_path, settings, settings):
         assert straight == loaded
         assert all(torch.equal(average[name], same[name]) for name in average | same)
+
+
+def test_moments_in_bf16_are_stored_as_such_and_loaded_in_another_layout(worlds, tmp_path):
+    layouts = ("parallel.zero_stage=3",), ("parallel.zero_stage=1", "parallel.tensor=2")
+    found = worlds(2).run(_load_in_another, tmp_path / "bf16", *((*BF16_MOMENTS, *layout) for layout in layouts))
+    assert all(equal and tensors > 100 for equal, tensors, _ in found)
+    whole, low = (
+        sum(worlds(2).run(_load_in_another, tmp_path / name, settings + layouts[0], settings + layouts[0])[0][2])
+        for name, settings in (("whole", ()), ("low", BF16_MOMENTS))
+    )
+    assert low / whole == pytest.approx(12 / 16, abs=0.02), "weight, two moments and average"
 
 
 @pytest.mark.parametrize(
@@ -229,6 +245,8 @@ def test_the_cpu_updates_an_offloaded_state_bit_for_bit(worlds, tmp_path):
     [
         (("optimizer.beta3=0.99",), "optimizer.beta3=0.99: has no effect with optimizer.name=adamw"),
         (("optimizer.alpha=2",), "optimizer.alpha=2.0: has no effect with optimizer.name=adamw"),
+        (("optimizer=lion", "optimizer.state_dtype=bf16"), "optimizer.state_dtype=bf16: has no effect with optimizer.name=lion"),
+        (("optimizer.state_dtype=bf16", "optimizer.beta2=0.999"), "optimizer.beta2=0.999: changes a moment by less than"),
         (("optimizer=lion", "optimizer.slow_warmup_steps=5"), "optimizer.slow_warmup_steps=5: has no effect with optimizer.name=lion"),
         (("optimizer=lion", "optimizer.eps=1e-6"), "optimizer.eps=1e-06: has no effect with optimizer.name=lion"),
         (("optimizer=ademamix", "optimizer.beta3=0.99", "optimizer.alpha=2", "optimizer.eps=1e-6"), None),

@@ -12,7 +12,7 @@ from pipeline.planner.communication import Group, RepeatedCollective, group, red
 from pipeline.planner.engine_model import EngineModel, PartTime
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Operation, Product, TracedPart
 from pipeline.planner.planned_buckets import PlannedBucket
-from pipeline.planner.state_memory import ModelState, StateFormat, model_state
+from pipeline.planner.state_memory import FP32, ModelState, StateFormat, model_state
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class FrameworkModel(EngineModel):
     def model_state(self, buckets: list[PlannedBucket], state_format: StateFormat) -> ModelState:
         """Return the bytes of weights, gradients and optimizer state."""
         hybrid = [replace(b, ranks=self.shard_ranks) if self.shard_ranks and b.axis == "dense" else b for b in buckets]
-        scaled = replace(state_format, state_tensors=state_format.state_tensors + self.scaled)
+        scaled = replace(state_format, state_bytes=state_format.state_bytes + FP32 * self.scaled)
         state = model_state(hybrid, scaled, gradient_bytes=self.gradient_bytes)
         return replace(state, gradients=state.gradients + self.gradient_copy * sum(bucket.elements for bucket in buckets))
 

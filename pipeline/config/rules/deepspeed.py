@@ -17,6 +17,7 @@ REQUIRED = {
     "parallel.expert": (1, "is not a layout of parallel.engine=deepspeed, which has data and tensor ranks"),
     "parallel.zero_group": ("job", "is not supported with parallel.engine=deepspeed, whose file has zero_hpz_partition_size"),
     "optimizer.name": ("adamw", "is not an optimizer of parallel.engine=deepspeed"),
+    "optimizer.state_dtype": ("fp32", "is not supported with parallel.engine=deepspeed"),
     "optimizer.qk_clip": (None, "is not supported with parallel.engine=deepspeed"),
     "precision.fp8": ("none", "is not supported with parallel.engine=deepspeed"),
     "training.noise_scale_every": (0, "is not measured by parallel.engine=deepspeed"),

@@ -9,6 +9,9 @@ from pipeline.config import warmup
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.schema import RunConfig
 
+#: Largest decay rate of a moment in bf16: with 1 - beta below half a unit in the last place, 2^-9, it would never decrease.
+LARGEST_RATE_IN_BF16 = 0.99
+
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield what does not fit together: warm-up, decays and length of the run, or a key that schedule or optimizer do not read."""
@@ -16,6 +19,11 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if steps and optimizer.warmup_steps + optimizer.decay_steps > steps:  # 0: known once the data is open
         rule = f"plus optimizer.decay_steps={optimizer.decay_steps} must not exceed training.steps={steps}"
         yield Violation("optimizer.warmup_steps", optimizer.warmup_steps, rule, "reduce them, or increase training.steps")
+    if optimizer.state_dtype == "bf16":
+        for key in ("beta1", "beta2"):
+            if (rate := getattr(optimizer, key)) > LARGEST_RATE_IN_BF16:
+                rule = "changes a moment by less than optimizer.state_dtype=bf16 resolves, 2^-8 of it: it would stand still"
+                yield Violation(f"optimizer.{key}", rate, rule, f"set it to at most {LARGEST_RATE_IN_BF16}, or optimizer.state_dtype=fp32")
     if getattr(config.model, "parametrization", "standard") == "mup":
         yield from _mup(optimizer)
     if optimizer.name == "muon":
