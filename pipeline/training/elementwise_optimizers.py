@@ -128,7 +128,7 @@ class EagerAdamW(torch.optim.AdamW):
     _update = inspect.unwrap(torch.optim.AdamW.step)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # returns no loss
         """Update the weights that have a gradient; `closure` is not supported."""
         assert closure is None
         if self.state_dtype == torch.float32:

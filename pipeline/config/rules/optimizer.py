@@ -9,7 +9,8 @@ from pipeline.config import warmup
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.schema import RunConfig
 
-#: Largest decay rate of a moment in bf16: with 1 - beta below half a unit in the last place, 2^-9, it would never decrease.
+#: Largest decay rate of a moment in bf16. Half a unit in the last place is up to 2^-8 of the moment, and a change by 1 - beta of it must be
+#: well above that: a smaller one is rounded away.
 LARGEST_RATE_IN_BF16 = 0.99
 
 
@@ -22,7 +23,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     if optimizer.state_dtype == "bf16":
         for key in ("beta1", "beta2"):
             if (rate := getattr(optimizer, key)) > LARGEST_RATE_IN_BF16:
-                rule = "changes a moment by less than optimizer.state_dtype=bf16 resolves, 2^-8 of it: it would stand still"
+                rule = "changes a moment by less than three times what optimizer.state_dtype=bf16 resolves, 2^-8 of it: most would be lost"
                 yield Violation(f"optimizer.{key}", rate, rule, f"set it to at most {LARGEST_RATE_IN_BF16}, or optimizer.state_dtype=fp32")
     if getattr(config.model, "parametrization", "standard") == "mup":
         yield from _mup(optimizer)
