@@ -257,7 +257,7 @@ def _wrong_shares(config: RunConfig, data: Objective) -> Iterator[str]:
     first = config.data.phases[0] if config.data.phases else None
     total = min(warmup.samples(config.training, config.training.steps), MOST_SAMPLES)
     if first is not None and first.until_tokens:
-        total = min(total, first.until_tokens // config.training.sequence_length)
+        total = min(total, first.until_tokens // config.training.sample_length)
     weights = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in blend.items()} if first is None else first.weights
     epoch = {corpus.name: int(count) for corpus, count in zip(samples.corpora, samples.counts, strict=True)}
     wanted = {name: weights.get(name, 0.0) * (epoch[name] if config.data.blend_weights == "epochs" else 1) for name in blend}

@@ -15,6 +15,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, Violation
+from pipeline.config import phases
 from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
@@ -114,7 +115,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
     """
     if not checkpoint.train_state.samples:
         check_tokenizer(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
-    new, old = dataclasses.asdict(config), dict(checkpoint.config)
+    before_it = phases.at(config, max(checkpoint.step - 1, 0))  # the phase in which it was trained
+    new, old = dataclasses.asdict(before_it), dict(checkpoint.config)
     old["training"] = dataclasses.asdict(TrainingConfig()) | old["training"]  # an older checkpoint lacks newer keys
     consumed = checkpoint.train_state.samples
     differences = _model_differences(new, old, 1.0 if consumed else config.training.context_factor)
@@ -137,7 +139,10 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
             differences |= settings or {data.data_key: f"{_value(old, data.data_key)} with other content"}
         else:
             _check_other_data(checkpoint, config, data)
-    _refuse(checkpoint, new, differences, "continue with the same model, data and optimizer, or choose another run_dir to start a new run")
+    fix = "continue with the same model, data and optimizer, or choose another run_dir to start a new run"
+    if consumed and not config.training.phases and (phase := phases.text({key: _value(new, key) for key in differences})):
+        fix = f"in place of it, begin a phase: training.phases=[{{until_step: {checkpoint.step}}}, {phase}]"
+    _refuse(checkpoint, new, differences, fix)
 
 
 def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:

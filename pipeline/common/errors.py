@@ -65,7 +65,8 @@ class ToBeContinued(Exception):  # noqa: N818 - not an error
 
     Attributes:
         code: exit code of the process, one of STOPPED.
-        reason: phase if the run needs another number of nodes, stop if the file `stop` asked it to stop; empty if a signal did.
+        reason: phase if the run needs another number of nodes, NEXT_PHASE if its next phase has other settings, stop if the file `stop`
+            asked it to stop; empty if a signal did.
     """
 
     def __init__(self, code: int, reason: str = "") -> None:
@@ -73,6 +74,8 @@ class ToBeContinued(Exception):  # noqa: N818 - not an error
         super().__init__(f"exit code {code}")
 
 
+#: The next phase of training.phases begins: the same processes continue the run.
+NEXT_PHASE = "next phase"
 #: Exit code of a run that stopped because its time ends (SIGUSR1), a user asked for it, or it needs other nodes, EX_TEMPFAIL of sysexits.h:
 #: slurm/pretrain.sbatch requeues the job.
 CONTINUE = 75

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pipeline.common import ends
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import ladder, planned, run_tokenizer
+from pipeline.config import ladder, phases, planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
 from pipeline.config.composition_errors import COMPOSITION_ERRORS, is_set, keys_of, unknown_key, violation_of
 from pipeline.config.paths import CONF_DIR
@@ -85,7 +85,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     assert isinstance(run, RunConfig)
     if too_long := list(paths.length_violations(run)):
         raise UserError(too_long)
-    return run_tokenizer.resolved(run)
+    return phases.resolved(run_tokenizer.resolved(run))
 
 
 def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:

@@ -30,6 +30,19 @@ class PhaseConfig:
 
     until_tokens: int | None = knob(None, "number of training tokens at which the next phase begins; unset in the last phase", at_least=1)
     weights: dict[str, float] = knob({}, "corpus -> sampling weight; corpora that are not listed have weight 0")
+    run: int = knob(1, "samples in a row of one corpus: those of a sequence of training.phases", unit="samples", at_least=1)
+
+
+@dataclass(frozen=True)
+class TrainingPhaseConfig:
+    """A phase of training. What it does not set is as in the phase before."""
+
+    until_step: int | None = knob(None, "first step (counted from 0) of the next phase; unset in the last phase", at_least=1)
+    until_tokens: int | None = knob(None, "training tokens at which the next phase begins, in place of until_step", at_least=1)
+    sequence_length: int | None = knob(None, "tokens per sequence, a multiple of that of the first phase", unit="tokens", at_least=2)
+    global_batch_size: int | None = knob(None, "sequences per optimizer step, over all ranks", unit="sequences", at_least=1, at_most=10**7)
+    weights: dict[str, float] = knob({}, "corpus of data.blend -> sampling weight; corpora that are not listed have weight 0")
+    overrides: list[str] = knob([], 'other settings, such as "model.rope_theta=500000", each in quotes')
 
 
 @dataclass(frozen=True)

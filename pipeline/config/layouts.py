@@ -74,21 +74,40 @@ def read(overrides: tuple[str, ...]) -> Mapping[str, Any]:
 def _value(override: str, key: str) -> Any:
     """The value of a setting, in its type."""
     name = "cluster.layouts"
-    if "=" not in override:
-        raise UserError.of(name, override, "is not of the form key=value", "write for example parallel.tensor=2")
     if key not in KEYS:
         fix = nearest("", key, list(KEYS)) if key.partition(".")[0] in _GROUPS else f"set {key} for all layouts"
         raise UserError.of(name, override, "sets what is no part of a layout: parallel.*, and micro-batches and recomputation", fix)
     group, _, field = key.partition(".")
+    return parsed(name, override, _GROUPS[group], field)
+
+
+def parsed(name: str, override: str, group: type, field: str) -> Any:
+    """Read a setting of a list.
+
+    Args:
+        name: key of the list.
+        override: key=value.
+        group: dataclass of the key's group.
+        field: of the group.
+
+    Returns:
+        The value, in its type.
+
+    Raises:
+        UserError: it is not of this form, or its value has another type or is out of range.
+    """
+    key = key_of(override)
+    if "=" not in override:
+        raise UserError.of(name, override, "is not of the form key=value", "write for example parallel.tensor=2")
     try:
-        schema = OmegaConf.structured(_GROUPS[group])
+        schema = OmegaConf.structured(group)
         OmegaConf.set_readonly(schema, False)
         schema[field] = OverridesParser.create().parse_override(override.lstrip("+")).value()
         value = getattr(OmegaConf.to_object(schema), field)
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(str(error).partition("\n")[0].split())
         raise UserError.of(name, override, reason, f"set {key} to a value of its type") from error
-    knob = _GROUPS[group].__dataclass_fields__[field].metadata["knob"]
+    knob = next(item for item in dataclasses.fields(group) if item.name == field).metadata["knob"]
     if rule := knob.violated(value):
         raise UserError.of(name, override, rule, f"set {key} ({knob.meaning}) to a legal value")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pipeline.common.knobs import knob
-from pipeline.config.data import RampupConfig, ScheduledWeight, WarmupConfig
+from pipeline.config.data import RampupConfig, ScheduledWeight, TrainingPhaseConfig, WarmupConfig
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,11 @@ class TrainingConfig:
     )
     batch_rampup: list[RampupConfig] = knob(
         [], "smaller global batches (sequences) in the first steps, which may have fewer nodes", item=RampupConfig
+    )
+    phases: list[TrainingPhaseConfig] = knob(
+        [],
+        "pretrain: phases with other sequence lengths, batches, corpora or settings; the state is kept, and no sample is read twice",
+        item=TrainingPhaseConfig,
     )
     balance_loss: float | None = knob(
         None,
@@ -199,3 +204,8 @@ class TrainingConfig:
     token_budget: int | None = knob(
         None, "planned number of training tokens; the dry run prints the number of steps for it", at_least=1, at_most=10**18
     )
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of a sample, of which a sequence has one, or several in a later phase."""
+        return (self.phases[0].sequence_length if self.phases else None) or self.sequence_length

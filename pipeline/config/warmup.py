@@ -1,6 +1,6 @@
 """Sequence length and batch size as functions of the step, and the warm-up and the decays of the learning rate.
 
-A sample is always a window of training.sequence_length tokens. During a sequence warm-up each sample is split into several shorter
+A sample is always a window of training.sample_length tokens. During a sequence warm-up each sample is split into several shorter
 sequences: the samples of a step, their order, and the tokens of a micro-batch are the same as without a warm-up.
 (Li et al. 2022, "The Stability-Efficiency Dilemma", also shorten the sequences of early steps, but drop the truncated tokens.)
 """
@@ -42,27 +42,36 @@ def value_at(entries: Sequence[Entry[Value]], step: int, final: Value) -> Value:
 
 def batch_size(training: TrainingConfig, step: int) -> int:
     """Return the global batch size at a step, in samples."""
-    return value_at(training.batch_rampup, step, training.global_batch_size)
+    sequences, length = _phase(training, step)
+    return value_at(training.batch_rampup, step, sequences * length // training.sample_length)
 
 
 def sequence_length(training: TrainingConfig, step: int) -> int:
     """Return the sequence length at a step, in tokens."""
-    return value_at(training.sequence_warmup, step, training.sequence_length)
+    return value_at(training.sequence_warmup, step, _phase(training, step)[1])
+
+
+def _phase(training: TrainingConfig, step: int) -> tuple[int, int]:
+    """Global batch size in sequences, and sequence length, of the phase of a step."""
+    phase = next((phase for phase in training.phases if phase.until_step is None or step < phase.until_step), None)
+    if phase is None:
+        return training.global_batch_size, training.sequence_length
+    return phase.global_batch_size or training.global_batch_size, phase.sequence_length or training.sequence_length
 
 
 def samples(training: TrainingConfig, steps: int) -> int:
     """Return the number of samples of the first `steps` steps."""
+    ends = {entry.until_step for entry in training.batch_rampup} | {phase.until_step or steps for phase in training.phases}
     total, first = 0, 0
-    for entry in training.batch_rampup:
-        last = min(entry.until_step, steps)
-        total += max(last - first, 0) * entry.value
-        first = max(first, last)
-    return total + (steps - first) * training.global_batch_size
+    for end in sorted({min(end, steps) for end in ends} | {steps}):
+        total += (end - first) * batch_size(training, first)
+        first = end
+    return total
 
 
 def steps_for_tokens(training: TrainingConfig, tokens: int) -> int:
     """Return the smallest number of steps that process at least `tokens` tokens."""
-    return steps_for_samples(training, -(-tokens // training.sequence_length))
+    return steps_for_samples(training, -(-tokens // training.sample_length))
 
 
 def steps_for_samples(training: TrainingConfig, wanted: int) -> int:

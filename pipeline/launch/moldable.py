@@ -328,4 +328,4 @@ def memory_violation(config: RunConfig, size: int) -> Violation | None:
         except UserError as error:  # an earlier job of a chain may write the checkpoint; the job itself refuses everything else
             log.warning("%s: whether it fits in memory is not checked: %s", config.run_dir, error.violations[0])
             return None
-    return memory_check.violation(config, size, memory_check.planned(config, size))
+    return memory_check.refused(config, size)

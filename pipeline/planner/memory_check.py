@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from pipeline.common.errors import Violation
+from pipeline.config import phases
 from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 from pipeline.planner.search import CHOSEN, Choice, search, settings_of
@@ -15,8 +16,14 @@ def planned(config: RunConfig, world_size: int) -> JobPlan | None:
     return None if config.cluster.hardware is None else plan(config, world_size, hardware_of(config))
 
 
+def refused(config: RunConfig, world_size: int) -> Violation | None:
+    """Return why a job is refused, for the first of its phases that does not fit; None as of `violation`."""
+    found = (violation(job, world_size, planned(job, world_size)) for job in phases.alone(config))
+    return next(filter(None, found), None)
+
+
 def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Violation | None:
-    """Return why a job is refused; None if it fits, its GPU is unknown, or cluster.check_memory is off."""
+    """Return why a planned job is refused; None if it fits, its GPU is unknown, or cluster.check_memory is off."""
     if result is None or result.estimate.fits or not config.cluster.check_memory:
         return None
     searched = search(config, world_size, hardware_of(config))

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from pipeline.checkpoint import native
 from pipeline.common import ends, knobs
 from pipeline.common.errors import RunFailed
 from pipeline.common.ranks import Ranks
 from pipeline.config import hardware as hardware_files
+from pipeline.config import phases
 from pipeline.config.hardware import Hardware
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -77,6 +80,7 @@ def explained(config: RunConfig, ranks: Ranks) -> Iterator[None]:
         if (of_gpu := of_device(error)) is not None:
             used = Used.of_this_gpu()
             reason = f"out of memory: {wanted(of_gpu)}{'' if used is None else f' ({used})'}"
+            config = phases.at(config, max(map(native.step_of, native.complete(Path(config.run_dir))), default=0))
             raise RunFailed(reason, ends.where(of_gpu), partial(_details, config, ranks.world_size, used)) from error
         if not isinstance(error, MemoryError) and _HOST not in str(error):
             raise

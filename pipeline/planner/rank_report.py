@@ -138,7 +138,7 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     yield "the run"
     samples = warmup.samples(training, training.steps)
     if training.steps:
-        yield f"  {'steps':<16}{training.steps:,} = {samples * training.sequence_length:,} tokens"
+        yield f"  {'steps':<16}{training.steps:,} = {samples * training.sample_length:,} tokens"
     else:
         yield f"  {'epochs':<16}{training.epochs or warmup.DEFAULT_EPOCHS:g}; the number of steps is logged once the data is packed"
     for name in loss_weights.defaults(config.model):
@@ -149,6 +149,6 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
         yield "the blend"
         for name, count in zip(
-            sorted(config.data.blend), BlendSchedule(phases(config.data, training.sequence_length)).counts(samples).tolist(), strict=True
+            sorted(config.data.blend), BlendSchedule(phases(config.data, training.sample_length)).counts(samples).tolist(), strict=True
         ):
-            yield f"  {name:<16}{count * training.sequence_length:,} tokens, {100 * count / samples:.2f} %"
+            yield f"  {name:<16}{count * training.sample_length:,} tokens, {100 * count / samples:.2f} %"

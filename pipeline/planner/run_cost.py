@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from pipeline.config import warmup
+from pipeline.config import phases, warmup
 from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 from pipeline.planner.search import Choice, Traces, best_layout
@@ -13,9 +13,11 @@ from pipeline.planner.site_correction import COVERED, time_range
 
 
 def run_seconds(result: JobPlan) -> float:
-    """Return the seconds of all steps. Steps of a ramp-up of the batch or of the sequence length are predicted by themselves."""
+    """Return the seconds of all steps. Phases, and steps of ramp-ups of batch or sequence length, are predicted by themselves."""
     training = result.config.training
     seconds = 0.0
+    if training.phases:
+        return sum(run_seconds(plan(job, result.layout.world_size, result.hardware)) for job in phases.alone(result.config))
     for steps, batch, length in warmup.phases(training):
         parts = training.sequence_length // length
         if (batch, parts) == (training.global_batch_size, 1):
@@ -34,7 +36,7 @@ def cost(result: JobPlan) -> dict[str, float]:
     training, layout, hardware = result.config.training, result.layout, result.hardware
     hours = run_seconds(result) / 3600
     return {
-        "tokens": float(warmup.samples(training, training.steps) * training.sequence_length),
+        "tokens": float(warmup.samples(training, training.steps) * training.sample_length),
         "steps": float(training.steps),
         "days": hours / 24,
         "node_hours": hours * layout.world_size / hardware.gpus_per_node,

@@ -59,6 +59,8 @@ def seen(config: Mapping[str, Any], epochs: Mapping[str, int], samples: int) -> 
     """
     data, training = config.get("data"), config.get("training")
     length = training.get("sequence_length") if isinstance(training, dict) else None
+    if isinstance(training, dict) and training.get("phases"):  # a sample has the length of the first one
+        length = training["phases"][0].get("sequence_length")
     if not samples or not isinstance(data, dict) or not isinstance(length, int):
         return (), ()
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import compose
+from pipeline.config import compose, phases
 from pipeline.config.command_line import key_of, quoted
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
@@ -48,6 +48,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
+    for number, phase in enumerate(phases.alone(config)[1:], 1):
+        if (result := memory_check.planned(phase, world_size)) is not None:
+            print(f"\ntraining.phases.{number}: {phase.training.steps:,} steps, sequences of {phase.training.sequence_length:,} tokens")
+            print("\n".join(rank_report.plan_lines(result)), flush=True)
+        if refused := memory_check.violation(phase, world_size, result):
+            raise UserError([refused])
     submit = live.lines(config, world_size, arguments, has_weights=finetuning.has_weights(config))
     print("\n".join(["", "submit", *submit]))
     if text := moldable.idle_text(config):

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import compose, warmup
+from pipeline.config import compose, phases, warmup
 from pipeline.config.layout import job_size
 from pipeline.config.planned import planned_job
 from pipeline.config.schema import RunConfig
@@ -51,7 +51,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     elif stage.search:
         _search(planned, stage, world_size)
     else:
-        _plan(planned, stage, world_size)
+        jobs = phases.alone(planned)
+        for number, job in enumerate(jobs):
+            if len(jobs) > 1:
+                print(f"\ntraining.phases.{number}: {job.training.steps:,} steps\n")
+            _plan(job, stage, world_size)
 
 
 def _check_steps(stage: PlanConfig, planned: RunConfig) -> None:
@@ -111,7 +115,7 @@ def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
 def _scale(config: RunConfig, stage: PlanConfig) -> None:
     """Print the strong-scaling curve, each line when it is computed."""
     training, points = config.training, []
-    tokens = warmup.samples(training, training.steps) * training.sequence_length
+    tokens = warmup.samples(training, training.steps) * training.sample_length
     print(f"best layout for {tokens:.3g} tokens at a global batch of {training.global_batch_size:,} sequences")
     print(site_correction.factors_text(config))
     print(plan_report.SCALING_TITLES)

@@ -89,7 +89,7 @@ class BatchLoader:
         Args:
             samples: numbers of the samples of the global batch; fewer than `size` are padded with rows that have no targets.
             size: number of rows of the global batch.
-            length: tokens per sequence; longer samples are split into sequences of this length.
+            length: tokens per sequence; longer samples are split into sequences of this length, and several shorter ones are joined.
 
         Returns:
             Tokens int64 (sequences, length), and the other model inputs that the objective creates.
@@ -110,7 +110,9 @@ class BatchLoader:
             arrays["targets"][rows >= len(samples)] = IGNORE
             if "loss_weights" in arrays:
                 arrays["loss_weights"][rows >= len(samples)] = 0
-        if length < arrays["tokens"].shape[1]:
+        if length > arrays["tokens"].shape[1]:
+            arrays = self._objective.joined(arrays, chosen, length)
+        elif length < arrays["tokens"].shape[1]:
             arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
         # Transferred as two bytes per token, then widened to eight on the device.
         dtypes = {"documents": torch.int32, "reference": torch.float32, "loss_weights": torch.float32}

@@ -79,7 +79,7 @@ class Metrics(Callback):
         run_dir, tracking, steps = Path(config.run_dir), config.tracking, config.training.steps
         self._run_dir, self._rank, self._log_every = run_dir, rank, tracking.log_every
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._tokens_per_sample = config.training.sequence_length
+        self._tokens_per_sample = config.training.sample_length
         self._skipped_before = resumed.step - resumed.updates
         self._noise = NoiseScale(run_dir)
         self._pending: _Pending | None = None

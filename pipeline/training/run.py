@@ -17,9 +17,9 @@ import torch
 from pipeline.checkpoint import catalog, native
 from pipeline.checkpoint.native import TrainState
 from pipeline.common import ends, knobs, signals
-from pipeline.common.errors import UserError
+from pipeline.common.errors import CONTINUE, NEXT_PHASE, ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import warmup
+from pipeline.config import phases, warmup
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
@@ -73,7 +73,7 @@ PeakFlops = Callable[[ClusterConfig, PrecisionConfig, torch.device], Peak | None
 
 
 def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlops) -> None:
-    """Train up to training.steps, or for training.epochs, starting from the newest checkpoint of the run directory.
+    """Train up to training.steps, or for training.epochs, starting from the newest checkpoint of the run directory, phase by phase.
 
     Args:
         config: configuration of the run.
@@ -86,6 +86,20 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             use by another job, an environment variable contradicts training.deterministic; during training: too many steps are skipped,
             or a checkpoint cannot be written.
         ToBeContinued: a signal or the file `stop` ended the job, or the run needs other nodes, and a checkpoint has been written.
+    """
+    while True:
+        try:
+            return _run_phase(config, ranks, hooks_of, peak_flops)
+        except ToBeContinued as end:
+            if end.reason != NEXT_PHASE:
+                raise
+
+
+def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlops) -> None:
+    """Train one phase of training.phases, or the run if it has none; arguments and errors as in run.
+
+    Raises:
+        ToBeContinued: also when the next phase begins.
     """
     signals.record_end(ends.note_told)
     check_nodes(config, ranks)
@@ -105,6 +119,11 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
             if first:
                 hooks.written()  # for checkpoints of an earlier job
+            phase = phases.number_at(config, 0 if begin is None else native.step_of(begin))
+            if config.training.phases:
+                config = phases.at(config, phases.starts(config)[phase])
+                validation_data = registry.open_validation(_staged(config), (ranks.rank, ranks.world_size))
+                log.info("training.phases.%d: sequences of %d tokens", phase, config.training.sequence_length)
             config = with_loss_weights(config, begin)
             layout = Layout.of(config, ranks.world_size)
             check_trained(config, layout)
@@ -128,9 +147,12 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
 
             def attempt(state: TrainState, skipped: SkippedSamples) -> TrainState:
                 """Train from a state; the list has what happens besides the steps."""
+                if phases.number_at(config, state.step) != phase:  # an older checkpoint, after damage or a loss spike
+                    raise ToBeContinued(CONTINUE, NEXT_PHASE)
                 loader = BatchLoader(data, config.training, trainer.mesh, config.data.prefetch, skipped)
                 with metrics_of(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if first else ""):
-                    control = StepControl(config, ranks.rank, step_control.last_step(config, state.step, ranks))
+                    last_step = step_control.last_step(config, state.step, ranks)
+                    control = StepControl(config, ranks.rank, last_step, phases.end(config, state.step))
                     saves = Saves(config, trainer, data, metrics, watchdog, hooks, saver, parent, control.complete)
                     callbacks = [
                         stragglers,
@@ -160,15 +182,19 @@ def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, O
     Raises:
         UserError: token shards are missing or do not fit the configuration.
     """
-    key = registry.objective_of(config).data_key
-    staged = key in ("data.tokens", "data.instructions.train")
-    read = dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
-    data, validation_data = registry.open_data(read, (ranks.rank, ranks.world_size))
+    data, validation_data = registry.open_data(_staged(config), (ranks.rank, ranks.world_size))
     config = with_steps(config, data, ranks.rank)
     blend.check_epochs(config.data, config.training, data.samples)
     for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
         log.warning(line)
     return config, data, validation_data
+
+
+def _staged(config: RunConfig) -> RunConfig:
+    """Return the configuration with the folders from which data is read."""
+    key = registry.objective_of(config).data_key
+    staged = key in ("data.tokens", "data.instructions.train")
+    return dataclasses.replace(config, data=stage_in.staged(config.data, examples=key != "data.tokens")) if staged else config
 
 
 def _metrics_of(

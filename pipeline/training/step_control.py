@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common import signals
-from pipeline.common.errors import CONTINUE, INTERRUPTED, TERMINATED, ToBeContinued, UserError
+from pipeline.common.errors import CONTINUE, INTERRUPTED, NEXT_PHASE, TERMINATED, ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import layouts
 from pipeline.config.rules import check
@@ -35,10 +35,11 @@ class StepControl(Callback):
         config: of the run.
         rank: the clock of rank 0 decides when a checkpoint is due, and rank 0 looks for files by which a user asks for something.
         last_step: number of steps after which this job ends, since the run needs other nodes; None if it trains up to training.steps.
+        phase_end: number of steps at the end of this phase of training.phases; None in the last one.
     """
 
-    def __init__(self, config: RunConfig, rank: int, last_step: int | None = None) -> None:
-        self._rank = rank
+    def __init__(self, config: RunConfig, rank: int, last_step: int | None = None, phase_end: int | None = None) -> None:
+        self._rank, self._phase_end = rank, phase_end
         self._save_seconds = config.checkpoint.every_minutes * 60
         self._saved = time.monotonic()
         self._skipped = SkippedSteps(config.training.max_skipped_steps)
@@ -74,8 +75,8 @@ class StepControl(Callback):
             stop = INTERRUPTED
         elif "time" in made or "stop" in made:
             stop = CONTINUE
-        if stop is None and step.state.step == self._last_step and not step.last:
-            stop, reason = CONTINUE, "phase"
+        if stop is None and step.state.step in (self._last_step, self._phase_end) and not step.last:
+            stop, reason = CONTINUE, "phase" if step.state.step == self._last_step else NEXT_PHASE
         if "stop" in made:
             reason = "stop"
         save = "save" in made and not self._has_saved
@@ -106,8 +107,11 @@ class StepControl(Callback):
         if self._files is not None:
             self._files.stopped()
         if step.decision.stop is not None and not step.last:
-            other = " on other nodes" if step.state.step == self._last_step else ""
-            log.info("stopped after step %d; the same command continues%s", step.state.step, other)
+            if step.decision.reason == NEXT_PHASE:
+                log.info("step %d ends a phase of training.phases", step.state.step)
+            else:
+                other = " on other nodes" if step.state.step == self._last_step else ""
+                log.info("stopped after step %d; the same command continues%s", step.state.step, other)
             raise ToBeContinued(step.decision.stop, step.decision.reason)
 
 

@@ -101,7 +101,7 @@ ALWAYS = """
 run_dir data.tokens data.seed data.packing data.verify data.stage_in data.prefetch data.blend data.blend_weights data.phases
 data.infill.rate
 tokenizer.path training.steps training.objective training.frozen training.fake_quantize training.global_batch_size
-training.micro_batch_size training.sequence_length training.sequence_warmup training.batch_rampup training.head_z_loss
+training.micro_batch_size training.sequence_length training.sequence_warmup training.batch_rampup training.phases training.head_z_loss
 training.goldfish_k training.seed training.document_mask training.activation_checkpointing training.attention training.compile
 training.deterministic training.validate_every training.validation_batches training.ema training.max_skipped_steps
 training.spike_factor training.timeout_minutes training.check_replicas_every training.noise_scale_every training.recompute_every

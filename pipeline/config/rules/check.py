@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
+from pipeline.config import phases
 from pipeline.config.data import DedupConfig, TokenizerConfig
 from pipeline.config.lora import LoraConfig
 from pipeline.config.planned import planned_job
@@ -49,7 +50,16 @@ def check(config: RunConfig, world_size: int) -> None:
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
-    """Return every rule that the configuration violates. Rules between keys are checked once every value is in its range."""
+    """Return every rule that the configuration violates, in any phase. Rules between keys are checked once every value is in its range."""
+    found = _violations(config, world_size)
+    for number, step in enumerate(phases.starts(config)[1:], 1):
+        later = _violations(phases.at(config, step), world_size)
+        found += [replace(violation, rule=f"{violation.rule} (training.phases.{number})") for violation in later if violation not in found]
+    return found
+
+
+def _violations(config: RunConfig, world_size: int) -> list[Violation]:
+    """The rules that the configuration of one phase violates."""
     if config.stage.name == "submit":  # the settings are those of its jobs, which differ in the stage
         return list(cluster.submit_violations(config))
     found = knobs.range_violations(config)

@@ -21,7 +21,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield from _examples(config)
     if config.stage.name in PARALLEL_STAGES:
         yield from _blend(config.data)
-        yield from _phases(config.data, config.training.sequence_length)
+        yield from _phases(config.data, config.training.sample_length)
 
 
 def _examples(config: RunConfig) -> Iterator[Violation]:
@@ -77,7 +77,7 @@ def _phases(data: DataConfig, length: int) -> Iterator[Violation]:
             if until is not None:
                 yield Violation(f"{key}.until_tokens", until, "the last phase has no end", "remove it, or add a phase")
         elif until is None or until < before + length:
-            why = f"must be at least one sequence ({length} tokens) after the start of the phase at {before} tokens"
+            why = f"must be at least one sample ({length} tokens) after the start of the phase at {before} tokens"
             yield Violation(f"{key}.until_tokens", until, why, "list the phases in order, each with its end")
         before = until or before
 

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, cast
 
 from pipeline.common.errors import Violation
-from pipeline.config import loss_weights, preferences
+from pipeline.config import loss_weights, phases, preferences
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
@@ -198,12 +198,15 @@ def unread(config: RunConfig, rows: Iterable[Row]) -> Iterator[Violation]:
 
 
 def beyond_the_end(config: RunConfig) -> Iterator[str]:
-    """Yield what a training job says of warm-ups that its last step does not reach. It may be continued with more steps."""
+    """Yield what a training job says of warm-ups and phases that its last step does not reach. It may be continued with more steps."""
     steps, training = config.training.steps, config.training
     for name in ("batch_rampup", "sequence_warmup", *(f"{name}_schedule" for name in loss_weights.NAMES)):
         entries: Any = getattr(training, name)
         if entries and entries[-1].until_step >= steps:
             yield f"training.{name} lasts until step {entries[-1].until_step}: what follows it has no effect with training.steps={steps}"
+    for number, begin in enumerate(phases.starts(config)):
+        if begin >= steps > 0:
+            yield f"training.phases.{number} begins at step {begin}: it has no effect with training.steps={steps}"
 
 
 def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:

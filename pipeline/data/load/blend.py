@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from pipeline.common import artifact
@@ -35,13 +36,13 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
 
     Args:
         share: (rank, ranks) of the job: ranks share the verification of checksums, and rank 0 checks the file sizes.
-        length: tokens from one sample to the next; training.sequence_length when None.
+        length: tokens from one sample to the next; training.sample_length when None.
 
     Raises:
         UserError: a folder is not finished, a shard missing or damaged, a corpus unknown or too short.
     """
     data = config.data
-    length = length or config.training.sequence_length
+    length = length or config.training.sample_length
     corpora = _corpora(data, "train")
     stream = _stream(data.verify, corpora, share)
     sequences: Sequences
@@ -53,8 +54,12 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
     for corpus, count in zip(corpora, sequences.counts.tolist(), strict=True):
         if count < 1:
             raise too_short("train", corpus.name or data.tokens, length, corpus.total("tokens"))
-    schedule = BlendSchedule(phases(data, config.training.sequence_length, sequences.counts.tolist())) if data.blend else None
-    return Samples(corpora, stream, sequences, config.training.seed, schedule, _infill(config, corpora[0]))
+    schedule = BlendSchedule(phases(data, config.training.sample_length, sequences.counts.tolist())) if data.blend else None
+    runs = np.array([run_of(data, corpus.name) for corpus in corpora], dtype=np.int64)
+    for corpus, count, run in zip(corpora, sequences.counts.tolist(), runs.tolist(), strict=True):
+        if count < run:
+            raise too_short("train", corpus.name, run * length, corpus.total("tokens"))
+    return Samples(corpora, stream, sequences, config.training.seed, schedule, _infill(config, corpora[0]), runs)
 
 
 def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -> None:
@@ -142,27 +147,34 @@ def fingerprint(config: SampleConfig, samples: Dataset, consumed: int, settings:
         corpus = samples.corpora[0].fingerprint
         return _hash([corpus, content]) if content else corpus
     fingerprints = {corpus.name: corpus.fingerprint for corpus in samples.corpora}
-    begun: list[tuple[dict[str, int], int]] = []
+    begun: list[tuple[Any, ...]] = []
     start = 0
-    for phase in phases(data, config.training.sequence_length, samples.counts.tolist()):
+    for phase in phases(data, config.training.sample_length, samples.counts.tolist()):
         end = consumed if phase.end is None else min(phase.end, consumed)
         if start < consumed or not begun:
-            begun.append(({name: unit for name, unit in zip(fingerprints, units(phase.weights), strict=True) if unit}, end))
+            weights = {name: unit for name, unit in zip(fingerprints, units(phase.weights), strict=True) if unit}
+            begun.append((weights, end) if phase.run == 1 else (weights, end, phase.run))
         start = end
-    weighed = {name for weights, _ in begun for name in weights}
-    return _hash([content, begun, {name: fingerprints[name] for name in sorted(weighed)}])
+    weighed = {name for weights, *_ in begun for name in weights}
+    runs = {name: run for name in sorted(weighed) if (run := run_of(data, name)) > 1}
+    return _hash([content, begun, {name: fingerprints[name] for name in sorted(weighed)}, *([runs] if runs else [])])
 
 
 def _hash(content: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
-def phases(data: DataConfig, sequence_length: int, epoch: Sequence[int] | None = None) -> list[Phase]:
+def run_of(data: DataConfig, name: str) -> int:
+    """Samples in a row that are one text of a corpus: those of a sequence of the first phase that reads it."""
+    return next((phase.run for phase in data.phases if phase.weights.get(name, 0.0) > 0), 1)
+
+
+def phases(data: DataConfig, sample_length: int, epoch: Sequence[int] | None = None) -> list[Phase]:
     """The phases of the blend, with ends in samples; corpora are in the order of their names.
 
     Args:
         data: the blend.
-        sequence_length: tokens of a sample.
+        sample_length: tokens of a sample.
         epoch: samples of each corpus; required if data.blend_weights compares epochs.
     """
     names = sorted(data.blend)
@@ -176,7 +188,8 @@ def phases(data: DataConfig, sequence_length: int, epoch: Sequence[int] | None =
     return [
         Phase(
             [phase.weights.get(name, 0.0) * worth[name] for name in names],
-            phase.until_tokens and phase.until_tokens // sequence_length,
+            phase.until_tokens and phase.until_tokens // sample_length,
+            phase.run,
         )
         for phase in data.phases
     ]

@@ -25,10 +25,12 @@ class Phase:
     Attributes:
         weights: one per corpus, at least 0 and not all 0; only their proportions matter.
         end: first sample of the next phase; None in the last phase.
+        run: samples in a row that are of one corpus.
     """
 
     weights: Sequence[float]
     end: int | None = None
+    run: int = 1
 
 
 class BlendSchedule:
@@ -37,6 +39,7 @@ class BlendSchedule:
     def __init__(self, phases: Sequence[Phase]) -> None:
         """Build the schedule from phases in order, with ascending ends; the last phase has no end."""
         self._units = [units(phase.weights) for phase in phases]
+        self._runs = [phase.run for phase in phases]
         ends = [phase.end for phase in phases[:-1]]
         assert phases[-1].end is None
         # First sample of each phase, (phases,); and the samples of each corpus before it, (phases, corpora).
@@ -44,7 +47,7 @@ class BlendSchedule:
         assert (np.diff(self._starts) > 0).all()
         before = [np.zeros(len(phases[0].weights), dtype=np.int64)]
         for phase, length in enumerate(np.diff(self._starts).tolist()):
-            before.append(before[-1] + _counts(length, self._units[phase]))
+            before.append(before[-1] + self._counts(phase, length))
         self._before = np.stack(before)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -60,19 +63,25 @@ class BlendSchedule:
         phases = np.searchsorted(self._starts, samples, side="right") - 1
         for phase in np.unique(phases).tolist():
             of_phase = np.flatnonzero(phases == phase)
-            numbers = samples[of_phase] - self._starts[phase]
+            numbers, places = np.divmod(samples[of_phase] - self._starts[phase], self._runs[phase])
             for corpus, unit, remaining in _chain(self._units[phase]):
                 before, remainder = np.divmod(numbers * unit + remaining // 2, remaining)
                 assigned = remainder + unit >= remaining
                 corpora[of_phase[assigned]] = corpus
-                ordinals[of_phase[assigned]] = before[assigned] + self._before[phase, corpus]
-                of_phase, numbers = of_phase[~assigned], (numbers - before)[~assigned]
+                ordinals[of_phase[assigned]] = (before * self._runs[phase] + places)[assigned] + self._before[phase, corpus]
+                of_phase, numbers, places = of_phase[~assigned], (numbers - before)[~assigned], places[~assigned]
         return corpora, ordinals
 
     def counts(self, samples: int) -> np.ndarray:
         """The number of samples of each corpus among the first `samples` samples, (corpora,) int64."""
         phase = int(np.searchsorted(self._starts, samples, side="right")) - 1
-        return self._before[phase] + _counts(samples - int(self._starts[phase]), self._units[phase])
+        return self._before[phase] + self._counts(phase, samples - int(self._starts[phase]))
+
+    def _counts(self, phase: int, samples: int) -> np.ndarray:
+        """The number of samples of each corpus among the first `samples` of a phase, (corpora,) int64."""
+        runs, rest = divmod(samples, self._runs[phase])
+        counts = _counts(runs, self._units[phase])
+        return counts * self._runs[phase] + rest * (_counts(runs + 1, self._units[phase]) - counts)
 
 
 def units(weights: Sequence[float]) -> list[int]:

@@ -3,7 +3,8 @@
 `Samples.samples` computes them in four steps, the first three in `Samples.sequences`:
 
 1. `BlendSchedule.locate`: sample i -> the corpus, and the number n of the sample within that corpus (n = i with one corpus).
-2. Epoch n // count and index n % count, where count is the number of sequences of the corpus.
+2. Epoch n // count and index n % count, where count is the number of sequences of the corpus. A corpus that is read in longer texts, of
+   several sequences in a row, has as many times fewer of them, and the place of a sequence within its text is kept.
 3. `permute`: index -> sequence j, by a permutation that is seeded with (seed, corpus, epoch). Validation skips this step.
 4. `Windows.read` or `BestFit.read`: sequence j of the corpus -> tokens. Window j is tokens[j * T : j * T + T + 1], T the sequence length.
 
@@ -83,6 +84,7 @@ class Samples(Dataset):
         seed: int | None,
         schedule: BlendSchedule | None = None,
         infill: Infill | None = None,
+        runs: np.ndarray | None = None,
     ) -> None:
         """Store the components; nothing is read.
 
@@ -93,9 +95,12 @@ class Samples(Dataset):
             seed: of the shuffled order; None reads the sequences in order.
             schedule: the corpus of every sample.
             infill: the fill-in-the-middle transform of documents.
+            runs: (corpora,) int64, sequences in a row that are one text of a corpus; one when None.
         """
         assert len(corpora) == 1 or schedule is not None
-        self.corpora, self.stream, self.counts, self.schedule = corpora, stream, sequences.counts, schedule
+        self._runs = np.ones(len(corpora), dtype=np.int64) if runs is None else runs
+        self.corpora, self.stream, self.schedule = corpora, stream, schedule
+        self.counts = sequences.counts // self._runs * self._runs
         #: Tokens of an epoch of packed documents, without padding; None for windows.
         self.packed_tokens: int | None = getattr(sequences, "tokens", None)
         self._sequences, self._shuffled, self._infill = sequences, seed is not None, infill
@@ -120,6 +125,11 @@ class Samples(Dataset):
         tokens = self._sequences.read(corpora, sequences)
         return tokens if self._infill is None else self._infill.apply(tokens, indices)
 
+    def begins_text(self, indices: np.ndarray) -> np.ndarray:
+        """Return whether the text of each sample is not that of the sample before it, (n,) bool."""
+        corpora, ordinals = self._located(indices)
+        return ordinals % self._runs[corpora] == 0
+
     def sequences(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return which sequences samples are: every sequence of a corpus once in each epoch.
 
@@ -129,14 +139,20 @@ class Samples(Dataset):
         Returns:
             The corpus and the epoch of each sample, (n,) or (1,) int64 if all are the same, and its sequence in the corpus, (n,) int64.
         """
-        corpora, ordinals = (np.zeros(1, dtype=np.int64), indices) if self.schedule is None else self.schedule.locate(indices)
-        counts = self.counts[corpora]
-        epochs, sequences = np.divmod(ordinals, counts)
+        corpora, ordinals = self._located(indices)
+        runs = self._runs[corpora]
+        counts = self.counts[corpora] // runs
+        texts, places = np.divmod(ordinals, runs)
+        epochs, texts = np.divmod(texts, counts)
         if self._shuffled:
             if len(counts) == 1 and len(epochs) > 0 and epochs.min() == epochs.max():
                 epochs = epochs[:1]  # one permutation for all samples
-            sequences = permute(sequences, counts, self._seeds[corpora], epochs)
-        return corpora, epochs, sequences
+            texts = permute(texts, counts, self._seeds[corpora], epochs)
+        return corpora, epochs, texts * runs + places
+
+    def _located(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The corpus of each sample, (n,) or (1,) if all are of one, and its number in the corpus, (n,)."""
+        return (np.zeros(1, dtype=np.int64), indices) if self.schedule is None else self.schedule.locate(indices)
 
 
 def too_short(split: str, where: Path | str, sequence_length: int, tokens: int) -> UserError:

@@ -120,6 +120,15 @@ class Causal(TokenShardObjective):
             arrays["documents"] = document_ids(arrays["tokens"], self.samples.end_of_document)
         return arrays
 
+    def joined(self, arrays: dict[str, np.ndarray], indices: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        """See Objective. A document goes on in the next sample if both are of one text."""
+        joined = super().joined(arrays, indices, length)
+        if "documents" in joined:
+            begins = self.samples.begins_text(indices).reshape(len(joined["tokens"]), -1)
+            texts = np.repeat(begins.cumsum(axis=1, dtype=np.int32), arrays["tokens"].shape[1], axis=1)
+            joined["documents"] = document_ids(joined["tokens"], self.samples.end_of_document) + texts
+        return joined
+
 
 class Sliding(Causal):
     """Windows that begin stage.stride tokens after one another; for evaluation.

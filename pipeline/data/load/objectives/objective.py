@@ -116,6 +116,19 @@ class Objective(ABC):
             "tokens" and the other entries of a Batch (layers/batch.py) that this objective has, n rows each, in any integer type.
         """
 
+    def joined(self, arrays: dict[str, np.ndarray], indices: np.ndarray, length: int) -> dict[str, np.ndarray]:  # noqa: ARG002
+        """Join the arrays of samples in a row to sequences of several samples.
+
+        Args:
+            arrays: of these samples, as returned by `arrays`.
+            indices: (n,) sample numbers.
+            length: tokens of a sequence, a multiple of those of a sample.
+
+        Returns:
+            The same entries, with rows of `length`.
+        """
+        return {name: array.reshape(-1, length) for name, array in arrays.items()}
+
     def measures(self, sums: np.ndarray) -> dict[str, float]:  # noqa: ARG002
         """What a validation reports besides the loss, by name.
 
@@ -150,7 +163,8 @@ class TokenShardObjective(Objective):
     @classmethod
     def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective."""
-        return cls.of(config, blend.open_training(config, share, cls.text_length(config)))
+        sequence, sample = config.training.sequence_length, config.training.sample_length
+        return cls.of(config, blend.open_training(config, share, cls.text_length(config) * sample // sequence))
 
     @classmethod
     def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
