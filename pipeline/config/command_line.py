@@ -27,7 +27,7 @@ FILE = "file://"
 #: The config groups, which are folders of conf/: keys of the configuration, and experiments, which set keys of several groups.
 GROUPS = ("experiment", *(item.name for item in dataclasses.fields(RunConfig) if (CONF_DIR / item.name).is_dir()))
 #: Keys whose values are dictionaries with names that a user defines.
-NAMED = tuple(key for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict))
+NAMED = (*(key for key, _, value in knobs.walk(RunConfig()) if isinstance(value, dict)), "stage.where")
 #: Those of them whose entries are dataclasses.
 ENTRIES = tuple(key for key, knob, value in knobs.walk(RunConfig()) if isinstance(value, dict) and knob.item)
 

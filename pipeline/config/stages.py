@@ -246,12 +246,30 @@ class Report(StageConfig):
     out: str | None = knob(None, "output: an HTML file that loads nothing; default: run_dir/report.html")
 
 
+@dataclass(frozen=True)
+class Ledger(StageConfig):
+    """Which documents a step has read, or which steps have read a document."""
+
+    step: int | None = knob(None, "print the documents of this step", unit="steps", at_least=1)
+    rank: int | None = knob(None, "with stage.step: those of one rank", at_least=0)
+    micro_batch: int | None = knob(None, "with stage.rank: those of one micro-batch, counted from 0", at_least=0)
+    where: dict[str, str] = knob(
+        {},
+        "print when documents were read of which fields match patterns, such as {url: '*.example.org/*'}; fields: id, corpus, lang, "
+        "source, and those of the metadata",
+    )
+    ids: str | None = knob(None, "file with the ids of documents, one a line: print when they were read")
+    contains: str | None = knob(None, "print when documents were read that contain this text", multiline=True)
+    shards: list[str] = knob([], "folders of the text shards of the run, which name the documents; default: data.shards of the run")
+    out: str | None = knob(None, "JSON lines file with every document")
+
+
 #: Stages with one rank per GPU.
 GPU_STAGES = ("pretrain", "finetune", "evaluate", "generate", "preflight")
 #: Stages of one task without GPUs, unless their command asks for more: the sizes of a cluster's jobs are those of training.
 ONE_TASK_STAGES = ("train_tokenizer", "certify", "convert")
 #: Stages that are no jobs.
-INTERACTIVE_STAGES = ("plan", "rehearse", "submit", "report")
+INTERACTIVE_STAGES = ("plan", "rehearse", "submit", "report", "ledger")
 #: Stages that train until all steps are done, over several jobs if necessary.
 TRAINING_STAGES = ("pretrain", "finetune")
 #: Stages whose settings are those of a parallel layout and of training samples.
@@ -301,6 +319,10 @@ STAGES: dict[str, tuple[type[StageConfig], str]] = {
         "checkpoint -> Hugging Face, GGUF, Megatron-Core or one file (multiple ranks: mpirun or srun); or folder of another tool "
         "(stage.input) -> checkpoint; no GPU",
     ),
+    "ledger": (
+        Ledger,
+        "run directory and shards -> which documents a step has read, or which steps have read a document; one process, no GPU",
+    ),
     "report": (Report, "run directories -> report.html: progress, restarts, node-hours, data and comparison; also while they train"),
     "submit": (StageConfig, "settings of the other stages -> a chain of Slurm jobs, one for each stage of submit.stages"),
 }
@@ -334,6 +356,7 @@ READS: dict[str, tuple[str, ...]] = {
     "evaluate": ("model", "data", "training", "parallel", "precision", "tokenizer", "cluster"),
     "generate": ("tokenizer", "parallel", "precision", "cluster"),
     "convert": ("model", "tokenizer"),
+    "ledger": (),
     "report": (),
     "submit": ("submit", "cluster", "dry_run"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -18,6 +19,11 @@ log = logging.getLogger("pipeline")
 
 #: Seconds between two lines about missing ranks, between two looks, by which others wait longer than rank 0; most ranks that a line names.
 SAY, LOOK, LONGER, _NAMED = 30.0, 2.0, 10.0, 16
+
+
+#: Stores that this process has opened, and the number of its meetings: the runs of a sweep, and the phases of a run, meet again.
+_STORES: dict[tuple[str, str], TCPStore] = {}
+_MEETINGS = itertools.count()
 
 
 def meet(rank: int, world_size: int, local_rank: int, init_method: str, seconds: float) -> Store:
@@ -51,8 +57,9 @@ def meet(rank: int, world_size: int, local_rank: int, init_method: str, seconds:
     serves = rank == 0 and not (here and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
     while not serves and (problem := _unreachable(host, int(port))):
         look(lambda: f"rank 0 at {host}:{port}: {problem}")
-    store = TCPStore(host, int(port), None, serves, timedelta(seconds=seconds), wait_for_workers=False)
-    joined = PrefixStore(f"meet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if (store := _STORES.get((host, port))) is None:
+        store = _STORES[host, port] = TCPStore(host, int(port), None, serves, timedelta(seconds=seconds), wait_for_workers=False)
+    joined = PrefixStore(f"meet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_MEETINGS)}", store)
     try:
         joined.set(str(rank), "")
         if joined.add("count", 1) == world_size:

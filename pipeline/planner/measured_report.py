@@ -8,16 +8,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from pipeline.common import artifact, events
 from pipeline.common.errors import UserError
 from pipeline.config import hardware as hardware_files
+from pipeline.config import saved
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Hardware
-from pipeline.config.schema import RunConfig, StageConfig
-from pipeline.models.config_classes import from_dict
+from pipeline.config.schema import RunConfig
 from pipeline.planner import site_correction
 from pipeline.planner.plan import JobPlan, hardware_of, plan
 from pipeline.planner.site_correction import Anchor, SiteCorrection, memory_range, time_range
@@ -168,7 +165,7 @@ def read(run_dir: Path) -> MeasuredRun:
     Raises:
         UserError: it has no configuration or no steps after the first ones.
     """
-    config = saved_config(run_dir)
+    config = saved.read(run_dir, "stage.run")
     lines = _lines(run_dir)[WARMUP:]
     if not lines:
         rule = f"has no metrics.jsonl with more than {WARMUP} steps"
@@ -178,27 +175,6 @@ def read(run_dir: Path) -> MeasuredRun:
     starts = [event for event in events.read(run_dir) if event["event"] == "run_start"]
     gpu = starts[-1].get("gpu") if starts else None
     return MeasuredRun(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None, gpu)
-
-
-def saved_config(run_dir: Path) -> RunConfig:
-    """Return the configuration that a job wrote to its run directory.
-
-    Raises:
-        UserError: config.yaml is not there, or is not a configuration of this version.
-    """
-    path = run_dir / "config.yaml"
-    fix = "pass the run_dir of a pretrain job"
-    if not path.is_file():
-        raise UserError.of("stage.run", run_dir, "has no config.yaml", fix)
-    try:
-        saved = OmegaConf.load(path)
-        model, stage = saved.pop("model"), saved.pop("stage", {"name": "pretrain"})
-        typed = OmegaConf.structured(RunConfig(model=from_dict(OmegaConf.to_container(model)), stage=StageConfig(stage["name"])))
-        config = OmegaConf.to_object(OmegaConf.merge(typed, saved))
-    except (OmegaConfBaseException, KeyError, TypeError, ValueError) as error:
-        raise UserError.of("stage.run", run_dir, f"config.yaml cannot be read: {str(error).splitlines()[0]}", fix) from error
-    assert isinstance(config, RunConfig)
-    return config
 
 
 def _lines(run_dir: Path) -> list[dict[str, float]]:

@@ -55,7 +55,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         for number, job in enumerate(jobs):
             if len(jobs) > 1:
                 print(f"\ntraining.phases.{number}: {job.training.steps:,} steps\n")
-            _plan(job, stage, world_size)
+            _plan(job, stage, world_size, planned if job is jobs[-1] else None)
 
 
 def _check_steps(stage: PlanConfig, planned: RunConfig) -> None:
@@ -66,8 +66,8 @@ def _check_steps(stage: PlanConfig, planned: RunConfig) -> None:
         raise UserError.of("stage.tokens", stage.tokens, rule, "remove one of them")
 
 
-def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
-    """Print the plan of the configured job, and refuse one that does not fit."""
+def _plan(config: RunConfig, stage: PlanConfig, world_size: int, submitted: RunConfig | None) -> None:
+    """Print the plan of the configured job, or of one of its phases, refuse one that does not fit, and print how `submitted` starts."""
     started = time.perf_counter()
     result = plan(config, world_size, hardware_of(config))
     rows, costs = table(result), cost(result)
@@ -80,7 +80,8 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
         _write_json(stage.out, plan_report.content(result, rows, costs))
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
-    _print_command(config, world_size)
+    if submitted is not None:
+        _print_command(submitted, world_size)
     print(f"\nplanned in {time.perf_counter() - started:.1f} s")
 
 

@@ -24,6 +24,7 @@ from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
+from tests.helpers import pipeline, torchrun
 from tests.training.one_rank import TINY, lines, run
 from tests.world import configured
 
@@ -241,3 +242,15 @@ def test_what_is_refused(two, words, said):
         resolved(two, f"training.phases={listed}", *others)
     for text in said.split("|"):
         assert text in str(raised.value)
+
+
+@pytest.mark.slow
+def test_ranks_meet_again_in_a_phase_of_another_layout(two, tmp_path):
+    """Two ranks started by torchrun, on the data axis and then on the tensor axis, equal one process."""
+    words = [word for word in (*TINY, *LLAMA) if not word.startswith(("data.verify", "checkpoint."))]
+    plan = "training.phases=[{until_step: 2}, {sequence_length: 64, overrides: [%s]}]"
+    common = ("stage=pretrain", *words, "model.kv_heads=2", f"data.tokens={two}", "training.steps=4", "training.micro_batch_size=2")
+    pipeline(*common, plan % '"parallel.tensor=2"', f"run_dir={tmp_path}/ranks", prefix=torchrun(2))
+    pipeline(*common, plan % "", f"run_dir={tmp_path}/one")
+    for step, line in numbers(tmp_path / "one").items():
+        assert numbers(tmp_path / "ranks")[step] == pytest.approx(line, rel=1e-5)

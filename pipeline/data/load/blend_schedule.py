@@ -72,6 +72,32 @@ class BlendSchedule:
                 of_phase, numbers, places = of_phase[~assigned], (numbers - before)[~assigned], places[~assigned]
         return corpora, ordinals
 
+    def numbers(self, corpus: int, ordinals: np.ndarray) -> np.ndarray:
+        """The inverse of locate.
+
+        Args:
+            corpus: index of a corpus.
+            ordinals: (n,) int64, numbers of samples within the corpus.
+
+        Returns:
+            (n,) int64, the sample with each of these numbers; -1 if the corpus ends before it, with weight 0 in the last phase.
+        """
+        found = np.full_like(ordinals, -1)
+        phases = np.searchsorted(self._before[:, corpus], ordinals, side="right") - 1
+        for phase in np.unique(phases).tolist():
+            chain = _chain(self._units[phase])
+            if (level := next((n for n, (other, *_) in enumerate(chain) if other == corpus), None)) is None:
+                continue  # only in the last phase: another one without the corpus does not change _before
+            of_phase = np.flatnonzero(phases == phase)
+            runs, places = np.divmod(ordinals[of_phase] - self._before[phase, corpus], self._runs[phase])
+            _, unit, remaining = chain[level]
+            # Sample n is assigned if round((n + 1) * share) > round(n * share): the first n + 1 whose rounded share is the next number.
+            numbers = -(-((runs + 1) * remaining - remaining // 2) // unit) - 1
+            for _, unit, remaining in reversed(chain[:level]):  # among the samples that the corpora before it leave
+                numbers = (numbers * remaining + remaining // 2) // (remaining - unit)
+            found[of_phase] = numbers * self._runs[phase] + places + self._starts[phase]
+        return found
+
     def counts(self, samples: int) -> np.ndarray:
         """The number of samples of each corpus among the first `samples` samples, (corpora,) int64."""
         phase = int(np.searchsorted(self._starts, samples, side="right")) - 1

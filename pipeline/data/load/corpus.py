@@ -105,3 +105,24 @@ class Windows:
             (n, sequence_length + 1) in the stream's dtype.
         """
         return self._stream.read(self._starts[corpora] + indices * self.stride, self.length + 1)
+
+    def ranges(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """See Sequences."""
+        starts = self._starts[corpora] + indices * self.stride
+        return np.stack([np.arange(len(indices)), starts, np.full(len(indices), self.length)])
+
+    def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """See Sequences. Windows do not overlap."""
+        assert self.stride == self.length
+        starts, ends = starts - self._starts[corpus], ends - self._starts[corpus]
+        first, stop = starts // self.length, np.minimum(-(-ends // self.length), self.counts[corpus])
+        rows, numbers = expanded(np.maximum(stop - first, 0))
+        windows = first[rows] + numbers
+        begins = windows * self.length
+        return np.stack([rows, windows, np.minimum(ends[rows], begins + self.length) - np.maximum(starts[rows], begins)])
+
+
+def expanded(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return every row as often as its count says, and 0, 1, ... within each row."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return rows, np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pipeline.data.load.corpus import expanded
 from pipeline.data.load.shard_checksums import Shard
 from pipeline.data.load.token_stream import TokenStream
 
@@ -122,6 +123,24 @@ class BestFit:
             joined += self._padding * missing
         return np.frombuffer(joined, self._stream.dtype).reshape(len(indices), self._capacity)
 
+    def ranges(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """See Sequences."""
+        sequences = self._starts[corpora] + indices
+        rows, numbers = expanded(self._bounds[sequences + 1] - self._bounds[sequences])
+        chunks = self._bounds[sequences][rows] + numbers
+        return np.stack([rows, self._positions[chunks], self._lengths[chunks]])
+
+    def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """See Sequences."""
+        order = np.argsort(self._positions)
+        positions, lengths = self._positions[order], self._lengths[order]
+        first, stop = np.searchsorted(positions, starts, side="right") - 1, np.searchsorted(positions, ends)
+        rows, numbers = expanded(np.maximum(stop - first, 0))
+        chunks = first[rows] + numbers
+        tokens = np.minimum(ends[rows], positions[chunks] + lengths[chunks]) - np.maximum(starts[rows], positions[chunks])
+        sequences = np.searchsorted(self._bounds, order[chunks], side="right") - 1 - self._starts[corpus]
+        return np.stack([rows, sequences, tokens])
+
 
 def _pack_shard(shard: Shard, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pack one shard.
@@ -149,9 +168,8 @@ def split_long(positions: np.ndarray, lengths: np.ndarray, capacity: int) -> tup
         Positions and lengths of the chunks, (chunks,) each.
     """
     counts = -(-lengths // capacity)
-    numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # 0, 1, ... within each document
-    starts = numbers * capacity
-    return np.repeat(positions, counts) + starts, np.minimum(np.repeat(lengths, counts) - starts, capacity)
+    rows, numbers = expanded(counts)
+    return positions[rows] + numbers * capacity, np.minimum(lengths[rows] - numbers * capacity, capacity)
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:

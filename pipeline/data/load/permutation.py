@@ -7,9 +7,13 @@ which keeps the mapping one-to-one. Nothing is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from pipeline.data.words import mix
+
+_Step = Callable[[np.ndarray, np.ndarray, list[np.ndarray]], np.ndarray]
 
 ROUNDS = 6  # even, so that the two halves end with their original widths
 _MASK_64 = (1 << 64) - 1
@@ -27,13 +31,23 @@ def permute(values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, 
     Returns:
         (n,) int64.
     """
+    return _walked(_encrypt, values, size, seed, epoch)
+
+
+def unpermute(values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, epoch: int | np.ndarray) -> np.ndarray:
+    """The inverse of permute: the index whose image each of `values` is; arguments and result as in permute."""
+    return _walked(_decrypt, values, size, seed, epoch)
+
+
+def _walked(step: _Step, values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, epoch: int | np.ndarray) -> np.ndarray:
+    """Apply a pass of the network to `values`, again where the image is outside 0..size-1."""
     sizes, keys = _as_uint64(size), random_words(seed, epoch, count=ROUNDS)
     assert sizes.min(initial=1) >= 1
     assert sizes.max(initial=1) < 1 << 62
     bits = np.maximum(2, np.searchsorted(_POWERS, sizes)).astype(np.uint64)
-    images = _encrypt(values.astype(np.uint64), bits, keys)
+    images = step(values.astype(np.uint64), bits, keys)
     while len(outside := np.flatnonzero(images >= sizes)):  # less than half of them per iteration, on average
-        images[outside] = _encrypt(images[outside], _select(bits, outside), [_select(key, outside) for key in keys])
+        images[outside] = step(images[outside], _select(bits, outside), [_select(key, outside) for key in keys])
     return images.astype(np.int64)
 
 
@@ -58,6 +72,18 @@ def _encrypt(values: np.ndarray, bits: np.ndarray, keys: list[np.ndarray]) -> np
     for key in keys:
         left, right = right, left ^ (mix(right + key) & left_mask)
         left_mask, right_mask = right_mask, left_mask
+    return (left << right_bits) | right
+
+
+def _decrypt(values: np.ndarray, bits: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+    """The inverse of _encrypt: its rounds in reverse order."""
+    right_bits = bits // np.uint64(2)
+    left_bits = bits - right_bits
+    left_mask, right_mask = (_ONE << left_bits) - _ONE, (_ONE << right_bits) - _ONE
+    left, right = values >> right_bits, values & right_mask
+    for key in reversed(keys):  # their number is even: the last round had the masks in the other order
+        left_mask, right_mask = right_mask, left_mask
+        left, right = right ^ (mix(left + key) & left_mask), left
     return (left << right_bits) | right
 
 

@@ -23,7 +23,7 @@ from pipeline.common.errors import UserError
 from pipeline.data.load.blend_schedule import BlendSchedule
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.fill_in_the_middle import Infill
-from pipeline.data.load.permutation import permute
+from pipeline.data.load.permutation import permute, unpermute
 from pipeline.data.load.token_stream import TokenStream
 
 
@@ -63,6 +63,28 @@ class Sequences(Protocol):
 
         Returns:
             (n, sequence_length + 1) in the stream's dtype.
+        """
+
+    def ranges(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """Return where the tokens of sequences are, without a label that is an input of another sequence.
+
+        Args:
+            corpora, indices: as of read.
+
+        Returns:
+            int64 (3, ranges): for each range of tokens its row in `indices`, its first token in the stream, and its length.
+        """
+
+    def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Return which sequences of a corpus have the tokens of ranges of the stream, the inverse of `ranges`.
+
+        Args:
+            corpus: its index.
+            starts: (n,) int64, first token of each range.
+            ends: (n,) int64, one more than its last token.
+
+        Returns:
+            int64 (3, parts): for each part of a range its row in `starts`, its sequence, and its tokens.
         """
 
 
@@ -149,6 +171,40 @@ class Samples(Dataset):
                 epochs = epochs[:1]  # one permutation for all samples
             texts = permute(texts, counts, self._seeds[corpora], epochs)
         return corpora, epochs, texts * runs + places
+
+    def reading(self, corpus: int, sequences: np.ndarray, limit: int) -> np.ndarray:
+        """Return which samples are these sequences, the inverse of `sequences`.
+
+        Args:
+            corpus: index of the corpus.
+            sequences: (n,) int64, numbers of sequences within it.
+            limit: samples from this one on are left out.
+
+        Returns:
+            int64 (2, found): the row in `sequences`, and the sample.
+        """
+        run, seed = self._runs[corpus], self._seeds[corpus]
+        count = int(self.counts[corpus] // run)
+        rows = np.flatnonzero(sequences < count * run)
+        texts, places = np.divmod(sequences[rows], run)
+        read = limit if self.schedule is None else int(self.schedule.counts(limit)[corpus])
+        found = [np.empty((2, 0), dtype=np.int64)]
+        for epoch in range(-(-read // (count * int(run)))):
+            indices = unpermute(texts, count, np.array([seed]), epoch) if self._shuffled else texts
+            ordinals = (epoch * count + indices) * run + places
+            numbers = ordinals if self.schedule is None else self.schedule.numbers(corpus, ordinals)
+            early = (numbers >= 0) & (numbers < limit)
+            found.append(np.stack([rows[early], numbers[early]]))
+        return np.concatenate(found, axis=1)
+
+    def ranges(self, indices: np.ndarray) -> np.ndarray:
+        """Return where the tokens of samples are in the stream, as Sequences.ranges; the rows are those of `indices`."""
+        corpora, _, sequences = self.sequences(indices)
+        return self._sequences.ranges(corpora, sequences)
+
+    def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """As Sequences.holding."""
+        return self._sequences.holding(corpus, starts, ends)
 
     def _located(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The corpus of each sample, (n,) or (1,) if all are of one, and its number in the corpus, (n,)."""

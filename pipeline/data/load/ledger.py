@@ -1,0 +1,142 @@
+"""Which documents do samples consist of, and in which samples is a document? Computed from the order of samples; nothing is stored.
+
+The tokens of a document are counted where they are inputs. Its first token may also be the last label of the sequence before.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.common import artifact
+from pipeline.common.artifact import Manifest
+from pipeline.common.errors import UserError
+from pipeline.data.load.corpus import expanded
+from pipeline.data.load.samples import Samples
+from pipeline.data.load.shard_checksums import Shard
+from pipeline.data.shard import text_shards
+from pipeline.data.tokenize import token_shards
+
+
+class Ledger:
+    """The documents of the samples of a run.
+
+    Args:
+        samples: the training samples.
+        texts: folders of text shards, which have the metadata of the documents.
+
+    Attributes:
+        shards: the token shards in the order of the stream; arrays of this class give their places in it.
+    """
+
+    def __init__(self, samples: Samples, texts: Sequence[Path]) -> None:
+        self._samples, self._texts = samples, {artifact.fingerprint(manifest): (folder, manifest) for folder, manifest in _opened(texts)}
+        self.shards: Sequence[Shard] = samples.stream.shards
+        self._starts = np.cumsum([0, *(shard.entry["tokens"] for shard in self.shards)], dtype=np.int64)
+        self._corpora = np.repeat(np.arange(len(samples.corpora)), [len(corpus.shards) for corpus in samples.corpora])
+        self._ends_of = lru_cache(maxsize=64)(self._read_ends)
+
+    def documents(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the documents of samples.
+
+        Args:
+            numbers: (n,) int64, sample numbers.
+
+        Returns:
+            int64 (4, parts): the row in `numbers`, the shard, the document in it, and its tokens in the sample; in the order of the tokens.
+        """
+        rows, starts, lengths = self._samples.ranges(numbers)
+        ends = starts + lengths
+        first = np.searchsorted(self._starts, starts, side="right") - 1
+        parts, places = expanded(np.searchsorted(self._starts, ends) - first)  # a range may go on in the next shard
+        shards = first[parts] + places
+        found = []
+        for shard in np.unique(shards).tolist():
+            own = np.flatnonzero(shards == shard)
+            begin = np.maximum(starts[parts[own]], self._starts[shard]) - self._starts[shard]
+            end = np.minimum(ends[parts[own]], self._starts[shard + 1]) - self._starts[shard]
+            bounds = self._ends_of(shard)
+            document = np.searchsorted(bounds, begin, side="right")
+            which, steps = expanded(np.searchsorted(bounds, end) + 1 - document)
+            documents = document[which] + steps
+            before = np.concatenate([[0], bounds])[documents]
+            tokens = np.minimum(bounds[documents], end[which]) - np.maximum(before, begin[which])
+            found.append(np.stack([rows[parts[own[which]]], np.full(len(which), shard), documents, tokens, own[which]]))
+        joined = np.concatenate(found, axis=1)
+        return joined[:4, np.argsort(joined[4], kind="stable")]
+
+    def samples_of(self, shard: int, documents: np.ndarray, limit: int) -> np.ndarray:
+        """Return the samples that have tokens of documents, the inverse of `documents`.
+
+        Args:
+            shard: the shard.
+            documents: (n,) int64, documents in it.
+            limit: samples from this one on are left out.
+
+        Returns:
+            int64 (3, parts): the row in `documents`, the sample, and the tokens of the document in it.
+        """
+        bounds, corpus = self._ends_of(shard), int(self._corpora[shard])
+        ends = bounds[documents] + self._starts[shard]
+        starts = np.concatenate([[0], bounds])[documents] + self._starts[shard]
+        rows, sequences, tokens = self._samples.holding(corpus, starts, ends)
+        chosen, numbers = self._samples.reading(corpus, sequences, limit)
+        return np.stack([rows[chosen], numbers, tokens[chosen]])
+
+    def tokens(self, shard: int) -> np.ndarray:
+        """Return the tokens of every document of a shard, (documents,) int64."""
+        return np.diff(self._ends_of(shard), prepend=0)
+
+    def metadata(self, shard: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
+        """Yield text and fields of every document of a shard: id, corpus, lang, source, and those of its metadata.
+
+        Raises:
+            UserError: its text shard is not there, or is damaged.
+        """
+        path = self.shards[shard].path
+        manifest = artifact.read(path.parent, key="data.tokens", stage="tokenize")
+        if (found := self._texts.get(str(manifest.settings.get("data.shards")))) is None:
+            folders = ", ".join(str(folder) for folder, _ in self._texts.values()) or "none"
+            rule = f"has no folder from which {path.parent} was tokenized; given: {folders}"
+            raise UserError.of("stage.shards", folders, rule, "add the folder of these text shards, which name the documents")
+        for text, fields in text_shards.readable(*found, path.name):
+            yield text, {**{name: value for name, value in fields.items() if name != "meta"}, **(fields.get("meta") or {})}
+
+    def _read_ends(self, shard: int) -> np.ndarray:
+        """The end of every document of a shard, in tokens of the shard."""
+        of_shard = self.shards[shard]
+        return np.cumsum(token_shards.lengths(of_shard.path, of_shard.entry), dtype=np.int64)
+
+
+class Selection:
+    """Which documents a question is about: those that match all of its parts.
+
+    Args:
+        where: field -> glob pattern of its value, such as {"url": "*.example.org/*"}.
+        ids: ids of documents; all when None.
+        contains: text that is part of the document; any when empty.
+    """
+
+    def __init__(self, where: Mapping[str, str], ids: frozenset[str] | None = None, contains: str = "") -> None:
+        self._patterns = {field: re.compile(fnmatch.translate(pattern)).match for field, pattern in where.items()}
+        self._ids, self._contains = ids, contains.encode()
+
+    def matches(self, text: bytes, fields: Mapping[str, Any]) -> bool:
+        """Whether a document is one of them."""
+        if self._ids is not None and fields.get("id") not in self._ids:
+            return False
+        if self._contains not in text:
+            return False
+        return all(field in fields and match(str(fields[field])) for field, match in self._patterns.items())
+
+
+def _opened(folders: Sequence[Path]) -> Iterator[tuple[Path, Manifest]]:
+    """Folders of text shards with their manifests."""
+    for folder in folders:
+        yield folder, artifact.read(folder, key="stage.shards", stage="shard")
