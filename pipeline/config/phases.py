@@ -218,6 +218,9 @@ def _violations(config: RunConfig) -> Iterator[Violation]:
         if entries and phases[0].until_step is not None and entries[-1].until_step > phases[0].until_step:
             rule = f"must end within the first phase, at step {phases[0].until_step}"
             yield Violation(f"training.{ramp}", entries[-1].until_step, rule, f"end it earlier, or raise {name}.0.until_step")
+    if (config.parallel.engine == "deepspeed" or config.parallel.deepspeed) and config.parallel.zero_stage == 3:
+        rule = "is not supported with training.phases by DeepSpeed's engine, which keeps the weights of earlier phases in memory"
+        yield Violation("parallel.zero_stage", 3, rule, "set it to 2, or parallel.engine=native")
     if longest > length:
         if config.data.packing != "windows":
             rule = "is not supported with phases of other sequence lengths: longer sequences consist of windows"

@@ -201,6 +201,10 @@ class DeepSpeedEngine(Engine):
         """See Engine."""
         return self._learned() + fixed_fragments(self.model, self._mesh)
 
+    def close(self) -> None:
+        """See Engine."""
+        self._engine.destroy()
+
     def _learned(self) -> list[Fragment]:
         """This rank's fragments of the trained weights, with the state of the optimizer."""
         self._create_state()

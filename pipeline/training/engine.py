@@ -67,6 +67,10 @@ class Engine(ABC):
     def fragments(self) -> list[Fragment]:
         """This rank's fragments of weights and optimizer state."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what keeps the weights in memory; the engine is not used any more."""
+
     def partitions(self) -> list[Tensor]:
         """This rank's partition of the weights of each bucket, as it is gathered; empty if weights are not partitioned."""
         return []

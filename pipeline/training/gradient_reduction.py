@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from pipeline.parallel.mesh import Mesh
 from pipeline.training.buckets import Bucket, is_primary_copy
@@ -62,11 +63,17 @@ class GradientReducer:
         self._pending: deque[tuple[_State, Tensor, Tensor, Any]] = deque()
         self._across: deque[tuple[_State, Any]] = deque()
         self._reductions, self._share_squares = 1, None  # type: int, Tensor | None
+        self._hooks: list[RemovableHandle] = []
         for state in self._states.values():
             for parameter in state.bucket.pieces:
                 # Gradients arrive in the dtype of the weight: adding them to fp32 is then one pass over memory.
                 parameter.grad_dtype = None
-                parameter.register_post_accumulate_grad_hook(partial(self.arrived, state))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self.arrived, state)))
+
+    def close(self) -> None:
+        """Remove the hooks. Python does not see the references that autograd holds: with them, no weight is ever freed."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def accumulate(self, micro_batches: int, *, measure: bool = False) -> Iterator[None]:

@@ -173,6 +173,10 @@ class NativeEngine(Engine):
         ]
         return learned + frozen + fixed_fragments(self.model, self._mesh)
 
+    def close(self) -> None:
+        """See Engine."""
+        self._reducer.close()
+
     def partitions(self) -> list[Tensor]:
         """See Engine."""
         return [flat.partition for flat in self.weights]

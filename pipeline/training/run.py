@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import math
 import socket
@@ -93,6 +94,9 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
         except ToBeContinued as end:
             if end.reason != NEXT_PHASE:
                 raise
+        gc.collect()  # the model of this phase, before the next one is built
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlops) -> None:
@@ -128,6 +132,7 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
             layout = Layout.of(config, ranks.world_size)
             check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
+            claims.callback(trainer.engine.close)
             state = resume.begin(config, trainer, begin, data)
             reference_answers.attach(config, trainer, begin, state, data, validation_data, watchdog.report)
             hosts = run_directory.gather_hosts()

@@ -1,5 +1,6 @@
 """training.phases: other lengths, batches, corpora and RoPE settings, with the state, and with every sample read once."""
 
+import gc
 import itertools
 import json
 import shutil
@@ -24,6 +25,7 @@ from pipeline.data.load.blend_schedule import BlendSchedule, Phase
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
+from pipeline.training import run as training_run
 from tests.helpers import pipeline, torchrun
 from tests.training.one_rank import TINY, lines, run
 from tests.world import configured
@@ -107,6 +109,19 @@ def test_phases_equal_a_plain_loop_that_changes_the_model_by_hand(straight, toke
     found = numbers(straight).values()
     assert [line[0] for line in found] == pytest.approx(expected.losses, rel=1e-5)
     assert [line[1] for line in found] == pytest.approx(expected.norms, rel=1e-5)
+
+
+def test_no_weight_of_an_earlier_phase_stays_in_memory(tokens, tmp_path, monkeypatch):
+    begin, held = training_run._run_phase, []
+
+    def counted(*arguments):
+        held.append(sum(value.numel() for value in gc.get_objects() if issubclass(type(value), torch.Tensor)))
+        return begin(*arguments)
+
+    monkeypatch.setattr(training_run, "_run_phase", counted)
+    run("pretrain", tmp_path / "run", f"data.tokens={tokens}", *LLAMA, PHASES, END, "parallel.zero_stage=1", "model.hidden=64")
+    assert len(held) == 3
+    assert held[2] - held[1] < 64 * 320, "not one matrix of the embedding"
 
 
 @pytest.mark.parametrize("stops", [(1, 2, 3, 4, 5), (3,)], ids=str)
@@ -231,6 +246,10 @@ REFUSED = [
     ("[{until_step: 4}, {}] training.batch_rampup=[{until_step: 9, value: 4}]", "training.batch_rampup=9: must end within the first phase"),
     ("[{until_step: 4}, {sequence_length: 64}] model=bert-tiny", "sequence_length=64: is supported by decoders only"),
     ('[{until_step: 4}, {overrides: ["model.rope_theta=2"]}] model=gpt-tiny', "is no setting of rotary positions of GPTConfig"),
+    (
+        "[{until_step: 4}, {}] parallel.engine=deepspeed parallel.zero_stage=3",
+        "parallel.zero_stage=3: is not supported with training.phases",
+    ),
     ("[{until_step: 4}, {}] stage=finetune", "training.phases=2 phases: are not supported by stage=finetune"),
 ]
 
