@@ -143,6 +143,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
     if consumed and not config.training.phases and (phase := phases.text({key: _value(new, key) for key in differences})):
         fix = f"in place of it, begin a phase: training.phases=[{{until_step: {checkpoint.step}}}, {phase}]"
     _refuse(checkpoint, new, differences, fix)
+    if is_fork and (found := list(phases.begin_violations(config, checkpoint.step, consumed))):
+        raise UserError(found)
 
 
 def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:

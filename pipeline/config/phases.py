@@ -77,12 +77,9 @@ def resolved(config: RunConfig) -> RunConfig:
         length, batch = (current[key] for key in SIZES.values())
         end, end_tokens = phase.until_step, phase.until_tokens
         if end is None and end_tokens is not None:
-            end = (
-                steps + math.ceil((end_tokens - tokens) / (batch * length))
-                if found
-                else warmup.steps_for_tokens(first.training, end_tokens)
-            )
-        if end is not None and end_tokens is None:
+            more = math.ceil((end_tokens - tokens) / (batch * length))
+            end, end_tokens = steps + more if found else warmup.steps_for_tokens(first.training, end_tokens), None
+        if end is not None and end_tokens is None:  # of whole batches, so that no sequence is of two phases
             end_tokens = tokens + (end - steps) * batch * length if found else warmup.samples(first.training, end) * length
         overrides = [f"{key}={_text(value)}" for key, value in current.items() if key not in SIZES.values()]
         found.append(TrainingPhaseConfig(end, end_tokens, length, batch, dict(weights), overrides))
@@ -129,6 +126,14 @@ def alone(config: RunConfig) -> list[RunConfig]:
             own = {"phases": [], "steps": min(following, steps) - begin, "batch_rampup": ramps[0], "sequence_warmup": ramps[1]}
             jobs.append(knobs.changed(job, {f"training.{name}": value for name, value in own.items()}))
     return jobs or [config]
+
+
+def begin_violations(config: RunConfig, step: int, samples: int) -> Iterator[Violation]:
+    """Yield why a fork cannot begin a phase: its trunk has read another number of samples than the phases before say."""
+    for number, phase in enumerate(config.training.phases):
+        if phase.until_step == step and phase.until_tokens != (tokens := samples * config.training.sample_length):
+            rule = f"are not the {tokens:,} tokens that the run of checkpoint.fork has read up to step {step}"
+            yield Violation(f"training.phases.{number}.until_tokens", phase.until_tokens, rule, f"set it to {tokens}, beside until_step")
 
 
 def end(config: RunConfig, step: int) -> int | None:

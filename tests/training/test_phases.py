@@ -142,6 +142,10 @@ def test_a_fork_begins_phases_that_its_trunk_does_not_have(straight, tokens, tmp
         (["training.sequence_length=128"], "training.phases=[{until_step: 2}, {sequence_length: 128}]"),
         (["model.rope_theta=3.0"], 'overrides: ["model.rope_theta=3.0"]'),
         (["training.phases=[{until_step: 1}, {sequence_length: 64}]"], "training.sequence_length=64: "),
+        (
+            ["training.phases=[{until_step: 2}, {sequence_length: 64}]", "training.global_batch_size=8"],
+            "training.phases.0.until_tokens=512: are not the 256 tokens that the run of checkpoint.fork has read up to step 2",
+        ),
     ):
         with pytest.raises(UserError) as raised:
             run("pretrain", tmp_path / "other", *fork, *other)
@@ -167,7 +171,7 @@ def resolved(two: Path, *settings: str):
 
 def test_a_corpus_that_begins_in_a_longer_phase_is_read_in_longer_texts(two):
     """Every sample of an epoch once; sequences of the new corpus are its text, those of the other one keep their windows of 32 tokens."""
-    config = resolved(two, EXTENDED, "training.steps=40")
+    config = resolved(two, EXTENDED.replace("1408", "1300"), "training.steps=40")
     assert [phase.until_step for phase in config.training.phases] == [3, 5, None], "1,408 tokens are 3 x 4 x 32 and 2 x 4 x 128"
     assert [(phase.until_tokens, phase.run) for phase in config.data.phases] == [(384, 1), (1408, 4), (None, 2)]
     samples = blend.open_training(config)
