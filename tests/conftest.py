@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import resource
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
+from pipeline.common.artifact import MANIFEST
 from tests import warm
 from tests.helpers import SHARDS, pipeline, write_corpus
 
@@ -118,6 +121,18 @@ def tokens(once, shards, tokenizer) -> Path:
     """Token shards of the text shards."""
     settings = ("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}")
     return once("tokens", lambda folder: pipeline(*settings, f"data.tokens={folder}"))
+
+
+@pytest.fixture(scope="session")
+def two(tokens, tmp_path_factory) -> Path:
+    """The token shards as two corpora, web and books."""
+    folder = tmp_path_factory.mktemp("two") / "tokens"
+    shutil.copytree(tokens, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for shard, entry in manifest["files"].items():
+        entry["corpus"] = "books" if shard == "train-00001.tar" else "web"
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -85,7 +85,9 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None) -> list[S
         raise UserError.of(key, run_dir, f"metrics.jsonl lacks step {missing}", "restore it from a copy: it tells which samples were read")
     found = [stretch for path, step in _origins(parent) for stretch in _older(path, step)]
     if steps:
-        first = after[steps[0]] - warmup.batch_size(config.training, before) if begins else 0
+        first = 0
+        if begins:  # as the trunk says; if that is gone, by the batch size of the first step
+            first = int(found[-1].samples[-1]) if found else after[steps[0]] - warmup.batch_size(config.training, before)
         samples = np.array([first, *(after[step] for step in steps)], dtype=np.int64)
         found.append(Stretch(run_dir, config, before, samples, skipped_samples.read(run_dir)))
     return found

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.load import blend
@@ -29,18 +28,6 @@ PHASED = (
     "training.phases=[{until_step: 9, weights: {web: 1}}, {until_step: 400, sequence_length: 128, weights: {web: 1, books: 3}}, "
     "{sequence_length: 64, weights: {web: 2, books: 1}}]",
 )
-
-
-@pytest.fixture(scope="module")
-def two(tokens, tmp_path_factory) -> Path:
-    """The token shards as two corpora."""
-    folder = tmp_path_factory.mktemp("two") / "tokens"
-    shutil.copytree(tokens, folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for shard, entry in manifest["files"].items():
-        entry["corpus"] = "books" if shard == "train-00001.tar" else "web"
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return folder
 
 
 @given(st.integers(1, 5000), st.integers(0, 2**63), st.integers(0, 9))

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 from pipeline.certification.batches import with_loss_scale
 from pipeline.certification.reference import initialize, plain_loop
 from pipeline.checkpoint import native
-from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
 from pipeline.config import phases
 from pipeline.config.rules import check
@@ -43,18 +41,6 @@ EXTENDED = (
     "training.phases=[{until_step: 3, weights: {web: 1}}, {until_tokens: 1408, sequence_length: 128, weights: {web: 1, books: 3}}, "
     "{sequence_length: 64, weights: {web: 2, books: 1}}]"
 )
-
-
-@pytest.fixture(scope="module")
-def two(tokens, tmp_path_factory) -> Path:
-    """The token shards as two corpora."""
-    folder = tmp_path_factory.mktemp("two") / "tokens"
-    shutil.copytree(tokens, folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for shard, entry in manifest["files"].items():
-        entry["corpus"] = "books" if shard == "train-00001.tar" else "web"
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return folder
 
 
 def numbers(run_dir: Path) -> dict[int, tuple]:
