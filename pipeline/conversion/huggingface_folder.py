@@ -15,7 +15,7 @@ from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.common.atomic_files import digest
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
 from pipeline.config.stages import CheckpointReader
-from pipeline.conversion import huggingface_export, imported
+from pipeline.conversion import huggingface_export, imported, model_card
 from pipeline.conversion.export_files import Writer
 from pipeline.conversion.huggingface_export import Packing
 from pipeline.conversion.original import Original
@@ -81,7 +81,7 @@ def write(
 def write_settings(
     folder: Path, tokenizer: TokenizerConfig, source: Source, *, dtype: torch.dtype, quantization: dict[str, Any] | None = None
 ) -> None:
-    """Write what is beside the weights: configurations, tokenizer and license."""
+    """Write what is beside the weights: configurations, tokenizer, license and model card."""
     weights = source.weights
     named = weights.config.get("data", {}).get("decoder_start")
     huggingface_export.write_configs(
@@ -97,6 +97,7 @@ def write_settings(
     )
     copy_tokenizer(folder, tokenizer, source)
     imported.copy_terms(imported.folder_of(weights.path), folder)
+    model_card.write(folder, weights, source.model)
 
 
 def copy_tokenizer(folder: Path, tokenizer: TokenizerConfig, source: Source) -> None:
