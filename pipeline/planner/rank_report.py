@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pipeline.config import loss_weights, warmup
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.data.load.blend import phases
+from pipeline.data.load.blend import phases, repeated, training_tokens
 from pipeline.data.load.blend_schedule import BlendSchedule
+from pipeline.data.load.objectives import registry
 from pipeline.parallel import mesh
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
@@ -146,9 +147,15 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
     if training.token_budget:
         steps = warmup.steps_for_tokens(training, training.token_budget)
         yield f"  {'token budget':<16}{training.token_budget:,} tokens = training.steps={steps}"
+    epoch = training_tokens(config.data) if registry.objective_of(config).data_key == "data.tokens" else {}
+    if training.steps and epoch.get(""):
+        epochs = samples * training.sample_length / epoch[""]
+        yield f"  {'data':<16}{epoch['']:,} tokens, {epochs:.3g} epochs{repeated(epochs)}"
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
         yield "the blend"
         for name, count in zip(
             sorted(config.data.blend), BlendSchedule(phases(config.data, training.sample_length)).counts(samples).tolist(), strict=True
         ):
-            yield f"  {name:<16}{count * training.sample_length:,} tokens, {100 * count / samples:.2f} %"
+            epochs = count * training.sample_length / epoch[name] if epoch.get(name) else 0.0
+            of_corpus = f", {epochs:.3g} epochs of {epoch[name]:,}{repeated(epochs)}" if epochs else ""
+            yield f"  {name:<16}{count * training.sample_length:,} tokens, {100 * count / samples:.2f} %{of_corpus}"

@@ -26,6 +26,7 @@ from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.token_stream import TokenStream
 from pipeline.parallel.mesh import Mesh
+from pipeline.planner import rank_report
 from pipeline.training.batch_loader import BatchLoader
 from tests.helpers import pipeline
 from tests.world import configured
@@ -319,3 +320,18 @@ def test_the_command_line_takes_a_blend_and_names_its_mistakes(corpora, tmp_path
     assert "Traceback" not in said
     assert "sets wieght: no such key" in pipeline(*common, "data.blend={en:{wieght:1}}", expect=2)
     assert not (tmp_path / "run").exists()
+
+
+def test_more_than_four_epochs_are_warned_of_and_planned(corpora, caplog):
+    config = config_of(corpora, "++data.blend={en:{},de:{weight:9}}", "training.steps=2000")
+    caplog.set_level("INFO", "pipeline")
+    samples = blend.open_training(config)
+    blend.check_epochs(config.data, config.training, samples)
+    above = {record.args[0] for record in caplog.records if record.levelname == "WARNING"}
+    taken = dict(zip(("de", "en"), samples.schedule.counts(2000 * config.training.global_batch_size).tolist(), strict=True))
+    counts = dict(zip(("de", "en"), samples.counts.tolist(), strict=True))
+    assert above == {name for name in taken if taken[name] > 4 * counts[name]}
+    assert above
+    text = "\n".join(rank_report.batch_lines(config, Layout.of(config, 1)))
+    assert text.count("above 4, repeated text is worth ever less than new text") == len(above)
+    assert f"epochs of {blend.training_tokens(config.data)['de']:,}" in text

@@ -62,8 +62,13 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
     return Samples(corpora, stream, sequences, config.training.seed, schedule, _infill(config, corpora[0]), runs)
 
 
+#: Up to so many epochs, text that is read again trains nearly as well as new text (Muennighoff et al. 2023, "Scaling Data-Constrained
+#: Language Models", section 6).
+WORTHWHILE_EPOCHS = 4
+
+
 def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -> None:
-    """Log how often a run reads each corpus of its blend, or its data if that is more than once.
+    """Log how often a run reads each corpus of its blend, or its data if that is more than once, with a warning above four times.
 
     Raises:
         UserError: a corpus is read more often than its max_epochs.
@@ -71,19 +76,34 @@ def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -
     total = warmup.samples(training, training.steps)
     if samples.schedule is None:
         if total > (count := int(samples.counts[0])):
-            log.info("data: the run reads its %s samples %.2f times (epochs)", f"{count:,}", total / count)
+            level = logging.WARNING if total > WORTHWHILE_EPOCHS * count else logging.INFO
+            log.log(level, "data: the run reads its %s samples %.2f times (epochs)%s", f"{count:,}", total / count, repeated(total / count))
         return
     problems = []
     for name, taken, count in zip(sorted(data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
         most = data.blend[name].max_epochs
         share = f"{100 * taken / total:.2f} % of the {total:,} samples of a run with these settings"
-        log.info("blend: %s %s, %.3f epochs", name, share, taken / count)
+        level = logging.WARNING if taken > WORTHWHILE_EPOCHS * count else logging.INFO
+        log.log(level, "blend: %s %s, %.3f epochs%s", name, share, taken / count, repeated(taken / count))
         if most is not None and taken > most * count:
             rule = f"the run's {total:,} samples use {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
             fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
             problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
     if problems:
         raise UserError(problems)
+
+
+def repeated(epochs: float) -> str:
+    """Return what to say of this many epochs; empty for few."""
+    return f": above {WORTHWHILE_EPOCHS}, repeated text is worth ever less than new text" if epochs > WORTHWHILE_EPOCHS else ""
+
+
+def training_tokens(data: DataConfig) -> dict[str, int]:
+    """Return the tokens of an epoch of each corpus of the run, "" without a blend; empty if the data is not there or not finished."""
+    try:
+        return {corpus.name: corpus.total("tokens") for corpus in _corpora(data, "train")}
+    except UserError:
+        return {}
 
 
 def open_validation(
