@@ -195,6 +195,11 @@ class DataConfig:
         "construction of training samples: windows of the token stream, or best-fit packing of full documents (indexed at start-up)",
         choices=("windows", "best_fit"),
     )
+    remove: str | None = knob(
+        None,
+        "file with documents that the run leaves out from here on (stage.out of stage=ledger): their tokens are read as end-of-document "
+        "tokens without a target; the run keeps them in run_dir/removed.jsonl for later starts and forks",
+    )
     infill: InfillConfig = field(default_factory=InfillConfig)
     masking: MaskingConfig = field(default_factory=MaskingConfig)
     spans: SpansConfig = field(default_factory=SpansConfig)

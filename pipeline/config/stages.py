@@ -250,7 +250,9 @@ class Report(StageConfig):
 class Ledger(StageConfig):
     """Which documents a step has read, or which steps have read a document."""
 
-    step: int | None = knob(None, "print the documents of this step", unit="steps", at_least=1)
+    step: int | None = knob(
+        None, "print the documents of this step; with stage.certificate, the step of the checkpoint; default there: the newest", at_least=1
+    )
     rank: int | None = knob(None, "with stage.step: those of one rank", at_least=0)
     micro_batch: int | None = knob(None, "with stage.rank: those of one micro-batch, counted from 0", at_least=0)
     where: dict[str, str] = knob(
@@ -258,10 +260,20 @@ class Ledger(StageConfig):
         "print when documents were read of which fields match patterns, such as {url: '*.example.org/*'}; fields: id, corpus, lang, "
         "source, and those of the metadata",
     )
-    ids: str | None = knob(None, "file with the ids of documents, one a line: print when they were read")
+    ids: str | None = knob(None, "file with the ids or URLs of documents, one a line: print when they were read")
     contains: str | None = knob(None, "print when documents were read that contain this text", multiline=True)
     shards: list[str] = knob([], "folders of the text shards of the run, which name the documents; default: data.shards of the run")
-    out: str | None = knob(None, "JSON lines file with every document")
+    out: str | None = knob(None, "JSON lines file with every document, which data.remove reads")
+    certificate: str | None = knob(
+        None,
+        "JSON file: states of a checkpoint how often the documents were read before they were removed (data.remove), and that they were "
+        "not read since; default of the documents: all removed ones",
+    )
+    summary: str | None = knob(
+        None,
+        "folder: the public summary of the training content in the order of the template of the EU's AI Act, Article 53(1)(d), as Markdown "
+        "and JSON, with blanks for what no file can tell, and the most relevant domains",
+    )
 
 
 #: Stages with one rank per GPU.

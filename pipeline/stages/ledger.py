@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterable, Iterator
@@ -22,10 +21,10 @@ from pipeline.config import phases
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Ledger as LedgerConfig
+from pipeline.data.load import removal
 from pipeline.data.load.ledger import Ledger, Selection
-from pipeline.data.load.objectives import registry
-from pipeline.data.load.objectives.objective import TokenShardObjective
-from pipeline.training import lineage
+from pipeline.report import training_content
+from pipeline.training import lineage, removal_certificate
 from pipeline.training.lineage import Stretch
 
 log = logging.getLogger("pipeline")
@@ -48,8 +47,22 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         return  # additional ranks do nothing
     if stage.out:
         make_folder(Path(stage.out).parent, "stage.out")
-    stretches = lineage.read(Path(config.run_dir))
-    rows = _documents_of_step(stretches, stage) if stage.step else _steps_of_documents(stretches, stage)
+    if stage.certificate:
+        make_folder(Path(stage.certificate).parent, "stage.certificate")
+    if stage.summary:
+        counted = training_content.write(Path(stage.summary), Path(config.run_dir), stage.shards)
+        print(f"{counted.total.documents:,} documents with {counted.total.tokens:,} tokens were read: {stage.summary}/training-content.md")
+        return
+    checkpoint = removal_certificate.checkpoint_of(Path(config.run_dir), stage.step) if stage.certificate else None
+    stretches = lineage.read(Path(config.run_dir), last=None if checkpoint is None else native.step_of(checkpoint))
+    rows: Iterable[dict[str, Any]]
+    rows = _documents_of_step(stretches, stage) if stage.step and checkpoint is None else _steps_of_documents(stretches, stage)
+    if stage.certificate and checkpoint:
+        rows = found = list(rows)
+        question = {"where": stage.where, "ids": stage.ids, "contains": stage.contains}
+        ledger = stretches[-1].ledger(stage.shards)
+        text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, found, ledger)
+        print(f"{text}\n{stage.certificate}\n")
     shown: list[dict[str, Any]] = []
     with nullcontext() if stage.out is None else atomic_file(Path(stage.out), "w") as handle:
         for row in rows:
@@ -62,20 +75,6 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     print("\n".join(_table(shown)))
     if stage.out:
         print(f"\n{stage.out}")
-
-
-def _opened(stretch: Stretch, stage: LedgerConfig) -> Ledger | None:
-    """The documents of the samples of a run; None with a warning if these are no documents."""
-    config = stretch.config
-    kind = registry.objective_of(config)
-    if not issubclass(kind, TokenShardObjective):
-        log.warning("%s has read %s, which has no documents: its steps are left out", stretch.run_dir, kind.data_key)
-        return None
-    data = dataclasses.replace(config.data, verify="off", stage_in=None)
-    folders = [Path(folder) for folder in stage.shards or [config.data.shards]]
-    return Ledger(
-        kind.open_training(dataclasses.replace(config, data=data), (1, 2)).samples, [f for f in folders if stage.shards or f.is_dir()]
-    )
 
 
 def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterator[dict[str, Any]]:
@@ -93,16 +92,16 @@ def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterato
     if stage.rank is not None:
         numbers = _share(stretch, step, numbers, stage)
         what += f", rank {stage.rank}" + ("" if stage.micro_batch is None else f", micro-batch {stage.micro_batch}")
-    if (ledger := _opened(stretch, stage)) is None:
+    if (ledger := stretch.ledger(stage.shards)) is None:
         return
     parts = ledger.documents(numbers)
+    if out := {removal.identity(line) for line in stretch.left_out(step)}:
+        parts = parts[:, [(ledger.shards[shard].entry["xxh3"], document) not in out for shard, document in parts[1:3].T.tolist()]]
     keys, first = np.unique(parts[1] << 32 | parts[2], return_index=True)
     print(f"{what}: {len(numbers):,} samples, {int(parts[3].sum()):,} tokens, {len(keys):,} documents\n")
     fields = _fields(ledger, parts[1:3, np.sort(first)[: None if stage.out else SHOWN]])
     for row, shard, document, tokens in parts.T.tolist():
-        entry = ledger.shards[shard].entry
-        place = {"shard": str(ledger.shards[shard].path), "document": document}
-        yield {"sample": int(numbers[row]), "corpus": entry["corpus"], **place, "tokens": tokens, **fields.get((shard, document), {})}
+        yield {"sample": int(numbers[row]), **ledger.place(shard, document), "read": tokens, **fields.get((shard, document), {})}
 
 
 def _fields(ledger: Ledger, documents: np.ndarray) -> dict[tuple[int, int], dict[str, Any]]:
@@ -145,46 +144,58 @@ def _share(stretch: Stretch, step: int, numbers: np.ndarray, stage: LedgerConfig
 
 def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterator[dict[str, Any]]:
     """Yield the chosen documents with the steps that have read them, and print how many they are."""
-    if not (stage.where or stage.ids or stage.contains):
+    asked = bool(stage.where or stage.ids or stage.contains)
+    if not asked and stage.certificate is None:
         raise UserError.of(
             "stage.step", None, "is required, or a choice of documents", "set stage.step, stage.where, stage.ids or stage.contains"
         )
     ids = None if stage.ids is None else frozenset(Path(stage.ids).read_text(encoding="utf-8").split("\n"))
     selection = Selection(stage.where, ids, stage.contains or "")
-    matched = read = 0
-    steps: list[tuple[str, int]] = []
-    rows = []
+    removed = {removal.identity(line) for line in stretches[-1].removed}
+    rows: list[dict[str, Any]] = []
     for stretch in stretches:
-        ledger = _opened(stretch, stage)
+        ledger = stretch.ledger(stage.shards)
         for shard, of_shard in enumerate(ledger.shards if ledger else ()):
             assert ledger is not None
-            fields = {n: values for n, (text, values) in enumerate(ledger.metadata(shard)) if selection.matches(text, values)}
-            if not fields:
-                continue
-            documents = np.array(list(fields), dtype=np.int64)
-            parts = ledger.samples_of(shard, documents, int(stretch.samples[-1]))
-            when = stretch.steps(parts[1])
-            parts, when = parts[:, when > 0], when[when > 0]
-            order = np.lexsort((when, parts[0]))
-            bounds = np.searchsorted(parts[0][order], np.arange(len(documents) + 1))
-            tokens = ledger.tokens(shard)[documents]
-            for n, document in enumerate(documents.tolist()):
-                own = order[bounds[n] : bounds[n + 1]]
-                made = list(dict.fromkeys(when[own].tolist()))
-                matched, read = matched + 1, read + bool(made)
-                steps += [(str(stretch.run_dir), step) for step in (made[:1] + made[-1:])]
-                times = int(parts[2, own].sum()) / max(int(tokens[n]), 1)
-                place = {"corpus": of_shard.entry["corpus"], "shard": str(of_shard.path), "document": document, "tokens": int(tokens[n])}
-                rows.append({"run": str(stretch.run_dir), **place, "times": round(times, 3), "steps": made, **fields[document]})
-    print("\n".join(_summary(stretches, matched, read, steps)) + "\n")
+            content = of_shard.entry["xxh3"]
+            fields = {
+                document: values
+                for document, (text, values) in enumerate(ledger.metadata(shard))
+                if (selection.matches(text, values) if asked else (content, document) in removed)
+            }
+            if fields:
+                rows += _rows(stretch, ledger, shard, fields)
+    print("\n".join(_summary(stretches, rows)) + "\n")
     yield from sorted(rows, key=lambda row: (not row["steps"], row["steps"][:1]))
 
 
-def _summary(stretches: list[Stretch], matched: int, read: int, steps: Iterable[tuple[str, int]]) -> Iterator[str]:
+def _rows(stretch: Stretch, ledger: Ledger, shard: int, fields: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield documents of a shard with the steps of a run directory that have read them, and those that have left them out."""
+    documents, content = np.array(list(fields), dtype=np.int64), ledger.shards[shard].entry["xxh3"]
+    parts = ledger.samples_of(shard, documents, int(stretch.samples[-1]))
+    when = stretch.steps(parts[1])
+    parts, when = parts[:, when > 0], when[when > 0]
+    order = np.lexsort((when, parts[0]))
+    bounds = np.searchsorted(parts[0][order], np.arange(len(documents) + 1))
+    numbers = {removal.identity(line): number for number, line in enumerate(stretch.removed)}
+    for n, document in enumerate(documents.tolist()):
+        own = order[bounds[n] : bounds[n + 1]]
+        out = stretch.removed_counts[when[own] - stretch.before - 1] > numbers.get((content, document), len(numbers))
+        place = ledger.place(shard, document)
+        times = int(parts[2, own[~out]].sum()) / max(place["tokens"], 1)
+        steps = [list(dict.fromkeys(when[chosen].tolist())) for chosen in (own[~out], own[out])]
+        found: dict[str, Any] = {"times": round(times, 3), "steps": steps[0]}
+        if (number := numbers.get((content, document))) is not None:
+            found |= {"removed_from": stretch.removed_from(number), "left_out": steps[1]}
+        yield {"run": str(stretch.run_dir), **place, **found, **fields[document]}
+
+
+def _summary(stretches: list[Stretch], rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield how many documents were found and read, and which checkpoints have read none of them."""
-    yield f"{matched:,} documents match, of which {read:,} were read"
+    matched, read = ({removal.identity(row) for row in some} for some in (rows, [row for row in rows if row["steps"]]))
+    yield f"{len(matched):,} documents match, of which {len(read):,} were read"
     for stretch in stretches:
-        own = [step for run_dir, step in steps if run_dir == str(stretch.run_dir)]
+        own = [step for row in rows if row["run"] == str(stretch.run_dir) for step in (row["steps"][:1] + row["steps"][-1:])]
         made = f"{stretch.run_dir}: steps {stretch.before + 1:,} to {stretch.last:,}"
         if not own:
             yield f"{made} have read none"
@@ -196,9 +207,8 @@ def _summary(stretches: list[Stretch], matched: int, read: int, steps: Iterable[
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the first documents as a table."""
-    names = [
-        name for name in ("sample", "run", "corpus", "document", "tokens", "times", "steps", *FIELDS) if any(name in row for row in rows)
-    ]
+    columns = ("sample", "run", "corpus", "document", "tokens", "read", "times", "steps", "left_out", *FIELDS)
+    names = [name for name in columns if any(name in row for row in rows)]
     if rows:
         yield from table_lines([names, *([_cell(row.get(name, "")) for name in names] for row in rows)])
 

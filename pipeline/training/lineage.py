@@ -6,8 +6,8 @@ metrics.jsonl has the samples after every step that led to the newest weights; R
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from pipeline.common import metrics_file
 from pipeline.common.errors import UserError
 from pipeline.config import saved, warmup
 from pipeline.config.schema import RunConfig
+from pipeline.data.load import removal
+from pipeline.data.load.ledger import Ledger
+from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.objective import TokenShardObjective
 from pipeline.training import skipped_samples
 from pipeline.training.skipped_samples import SkippedSamples
 
@@ -34,6 +38,8 @@ class Stretch:
         before: steps before the first one.
         samples: (steps + 1,) int64, samples before the first step, and after each one.
         skipped: samples that were left out.
+        removed: documents that are left out (data/load/removal.py).
+        removed_counts: (steps,) int64, how many of them each step has left out.
     """
 
     run_dir: Path
@@ -41,6 +47,8 @@ class Stretch:
     before: int
     samples: np.ndarray
     skipped: SkippedSamples
+    removed: list[dict[str, Any]]
+    removed_counts: np.ndarray
 
     @property
     def last(self) -> int:
@@ -51,6 +59,34 @@ class Stretch:
         """Return the samples of a step, (n,) int64."""
         first, stop = self.samples[step - self.before - 1 : step - self.before + 1].tolist()
         return np.array([number for number in self.skipped.take(first, stop - first) if number < stop], dtype=np.int64)
+
+    def ledger(self, shards: Sequence[str] = ()) -> Ledger | None:
+        """Return the documents of its samples; None with a warning if they are none of token shards.
+
+        Args:
+            shards: folders of their text shards; data.shards of the run when empty.
+
+        Raises:
+            UserError: the shards are not there any more.
+        """
+        kind = registry.objective_of(self.config)
+        if not issubclass(kind, TokenShardObjective):
+            log.warning("%s has read %s, which has no documents: its steps are left out", self.run_dir, kind.data_key)
+            return None
+        removed = str(self.run_dir / removal.FILE) if self.removed else None
+        data = replace(self.config.data, verify="off", stage_in=None, remove=removed)
+        samples = kind.open_training(replace(self.config, data=data), (1, 2)).samples
+        folders = [Path(folder) for folder in shards or [data.shards]]
+        return Ledger(samples, [folder for folder in folders if shards or folder.is_dir()])
+
+    def left_out(self, step: int) -> list[dict[str, Any]]:
+        """Return the documents that a step has left out."""
+        return self.removed[: int(self.removed_counts[step - self.before - 1])]
+
+    def removed_from(self, number: int) -> int | None:
+        """Return the first step that has left out the document of this number in `removed`; None if none has."""
+        steps = np.flatnonzero(self.removed_counts > number)
+        return self.before + 1 + int(steps[0]) if len(steps) else None
 
     def steps(self, numbers: np.ndarray) -> np.ndarray:
         """Return the step that read each sample, (n,) int64; 0 for a sample that none has read."""
@@ -76,20 +112,22 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None) -> list[S
     parent = _parent(run_dir)
     begins = parent is not None and parent["how"] == "fork"
     before = int(parent["step"]) if parent is not None and begins else 0
-    after = {line["step"]: line["samples"] for line in metrics_file.read(run_dir) if "samples" in line and line["step"] > before}
+    lines = [line for line in metrics_file.read(run_dir) if "samples" in line and line["step"] > before]
+    after, counts = {line["step"]: line["samples"] for line in lines}, {line["step"]: line.get("removed", 0) for line in lines}
     steps = [step for step in sorted(after) if last is None or step <= last]
     if not steps and parent is None:
         raise UserError.of(key, run_dir, "has no training step in metrics.jsonl", "name the run_dir of stage=pretrain")
     if steps != list(range(before + 1, before + 1 + len(steps))):
         missing = next(number for number in range(before + 1, steps[-1]) if number not in after)
         raise UserError.of(key, run_dir, f"metrics.jsonl lacks step {missing}", "restore it from a copy: it tells which samples were read")
-    found = [stretch for path, step in _origins(parent) for stretch in _older(path, step)]
+    found = [stretch for path, step in origins(parent) for stretch in _older(path, step)]
     if steps:
         first = 0
         if begins:  # as the trunk says; if that is gone, by the batch size of the first step
             first = int(found[-1].samples[-1]) if found else after[steps[0]] - warmup.batch_size(config.training, before)
         samples = np.array([first, *(after[step] for step in steps)], dtype=np.int64)
-        found.append(Stretch(run_dir, config, before, samples, skipped_samples.read(run_dir)))
+        left_out = np.array([counts[step] for step in steps], dtype=np.int64)
+        found.append(Stretch(run_dir, config, before, samples, skipped_samples.read(run_dir), removal.of_run(run_dir), left_out))
     return found
 
 
@@ -99,7 +137,7 @@ def _parent(run_dir: Path) -> dict[str, Any] | None:
     return native.read_index(complete[-1]).parent if complete else None
 
 
-def _origins(parent: dict[str, Any] | None) -> Iterator[tuple[Path, int]]:
+def origins(parent: dict[str, Any] | None) -> Iterator[tuple[Path, int]]:
     """Yield the checkpoints that a run began with, as run directory and step."""
     if parent is not None and parent["how"] in ("fork", "initialize_from", "merge"):
         for member in parent.get("members") or [parent]:

@@ -22,6 +22,7 @@ from pipeline.common import metrics_file, wandb_run
 from pipeline.common.errors import ToBeContinued, UserError
 from pipeline.common.progress import Progress
 from pipeline.config.schema import RunConfig
+from pipeline.data.load import removal
 from pipeline.training.callback import Callback, Step
 from pipeline.training.metrics_writer import MetricsWriter, keep_steps
 from pipeline.training.noise_scale import NoiseScale
@@ -88,6 +89,7 @@ class Metrics(Callback):
         self._progress = partial(Progress, steps - resumed.step, config.stage.name, "step", rank, every=math.inf)
         self._wandb: Any = None
         if rank == 0:
+            self._removed = {"removed": len(removed)} if (removed := removal.of_run(run_dir)) else {}
             self._path = run_dir / FILE
             keep_steps(self._path, first_step, resumed.step)
             self._file = MetricsWriter(self._path)
@@ -190,6 +192,7 @@ class Metrics(Callback):
             **self._noise.added(dict(zip(pending.names, more, strict=True)), pending.samples),
             **pending.more,
             **pending.memory,
+            **self._removed,
         }
         self._emit(self._last)
         if skipped:

@@ -24,11 +24,11 @@ from pipeline.config import phases, warmup
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
-from pipeline.config.rules import optimizer, unread
+from pipeline.config.rules import objectives, optimizer, unread
 from pipeline.config.schema import PrecisionConfig, RunConfig
-from pipeline.data.load import blend, stage_in
+from pipeline.data.load import blend, removal, stage_in
 from pipeline.data.load.objectives import registry
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import Objective, TokenShardObjective
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import check_trained
@@ -36,6 +36,7 @@ from pipeline.training import (
     choose_saver,
     determinism,
     garbage_collection,
+    lineage,
     loop,
     reference_answers,
     resume,
@@ -121,6 +122,7 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
         with Watchdog(minutes) as watchdog:
             begin, lock = meshes.on_rank_0(lambda: run_directory.claim(run_dir, config.checkpoint, claims, minutes))
             parent = meshes.on_rank_0(lambda: parent_of(config, begin))
+            config, data = _without_removed(config, ranks, data, parent)
             if first:
                 hooks.written()  # for checkpoints of an earlier job
             phase = phases.number_at(config, 0 if begin is None else native.step_of(begin))
@@ -193,6 +195,30 @@ def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, O
     for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
         log.warning(line)
     return config, data, validation_data
+
+
+def _without_removed(config: RunConfig, ranks: Ranks, data: Objective, parent: dict[str, Any] | None) -> tuple[RunConfig, Objective]:
+    """Leave out the documents of data.remove, and those of earlier starts and of the runs that this one begins with; collective.
+
+    Raises:
+        UserError: a document is in no shard of the run, or the model cannot leave documents out.
+    """
+    if not isinstance(data, TokenShardObjective):
+        return config, data
+    run_dir, shards = Path(config.run_dir), data.samples.stream.shards
+    origins = [path for path, _ in lineage.origins(parent)]
+    if not meshes.on_rank_0(lambda: removal.keep(run_dir, config.data.remove, origins, shards)):
+        return config, data
+    config = knobs.changed(config, {"data.remove": str(run_dir / removal.FILE)})
+    if violations := [*objectives.violations(config), *unread.violations(config)]:
+        raise UserError(violations)
+    data = registry.open_training(_staged(config), (ranks.rank, ranks.world_size))
+    assert isinstance(data, TokenShardObjective)
+    if ranks.rank == 0 and (removed := data.samples.stream.removal) is not None:
+        tokens, total = removed.tokens, data.samples.stream.tokens
+        text = "data.remove: %s of %s tokens of the training data are read as end-of-document tokens without a target (%.2g %%)"
+        log.info(text, f"{tokens:,}", f"{total:,}", 100 * tokens / total)
+    return config, data
 
 
 def _staged(config: RunConfig) -> RunConfig:

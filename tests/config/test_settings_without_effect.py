@@ -99,7 +99,7 @@ def test_what_convert_does_not_read(settings, keys):
 #: Keys of pretrain, or of a group, that every run reads.
 ALWAYS = """
 run_dir data.tokens data.seed data.packing data.verify data.stage_in data.prefetch data.blend data.blend_weights data.phases
-data.infill.rate
+data.remove data.infill.rate
 tokenizer.path training.steps training.objective training.frozen training.fake_quantize training.global_batch_size
 training.micro_batch_size training.sequence_length training.sequence_warmup training.batch_rampup training.phases training.head_z_loss
 training.goldfish_k training.seed training.document_mask training.activation_checkpointing training.attention training.compile

@@ -105,7 +105,8 @@ def test_both_directions_equal_a_log_of_every_token(two, settings):
 
 
 def test_steps_without_skipped_samples():
-    stretch = Stretch(Path(), None, 4, np.array([10, 14, 22, 30]), SkippedSamples([Rewind(5, 6, "", 14, 18)]))
+    skipped = SkippedSamples([Rewind(5, 6, "", 14, 18)])
+    stretch = Stretch(Path(), None, 4, np.array([10, 14, 22, 30]), skipped, [], np.zeros(3, dtype=np.int64))
     assert [stretch.numbers(step).tolist() for step in (5, 6, 7)] == [[10, 11, 12, 13], [18, 19, 20, 21], list(range(22, 30))]
     assert stretch.steps(np.array([9, 10, 13, 14, 17, 18, 22, 29, 30])).tolist() == [0, 5, 5, 0, 0, 6, 7, 7, 0]
 
@@ -146,7 +147,7 @@ def test_the_stage_names_documents_of_steps_and_steps_of_documents(forked, shard
         run(*ask, f"stage.step={step}")
         read[step] = answers(tmp_path / "out.jsonl")
         assert sorted({row["sample"] for row in read[step]}) == list(samples)
-        assert sum(row["tokens"] for row in read[step]) == 32 * len(samples)
+        assert sum(row["read"] for row in read[step]) == 32 * len(samples)
     assert "step 4 of" in capsys.readouterr().out
     row = read[4][0]
     run(*ask, f"stage.where={{id: '{row['id']}'}}")

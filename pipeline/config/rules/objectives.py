@@ -22,8 +22,11 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 
 
 def _causal(config: RunConfig) -> Iterator[Violation]:
-    """The goldfish loss leaves targets, and hashes tokens in the order of the text."""
-    training = config.training
+    """The goldfish loss leaves targets, and hashes tokens in the order of the text; removed documents have no targets."""
+    training, depth = config.training, getattr(config.model, "mtp_depth", 0)
+    if config.data.remove is not None and depth:
+        rule = "predicts further tokens from the labels of all positions, and those of removed documents have none"
+        yield Violation("model.mtp_depth", depth, rule, "leave the documents out with stage=shard, in a new run")
     if not training.goldfish_k:
         return
     if training.goldfish_k == 1:
@@ -34,7 +37,7 @@ def _causal(config: RunConfig) -> Iterator[Violation]:
     if config.data.infill.rate > 0:
         rule = "reorders documents, and training.goldfish_k hashes their tokens in order"
         yield Violation("data.infill.rate", config.data.infill.rate, rule, "set it to 0, or training.goldfish_k=0")
-    if depth := getattr(config.model, "mtp_depth", 0):  # its modules read the labels of earlier positions
+    if depth:  # its modules read the labels of earlier positions
         rule = "predicts further tokens from the labels of all positions, and training.goldfish_k drops some"
         yield Violation("model.mtp_depth", depth, rule, "choose a model without it, or set training.goldfish_k=0")
 

@@ -115,6 +115,7 @@ ROWS = (
         _of("data.masking", "rate", "random", "keep", "mask", "first", "between"),
         "train a model of masked tokens (model=bert-tiny)",
     ),
+    _objective(("causal",), ("data.remove",), "leave the documents out with stage=shard, in a new run"),
     _objective(("span_corruption",), _of("data.spans", "rate", "mean_length", "sentinel"), "train a T5 (model=t5-tiny)"),
     _objective(("pairs",), _of("data.pairs", "train", "validation", "source", "target"), "train an encoder-decoder on pairs"),
     Row(

@@ -18,10 +18,12 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig, DataConfig
 from pipeline.config.training import TrainingConfig
+from pipeline.data.load import removal
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
 from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.fill_in_the_middle import Infill
 from pipeline.data.load.packing import BestFit
+from pipeline.data.load.removal import Removal
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
@@ -45,6 +47,9 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
     length = length or config.training.sample_length
     corpora = _corpora(data, "train")
     stream = _stream(data.verify, corpora, share)
+    if data.remove is not None:
+        filler = np.array([corpora[0].totals["end_of_document"]], dtype=stream.dtype).tobytes()
+        stream.removal = Removal.of(removal.read(Path(data.remove)), stream.shards, filler)
     sequences: Sequences
     if data.packing == "best_fit":
         sequences = BestFit(stream, [c.shards for c in corpora], length, corpora[0].totals["end_of_document"])

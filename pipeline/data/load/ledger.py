@@ -89,6 +89,26 @@ class Ledger:
         chosen, numbers = self._samples.reading(corpus, sequences, limit)
         return np.stack([rows[chosen], numbers, tokens[chosen]])
 
+    def place(self, shard: int, document: int) -> dict[str, Any]:
+        """Return where a document is: corpus, shard and its checksum, number, first token in the shard, and tokens."""
+        of_shard, ends = self.shards[shard], self._ends_of(shard)
+        start = int(ends[document - 1]) if document else 0
+        return {
+            "corpus": of_shard.entry["corpus"],
+            "shard": str(of_shard.path),
+            "content": of_shard.entry["xxh3"],
+            "document": document,
+            "start": start,
+            "tokens": int(ends[document]) - start,
+        }
+
+    def readable(self, shard: int, document: int) -> int:
+        """Return the tokens of a document that the run would read now, which are none of one that it leaves out."""
+        place = self.place(shard, document)
+        stream, position = self._samples.stream, np.array([self._starts[shard] + place["start"]])
+        tokens = np.frombuffer(stream.read_ranges(position, np.array([place["tokens"]]))[0], stream.dtype)
+        return int((tokens != self._samples.end_of_document).sum())
+
     def tokens(self, shard: int) -> np.ndarray:
         """Return the tokens of every document of a shard, (documents,) int64."""
         return np.diff(self._ends_of(shard), prepend=0)
@@ -119,7 +139,7 @@ class Selection:
 
     Args:
         where: field -> glob pattern of its value, such as {"url": "*.example.org/*"}.
-        ids: ids of documents; all when None.
+        ids: ids or URLs of documents; all when None.
         contains: text that is part of the document; any when empty.
     """
 
@@ -129,7 +149,7 @@ class Selection:
 
     def matches(self, text: bytes, fields: Mapping[str, Any]) -> bool:
         """Whether a document is one of them."""
-        if self._ids is not None and fields.get("id") not in self._ids:
+        if self._ids is not None and fields.get("id") not in self._ids and fields.get("url") not in self._ids:
             return False
         if self._contains not in text:
             return False

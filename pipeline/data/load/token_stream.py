@@ -14,6 +14,7 @@ from typing import NoReturn
 import numpy as np
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.data.load.removal import Removal
 from pipeline.data.load.retries import Retries
 from pipeline.data.load.shard_checksums import Shard, Verifier
 
@@ -48,6 +49,7 @@ class TokenStream:
         lazy_checks: whether checksums are verified in the background.
         read_shards: (shards,) bool, the shards that this process has opened.
         tokens: length of the stream.
+        removal: documents that are read as end-of-document tokens; None for none.
         dtype: of the tokens on disk, little-endian.
     """
 
@@ -68,6 +70,7 @@ class TokenStream:
         self.tokens = int(self._starts[-1])
         self.dtype = np.dtype(entries[0]["dtype"] if entries else "u2").newbyteorder("<")
         assert all(entry["dtype"] == entries[0]["dtype"] for entry in entries)
+        self.removal: Removal | None = None
         self._open: dict[int, _OpenShard] = {}
         self._streams = streams
         self._lock = threading.Lock()
@@ -115,6 +118,8 @@ class TokenStream:
         short = np.fromiter(map(len, ranges), np.int64, len(ranges)) != sizes
         for row in np.flatnonzero(across | short).tolist():
             ranges[row] = self._read_across_shards(int(shards[row]), int(starts[row]), int(sizes[row]))
+        if self.removal is not None:
+            self.removal.apply(ranges, positions, lengths)
         return ranges
 
     def _read_at_once(self, shards: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> list[bytes]:

@@ -69,14 +69,14 @@ class Causal(TokenShardObjective):
 
         Args:
             document_mask: return document numbers, for attention within documents.
-            padded: samples are packed documents followed by end-of-document tokens, which get no targets.
+            padded: some documents are followed by end-of-document tokens, which get no targets: packed ones, or some are removed.
         """
         self.samples, self._document_mask, self._padded = samples, document_mask, padded
 
     @staticmethod
     def every_position_counts(config: SampleConfig) -> bool:
-        """See Objective: packed documents are padded, and the goldfish loss drops targets."""
-        return config.data.packing == "windows" and not config.training.goldfish_k
+        """See Objective: packed and removed documents are padded, and the goldfish loss drops targets."""
+        return config.data.packing == "windows" and config.data.remove is None and not config.training.goldfish_k
 
     @staticmethod
     def sample_settings(config: SampleConfig) -> dict[str, Any]:
@@ -92,7 +92,8 @@ class Causal(TokenShardObjective):
     @classmethod
     def of(cls, config: SampleConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
-        return cls(samples, document_mask=config.training.document_mask, padded=config.data.packing == "best_fit")
+        padded = config.data.packing == "best_fit" or config.data.remove is not None
+        return cls(samples, document_mask=config.training.document_mask, padded=padded)
 
     @classmethod
     def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
