@@ -243,9 +243,9 @@ def job_folder(run_dir: Path | None, granted: Allocation, name: str) -> Path | N
     return path.absolute()
 
 
-def remove_leftovers(run_dir: Path, job: str) -> None:
-    """Remove the folders that this job made before it was put back into the queue, if its first node was lost then."""
-    for path in run_dir.glob(f".job-{job}-*"):
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove the folders of job_folder that are there when a job begins: a first node was lost, or a rank wrote as its job ended."""
+    for path in run_dir.glob(".job-*-*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -104,7 +104,7 @@ class Supervisor:
             self._made_run_dir = not self._run_dir.exists()
             self._claims.enter_context(locks.claimed(self._run_dir, "run_dir", file=locks.OF_JOB))  # else nothing is written or removed
             locks.refuse_held(self._run_dir, "run_dir")
-            recovery.remove_leftovers(self._run_dir, self._granted.job)
+            recovery.remove_leftovers(self._run_dir)
             if not self._granted.restarts:  # a request to this job holds while it waits in the queue again
                 request_files.remove(self._run_dir / request_files.STOP)
             self._failures = recovery.failures_in_a_row(self._run_dir)

@@ -151,6 +151,15 @@ def test_an_exclusion_ends(
     assert allocation.excluded_in_queue(tmp_path, {"ExcNodeList": listed, "Partition": "batch"}, fewest) == excluded
 
 
+def test_a_job_removes_what_a_rank_of_a_canceled_one_wrote_last(commands: Commands, tmp_path: Path) -> None:
+    commands.write(scontrol="echo JobId=7 JobState=RUNNING", srun="exit 0")
+    left = tmp_path / "run" / ".job-5-0-ranks-0"
+    left.mkdir(parents=True)
+    (left / "rank-0.json").write_text("{}")
+    supervised(commands, tmp_path / "run", code=0)
+    assert not left.exists()
+
+
 def test_refused_settings_are_no_failures_of_a_run(tmp_path: Path) -> None:
     for code in (137, 2, 2, 1):
         events.record(tmp_path, "ranks_end", code=code, failed=True, progress=False)
