@@ -59,7 +59,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     rows = _documents_of_step(stretches, stage) if stage.step and checkpoint is None else _steps_of_documents(stretches, stage)
     if stage.certificate and checkpoint:
         rows = found = list(rows)
-        question = {"where": stage.where, "ids": stage.ids, "contains": stage.contains}
+        question = {
+            "documents": "" if stage.where or stage.ids or stage.contains else "all that were removed",
+            "where": stage.where,
+            "ids": stage.ids,
+            "contains": stage.contains,
+        }
         ledger = stretches[-1].ledger(stage.shards)
         text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, found, ledger)
         print(f"{text}\n{stage.certificate}\n")
@@ -84,6 +89,11 @@ def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterato
         UserError: the run has not made this step, or the rank is not one of the job that made it.
     """
     step = stage.step or 0
+    asked = {"where": stage.where, "ids": stage.ids, "contains": stage.contains}
+    for name in (name for name, value in asked.items() if value):
+        raise UserError.of(f"stage.{name}", asked[name], f"has no effect with stage.step={step}, which prints all documents", "remove one")
+    if stage.micro_batch is not None and stage.rank is None:
+        raise UserError.of("stage.micro_batch", stage.micro_batch, "is one of a rank", "set stage.rank")
     stretch = next((found for found in reversed(stretches) if found.before < step <= found.last), None)
     if stretch is None:
         rule = f"was not made: the steps of {stretches[-1].run_dir} are {stretches[0].before + 1} to {stretches[-1].last}"
@@ -101,7 +111,7 @@ def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterato
     print(f"{what}: {len(numbers):,} samples, {int(parts[3].sum()):,} tokens, {len(keys):,} documents\n")
     fields = _fields(ledger, parts[1:3, np.sort(first)[: None if stage.out else SHOWN]])
     for row, shard, document, tokens in parts.T.tolist():
-        yield {"sample": int(numbers[row]), **ledger.place(shard, document), "read": tokens, **fields.get((shard, document), {})}
+        yield {**fields.get((shard, document), {}), "sample": int(numbers[row]), **ledger.place(shard, document), "read": tokens}
 
 
 def _fields(ledger: Ledger, documents: np.ndarray) -> dict[tuple[int, int], dict[str, Any]]:
@@ -147,10 +157,9 @@ def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterat
     asked = bool(stage.where or stage.ids or stage.contains)
     if not asked and stage.certificate is None:
         raise UserError.of(
-            "stage.step", None, "is required, or a choice of documents", "set stage.step, stage.where, stage.ids or stage.contains"
+            "stage.step", None, "is not set, and no documents are chosen", "set stage.step, stage.where, stage.ids or stage.contains"
         )
-    ids = None if stage.ids is None else frozenset(Path(stage.ids).read_text(encoding="utf-8").split("\n"))
-    selection = Selection(stage.where, ids, stage.contains or "")
+    selection = Selection(stage.where, None if stage.ids is None else _ids(Path(stage.ids)), stage.contains or "")
     removed = {removal.identity(line) for line in stretches[-1].removed}
     rows: list[dict[str, Any]] = []
     for stretch in stretches:
@@ -165,8 +174,28 @@ def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterat
             }
             if fields:
                 rows += _rows(stretch, ledger, shard, fields)
+    if missing := ", ".join(sorted(selection.missing_fields)):
+        raise UserError.of("stage.where", missing, "is a field of no training document", "the fields are in the answer of stage.step")
+    if selection.missing_ids:
+        count, first = len(selection.missing_ids), min(selection.missing_ids)
+        log.warning("%d ids of %s are of no training document, such as %s", count, stage.ids, first)
     print("\n".join(_summary(stretches, rows)) + "\n")
     yield from sorted(rows, key=lambda row: (not row["steps"], row["steps"][:1]))
+
+
+def _ids(path: Path) -> frozenset[str]:
+    """The lines of a file.
+
+    Raises:
+        UserError: it cannot be read, or has none.
+    """
+    try:
+        ids = frozenset(line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError.of("stage.ids", path, f"cannot be read: {error}", "name a text file with one id a line") from error
+    if not ids:
+        raise UserError.of("stage.ids", path, "has no id", "write one a line")
+    return ids
 
 
 def _rows(stretch: Stretch, ledger: Ledger, shard: int, fields: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -187,7 +216,7 @@ def _rows(stretch: Stretch, ledger: Ledger, shard: int, fields: dict[int, dict[s
         found: dict[str, Any] = {"times": round(times, 3), "steps": steps[0]}
         if (number := numbers.get((content, document))) is not None:
             found |= {"removed_from": stretch.removed_from(number), "left_out": steps[1]}
-        yield {"run": str(stretch.run_dir), **place, **found, **fields[document]}
+        yield {**fields[document], "run": str(stretch.run_dir), **place, **found}
 
 
 def _summary(stretches: list[Stretch], rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -207,14 +236,18 @@ def _summary(stretches: list[Stretch], rows: list[dict[str, Any]]) -> Iterator[s
 
 def _table(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the first documents as a table."""
-    columns = ("sample", "run", "corpus", "document", "tokens", "read", "times", "steps", "left_out", *FIELDS)
+    columns = ("sample", "run", "corpus", "shard", "document", "tokens", "read", "times", "steps", "left_out", *FIELDS)
     names = [name for name in columns if any(name in row for row in rows)]
     if rows:
-        yield from table_lines([names, *([_cell(row.get(name, "")) for name in names] for row in rows)])
+        yield from table_lines([names, *([_cell(name, row.get(name, "")) for name in names] for row in rows)])
 
 
-def _cell(value: Any) -> str:
+def _cell(name: str, value: Any) -> str:
     """A value of the table; of many steps the first ones."""
+    if name == "shard":
+        return Path(value).name
+    if name in FIELDS:
+        return str(value)
     if isinstance(value, list):
         return " ".join(map(str, value[:4])) + (f" ... ({len(value)})" if len(value) > 4 else "")
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -123,6 +123,28 @@ def test_a_selection_is_of_fields_ids_and_text():
         (Selection({"url": "*"}, None, "not there"), False),
     ):
         assert selection.matches(b"some text", fields) == matches
+    chosen = Selection({"lisense": "*"}, frozenset({"shards/7", "https://x", "5", "gone"}))
+    for fields in ({"id": 5}, {"id": "mine", "shard_id": "shards/7"}, {"id": "b", "url": "https://x"}, {"id": "c", "url": ["https://x"]}):
+        chosen.matches(b"", fields)
+    assert chosen.missing_ids == {"gone"}
+    assert chosen.missing_fields == {"lisense"}
+
+
+def test_metadata_does_not_replace_what_the_ledger_says(forked, shards, tmp_path, monkeypatch):
+    own, named = (
+        Ledger.metadata,
+        {"steps": [77], "times": 5.0, "document": 0, "shard": "x", "tokens": 999, "run": "y", "read": 1, "license": "z"},
+    )
+    ask = ("ledger", forked / "run", f"stage.out={tmp_path}/out.jsonl", f"stage.shards=[{shards}]")
+    rows = []
+    for _ in range(2):
+        for question in (("stage.where={id: '*'}",), ("stage.step=4",)):
+            run(*ask, *question)
+            rows.append([{name: value for name, value in row.items() if name != "license"} for row in answers(tmp_path / "out.jsonl")])
+        monkeypatch.setattr(Ledger, "metadata", lambda *of: ((text, fields | named) for text, fields in own(*of)))
+    ours = ("run", "shard", "content", "document", "start", "tokens", "times", "steps")
+    assert [[row[name] for name in ours] for row in rows[0]] == [[row[name] for name in ours] for row in rows[2]]
+    assert [(row["sample"], row["document"], row["read"]) for row in rows[1]] == [(r["sample"], r["document"], r["read"]) for r in rows[3]]
 
 
 @pytest.fixture(scope="module")
@@ -164,11 +186,16 @@ def test_the_stage_names_documents_of_steps_and_steps_of_documents(forked, shard
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "stage.step=None: is required, or a choice of documents"),
+        ((), "stage.step=None: is not set, and no documents are chosen"),
         (("stage.step=6",), "stage.step=6: was not made: the steps of {run} are 1 to 5"),
         (("stage.step=4", "stage.rank=1"), "stage.rank=1: is no rank of the job that made step 4, which had 1"),
         (("stage.step=4", "stage.rank=0", "stage.micro_batch=2"), "stage.micro_batch=2: is not one of the 2 of a rank"),
         (("stage.contains=a", "stage.shards=[]", "data.shards=x"), "stage.shards=none: has no folder from which"),
+        (("stage.where={lisense: '*'}",), "stage.where=lisense: is a field of no training document"),
+        (("stage.ids=/absent",), "stage.ids=/absent: cannot be read"),
+        (("stage.ids=/dev/null",), "stage.ids=/dev/null: has no id"),
+        (("stage.step=4", "stage.contains=a"), "stage.contains=a: has no effect with stage.step=4"),
+        (("stage.step=4", "stage.micro_batch=0"), "stage.micro_batch=0: is one of a rank"),
     ],
 )
 def test_what_the_stage_refuses(forked, tmp_path, words, said):

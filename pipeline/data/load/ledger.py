@@ -114,7 +114,9 @@ class Ledger:
         return np.diff(self._ends_of(shard), prepend=0)
 
     def metadata(self, shard: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
-        """Yield text and fields of every document of a shard: id, corpus, lang, source, and those of its metadata.
+        """Yield text and fields of every document of a shard: id, corpus, lang, source, and those of its metadata, which come first.
+
+        The corpus is that of the shard. Where the metadata has another id, `shard_id` is that of the shard.
 
         Raises:
             UserError: its text shard is not there, or is damaged.
@@ -126,7 +128,8 @@ class Ledger:
             rule = f"has no folder from which {path.parent} was tokenized; given: {folders}"
             raise UserError.of("stage.shards", folders, rule, "add the folder of these text shards, which name the documents")
         for text, fields in text_shards.readable(*found, path.name):
-            yield text, {**{name: value for name, value in fields.items() if name != "meta"}, **(fields.get("meta") or {})}
+            meta = fields.pop("meta", None) or {}
+            yield text, {**fields, **meta, "corpus": fields.get("corpus"), **({"shard_id": fields.get("id")} if "id" in meta else {})}
 
     def _read_ends(self, shard: int) -> np.ndarray:
         """The end of every document of a shard, in tokens of the shard."""
@@ -141,16 +144,25 @@ class Selection:
         where: field -> glob pattern of its value, such as {"url": "*.example.org/*"}.
         ids: ids or URLs of documents; all when None.
         contains: text that is part of the document; any when empty.
+
+    Attributes:
+        missing_fields: fields of `where` that no document had so far.
+        missing_ids: ids that no document had so far.
     """
 
     def __init__(self, where: Mapping[str, str], ids: frozenset[str] | None = None, contains: str = "") -> None:
         self._patterns = {field: re.compile(fnmatch.translate(pattern)).match for field, pattern in where.items()}
         self._ids, self._contains = ids, contains.encode()
+        self.missing_fields, self.missing_ids = set(where), set(ids or ())
 
     def matches(self, text: bytes, fields: Mapping[str, Any]) -> bool:
         """Whether a document is one of them."""
-        if self._ids is not None and fields.get("id") not in self._ids and fields.get("url") not in self._ids:
-            return False
+        self.missing_fields -= fields.keys()
+        if self._ids is not None:
+            found = {str(fields[name]) for name in ("id", "shard_id", "url") if name in fields} & self._ids
+            self.missing_ids -= found
+            if not found:
+                return False
         if self._contains not in text:
             return False
         return all(field in fields and match(str(fields[field])) for field, match in self._patterns.items())

@@ -1,6 +1,6 @@
 """Documents that a run leaves out: data.remove names them, and RUN/removed.jsonl keeps them for all later starts and for forks.
 
-The tokens of such a document are read as end-of-document tokens, between which no position has a target. Every other token keeps its place
+The tokens of such a document are read as end-of-document tokens, none of which predicts another. Every other token keeps its place
 in its sample, and every sample its step. A line of the file is one of stage=ledger stage.out: `content` is the checksum of the token shard,
 `start` and `tokens` are the place of the document in it. The file only grows: metrics.jsonl has for every step how many lines applied.
 """
