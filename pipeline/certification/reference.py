@@ -24,7 +24,7 @@ from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.run_parts import is_frozen
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
-from pipeline.layers.embedding import set_z_loss
+from pipeline.layers.embedding import set_loss
 from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.init import initial_tensor
@@ -111,7 +111,7 @@ def plain_loop(
     optimizer, ema = plain_optimizers.build(config, masters, tied=tied), config.training.ema or 0.0
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
-    set_z_loss(model, config.training.head_z_loss)
+    set_loss(model, config.training.head_z_loss)
     clip = PlainQKClip(model, config.optimizer.qk_clip)
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
     for step, (tokens, fields) in enumerate(batches):

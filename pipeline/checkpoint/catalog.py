@@ -115,12 +115,9 @@ def prune(run_dir: Path, keep: int, every: int = 0, needed: Callable[[Path], boo
         OSError: a folder cannot be removed; the next call tries it again.
     """
     catalog = read(run_dir)
-    removed = [folder for folder in complete(run_dir)[:-keep] if not (_is_kept(folder, every) or needed(folder))]
+    unmarked = [folder for folder in complete(run_dir)[:-keep] if not (folder / KEEP).is_file()]
+    removed = [folder for folder in unmarked if not (every and step_of(folder) % every == 0) and not needed(folder)]
     for folder in removed:
         remove_folder(folder)
     if removed:
         write(run_dir, replace(catalog, complete=[step for step in catalog.complete if folder_of(run_dir, step) not in removed]))
-
-
-def _is_kept(folder: Path, every: int) -> bool:
-    return (folder / KEEP).is_file() or bool(every and step_of(folder) % every == 0)

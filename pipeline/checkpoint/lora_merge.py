@@ -67,17 +67,14 @@ class MergedWeights:
         """As Checkpoint.read. A weight that an adapter changes is merged as a whole, one at a time."""
         unchanged: list[Run] = []
         for run in runs:
-            if "weight" not in run.tensors or not self._is_changed(run.name):
+            is_adapted = any(run.name.removesuffix(".weight") in layers for layers in self._adapters)
+            if "weight" not in run.tensors or not (is_adapted or run.name in self._saved):
                 unchanged.append(run)
                 continue
             unchanged.append(replace(run, tensors={kind: values for kind, values in run.tensors.items() if kind != "weight"}))
             values, full = run.tensors["weight"], self.tensor(run.name)
             values.copy_(full[tuple(slice(*side) for side in run.box)].flatten()[run.start : run.start + values.numel()])
         self.checkpoint.read(unchanged)
-
-    def _is_changed(self, name: str) -> bool:
-        """Whether an adapter changes a weight."""
-        return name in self._saved or any(name.removesuffix(".weight") in layers for layers in self._adapters)
 
 
 def open_merged(source: Path | Checkpoint, folder: str | None) -> MergedWeights:

@@ -269,7 +269,8 @@ def read_index(folder: Path, name: str = INDEX) -> Index:
         if content["format"] != 2:
             raise ValueError(f"its format {content['format']} is of a newer version of this software")
         files = [FileEntry(**entry) for entry in content.pop("files")]
-        tensors = {name: _tensor_entry(entry) for name, entry in content.pop("tensors").items()}
+        named = content.pop("tensors").items()
+        tensors = {name: TensorEntry(**{**entry, "shape": tuple(entry["shape"]), "rows": tuple(entry["rows"])}) for name, entry in named}
         parts = None if (entry := content.pop("parts")) is None else PartsEntry(**entry)
         return Index(state, files=files, tensors=tensors, parts=parts, **content)
     except FileNotFoundError as error:
@@ -292,7 +293,3 @@ def unreadable(folder: Path, where: Path, rule: str, fix: str = REMEDY) -> Damag
     rule = "does not exist; the job of a run removes the checkpoints that checkpoint.keep and checkpoint.keep_every do not keep"
     fix = "use a newer checkpoint, or `tools/checkpoint keep PATH NAME` before you read one, which keeps it for ever"
     return DamagedCheckpointError.of("checkpoint", folder, rule, fix)
-
-
-def _tensor_entry(content: dict[str, Any]) -> TensorEntry:
-    return TensorEntry(**{**content, "shape": tuple(content["shape"]), "rows": tuple(content["rows"])})

@@ -195,6 +195,11 @@ class DataConfig:
         "construction of training samples: windows of the token stream, or best-fit packing of full documents (indexed at start-up)",
         choices=("windows", "best_fit"),
     )
+    teacher: str | None = knob(
+        None,
+        "folder with what a teacher predicts for the samples of this run (stage=evaluate stage.distill): the loss has the divergence from "
+        "it with training.teacher_weight",
+    )
     remove: str | None = knob(
         None,
         "file with documents that the run leaves out from here on (stage.out of stage=ledger): their tokens are read as end-of-document "

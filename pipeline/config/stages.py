@@ -46,6 +46,12 @@ class Evaluate(CheckpointReader):
         False,
         "BERT, RoBERTa and ModernBERT: also mask each token alone, which costs training.sequence_length forward passes for each sequence",
     )
+    distill: str | None = knob(
+        None,
+        "output: a folder with the most probable next tokens of the samples that a run with these settings reads in training.steps, "
+        "instead of scores; a run with data.teacher reads it",
+    )
+    distill_top_k: int = knob(64, "distill: number of tokens", unit="tokens", at_least=1)
     tasks: list[str] = knob([], "tasks of lm-eval to evaluate, instead of the validation split")
     task_folder: str | None = knob(None, "folder with the task files (.yaml) of lm-eval; nothing is downloaded")
     few_shot: int | None = knob(None, "examples before each question of a task; default: as the task file says", at_least=0)

@@ -38,6 +38,9 @@ class TrainingConfig:
         above=0,
     )
     simpo_margin: float = knob(0.0, "dpo: the margin between both rewards that preference_loss=simpo aims at", at_least=0)
+    teacher_weight: float = knob(
+        1.0, "data.teacher: share of the divergence in the loss; the cross-entropy of the text has the rest of 1", at_least=0, at_most=1
+    )
     goldfish_k: int = knob(
         0,
         "goldfish loss: one of so many targets has no loss, chosen by a hash of the tokens before it, so that no text can be recited, "

@@ -23,7 +23,7 @@ TASKS = {"causal": "text-generation", "masked": "fill-mask", "classification": "
 SETTINGS = (
     *("training.steps", "training.sequence_length", "training.global_batch_size", "training.seed", "training.objective"),
     *("optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.weight_decay", "precision.dtype", "precision.fp8"),
-    *("data.tokens", "data.packing", "data.remove", "tokenizer.path"),
+    *("data.tokens", "data.packing", "data.remove", "data.teacher", "tokenizer.path"),
 )
 #: Measures of the last validation.
 MEASURES = ("validation_loss", "validation_loss_stderr", "bits_per_byte", "validation_targets")

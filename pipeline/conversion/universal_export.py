@@ -124,12 +124,14 @@ def _write_engine(folder: Path, state: native.TrainState, shapes: dict[str, tupl
         folder / universal.ZERO / universal.OPTIMIZER,
         {universal.DS_VERSION: version, universal.PARAM_GROUPS: groups, universal.OPTIMIZER_STATE: optimizer},
     )
+    steps = state.updates
     engine = {
         "module": {},
         "buffer_names": [],
         "optimizer": None,
         universal.PARAM_SHAPES: [{name: torch.Size(shape) for name, shape in shapes.items()}],
-        "lr_scheduler": _scheduler(state.updates),
+        # DeepSpeed's scheduler has the first entry, torch.optim's LambdaLR and others the rest.
+        "lr_scheduler": {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1, "lr_lambdas": []},
         "global_steps": state.step,
         "global_samples": state.samples,
         "skipped_steps": state.step - state.updates,
@@ -140,11 +142,6 @@ def _write_engine(folder: Path, state: native.TrainState, shapes: dict[str, tupl
     }
     for name in universal.MODEL_FILES:
         _save(folder / name, engine)
-
-
-def _scheduler(updates: int) -> dict[str, Any]:
-    """Return the state of a scheduler: that of DeepSpeed's is the first entry, and torch.optim's LambdaLR and others take the rest."""
-    return {"last_batch_iteration": updates - 1, "last_epoch": updates, "_step_count": updates + 1, "lr_lambdas": []}
 
 
 def _save(path: Path, content: Any) -> None:

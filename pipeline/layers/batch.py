@@ -24,6 +24,8 @@ class Batch(TypedDict, total=False):
         choices: int64 (batch, sequence), 1 for positions of a preferred answer, -1 for those of the answer that it is preferred to, 0 for
             padding; each row has both. The model then returns the loss of preferences (layers/preference.py).
         per_sequence: (batch,), any number: the model returns the sum of the loss over the targets of each sequence, fp32 (batch, 1).
+        teacher_tokens: int32 (batch, sequence, k), and
+        teacher_log_probabilities: fp16 (batch, sequence, k + 1), what a teacher predicts at each position (layers/teacher.py).
         reference: fp32 (batch, 2), the log-probabilities of both answers under the reference model; 0 for losses without one.
     """
 
@@ -36,5 +38,7 @@ class Batch(TypedDict, total=False):
     next_sentence: Tensor
     decoder_tokens: Tensor
     choices: Tensor
+    teacher_tokens: Tensor
+    teacher_log_probabilities: Tensor
     reference: Tensor
     per_sequence: Tensor

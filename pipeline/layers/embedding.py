@@ -10,6 +10,7 @@ from pipeline.layers import linear
 from pipeline.layers.loss import linear_cross_entropy, mean_factor, position_weights
 from pipeline.layers.mask import capped
 from pipeline.layers.positions import SinusoidalPositions, add_position_embeddings
+from pipeline.layers.teacher import Teacher
 
 
 class Embedding(nn.Module):
@@ -85,10 +86,10 @@ class OutputHead(nn.Module):
         width: width of the output embeddings, to which the hidden states are projected first (opt-350m); hidden when None.
 
     Attributes:
-        z_loss: as in linear_cross_entropy; set_z_loss sets it.
+        z_loss, teacher_weight: as in linear_cross_entropy; set_loss sets them.
     """
 
-    z_loss = 0.0
+    z_loss, teacher_weight = 0.0, 1.0
 
     def __init__(
         self,
@@ -107,16 +108,19 @@ class OutputHead(nn.Module):
         self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
         self.factor, self.label_smoothing, self.softcap = factor, label_smoothing, softcap
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None, teacher: Teacher | None = None
+    ) -> Tensor:
         """Compute the logits, or with targets the loss, without materializing the logits of the full batch.
 
         Args:
             hidden: (batch, sequence, hidden).
             targets: as in Batch.
             loss_scale: as in Batch; when None, the loss is the mean over this batch's targets other than IGNORE.
+            teacher: as in linear_cross_entropy.
 
         Returns:
-            Logits (batch, sequence, vocabulary), or the mean cross-entropy as a 0-dim fp32 tensor.
+            Logits (batch, sequence, vocabulary), or the mean loss as a 0-dim fp32 tensor.
         """
         if self.project is not None:
             hidden = self.project(hidden)
@@ -134,12 +138,14 @@ class OutputHead(nn.Module):
             label_smoothing=self.label_smoothing,
             softcap=self.softcap,
             z_loss=self.z_loss,
+            teacher=teacher,
+            teacher_weight=self.teacher_weight,
         )
         return loss * mean_factor(targets, loss_scale)
 
 
-def set_z_loss(model: nn.Module, weight: float) -> None:
-    """Set the weight of the z-loss (see linear_cross_entropy) of all projections to the vocabulary, whole or sharded."""
+def set_loss(model: nn.Module, z_loss: float, teacher_weight: float = 1.0) -> None:
+    """Set weights of the loss (see linear_cross_entropy) of all projections to the vocabulary, whole or sharded."""
     for module in model.modules():
         if hasattr(module, "z_loss"):
-            module.z_loss = weight  # type: ignore[assignment] # a number, not a module
+            module.z_loss, module.teacher_weight = z_loss, teacher_weight  # type: ignore[assignment] # numbers, not modules

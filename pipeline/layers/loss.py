@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from pipeline.layers.teacher import TaughtRows, Teacher
+
 Reduce = Callable[[Tensor], Tensor]
 
 #: Label of positions that do not contribute to the loss.
@@ -60,6 +62,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         reduce_max: Reduce | None,
         reduce_sum: Reduce | None,
+        teacher: Teacher | None,
+        teacher_weight: float,
     ) -> Tensor:
         rows, vocabulary = hidden.shape[0], weight.shape[0]
         label_smoothing, full_vocabulary = smoothing
@@ -93,11 +97,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
             target_term = (1 - label_smoothing) * target_logit if label_smoothing else target_logit
             if label_smoothing:
                 target_term = target_term + label_smoothing / full_vocabulary * logits.sum(dim=1)
+            taught = None if teacher is None else TaughtRows(logits, Teacher(*(part[chunk_slice] for part in teacher)), first_token)
             exponentials = logits.exp_()
-            sums = torch.stack([exponentials.sum(dim=1), target_term])
+            sums = torch.stack([exponentials.sum(dim=1), target_term, *([] if taught is None else taught.sums)])
             if reduce_sum is not None:
                 sums = reduce_sum(sums)
+            if taught is not None:
+                rest = sums[0].clamp(min=torch.finfo(compute_dtype).tiny)
+                sums[0] += sums[2]
             losses = torch.where(is_target, sums[0].log() - sums[1], 0.0)
+            if taught is not None:
+                losses = losses.lerp(torch.where(is_target, taught.divergence(sums[0], rest, sums[3]), 0.0), teacher_weight)
             factor = None if weights is None else torch.where(is_target, weights[chunk_slice], 0.0).to(compute_dtype)
             total += losses.sum() if factor is None else torch.dot(losses, factor)
 
@@ -110,6 +120,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 one_hot = torch.where(is_local, 1.0 - label_smoothing, 0.0)
                 if factor is not None:
                     divisor, one_hot = divisor / factor, one_hot * factor
+                if taught is not None:
+                    share = teacher_weight * (is_target.to(compute_dtype) if factor is None else factor)
+                    of_tokens, divisor, one_hot = taught.gradients(divisor, rest, share, one_hot * (1 - teacher_weight), local)
                 at_target = exponentials.gather(1, local).squeeze(1) / divisor - one_hot
                 if label_smoothing:
                     spread = torch.where(is_target, label_smoothing / full_vocabulary, 0.0)
@@ -119,6 +132,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 else:
                     _apply(torch.div, exponentials, divisor.unsqueeze(1), out=local_logits)
                 local_logits[torch.arange(len(local), device=local.device), local.squeeze(1)] = at_target.to(local_logits.dtype)
+                if taught is not None:
+                    local_logits.scatter_add_(1, taught.columns, of_tokens.to(local_logits.dtype))
                 if softcap is not None:  # times the derivative of the cap, 1 - tanh^2
                     local_logits.mul_(tangents.square_().neg_().add_(1))
                 if grad_bias is not None:
@@ -142,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = [None if grad is None else (grad_loss / ctx.rows).to(grad.dtype) for grad in ctx.saved_tensors]
         pairs = zip(ctx.saved_tensors, factors, strict=True)
         scaled = (None if factor is None else grad * factor if kept else grad.mul_(factor) for grad, factor in pairs)
-        return (*scaled, *[None] * 8)
+        return (*scaled, *[None] * 10)
 
 
 def linear_cross_entropy(
@@ -159,6 +174,8 @@ def linear_cross_entropy(
     first_token: int = 0,
     reduce_max: Reduce | None = None,
     reduce_sum: Reduce | None = None,
+    teacher: Teacher | None = None,
+    teacher_weight: float = 1.0,
 ) -> Tensor:
     """Return the summed loss of all targets other than IGNORE, divided by the number of all rows, in nats.
 
@@ -177,6 +194,8 @@ def linear_cross_entropy(
         reduce_max: elementwise maximum over the ranks that hold the other rows; None for an unsharded weight.
         reduce_sum: elementwise sum over the same ranks. With a vocabulary-parallel weight (Shoeybi et al. 2019, section 3), the gradient
             of `hidden` is this rank's summand; the caller sums it over the ranks.
+        teacher: a loss has the divergence from it (layers/teacher.py) with `teacher_weight`, and the cross-entropy with the rest of 1;
+            not with label smoothing.
 
     Returns:
         A 0-dim tensor, fp32 (fp64 for fp64 input).
@@ -184,9 +203,10 @@ def linear_cross_entropy(
     rows = hidden.reshape(-1, hidden.shape[-1])
     smoothing = (label_smoothing, vocabulary or weight.shape[0])
     flat = None if weights is None else weights.reshape(-1)
-    loss: Tensor = _LinearCrossEntropy.apply(
-        rows, weight, bias, targets.reshape(-1), flat, first_token, smoothing, softcap, z_loss, reduce_max, reduce_sum
-    )
+    assert teacher is None or not label_smoothing
+    taught = None if teacher is None else Teacher(*(part.flatten(0, 1) for part in teacher))
+    options = (first_token, smoothing, softcap, z_loss, reduce_max, reduce_sum, taught, teacher_weight)
+    loss: Tensor = _LinearCrossEntropy.apply(rows, weight, bias, targets.reshape(-1), flat, *options)
     return loss
 
 

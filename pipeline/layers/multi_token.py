@@ -16,6 +16,7 @@ from pipeline.layers.moe import moe_layers
 from pipeline.layers.preference import log_probabilities
 from pipeline.layers.router import AuxLoss
 from pipeline.layers.stack import Stack
+from pipeline.layers.teacher import Teacher, teacher_of
 
 
 class MTPModule(nn.Module):
@@ -66,7 +67,14 @@ class MultiTokenHead(nn.Module):
         self.embed = embed if len(self.depths) else None
         self.factor = 1.0
 
-    def forward(self, hidden: Tensor, context: AttentionContext, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        context: AttentionContext,
+        targets: Tensor | None = None,
+        loss_scale: Tensor | None = None,
+        teacher: Teacher | None = None,
+    ) -> Tensor:
         """Compute the logits of the next token, or with targets the loss; with gradients enabled, the MTP loss is added.
 
         Args:
@@ -74,8 +82,9 @@ class MultiTokenHead(nn.Module):
             context: attention context of the model's blocks.
             targets: as in Batch.
             loss_scale: as in Batch; scales only the loss of the next token.
+            teacher: of the next token; the further ones have the cross-entropy.
         """
-        loss: Tensor = self.output(hidden, targets, loss_scale)
+        loss: Tensor = self.output(hidden, targets, loss_scale, teacher)
         if targets is None or self.embed is None or not torch.is_grad_enabled():
             return loss
         total = torch.zeros_like(loss)
@@ -103,7 +112,7 @@ class MultiTokenStack(Stack):
         assert self.norm is not None
         if "choices" in batch:  # without MTP modules, which this objective refuses
             return self._preferences(log_probabilities(self.head.output, self.norm(x), batch), batch)  # type: ignore[arg-type] # an OutputHead
-        return self.head(self.norm(x), context, batch.get("targets"), batch.get("loss_scale"))
+        return self.head(self.norm(x), context, batch.get("targets"), batch.get("loss_scale"), teacher_of(batch))
 
     def set_loss_weights(self, weights: Mapping[str, float]) -> None:
         """See Stack."""

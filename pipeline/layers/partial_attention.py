@@ -104,7 +104,9 @@ def formula_backward(
     for rows, chunk_mask in _row_chunks(q, k, mask):
         scores = _scores(q[:, :, rows], k, chunk_mask, window, scale)
         weights = _probabilities(scores, lse[:, :, rows])
-        factor = scale if mask.softcap is None else scale * _cap_slope(scores, mask.softcap)
+        factor: float | Tensor = scale
+        if mask.softcap is not None:  # times the derivative of the cap, 1 - tanh^2; 0 for masked scores, which are -inf
+            factor = scale * (1 - (scores.clamp(min=-mask.softcap) / mask.softcap).square())
         del scores
         grads_q.append(_backward_chunk(weights, grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], factor, (grad_k, grad_v)))
         del weights, factor  # before the next chunk has any
@@ -240,11 +242,6 @@ def _scores(q: Tensor, k: Tensor, mask: Mask, window: int | None, scale: float |
     if allowed is None and mask.causal:
         allowed = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
-
-
-def _cap_slope(scores: Tensor, softcap: float) -> Tensor:
-    """Return the derivative of a soft cap from its results, 1 - tanh^2; 0 for masked scores, which are -inf."""
-    return 1 - (scores.clamp(min=-softcap) / softcap).square()
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.loss import position_weights
 from pipeline.layers.mask import Mask
-from pipeline.layers.moe import MoE, SharedExpertMoE
+from pipeline.layers.moe import MoE, SharedExpertMoE, moe_layers
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.layers.preference import PreferenceLoss, log_probabilities, preference_loss
 from pipeline.layers.rotary import Rotary
+from pipeline.layers.router import AuxLoss
+from pipeline.layers.teacher import teacher_of, top_log_probabilities
 
 
 class Block(nn.Module):
@@ -140,6 +142,7 @@ class Stack(nn.Module):
     Attributes:
         measured: what the loss of preferences or of a classifier measures besides, for each batch since the caller cleared it.
         preference: the loss of preferences.
+        top_k: tokens of each position that `result` returns with their log-probabilities, instead of the loss; 0 for the loss.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class Stack(nn.Module):
         self.head: nn.Module | None = head
         self.measured: list[Tensor] = []
         self.preference = PreferenceLoss()
+        self.top_k = 0
         if tie_embeddings:
             output = head if isinstance(head, OutputHead) else head.output
             output.weight = embed.tokens.weight  # type: ignore[union-attr] # a head's own output, a Parameter
@@ -205,7 +209,10 @@ class Stack(nn.Module):
         return AttentionContext(mask, tables, local)
 
     def result(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
-        """Return the result of the head, with `per_sequence` that of each sequence alone."""
+        """Return the result of the head, with `per_sequence` that of each sequence alone, with top_k (batch, sequence x (2 top_k + 1))."""
+        if self.top_k:
+            rows = (self.forward_head(row.unsqueeze(0), context, {}) for row in x)  # all logits of one sequence at a time
+            return torch.cat([top_log_probabilities(logits, self.top_k).flatten(1) for logits in rows])
         if "per_sequence" not in batch:
             return self.forward_head(x, context, batch)
         targets = batch["targets"]
@@ -226,7 +233,7 @@ class Stack(nn.Module):
             x = self.norm(x)
         if "choices" in batch:
             return self._preferences(log_probabilities(self.head, x, batch), batch)
-        return self.head(x, batch.get("targets"), batch.get("loss_scale"))
+        return self.head(x, batch.get("targets"), batch.get("loss_scale"), teacher_of(batch))
 
     def _preferences(self, answers: Tensor, batch: Batch) -> Tensor:
         """Return the loss of preferences, and without a reference the log-probabilities of the answers, (batch, 2)."""
@@ -249,3 +256,12 @@ class Stack(nn.Module):
         for module in self.modules():
             if isinstance(module, ComputedBuffers):
                 module.reset_buffers(device)
+
+
+class MoEStack(Stack):
+    """Stack with auxiliary losses of the softmax routers of its MoE layers, which some blocks have."""
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """See Stack."""
+        for moe in moe_layers(self):
+            moe.aux_loss = AuxLoss(batch=weights["balance_loss"], z=weights["z_loss"])

@@ -34,7 +34,7 @@ from pipeline.parallel.ring_attention import RingCore
 from pipeline.parallel.ring_layout import token_positions
 
 #: Entries of a batch with one value per token; the others have one value per sequence.
-PER_TOKEN = ("targets", "documents", "segments")
+PER_TOKEN = ("targets", "documents", "segments", "teacher_tokens", "teacher_log_probabilities")
 
 
 def apply(model: nn.Module, group: ProcessGroup, kind: str) -> None:
@@ -70,10 +70,7 @@ def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str,
         Tokens (sequences, sequence / ranks), and the batch with positions. The batch also has a loss_scale, since the shards of a sequence
         may have different numbers of counted targets.
     """
-    local_tokens = tokens.shape[1] // group.size()
-    positions = token_positions(group.rank(), group.size(), local_tokens, tokens.device)
-    if kind == "ulysses":
-        positions = torch.arange(local_tokens, device=tokens.device) + group.rank() * local_tokens
+    positions = local_positions(tokens.shape[1], group, kind, tokens.device)
     local: Batch = batch.copy()
     for name in PER_TOKEN:
         if name in batch:
@@ -83,6 +80,14 @@ def shard_sequence(tokens: Tensor, batch: Batch, group: ProcessGroup, kind: str,
     if "loss_scale" not in batch:
         local["loss_scale"] = _loss_scale(batch["targets"], micro_batches)
     return tokens[:, positions], local
+
+
+def local_positions(length: int, group: ProcessGroup, kind: str, device: torch.device) -> Tensor:
+    """Return the positions of a rank's tokens in a sequence, int64 (length / ranks,); arguments as in shard_sequence."""
+    local_tokens = length // group.size()
+    if kind == "ulysses":
+        return torch.arange(local_tokens, device=device) + group.rank() * local_tokens
+    return token_positions(group.rank(), group.size(), local_tokens, device)
 
 
 def _loss_scale(targets: Tensor, micro_batches: int) -> Tensor:

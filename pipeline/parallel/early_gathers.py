@@ -42,7 +42,7 @@ def _start_early(gather: fx.Node, nodes: list[fx.Node]) -> None:
     place = {node: index for index, node in enumerate(nodes)}
     product = None
     for node in reversed(nodes[: place[gather]]):
-        if _namespace(node) in _COLLECTIVES:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _COLLECTIVES:
             break
         if _is_product(node):
             product = node
@@ -84,10 +84,6 @@ def _remove_copy(cat: fx.Node) -> None:
         view.meta.update(cat.meta)
         cat.replace_all_uses_with(view)
         cat.graph.erase_node(cat)
-
-
-def _namespace(node: fx.Node) -> str:
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -32,6 +32,7 @@ from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
+from pipeline.layers.teacher import Teacher
 from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel import collectives
 from pipeline.parallel.pieces import Piece
@@ -218,7 +219,7 @@ def local_positions(
 class VocabParallelHead(nn.Module):
     """The rows of the output matrix from `first_token` on, with the cross-entropy over the full vocabulary."""
 
-    z_loss = 0.0
+    z_loss, teacher_weight = 0.0, 1.0
 
     def __init__(self, head: OutputHead, piece: Piece, group: ProcessGroup, enter: RegionBoundary) -> None:
         super().__init__()
@@ -229,7 +230,9 @@ class VocabParallelHead(nn.Module):
         self.reduce_max = partial(collectives.all_reduce, group=group, op="max")
         self.reduce_sum = partial(collectives.all_reduce, group=group)
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, loss_scale: Tensor | None = None, teacher: Teacher | None = None
+    ) -> Tensor:
         """The mean loss, a 0-dim tensor, or without targets the logits of the full vocabulary; arguments as in OutputHead."""
         if self.project is not None:
             hidden = self.project(hidden)
@@ -251,6 +254,8 @@ class VocabParallelHead(nn.Module):
             first_token=self.first_token,
             reduce_max=self.reduce_max,
             reduce_sum=self.reduce_sum,
+            teacher=teacher,
+            teacher_weight=self.teacher_weight,
         )
         return loss * mean_factor(targets, loss_scale)
 

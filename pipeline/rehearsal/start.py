@@ -35,7 +35,8 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None, program:
         UserError: there is no interpreter with a CUDA build, or the driver cannot be built.
     """
     python = choose(wanted)
-    environment = {**os.environ, "PYTHONPATH": _search_path(), "DS_ACCELERATOR": "cuda"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))  # the environment need not have this package
+    environment = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cuda"}
     if is_this(python):
         library = driver.build(hardware)
         environment |= {**driver.environment(library), ACTIVE: str(library)}
@@ -46,11 +47,6 @@ def again(arguments: list[str], hardware: Hardware, wanted: str | None, program:
 def is_this(python: Path) -> bool:
     """Whether an interpreter is that of this process; links are not followed, since environments link to the same file."""
     return python.absolute() == Path(sys.executable).absolute()
-
-
-def _search_path() -> str:
-    """PYTHONPATH with this package, which the environment need not have."""
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 #: Root of the repository, or the folder of the installed package.

@@ -15,6 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import DatasetCardData
+
 from pipeline.common.atomic_files import atomic_file, make_folder
 from pipeline.training import content, lineage
 from pipeline.training.content import Content, Counts
@@ -35,11 +37,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "Provider identification",
         ("provider Provider name and contact details", "representative Authorised representative, and contact"),
     ),
-    (
-        "1.2",
-        "Model identification",
-        ("model Versioned model names", "parent Model dependencies", "placed Date of placement on the Union market"),
-    ),
+    ("1.2", "Model identification", ("model Versioned model names", "parent Model dependencies", "placed Placed on the Union market on")),
     (
         "1.3",
         "Modalities, overall size of the training data and other characteristics",
@@ -83,11 +81,7 @@ SECTIONS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "comments_2_3 Comments (optional)",
         ),
     ),
-    (
-        "2.4",
-        "User data",
-        ("user Were interactions with the model, or with other services of the provider, used?", "services Which services?"),
-    ),
+    ("2.4", "User data", ("user Were interactions with the model, or other services, used?", "services Which services?")),
     ("2.5", "Synthetic data", ("synthetic Was it used?", "generators Models that generated it")),
     ("2.6", "Other sources", ("other Were other sources used? Describe them",)),
     ("3", "Aspects of data processing", ()),
@@ -102,7 +96,7 @@ SHOWN = 30
 
 
 def write(folder: Path, run_dir: Path, shards: list[str]) -> Content:
-    """Write training-content.md, training-content.json and domains.csv, and return the counts.
+    """Write training-content.md, training-content.json, domains.csv and a data card, and return the counts.
 
     Args:
         folder: the output.
@@ -124,6 +118,10 @@ def write(folder: Path, run_dir: Path, shards: list[str]) -> Content:
         json.dump({"template": TEMPLATE, "sections": filled, "counts": asdict(counted)}, handle, indent=1)
     with atomic_file(folder / "training-content.md", "w") as handle:
         handle.writelines(line + "\n" for line in markdown(filled))
+    languages = sorted(name for name in counted.by["language"] if name)
+    card = DatasetCardData(pretty_name=f"Training content of {run_dir.name}", language=languages or None)
+    with atomic_file(folder / "README.md", "w") as handle:  # the data card of the Hugging Face Hub
+        handle.write("\n".join(("---", card.to_yaml(), "---", "", *markdown(filled), "")))
     return counted
 
 

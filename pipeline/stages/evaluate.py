@@ -8,10 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeline.checkpoint import compatibility, reader
+from pipeline.checkpoint import compatibility, native, reader
 from pipeline.checkpoint.load_any_layout import open_on_all_ranks
 from pipeline.checkpoint.lora_merge import open_merged
 from pipeline.checkpoint.newest import read_newest
+from pipeline.common import knobs
 from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
@@ -21,8 +22,10 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.conversion import imported
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
+from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.objective import TokenShardObjective
 from pipeline.data.tokenize import chat_template
-from pipeline.evaluation import checkpoint_selection, harness, record, tasks, validation_scores
+from pipeline.evaluation import checkpoint_selection, harness, record, tasks, teacher_answers, validation_scores
 from pipeline.generation import weights
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.mesh import Mesh
@@ -40,14 +43,17 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     Without stage.tasks, run_dir/evaluation.json has the scores of the last evaluated checkpoint on the validation split: step, loss (nats
     per target), perplexity, bits per byte (null if not every token is a target), with stage.pseudo_perplexity also pseudo-perplexity; with
     several corpora, "corpora" has the same for each of them. The validation split may be another one than that of training, with another
-    sequence length.
+    sequence length. With stage.distill, the predictions of the checkpoint for the training data are written instead.
 
     Raises:
         UserError: a checkpoint, the validation split, the tokenizer or a task is missing, or they do not match.
     """
     stage = config.stage
     assert isinstance(stage, Evaluate)
-    (_evaluate_tasks if stage.tasks else _evaluate_validation_split)(config, stage, ranks)
+    if stage.distill is not None:
+        _distill(config, stage, ranks)
+    else:
+        (_evaluate_tasks if stage.tasks else _evaluate_validation_split)(config, stage, ranks)
 
 
 def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
@@ -71,6 +77,23 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             if ranks.rank == 0:
                 validation_scores.write(run_dir, path, step, found, evaluated)
         shard_verification.finish(data.objectives())
+
+
+def _distill(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
+    """Write what a checkpoint predicts for the samples of a run, whose data and batches the configuration has."""
+    config = checkpoint_selection.complete_config(config, stage, ranks.world_size)
+    config = knobs.changed(config, {"data.teacher": None})  # which is written here
+    data = registry.open_training(config, (ranks.rank, ranks.world_size))
+    registry.check_vocabulary(config, data, ranks.rank)
+    assert isinstance(data, TokenShardObjective), "a rule of the stage"
+    run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
+    with meshes.process_group(ranks, minutes) as device:
+        path = meshes.on_rank_0(lambda: native.find(run_dir, stage.checkpoint))
+        trainer = Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes, ranks.local_size))
+        load = partial(_load, config, stage, trainer, {})
+        _, _, weights_of = _read(run_dir, stage, path, load, ranks)
+        teacher_answers.write(config, stage, trainer, data, weights_of)
+        shard_verification.finish([data])
 
 
 def _read(run_dir: Path, stage: Evaluate, path: Path, load: Callable[[Path], T], ranks: Ranks) -> T:

@@ -31,6 +31,8 @@ log = logging.getLogger("pipeline")
 
 #: Documents that are printed; stage.out has all.
 SHOWN = 25
+#: Keys that choose documents.
+QUESTIONS = ("where", "ids", "contains")
 #: Fields of a document that are printed, as far as it has them.
 FIELDS = ("id", "url", "license")
 
@@ -50,6 +52,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if stage.certificate:
         make_folder(Path(stage.certificate).parent, "stage.certificate")
     if stage.summary:
+        _refuse(stage, ("step", *QUESTIONS, "out", "certificate"), "stage.summary, which is about all documents")
         counted = training_content.write(Path(stage.summary), Path(config.run_dir), stage.shards)
         print(f"{counted.total.documents:,} documents with {counted.total.tokens:,} tokens were read: {stage.summary}/training-content.md")
         return
@@ -59,12 +62,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     rows = _documents_of_step(stretches, stage) if stage.step and checkpoint is None else _steps_of_documents(stretches, stage)
     if stage.certificate and checkpoint:
         rows = found = list(rows)
-        question = {
-            "documents": "" if stage.where or stage.ids or stage.contains else "all that were removed",
-            "where": stage.where,
-            "ids": stage.ids,
-            "contains": stage.contains,
-        }
+        question = {name: getattr(stage, name) for name in QUESTIONS}
+        question |= {} if any(question.values()) else {"documents": "all that were removed"}
         ledger = stretches[-1].ledger(stage.shards)
         text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, found, ledger)
         print(f"{text}\n{stage.certificate}\n")
@@ -82,6 +81,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print(f"\n{stage.out}")
 
 
+def _refuse(stage: LedgerConfig, names: Iterable[str], other: str) -> None:
+    """Refuse keys of the stage that another one makes it ignore."""
+    for name in names:
+        if value := getattr(stage, name):
+            raise UserError.of(f"stage.{name}", value, f"has no effect with {other}", "remove one")
+
+
 def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterator[dict[str, Any]]:
     """Yield the documents of a step in their order, and print how many they are.
 
@@ -89,9 +95,7 @@ def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterato
         UserError: the run has not made this step, or the rank is not one of the job that made it.
     """
     step = stage.step or 0
-    asked = {"where": stage.where, "ids": stage.ids, "contains": stage.contains}
-    for name in (name for name, value in asked.items() if value):
-        raise UserError.of(f"stage.{name}", asked[name], f"has no effect with stage.step={step}, which prints all documents", "remove one")
+    _refuse(stage, QUESTIONS, f"stage.step={step}, which prints all documents")
     if stage.micro_batch is not None and stage.rank is None:
         raise UserError.of("stage.micro_batch", stage.micro_batch, "is one of a rank", "set stage.rank")
     stretch = next((found for found in reversed(stretches) if found.before < step <= found.last), None)
@@ -206,16 +210,16 @@ def _rows(stretch: Stretch, ledger: Ledger, shard: int, fields: dict[int, dict[s
     parts, when = parts[:, when > 0], when[when > 0]
     order = np.lexsort((when, parts[0]))
     bounds = np.searchsorted(parts[0][order], np.arange(len(documents) + 1))
-    numbers = {removal.identity(line): number for number, line in enumerate(stretch.removed)}
+    left_out = stretch.leaves_out(content, documents, parts[0], when)
     for n, document in enumerate(documents.tolist()):
         own = order[bounds[n] : bounds[n + 1]]
-        out = stretch.removed_counts[when[own] - stretch.before - 1] > numbers.get((content, document), len(numbers))
+        out = left_out[own]
         place = ledger.place(shard, document)
         times = int(parts[2, own[~out]].sum()) / max(place["tokens"], 1)
         steps = [list(dict.fromkeys(when[chosen].tolist())) for chosen in (own[~out], own[out])]
         found: dict[str, Any] = {"times": round(times, 3), "steps": steps[0]}
-        if (number := numbers.get((content, document))) is not None:
-            found |= {"removed_from": stretch.removed_from(number), "left_out": steps[1]}
+        if (content, document) in stretch.removed_numbers:
+            found |= {"removed_from": stretch.removed_from((content, document)), "left_out": steps[1]}
         yield {**fields[document], "run": str(stretch.run_dir), **place, **found}
 
 

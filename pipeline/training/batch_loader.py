@@ -113,9 +113,10 @@ class BatchLoader:
         if length > arrays["tokens"].shape[1]:
             arrays = self._objective.joined(arrays, chosen, length)
         elif length < arrays["tokens"].shape[1]:
-            arrays = {name: array.reshape(-1, length) for name, array in arrays.items()}
+            arrays = {name: array.reshape(-1, length, *array.shape[2:]) for name, array in arrays.items()}
         # Transferred as two bytes per token, then widened to eight on the device.
         dtypes = {"documents": torch.int32, "reference": torch.float32, "loss_weights": torch.float32}
+        dtypes |= {"teacher_tokens": torch.int32, "teacher_log_probabilities": torch.float16}
         batch = {name: self._to_device(array).to(dtypes.get(name, torch.int64)) for name, array in arrays.items()}
         return batch.pop("tokens"), cast(Batch, batch)
 

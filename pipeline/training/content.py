@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pipeline.common.languages import UNKNOWN
-from pipeline.data.load import removal
 from pipeline.data.load.ledger import Ledger
 from pipeline.data.shard.text_shards import language
 from pipeline.training.lineage import Stretch
@@ -134,14 +133,10 @@ def of(stretches: list[Stretch], shards: list[str]) -> Content:
 
 def _tokens_read(stretch: Stretch, ledger: Ledger) -> Iterator[tuple[int, np.ndarray]]:
     """Yield every shard with the tokens of each of its documents that the steps have read, (documents,) int64."""
-    numbers = {removal.identity(line): number for number, line in enumerate(stretch.removed)}
     for shard, of_shard in enumerate(ledger.shards):
         documents = np.arange(len(ledger.tokens(shard)))
         rows, samples, tokens = ledger.samples_of(shard, documents, int(stretch.samples[-1]))
         when = stretch.steps(samples)
         rows, tokens, when = rows[when > 0], tokens[when > 0], when[when > 0]
-        if numbers:
-            since = np.array([numbers.get((of_shard.entry["xxh3"], document), len(numbers)) for document in documents.tolist()])
-            kept = stretch.removed_counts[when - stretch.before - 1] <= since[rows]
-            rows, tokens = rows[kept], tokens[kept]
-        yield shard, np.bincount(rows, tokens, len(documents)).astype(np.int64)
+        kept = ~stretch.leaves_out(of_shard.entry["xxh3"], documents, rows, when)
+        yield shard, np.bincount(rows[kept], tokens[kept], len(documents)).astype(np.int64)

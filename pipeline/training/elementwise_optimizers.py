@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
+from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig, schedule_free_shares
 
 #: Parameter groups as torch.optim takes them.
 Groups = list[dict[str, object]]
@@ -192,3 +192,48 @@ class AdEMAMix(ElementwiseOptimizer):
 def _log(rate: float) -> float:
     """The logarithm of a decay rate, finite for a rate of 0 and negative for every one."""
     return math.log(min(max(rate, 1e-8), 1 - 1e-12))
+
+
+class ScheduleFree(ElementwiseOptimizer):
+    """Schedule-free AdamW (Defazio et al. 2024, https://arxiv.org/abs/2405.15682, algorithm 1): an average in place of a decay of the rate.
+
+    The paper has three sequences: z is updated by the gradients, x is an average of z, and the gradients are those at
+    y = (1 - beta1) z + beta1 x. The weight of the optimizer, of checkpoints and of all that reads them is x. Its state keeps z - x
+    ("offset"), so that it begins at zero like every state. y follows from both (`gradient_point`), and only the forward pass of training
+    reads it. The learning rate is constant after its warm-up.
+    """
+
+    def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int) -> None:
+        super().__init__(groups, config, lr, steps)
+        self._shares = torch.tensor(schedule_free_shares(config, steps), dtype=torch.float64)
+
+    def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return y, at which the next gradient is computed, as a new tensor.
+
+        By a product and a sum, each rounded, so that an element has the same bits wherever it is in a tensor: a fused one depends on that.
+
+        Args:
+            tensors: `weight` (x) and, after `create_state`, its state by key; all of one shape.
+        """
+        offset = tensors.get("offset")
+        return tensors["weight"].clone() if offset is None else offset.mul(1 - self.config.beta1).add_(tensors["weight"])
+
+    def begin(self, step: Tensor) -> None:
+        """See ElementwiseOptimizer. In fp64: 1 - beta2 loses four digits in fp32."""
+        self._shares = self._shares.to(step.device)
+        index = (step.long() - 1).clamp(min=0, max=len(self._shares) - 1)
+        self._share = self._shares.take(index)  # indexing by a tensor would synchronize
+        self._root = (1 - self.config.beta2 ** step.double()).sqrt().to(step.dtype)
+
+    def update(self, weight: Tensor, state: dict[str, Tensor], scales: Scales, weight_decay: float) -> None:
+        """See ElementwiseOptimizer."""
+        gradient, offset = scales.gradient(weight), state["offset"]
+        square = lerp_(state["exp_avg_sq"], gradient.square(), 1 - self.config.beta2, scales.applied)
+        direction = gradient.div_(square.sqrt().add_(self.config.eps))
+        if weight_decay:
+            direction.add_(self.gradient_point({"weight": weight, **state}).mul_(weight_decay))
+        share = scales.applied * self._share
+        # The new z, minus the old x: the average moves by a share of it, and the rest remains between them.
+        offset.sub_(direction.mul_(scales.lr * self._root))
+        weight.add_(offset * share.to(weight.dtype))
+        offset.mul_((1 - share).to(offset.dtype))

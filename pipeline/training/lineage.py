@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,29 @@ class Stretch:
         """Return the documents that a step has left out."""
         return self.removed[: int(self.removed_counts[step - self.before - 1])]
 
-    def removed_from(self, number: int) -> int | None:
-        """Return the first step that has left out the document of this number in `removed`; None if none has."""
-        steps = np.flatnonzero(self.removed_counts > number)
+    @cached_property
+    def removed_numbers(self) -> dict[removal.Identity, int]:
+        """The number of every document in `removed`."""
+        return {removal.identity(line): number for number, line in enumerate(self.removed)}
+
+    def removed_from(self, document: removal.Identity) -> int | None:
+        """Return the first step that has left out a document of `removed`; None if none has."""
+        steps = np.flatnonzero(self.removed_counts > self.removed_numbers[document])
         return self.before + 1 + int(steps[0]) if len(steps) else None
+
+    def leaves_out(self, content: str, documents: np.ndarray, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Return whether steps have left out documents, (n,) bool.
+
+        Args:
+            content: checksum of the token shard.
+            documents: int64, documents in it.
+            rows: (n,) int64, the place in `documents` of each.
+            steps: (n,) int64, steps of this run directory.
+        """
+        last = len(self.removed)
+        numbers = np.array([self.removed_numbers.get((content, document), last) for document in documents.tolist()], dtype=np.int64)
+        left_out: np.ndarray = self.removed_counts[steps - self.before - 1] > numbers[rows]
+        return left_out
 
     def steps(self, numbers: np.ndarray) -> np.ndarray:
         """Return the step that read each sample, (n,) int64; 0 for a sample that none has read."""

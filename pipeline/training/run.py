@@ -28,6 +28,7 @@ from pipeline.config.rules import objectives, optimizer, unread
 from pipeline.config.schema import PrecisionConfig, RunConfig
 from pipeline.data.load import blend, removal, stage_in
 from pipeline.data.load.objectives import registry
+from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import Objective, TokenShardObjective
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
@@ -191,6 +192,8 @@ def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, O
     """
     data, validation_data = registry.open_data(_staged(config), (ranks.rank, ranks.world_size))
     config = with_steps(config, data, ranks.rank)
+    if isinstance(data, Causal) and data.teacher is not None:
+        data.teacher.check(config, data)
     blend.check_epochs(config.data, config.training, data.samples)
     for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
         log.warning(line)

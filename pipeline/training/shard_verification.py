@@ -33,8 +33,8 @@ def finish(data: Sequence[Objective | None], seconds: float = WAIT_SECONDS) -> i
         UserError: a shard is corrupt; the message names it.
     """
     deadline = time.monotonic() + seconds
-    streams = [getattr(each.samples, "stream", None) for each in data if each is not None]
-    counts = [_finish(stream, deadline) for stream in streams if stream is not None and stream.lazy_checks]
+    streams = [stream for each in data if each is not None for stream in each.streams]
+    counts = [_finish(stream, deadline) for stream in streams if stream.lazy_checks]
     unverified, read = (sum(count) for count in zip(*counts, strict=True)) if counts else (0, 0)
     if unverified and dist.get_rank() == 0:
         what = "were not verified against their checksums before it ended; data.verify=all verifies all shards before the run"

@@ -15,10 +15,11 @@ from pipeline.config import loss_weights
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.registry import objective_of
 from pipeline.layers.batch import Batch
-from pipeline.layers.embedding import set_z_loss
+from pipeline.layers.embedding import set_loss
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
+from pipeline.parallel import context_parallel
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
@@ -51,7 +52,7 @@ class Trainer:
         self._pipelines: dict[tuple[tuple[int, ...], int | None], Pipeline] = {}
         self._loss_weights: dict[str, float] = {}
         for stage in self.model.stage_modules():
-            set_z_loss(stage, config.training.head_z_loss)
+            set_loss(stage, config.training.head_z_loss, config.training.teacher_weight)
         #: Called before every update of the optimizer: a checkpoint may be copying the weights.
         self.before_update: Callable[[], None] = lambda: None
 
@@ -118,7 +119,29 @@ class Trainer:
             losses = self._pipeline(tokens, batch).evaluate(tokens, batch).flatten()
         if self._config.lora.dropout:
             self.model.train()
-        return self._gather_sequences(losses, counts)
+        counts = counts * (self.mesh.coordinates.context == 0 and self.mesh.coordinates.pipeline == 0)
+        found = self._gather_sequences(torch.stack([losses.double(), counts.double()], dim=1))
+        return found[:, 0], found[:, 1]
+
+    def top_tokens(self, tokens: Tensor, batch: Batch, k: int) -> Tensor:
+        """Compute the most probable next tokens of each position; arguments as in train.
+
+        Returns:
+            fp32 (sequences of the global batch, sequence, 2 k + 1), as top_log_probabilities, the same on every rank.
+        """
+        mesh, (rows, length) = self.mesh, tokens.shape
+        for stage in self.model.stage_modules():
+            stage.top_k = k
+        pipeline = Pipeline(self.engine.stages, self._config, mesh, (rows, length), values=length // mesh.layout.context * (2 * k + 1))
+        found = torch.zeros(rows, length, 2 * k + 1, device=mesh.device)
+        own: slice | Tensor = slice(None)
+        if mesh.layout.context > 1:
+            own = context_parallel.local_positions(length, mesh.context, self._config.parallel.context_kind, mesh.device)
+        found[:, own] = pipeline.evaluate(tokens, batch).unflatten(1, (-1, 2 * k + 1))
+        for stage in self.model.stage_modules():
+            stage.top_k = 0
+        found[..., :k].round_()  # the mean over micro-batches divides by their number, and multiplies again
+        return self._gather_sequences(found)
 
     def measured(self, size: int) -> Tensor:
         """Return the sums over the sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective.
@@ -157,8 +180,7 @@ class Trainer:
             found = self._preferences.answers(tokens, batch)
         if self._config.lora.dropout:
             self.model.train()
-        counts = torch.zeros(len(tokens), device=tokens.device)
-        return torch.stack([self._gather_sequences(column, counts)[0] for column in found.unbind(dim=1)], dim=1)
+        return self._gather_sequences(found.double())
 
     def _with_reference(self, tokens: Tensor, batch: Batch) -> Batch:
         """Add what a batch of preferences lacks, and forget what was measured before."""
@@ -194,20 +216,18 @@ class Trainer:
             dist.all_reduce(counts, group=self.mesh.dense)
         return counts // self.mesh.layout.context  # context ranks have the same sequences
 
-    def _gather_sequences(self, losses: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Gather a loss and a count of each sequence from the shares of the batch; context ranks add parts of the same losses."""
-        layout, where = self.mesh.layout, self.mesh.coordinates
-        share = layout.batch_shard(where)
-        own = slice(share * len(losses), (share + 1) * len(losses))
-        gathered = torch.zeros(2, layout.batch_shards * len(losses), dtype=torch.float64, device=losses.device)
+    def _gather_sequences(self, values: Tensor) -> Tensor:
+        """Gather (sequences, ...) of the shares of the batch; context ranks and stages add what they have of the same sequences."""
+        layout, where, count = self.mesh.layout, self.mesh.coordinates, len(values)
+        if layout.world_size == 1:
+            return values
+        gathered = values.new_zeros(layout.batch_shards * count, *values.shape[1:])
         if where.tensor == 0:
-            gathered[0, own] = losses.double()
-            if where.context == 0 and where.pipeline == 0:
-                gathered[1, own] = counts.double()
-        for group in self.mesh.all_ranks if layout.world_size > 1 else ():
+            gathered[layout.batch_shard(where) * count :][:count] = values
+        for group in self.mesh.all_ranks:
             if group.size() > 1:
                 dist.all_reduce(gathered, group=group)
-        return gathered[0], gathered[1]
+        return gathered
 
     def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
         """Return the pipeline for batches of this shape and their result; a warm-up has several shapes."""

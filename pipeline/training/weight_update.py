@@ -12,12 +12,11 @@ from torch import Tensor
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.training import gradient_clipping
-from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion, create_state
+from pipeline.training.elementwise_optimizers import AdEMAMix, EagerAdamW, Groups, Lion, ScheduleFree, create_state
 from pipeline.training.gradient_clipping import is_skipped
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.lr_schedule import learning_rate
 from pipeline.training.muon import Muon
-from pipeline.training.schedule_free import ScheduleFree
 from pipeline.training.weight_averaging import WeightAverage
 
 #: optimizer.name -> (parameter groups, configuration, learning rate, number of steps of the run) -> optimizer

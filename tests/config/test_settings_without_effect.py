@@ -99,7 +99,7 @@ def test_what_convert_does_not_read(settings, keys):
 #: Keys of pretrain, or of a group, that every run reads.
 ALWAYS = """
 run_dir data.tokens data.seed data.packing data.verify data.stage_in data.prefetch data.blend data.blend_weights data.phases
-data.remove data.infill.rate
+data.teacher data.remove data.infill.rate
 tokenizer.path training.steps training.objective training.frozen training.fake_quantize training.global_batch_size
 training.micro_batch_size training.sequence_length training.sequence_warmup training.batch_rampup training.phases training.head_z_loss
 training.goldfish_k training.seed training.document_mask training.activation_checkpointing training.attention training.compile
@@ -164,6 +164,7 @@ READ = {
     "training.preference_loss": ("ipo", ()),
     "training.dpo_beta": (0.2, ()),
     "training.simpo_margin": (0.2, ()),
+    "training.teacher_weight": (0.5, ("data.teacher=x",)),
     "training.goldfish_context": (7, ("training.goldfish_k=4",)),
     "training.diffusion_eps": (0.2, ("model=bert-tiny", "training.objective=masked_diffusion")),
     "training.balance_loss": (0.1, ("model=mixtral-tiny",)),

@@ -195,6 +195,7 @@ def test_the_stage_names_documents_of_steps_and_steps_of_documents(forked, shard
         (("stage.ids=/absent",), "stage.ids=/absent: cannot be read"),
         (("stage.ids=/dev/null",), "stage.ids=/dev/null: has no id"),
         (("stage.step=4", "stage.contains=a"), "stage.contains=a: has no effect with stage.step=4"),
+        (("stage.summary=x", "stage.contains=a"), "stage.contains=a: has no effect with stage.summary"),
         (("stage.step=4", "stage.micro_batch=0"), "stage.micro_batch=0: is one of a rank"),
     ],
 )

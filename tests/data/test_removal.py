@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import DatasetCard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -157,6 +158,9 @@ def test_the_summary_counts_what_was_read(removed, tmp_path, capsys):
     assert "were removed from the run" in answers["removed"][0]
     text = (tmp_path / "summary" / "training-content.md").read_text()
     assert text.count(training_content.BLANK) == sum(answer is None for answer in answers.values())
+    card = DatasetCard.load(tmp_path / "summary" / "README.md")
+    assert card.data.pretty_name == f"Training content of {removed['fork'].name}"
+    assert card.text.strip() == text.strip()
 
 
 def test_domains_dates_and_licenses():

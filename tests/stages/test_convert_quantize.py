@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.config.rules import quantization
+from pipeline.config.rules import convert as rules
 from pipeline.config.stages import Convert
 from tests.conversion.test_huggingface_export import TEXT, export, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import pipeline
@@ -89,7 +89,7 @@ def test_gguf_is_reported(run):
     ],
 )
 def test_settings_that_contradict_each_other(settings, said):
-    (violation,) = quantization.violations(Convert(name="convert", **settings))
+    (violation,) = rules.violations(Convert(name="convert", **settings))
     assert str(violation).startswith(said)
 
 

@@ -24,6 +24,9 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 def _causal(config: RunConfig) -> Iterator[Violation]:
     """The goldfish loss leaves targets, and hashes tokens in the order of the text; removed documents have no targets."""
     training, depth = config.training, getattr(config.model, "mtp_depth", 0)
+    if config.data.teacher is not None and config.stage.name in ("certify", "rehearse"):
+        rule = f"is not read by stage={config.stage.name}"
+        yield Violation("data.teacher", config.data.teacher, rule, "remove it, and training.teacher_weight")
     if config.data.remove is not None and depth:
         rule = "predicts further tokens from the labels of all positions, and those of removed documents have none"
         yield Violation("model.mtp_depth", depth, rule, "leave the documents out with stage=shard, in a new run")

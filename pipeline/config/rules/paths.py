@@ -59,7 +59,7 @@ def length_violations(config: RunConfig) -> Iterator[Violation]:
     for key, value in [*outputs.items(), *((key, value) for key, value in _inputs(config) if key not in outputs)]:
         room = (ADDED_TO_NAME, ADDED_TO_PATH) if key in outputs else (0, 0)
         if rule := _too_long(value, *room):
-            yield Violation(key, _shortened(value), rule, f"set {key} to a shorter path")
+            yield Violation(key, value if len(value) <= 100 else f"{value[:48]}...{value[-48:]}", rule, f"set {key} to a shorter path")
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
@@ -157,8 +157,3 @@ def _blocked(path: Path, *, is_file: bool) -> str:
     except PermissionError as error:
         return f"cannot be created: {error.strerror}"
     return ""
-
-
-def _shortened(value: str) -> str:
-    """A long path for a message."""
-    return value if len(value) <= 100 else f"{value[:48]}...{value[-48:]}"

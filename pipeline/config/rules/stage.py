@@ -46,6 +46,7 @@ def evaluated_model_violations(config: RunConfig) -> Iterator[Violation]:
     assert isinstance(config.stage, Evaluate)
     yield from _pseudo_perplexity(config, config.stage)
     yield from _stride(config, config.stage)
+    yield from _distill(config, config.stage)
 
 
 def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
@@ -179,6 +180,23 @@ def _stride(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
     elif stage.stride > config.training.sequence_length:
         rule = f"must not exceed training.sequence_length={config.training.sequence_length}"
         yield Violation("stage.stride", stage.stride, rule, "reduce it, for example to half of training.sequence_length")
+
+
+def _distill(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
+    """One decoder predicts next tokens of its vocabulary."""
+    if stage.distill is None:
+        return
+    if config.objective != "causal":
+        rule = f"requires a causal language model; model.family={config.model.family} has the objective {config.objective}"
+        yield Violation("stage.distill", stage.distill, rule, "remove it")
+    if stage.distill_top_k > config.model.vocab_size:
+        rule = f"must not exceed the vocabulary size {config.model.vocab_size}"
+        yield Violation("stage.distill_top_k", stage.distill_top_k, rule, "reduce it")
+    if stage.checkpoint == "all":
+        yield Violation("stage.checkpoint", "all", "is no teacher; stage.distill has one", "name a checkpoint, or latest")
+    for key, value in (("tasks", stage.tasks), ("stride", stage.stride), ("batches", stage.batches)):
+        if value:
+            yield Violation(f"stage.{key}", value, "has no effect with stage.distill", "remove it")
 
 
 def _certify(config: RunConfig) -> Iterator[Violation]:

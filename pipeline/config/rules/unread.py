@@ -11,7 +11,7 @@ from pipeline.config import loss_weights, phases, preferences
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import TRAINING_STAGES, Generate
+from pipeline.config.stages import TRAINING_STAGES, Evaluate, Generate
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,8 @@ ROWS = (
         _of("data.masking", "rate", "random", "keep", "mask", "first", "between"),
         "train a model of masked tokens (model=bert-tiny)",
     ),
+    _objective(("causal",), ("data.teacher",), "train a decoder on token shards"),
+    Row("data.teacher", ("training.teacher_weight",), lambda config: config.data.teacher is not None, "name the folder of a teacher"),
     _objective(("causal",), ("data.remove",), "leave the documents out with stage=shard, in a new run"),
     _objective(("span_corruption",), _of("data.spans", "rate", "mean_length", "sentinel"), "train a T5 (model=t5-tiny)"),
     _objective(("pairs",), _of("data.pairs", "train", "validation", "source", "target"), "train an encoder-decoder on pairs"),
@@ -156,6 +158,7 @@ ROWS = (
     Row("dedup.paragraphs", ("dedup.paragraph_characters",), lambda c: c.dedup.paragraphs, "set dedup.paragraphs=true", ("shard",)),
     *(_step(step.name) for step in fields(CleanConfig) if step.name in STEPS and is_dataclass(getattr(CleanConfig(), step.name))),
     Row("stage.temperature", _of("stage", "top_k", "top_p", "min_p"), lambda c: _generate(c).temperature > 0, "set one", ("generate",)),
+    Row("stage.distill", ("stage.distill_top_k",), lambda c: cast(Evaluate, c.stage).distill is not None, "name a folder", ("evaluate",)),
     Row("stage.beams", ("stage.length_penalty",), lambda c: _generate(c).beams > 1, "set it to 2 or more", ("generate",)),
     Row("stage.draft", ("stage.draft_tokenizer",), lambda c: _generate(c).draft is not None, "name a draft model", ("generate",)),
     Row("stage.engine", ("stage.export",), lambda c: _generate(c).engine == "vllm", "set stage.engine=vllm", ("generate",)),

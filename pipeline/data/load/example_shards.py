@@ -104,8 +104,7 @@ class ExamplesInShards:
     def __init__(self, shards: Sequence[Shard], *, lazy_checks: bool, share: tuple[int, int]) -> None:
         """Read the index; arguments as of TokenStream."""
         self.stream = TokenStream(shards, lazy_checks=lazy_checks, share=share, streams=2)
-        bits = [Shard(shard.path, {**shard.entry, **_as_tokens(shard.entry, "answers")}) for shard in shards]
-        self._bits = TokenStream(bits, streams=2)
+        self._bits = TokenStream([shard.of_bytes("answers") for shard in shards], streams=2)
         lengths = [token_shards.lengths(shard.path, shard.entry) for shard in shards]
         counts = [np.fromfile(shard.path, "<u4", shard.entry["sequences"], offset=shard.entry["sequences_offset"]) for shard in shards]
         self.index = SequenceIndex(np.concatenate(lengths), np.concatenate(counts))
@@ -122,11 +121,6 @@ class ExamplesInShards:
             (np.frombuffer(ids, self.stream.dtype), np.unpackbits(np.frombuffer(mask, np.uint8), count=size).astype(bool))
             for ids, mask, size in zip(tokens, bits, sizes.tolist(), strict=True)
         ]
-
-
-def _as_tokens(entry: dict[str, Any], name: str) -> dict[str, Any]:
-    """The fields with which a TokenStream reads another array of bytes of a shard."""
-    return {"dtype": "uint8", "tokens": entry[name], "offset": entry[f"{name}_offset"]}
 
 
 def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dict[str, Any]:

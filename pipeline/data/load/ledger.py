@@ -40,7 +40,7 @@ class Ledger:
         self.shards: Sequence[Shard] = samples.stream.shards
         self._starts = np.cumsum([0, *(shard.entry["tokens"] for shard in self.shards)], dtype=np.int64)
         self._corpora = np.repeat(np.arange(len(samples.corpora)), [len(corpus.shards) for corpus in samples.corpora])
-        self._ends_of = lru_cache(maxsize=64)(self._read_ends)
+        self._ends_of = lru_cache(maxsize=64)(lambda number: token_shards.ends(self.shards[number].path, self.shards[number].entry))
 
     def documents(self, numbers: np.ndarray) -> np.ndarray:
         """Return the documents of samples.
@@ -130,11 +130,6 @@ class Ledger:
         for text, fields in text_shards.readable(*found, path.name):
             meta = fields.pop("meta", None) or {}
             yield text, {**fields, **meta, "corpus": fields.get("corpus"), **({"shard_id": fields.get("id")} if "id" in meta else {})}
-
-    def _read_ends(self, shard: int) -> np.ndarray:
-        """The end of every document of a shard, in tokens of the shard."""
-        of_shard = self.shards[shard]
-        return np.cumsum(token_shards.lengths(of_shard.path, of_shard.entry), dtype=np.int64)
 
 
 class Selection:

@@ -137,7 +137,7 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
     older = [] if (run_dir / FILE).is_file() else [line for origin in origins for line in of_run(origin)]
     new = [] if named is None else read(Path(named))
     named_shards = {line["content"] for line in new}
-    ends = {shard.entry["xxh3"]: _ends(shard) for shard in shards if shard.entry["xxh3"] in named_shards}
+    ends = {shard.entry["xxh3"]: token_shards.ends(shard.path, shard.entry) for shard in shards if shard.entry["xxh3"] in named_shards}
     if unknown := [line for line in new if line not in own and not _is_at(line, ends.get(line["content"], np.empty(0)))]:
         rule = f"{len(unknown)} of {len(new)} documents are in no token shard of this run, such as {unknown[0].get('shard', '')}"
         fix = "choose them with stage=ledger and the run_dir of a run that reads these shards"
@@ -149,11 +149,6 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
         with atomic_file(run_dir / FILE, "w") as handle:
             handle.writelines(json.dumps(line) + "\n" for line in kept.values())
     return len(kept)
-
-
-def _ends(shard: Shard) -> np.ndarray:
-    """The end of every document of a shard, in tokens of the shard."""
-    return np.cumsum(token_shards.lengths(shard.path, shard.entry), dtype=np.int64)
 
 
 def _is_at(line: dict[str, Any], ends: np.ndarray) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -16,15 +16,25 @@ from pipeline.data.load.retries import Retries, UnreadableFile
 
 @dataclass(frozen=True)
 class Shard:
-    """A token shard: its path, and its entry in the manifest. The file format is documented in pipeline/data/tokenize/token_shards.py."""
+    """A token shard: its path, and its entry in the manifest. The file format is documented in pipeline/data/tokenize/token_shards.py.
+
+    Attributes:
+        made_as: the configuration key of the folder, and what writes it.
+    """
 
     path: Path
     entry: dict[str, Any]
+    made_as: tuple[str, str] = ("data.tokens", "stage=tokenize")
 
     @property
     def fix(self) -> str:
         """The fix that error messages suggest for a missing or damaged shard."""
-        return f"remove {self.path.parent} and run stage=tokenize again"
+        return f"remove {self.path.parent} and run {self.made_as[1]} again"
+
+    def of_bytes(self, name: str) -> Shard:
+        """Return the shard with other bytes of it in place of its tokens: entry[name] of them, from entry[name_offset] on."""
+        fields = {"dtype": "uint8", "tokens": self.entry[name], "offset": self.entry.get(f"{name}_offset", 0)}
+        return replace(self, entry={**self.entry, **fields})
 
     def check_size(self, found: int | None) -> Violation | None:
         """Compare a file size with the manifest.
@@ -39,7 +49,7 @@ class Shard:
         if found == written:
             return None
         rule = "is missing" if found is None else f"is truncated or overwritten: {found} bytes, {written} were written"
-        return Violation("data.tokens", self.path, rule, self.fix)
+        return Violation(self.made_as[0], self.path, rule, self.fix)
 
     def verify(self) -> None:
         """Read the full file and compare its size and checksum with the manifest.

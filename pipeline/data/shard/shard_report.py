@@ -109,13 +109,9 @@ def excerpts_of(comm: Comm, pool: Pool, found: Clusters) -> Excerpts:
         return [orjson.dumps((orjson.loads(meta)["id"], text[: 4 * EXCERPT].decode("utf-8", "ignore")[:EXCERPT])) for meta, text in records]
 
     listed = found.clusters if comm.rank == 0 else []
-    numbers = np.array(sorted({number for cluster in listed for number in _shown(cluster)}), dtype=np.int64)
+    shown = {number for cluster in listed for number in (cluster.kept, *cluster.dropped[:5]) if number is not None}
+    numbers = np.array(sorted(shown), dtype=np.int64)
     return dict(zip(numbers.tolist(), map(orjson.loads, fetch(comm, numbers, pool.holders_of(numbers), read)), strict=True))
-
-
-def _shown(cluster: Cluster) -> list[int]:
-    """The numbers of the documents of which excerpts are shown: the one that is kept, and at most five others."""
-    return [*([] if cluster.kept is None else [cluster.kept]), *cluster.dropped[:5]]
 
 
 def _cluster(cluster: Cluster, excerpts: Excerpts) -> dict[str, Any]:

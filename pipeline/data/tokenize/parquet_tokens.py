@@ -84,7 +84,7 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text
         File name -> its manifest entry.
     """
     entry = manifest.files[name]
-    ids, ends = token_shards.ids(folder / name, entry), np.cumsum(token_shards.lengths(folder / name, entry), dtype=np.int64)
+    ids, ends = token_shards.ids(folder / name, entry), token_shards.ends(folder / name, entry)
     starts = np.concatenate([[0], ends])
     names = [None] * len(ends) if text is None else [metadata["id"] for _, metadata in text_shards.verified(*text, name)]
     assert len(names) == len(ends), f"{name} has {len(ends)} documents, and the text shard {len(names)}"

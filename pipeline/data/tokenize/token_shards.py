@@ -178,6 +178,11 @@ def lengths(path: Path, entry: dict[str, Any]) -> np.ndarray:
     return np.fromfile(path, "<u4", entry["documents"], offset=entry["lengths_offset"])
 
 
+def ends(path: Path, entry: dict[str, Any]) -> np.ndarray:
+    """The end of every document of a shard, in tokens of the shard, (documents,) int64."""
+    return np.cumsum(lengths(path, entry), dtype=np.int64)
+
+
 def totals(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Count shards, documents, bytes of text and tokens: per split, and under "corpora" per split of each corpus."""
     return text_shards.totals(files, ("documents", "text_bytes", "tokens"))

@@ -66,7 +66,7 @@ class GptOssConfig(
 
 def _build(config: GptOssConfig) -> Model:
     from pipeline.layers.mlp import ClampedSwiGLU
-    from pipeline.layers.moe_stack import MoEStack
+    from pipeline.layers.stack import MoEStack
     from pipeline.models.decoder import decoder, moe
 
     swiglu = ClampedSwiGLU(config.swiglu_limit, config.swiglu_alpha)

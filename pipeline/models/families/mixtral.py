@@ -37,7 +37,7 @@ class MixtralConfig(DecoderConfig, ExpertsConfig, family="mixtral", kv_heads=8, 
 
 
 def _build(config: MixtralConfig) -> Model:
-    from pipeline.layers.moe_stack import MoEStack
+    from pipeline.layers.stack import MoEStack
     from pipeline.models.decoder import decoder, moe
 
     return decoder(config, attention=lambda _: {"window": config.window}, mlp=lambda _: moe(config, config.ffn_hidden), stack=MoEStack)

@@ -32,7 +32,7 @@ class OlmoeConfig(RotaryMoEConfig, family="olmoe", layers=16, hidden=2048, heads
 
 
 def _build(config: OlmoeConfig) -> Model:
-    from pipeline.layers.moe_stack import MoEStack
+    from pipeline.layers.stack import MoEStack
     from pipeline.models.decoder import decoder, moe
 
     return decoder(

@@ -60,7 +60,7 @@ class Qwen3MoeConfig(
 
 def _build(config: Qwen3MoeConfig) -> Model:
     from pipeline.layers.mlp import GatedMLP
-    from pipeline.layers.moe_stack import MoEStack
+    from pipeline.layers.stack import MoEStack
     from pipeline.models.decoder import decoder, moe
 
     return decoder(

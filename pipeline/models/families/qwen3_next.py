@@ -70,8 +70,8 @@ def _build(config: Qwen3NextConfig) -> Model:
     from pipeline.layers.gated_delta_net import GatedDeltaNet
     from pipeline.layers.mlp import GatedMLP, OutputGate
     from pipeline.layers.moe import SharedExpertMoE
-    from pipeline.layers.moe_stack import MoEStack
     from pipeline.layers.norm import OffsetRMSNorm
+    from pipeline.layers.stack import MoEStack
     from pipeline.models.decoder import decoder, moe
 
     def linear() -> GatedDeltaNet:

@@ -13,6 +13,7 @@ The target after an end-of-document token is the first token of the next documen
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -23,6 +24,8 @@ from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
+from pipeline.data.load.teacher import TeacherAnswers
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.validation_split import ValidationSamples
 
 #: Odd factor of the polynomial over the tokens of a context, modulo 2**64.
@@ -63,6 +66,8 @@ class Causal(TokenShardObjective):
 
     #: Arguments of `dropped`; None for a loss of all targets.
     _goldfish: tuple[int, int] | None = None
+    #: What a teacher predicts; None without one.
+    teacher: TeacherAnswers | None = None
 
     def __init__(self, samples: Samples, *, document_mask: bool = False, padded: bool = False) -> None:
         """Use samples of sequence_length + 1 tokens.
@@ -97,17 +102,24 @@ class Causal(TokenShardObjective):
 
     @classmethod
     def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
-        """See Objective. A validation counts all targets."""
+        """See Objective. A validation counts all targets, and has no teacher."""
         objective, training = super().open_training(config, share), config.training
         objective._goldfish = (training.goldfish_k, training.goldfish_context) if training.goldfish_k else None
+        if config.data.teacher is not None:
+            objective.teacher = TeacherAnswers(Path(config.data.teacher), config.data.verify, share)
         return objective
+
+    @property
+    def streams(self) -> list[TokenStream]:
+        """See Objective."""
+        return [*super().streams, *([] if self.teacher is None else [self.teacher.stream])]
 
     def bytes_per_target(self, indices: np.ndarray) -> np.ndarray | None:
         """See Objective."""
         return self.samples.bytes_per_token(indices) if isinstance(self.samples, ValidationSamples) else None
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """See Objective: tokens and targets; documents under a document mask."""
+        """See Objective: tokens and targets; documents under a document mask; what a teacher predicts."""
         text = self.samples.samples(indices)
         arrays = {"tokens": text[:, :-1], "targets": text[:, 1:]}
         if self._padded:
@@ -119,7 +131,7 @@ class Causal(TokenShardObjective):
             arrays["targets"] = np.where(without, np.int32(IGNORE), arrays["targets"].astype(np.int32))
         if self._document_mask:
             arrays["documents"] = document_ids(arrays["tokens"], self.samples.end_of_document)
-        return arrays
+        return arrays if self.teacher is None else {**arrays, **self.teacher.arrays(indices)}
 
     def joined(self, arrays: dict[str, np.ndarray], indices: np.ndarray, length: int) -> dict[str, np.ndarray]:
         """See Objective. A document goes on in the next sample if both are of one text."""

@@ -20,6 +20,7 @@ from pipeline.data.load import blend
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples
 from pipeline.data.load.special_tokens import SpecialTokens
+from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.validation_split import ValidationSamples, choose
 
 #: The target of a position without a target, equal to layers/loss.py IGNORE, which loads torch.
@@ -89,6 +90,11 @@ class Objective(ABC):
         return int(self.samples.counts[0])
 
     @property
+    def streams(self) -> list[TokenStream]:
+        """The streams of shards that are read."""
+        return [stream for stream in [getattr(self.samples, "stream", None)] if stream is not None]
+
+    @property
     def identity(self) -> dict[str, str]:
         """What a loss of this data is of, for metrics.jsonl: "validation_data", text or examples whatever their tokens; "tokenizer"."""
         corpora = self.samples.corpora
@@ -127,7 +133,7 @@ class Objective(ABC):
         Returns:
             The same entries, with rows of `length`.
         """
-        return {name: array.reshape(-1, length) for name, array in arrays.items()}
+        return {name: array.reshape(-1, length, *array.shape[2:]) for name, array in arrays.items()}
 
     def measures(self, sums: np.ndarray) -> dict[str, float]:  # noqa: ARG002
         """What a validation reports besides the loss, by name.
