@@ -131,6 +131,13 @@ def test_launch_and_config_load_no_torch() -> None:
     assert done.stdout.strip() == ""
 
 
+def test_every_rank_of_sharding_is_as_small_as_it_can_be() -> None:
+    """A center runs hundreds of them."""
+    program = "import sys, pipeline.stages.shard\nprint(*{'torch', 'tokenizers', 'transformers', 'datasets'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == ""
+
+
 @pytest.mark.parametrize(
     "arguments, code",
     [

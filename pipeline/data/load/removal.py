@@ -19,7 +19,6 @@ from pipeline.common import json_lines
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.data.load.shard_checksums import Shard
-from pipeline.data.tokenize import token_shards
 
 FILE = "removed.jsonl"
 
@@ -133,6 +132,8 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
     Raises:
         UserError: a named document is not in the shards.
     """
+    from pipeline.data.tokenize import token_shards  # loads tokenizers, which not every reader of tokens needs
+
     own = of_run(run_dir)
     older = [] if (run_dir / FILE).is_file() else [line for origin in origins for line in of_run(origin)]
     new = [] if named is None else read(Path(named))
