@@ -152,7 +152,7 @@ def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
         ranks.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def world(worlds) -> World:
-    """Four gloo ranks."""
+    """Four gloo ranks; others after a test that ended them."""
     return worlds(4)

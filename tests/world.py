@@ -82,8 +82,10 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
 
     open_files.allow_many_connections()
     dist.init_process_group(SERIAL_GLOO, init_method=store, rank=rank, world_size=size)
+    linear = torch.nn.functional.linear
     while True:
         function, arguments = pipe.recv()
+        torch.nn.functional.linear = linear  # an engine of DeepSpeed that no test has closed may have replaced it
         try:
             pipe.send_bytes(pickle.dumps((True, function(*arguments))))  # send() would share the memory of tensors
         except BaseException:

@@ -92,6 +92,7 @@ class DeepSpeedEngine(Engine):
         rule: MatrixRule,  # noqa: ARG002 - no optimizer of DeepSpeed reads it
     ) -> None:
         self._deepspeed = deepspeed = _import_deepspeed(mesh.device)
+        self._linear = torch.nn.functional.linear
         self.model, self._mesh, self._stage = model, mesh, parallel.zero_stage
         self._optimizer, self._training = optimizer, training
         self.separate = False
@@ -204,6 +205,7 @@ class DeepSpeedEngine(Engine):
     def close(self) -> None:
         """See Engine."""
         self._engine.destroy()
+        torch.nn.functional.linear = self._linear  # ZeRO 3 of DeepSpeed has replaced it, for all models of the process
 
     def _learned(self) -> list[Fragment]:
         """This rank's fragments of the trained weights, with the state of the optimizer."""

@@ -46,6 +46,19 @@ def test_its_steps_are_those_of_our_engine(worlds, tensor):
             assert torch.allclose(torch.tensor(steps), torch.tensor(expected), rtol=2e-6), stage
 
 
+def test_a_closed_engine_leaves_the_process_as_it_was(worlds):
+    """With ZeRO 3, DeepSpeed replaces PyTorch's linear function: the next run of a sweep in one process would compute with it."""
+    assert worlds(2).run(_linear_functions) == [[False, True]] * 2
+
+
+def _linear_functions():
+    before = torch.nn.functional.linear
+    _, trainer = make("precision=fp32", STAGES[3], DEEPSPEED)
+    found = [torch.nn.functional.linear is before]
+    trainer.engine.close()
+    return [*found, torch.nn.functional.linear is before]
+
+
 #: Families whose layers are others: encoder-decoder, experts, latent attention with tied weights and further tokens, linear attention.
 FAMILIES = ["t5", "bert", "mixtral", "deepseek", "qwen3-next-documents"]
 
