@@ -132,7 +132,7 @@ class Trainer:
         mesh, (rows, length) = self.mesh, tokens.shape
         for stage in self.model.stage_modules():
             stage.top_k = k
-        pipeline = Pipeline(self.engine.stages, self._config, mesh, (rows, length), values=length // mesh.layout.context * (2 * k + 1))
+        pipeline = self._pipeline(tokens, batch, length // mesh.layout.context * (2 * k + 1))
         found = torch.zeros(rows, length, 2 * k + 1, device=mesh.device)
         own: slice | Tensor = slice(None)
         if mesh.layout.context > 1:
@@ -229,10 +229,10 @@ class Trainer:
                 dist.all_reduce(gathered, group=group)
         return gathered
 
-    def _pipeline(self, tokens: Tensor, batch: Batch) -> Pipeline:
-        """Return the pipeline for batches of this shape and their result; a warm-up has several shapes."""
+    def _pipeline(self, tokens: Tensor, batch: Batch, values: int | None = None) -> Pipeline:
+        """Return the pipeline for batches of this shape and their result, `values` of a sequence; a warm-up has several shapes."""
         shape = (*tokens.shape, *batch["decoder_tokens"].shape[1:]) if "decoder_tokens" in batch else tuple(tokens.shape)
-        values = 1 if "per_sequence" in batch else None
+        values = 1 if "per_sequence" in batch else values
         if (shape, values) not in self._pipelines:
             self._pipelines[shape, values] = Pipeline(
                 self.engine.stages, self._config, self.mesh, shape, values=values, backward=self.engine.backward
