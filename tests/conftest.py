@@ -143,7 +143,7 @@ def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
     started: dict[int, World] = {}
 
     def world(size: int) -> World:
-        if size not in started or started[size].stopped:
+        if size not in started:
             started[size] = World(size, tmp_path_factory.mktemp("world"))
         return started[size]
 
@@ -152,7 +152,7 @@ def worlds(tmp_path_factory) -> Iterator[Callable[[int], World]]:
         ranks.stop()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def world(worlds) -> World:
-    """Four gloo ranks; others after a test that ended them."""
+    """Four gloo ranks."""
     return worlds(4)

@@ -20,25 +20,27 @@ from tests.helpers import environment
 
 
 class World:
-    """Rank processes that wait for functions to run.
-
-    Attributes:
-        size: how many.
-        stopped: they are terminated, by `stop` or because one of them did not answer.
-    """
+    """Rank processes that wait for functions to run; others are started after a test that ended one of them."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        self.size, self.stopped = size, False
-        self._pipes, self._ranks = [], []
-        for rank in range(size):
+        self.size, self._folder, self._starts = size, folder, 0
+        self._pipes: list[Connection] = []
+        self._ranks: list[Any] = []
+
+    def _start(self) -> None:
+        self._starts += 1
+        for rank in range(self.size):
             ours, theirs = Pipe()
-            call = f"from tests.world import serve; serve({rank}, {size}, 'file://{folder}/store', {theirs.fileno()})"
+            store = self._folder / f"store-{self._starts}"
+            call = f"from tests.world import serve; serve({rank}, {self.size}, 'file://{store}', {theirs.fileno()})"
             self._ranks.append(warm.start("-c", call, environment=environment(), output=2, pass_fds=(theirs.fileno(),)))
             self._pipes.append(ours)
             theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         """`function(*arguments)` on every rank at once; the results by rank. A rank that raises fails the test with its traceback."""
+        if not self._ranks:
+            self._start()
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # of a rank that has ended, which is found below
                 pipe.send_bytes(pickle.dumps((function, arguments)))
@@ -68,9 +70,9 @@ class World:
 
     def stop(self) -> None:
         """Terminate the rank processes."""
-        self.stopped = True
         for rank in self._ranks:
             rank.kill()
+        self._pipes, self._ranks = [], []
 
 
 def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
