@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TypeVar
 
@@ -287,7 +287,7 @@ def covered(code: str) -> tuple[str, ...]:
     return () if script and len(_SCRIPTS.get(found, ())) > 1 and found not in ("ja", "ko") else (found,)
 
 
-def by_label(values: Mapping[str, T]) -> dict[str, T]:
+def by_label(values: Mapping[str, T], covered: Callable[[str], tuple[str, ...]] = covered) -> dict[str, T]:
     """Values by code -> values by label. The value of a code that covers fewer labels takes precedence: zh-Hant over zh."""
     broad_first = sorted(values, key=lambda code: -len(covered(code)))
     return {found: values[code] for code in broad_first for found in covered(code) or (code,)}

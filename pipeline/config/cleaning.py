@@ -97,7 +97,10 @@ class LanguageStep:
         "languages to keep (ISO 639 or BCP 47: en, deu, zh-Hant, ...; pipeline/common/languages.py lists them); empty keeps all; the "
         "language is recorded in any case",
     )
-    share: float = knob(0.65, "minimum fraction of the text in that language", at_least=0, at_most=1)
+    share: float = knob(0.65, "minimum fraction of the text in that language, of a model its probability", at_least=0, at_most=1)
+    model: str | None = knob(
+        None, "a fastText classifier that identifies languages (.bin or .ftz: OpenLID, GlotLID, lid.176); null uses CLD2, which is built in"
+    )
 
 
 @dataclass(frozen=True)

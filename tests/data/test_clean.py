@@ -13,7 +13,8 @@ from pipeline.common.errors import UserError
 from pipeline.common.knobs import changed
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches, identify
+from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches
+from pipeline.data.clean.language import Detector
 from pipeline.data.dedup import minhash
 from pipeline.data.read.documents import Document
 from tests.data import planted
@@ -325,8 +326,8 @@ def test_prose_passes_every_step():
     ],
 )
 def test_languages_are_identified(code, text):
-    assert identify(text)[0] == code
-    assert identify("\x00\x1b" + text + "\uffff")[0] == code  # characters that CLD2 itself rejects
+    assert Detector().identify([text])[0][0] == code
+    assert Detector().identify(["\x00\x1b" + text + "\uffff"])[0][0] == code  # characters that CLD2 itself rejects
 
 
 def test_sources_and_licenses_that_are_not_allowed_are_dropped():

@@ -19,10 +19,11 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
                 yield Violation(key, name, "is unknown", "choose " + ", ".join(known))
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield Violation(key, name, "is listed twice", "remove one")
-    for code in clean.language.keep:
+    has_model = clean.language.model is not None  # its languages are checked when the stage has read it
+    for code in () if has_model else clean.language.keep:
         yield from _language("clean.language.keep", code)
     for name in ("length", "gopher", "c4", "fineweb", "repetition"):
-        yield from _by_language(getattr(clean, name), name)
+        yield from _by_language(getattr(clean, name), name, has_model)
     least, most = clean.contamination.least_words, clean.contamination.words
     if least > most:
         yield Violation(
@@ -44,12 +45,12 @@ def _language(key: str, code: str) -> Iterator[Violation]:
         yield Violation(key, code, rule, f"the nearest is {languages.nearest(code)}; pipeline/common/languages.py lists all")
 
 
-def _by_language(step: Any, name: str) -> Iterator[Violation]:
+def _by_language(step: Any, name: str, has_model: bool) -> Iterator[Violation]:
     """The keys and values of `clean.STEP.by_language`, which a knob cannot check."""
     knobs = {field.name: field.metadata["knob"] for field in dataclasses.fields(step) if field.name != "by_language"}
     for language, values in step.by_language.items():
         key = f"clean.{name}.by_language.{language}"
-        yield from _language(key, language)
+        yield from () if has_model else _language(key, language)
         if not isinstance(values, Mapping):
             yield Violation(key, values, "is not a mapping of keys to values", f"write {{{language}: {{KEY: VALUE}}}}")
             continue

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from pipeline.config.cleaning import CleanConfig
-from pipeline.data.clean import origin, pii_masking, quality, repetition, text_repair
+from pipeline.data.clean import language, origin, pii_masking, quality, repetition, text_repair
 from pipeline.data.clean.document_batch import DocumentBatch, Step
 from pipeline.data.read.documents import Document, add_count, add_counts, utf8_length
 
@@ -121,10 +121,11 @@ class Cleaner:
         notes: step -> what the report tells of its inputs -> number.
 
     Raises:
-        UserError: a file that a step requires is missing.
+        UserError: a file that a step requires is missing, or the classifier of languages does not know one of them.
     """
 
     def __init__(self, config: CleanConfig) -> None:
+        self._detector = language.detector(config)
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
         self._tag, self._identify = config.mode == "tag", not _IDENTIFYING.isdisjoint(config.steps)
         self.notes: dict[str, dict[str, int]] = {name: step.notes for name, step in self._steps if hasattr(step, "notes")}
@@ -133,6 +134,7 @@ class Cleaner:
 
     def clean(self, batch: DocumentBatch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> DocumentBatch:
         """Apply all steps to a batch; their counts are added to `counts` (step -> counts), and dropped documents are given to `dropped`."""
+        batch.detector = self._detector
         sizes = list(map(utf8_length, batch.texts))
         for name, step in self._steps:
             step_counts = counts.setdefault(name, StepCounts())

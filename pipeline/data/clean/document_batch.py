@@ -1,21 +1,19 @@
 """A batch of documents that passes through the cleaning steps: its words, its languages, and the thresholds of a step for each document.
 
 A large text is changed in slices, for steps that change a line at a time: only the strings of a slice are in memory besides the text.
-Languages are identified by CLD2 (https://github.com/CLD2Owners/cld2); its tables are part of the package.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import pycld2
 
 from pipeline.common import languages
 from pipeline.data.clean import code_detection
+from pipeline.data.clean.language import UNKNOWN, Detector, Language
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
@@ -40,12 +38,6 @@ def line_slices(text: str) -> Iterator[tuple[int, int]]:
         start = cut or len(text)
 
 
-SAMPLE_CHARACTERS = (600, 10_000)
-"""Sample sizes, taken from the middle of a text because its ends are often headings and imprints. CLD2's time grows with the length; the
-larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
-CLEAR = 0.8
-UNKNOWN = (languages.UNKNOWN, 0.0)
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
 BATCH_CHARACTERS = 1 << 18
 """Approximate characters per batch: enough to amortize numpy's cost per call, few enough that the arrays fit into the CPU cache."""
 
@@ -63,38 +55,12 @@ class StepLimits:
     def __getitem__(self, key: str) -> np.ndarray:
         """(texts,) values of a key; (texts, n) of a key that is a list of n numbers."""
         general = getattr(self._knobs, key)
-        own = languages.by_label({code: values[key] for code, values in self._knobs.by_language.items() if key in values})
+        own = languages.by_label(
+            {code: values[key] for code, values in self._knobs.by_language.items() if key in values}, self._batch.detector.covered
+        )
         if not own:
             return np.broadcast_to(np.array(general), (len(self._batch.texts), *np.shape(general)))
         return np.array([own.get(label, general) for label, _ in self._batch.languages])
-
-
-def identify(text: str) -> tuple[str, float]:
-    """Identify the main language of a text.
-
-    Returns:
-        (label as in common/languages.py, "und" if unknown; the share of the text in that language, 0 to 1).
-    """
-    detected = UNKNOWN
-    for size in SAMPLE_CHARACTERS:
-        start = max(0, (len(text) - size) // 2)
-        detected = _largest(text[start : start + size])
-        if detected[1] >= CLEAR or len(text) <= size:
-            break
-    return detected
-
-
-def _largest(sample: str) -> tuple[str, float]:
-    """The first result of CLD2."""
-    try:
-        _, _, detected = pycld2.detect(sample)
-    except pycld2.error:
-        try:
-            _, _, detected = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
-        except pycld2.error:  # characters outside the planes that CLD2 supports
-            return UNKNOWN
-    _, code, percent, _ = detected[0]
-    return languages.normalized(code), percent / 100
 
 
 class Verdict(NamedTuple):
@@ -118,7 +84,10 @@ class DocumentBatch:
         alive: (documents,) bool, documents that have not been dropped. Verdicts on other documents are ignored.
         changed: (documents,) bool, documents whose text differs from the original.
         tags: for every document, the reasons for which a step would have dropped it (`clean.mode=tag`).
+        detector: identifies the languages.
     """
+
+    detector = Detector()
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
@@ -157,12 +126,16 @@ class DocumentBatch:
         return np.maximum(list(map(len, self.texts)), 1)
 
     @cached_property
-    def languages(self) -> list[tuple[str, float]]:
+    def languages(self) -> list[Language]:
         """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
-        return [self._identified(index) if alive else UNKNOWN for index, alive in enumerate(self.alive)]
+        found = [UNKNOWN] * len(self.texts)
+        alive = np.flatnonzero(self.alive).tolist()
+        for index, language in zip(alive, self._identified(alive), strict=True):
+            found[index] = language
+        return found
 
-    def _identified(self, index: int) -> tuple[str, float]:
-        return identify(code_detection.prose(self.texts[index]))
+    def _identified(self, indices: Sequence[int]) -> list[Language]:
+        return self.detector.identify([code_detection.prose(self.texts[index]) for index in indices])
 
     def label(self, index: int, *, identify: bool = False) -> str:
         """The language of a document as a step identified it, else as its metadata has it; "" if neither is known.
@@ -170,7 +143,7 @@ class DocumentBatch:
         Args:
             identify: identify the language of this document if no step has.
         """
-        label = self.languages[index][0] if "languages" in vars(self) else self._identified(index)[0] if identify else ""
+        label = self.languages[index][0] if "languages" in vars(self) else self._identified([index])[0][0] if identify else ""
         given = self.documents[index].meta.get("lang")
         return languages.normalized(given) if label in ("", languages.UNKNOWN) and given and isinstance(given, str) else label
 
@@ -185,7 +158,7 @@ class DocumentBatch:
         if not changed:
             return self
         batch = DocumentBatch(self.documents)
-        batch.alive, batch.tags, batch.changed = self.alive, self.tags, self.changed.copy()
+        batch.alive, batch.tags, batch.changed, batch.detector = self.alive, self.tags, self.changed.copy(), self.detector
         batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
         for name in ("languages", "first_words"):

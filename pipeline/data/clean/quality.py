@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipeline.common import languages
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep
 from pipeline.data.clean import counts
 from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
@@ -106,10 +105,10 @@ def fineweb(knobs: FineWebStep) -> Step:
 
 def language(knobs: LanguageStep) -> Step:
     """Drop documents in other languages, or with too small a share of the main language. If `keep` is empty, all documents are kept."""
-    wanted = {label for code in knobs.keep for label in languages.covered(code)}
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         found = batch.languages
+        wanted = {label for code in knobs.keep for label in batch.detector.covered(code)}
         if not wanted:
             return ()
         other = np.array([label not in wanted for label, _ in found])

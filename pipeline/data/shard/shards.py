@@ -197,6 +197,7 @@ def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tupl
             **{key: value for key, _, value in knobs.walk(dedup, "dedup.")},
             "dedup.against": against,
             **({"clean.contamination.files": _digests(clean.contamination.files)} if "contamination" in clean.steps else {}),
+            **({"clean.language.model": _digests([clean.language.model])} if clean.language.model else {}),
         },
     )
 

@@ -1,0 +1,262 @@
+"""Classifiers of fastText (Joulin et al. 2016, arXiv:1607.01759) in numpy: reads .bin and .ftz files, classifies texts.
+
+A text is the mean of the rows of its words, of the n-grams of characters in its words and of its n-grams of words; an n-gram is hashed
+(FNV-1a) to a row. A softmax, a Huffman tree of binary decisions or a binary decision for each label give the probabilities.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+
+#: A file begins with these two numbers.
+MAGIC, VERSION = 793712314, 12
+#: Values of the kind of model and of the loss in a file.
+SUPERVISED = 3
+TREE, SOFTMAX = 1, 3
+LABEL, END = "__label__", b"</s>"
+#: Rows of the input matrix that are added at once: they fit into a cache.
+CHUNK = 1 << 12
+
+_PRIME, _BASIS = np.uint32(16777619), np.uint32(2166136261)
+#: What FNV-1a of fastText adds for a byte: the byte, sign-extended.
+_SIGNED = np.arange(256, dtype=np.uint8).view(np.int8).astype(np.int32).view(np.uint32)
+_WORD_FACTOR = np.uint64(116049371)
+
+
+class FastText:
+    """A classifier. A large input matrix stays in the file, and processes on a node share its pages.
+
+    Args:
+        path: a file that `fasttext supervised` or `fasttext quantize` wrote.
+
+    Attributes:
+        labels: the labels, without their prefix.
+
+    Raises:
+        ValueError: it is no such file, or is cut; the text says why.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            if _numbers(file, "<2i") != (MAGIC, VERSION):
+                raise ValueError(f"it does not begin as a file of fastText does, version {VERSION}")
+            dim, _, _, _, _, self._word_ngrams, self._loss, model, self._bucket, self._minn, self._maxn, _ = _numbers(file, "<12i")
+            file.read(8)
+            if model != SUPERVISED:
+                raise ValueError("it has vectors of words, and no labels")
+            count, self._words, labels, _, pruned = _numbers(file, "<3i2q")
+            entries = [_entry(file) for _ in range(count)]
+            self._ids = {word: number for number, (word, _) in enumerate(entries[: self._words])}
+            self.labels = [word.decode().removeprefix(LABEL) for word, _ in entries[self._words :]]
+            if len(self.labels) != labels or not labels:
+                raise ValueError(f"it has {labels} labels")
+            #: The row of every hashed n-gram after those of the words, -1 for one without; None if all have one.
+            self._rows_of_buckets: np.ndarray | None = None
+            if pruned >= 0:
+                buckets, rows = _array(file, "<i4", (pruned, 2)).T
+                self._rows_of_buckets = np.full(self._bucket, -1, dtype=np.int64)
+                self._rows_of_buckets[buckets] = rows
+            quantized = _numbers(file, "<?")[0]
+            self._input = _quantized(file) if quantized else _mapped(file)
+            self._output = _quantized(file) if _numbers(file, "<?")[0] and quantized else np.array(_mapped(file))
+            self._children = _tree([times for _, times in entries[self._words :]]) if self._loss == TREE else []
+            if self._input.shape[1] != dim or self._output.shape[1] != dim:
+                raise ValueError(f"its matrices do not have {dim} columns")
+
+    def probabilities(self, texts: Sequence[str]) -> np.ndarray:
+        """Return the probability of every label, fp32 (texts, labels). They are 0 for a text of which nothing is known.
+
+        A line break is a space: fastText reads lines.
+        """
+        hidden, known = self._hidden([_words(text) for text in texts])
+        scores = hidden @ self._output.T
+        if self._loss == TREE:
+            found = self._leaves(scores)
+        elif self._loss == SOFTMAX:
+            exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
+            found = exponentials / exponentials.sum(axis=1, keepdims=True)
+        else:
+            found = 1 / (1 + np.exp(-scores.astype(np.float64)))
+        return np.where(known[:, None], found, 0).astype(np.float32)
+
+    def _hidden(self, texts: Sequence[list[bytes]]) -> tuple[np.ndarray, np.ndarray]:
+        """The mean row of every text, (texts, dim), and whether it has one, (texts,)."""
+        rows, owners = self._rows(texts)
+        order = np.argsort(owners, kind="stable")
+        rows, owners = rows[order], owners[order]
+        hidden = np.zeros((len(texts), self._output.shape[1]), dtype=np.float32)
+        for start in range(0, len(rows), CHUNK):
+            own = owners[start : start + CHUNK]
+            first = np.flatnonzero(np.diff(own, prepend=-1))
+            hidden[own[first]] += np.add.reduceat(self._input[rows[start : start + CHUNK]], first, axis=0)
+        counts = np.bincount(owners, minlength=len(texts))
+        return hidden / np.maximum(counts, 1)[:, None].astype(np.float32), counts > 0
+
+    def _rows(self, texts: Sequence[list[bytes]]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of words and n-grams, and the text of each."""
+        words = [word for text in texts for word in text]
+        owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
+        ids = np.array([self._ids.get(word, -1) for word in words], dtype=np.int64)
+        is_word = np.array([not word.startswith(LABEL.encode()) for word in words], dtype=bool) | (ids >= 0)
+        found = [(ids[ids >= 0], owners[ids >= 0])]
+        if self._maxn > 0:
+            spelled = np.flatnonzero(is_word & np.array([word != END for word in words], dtype=bool))
+            hashes, of = _character_ngrams([words[number] for number in spelled.tolist()], self._minn, self._maxn)
+            found.append(self._hashed(hashes.astype(np.uint64), owners[spelled[of]]))
+        if self._word_ngrams > 1:
+            chosen = np.flatnonzero(is_word)
+            hashes = _fnv([words[number] for number in chosen.tolist()]).view(np.int32).astype(np.int64).view(np.uint64)
+            sums, own = hashes, owners[chosen]
+            for more in range(1, self._word_ngrams):
+                sums = sums[:-1] * _WORD_FACTOR + hashes[more:]
+                same = own[:-more] == own[more:]
+                found.append(self._hashed(sums[same], own[:-more][same]))
+        rows, of_text = (np.concatenate(part) for part in zip(*found, strict=True))
+        return rows, of_text
+
+    def _hashed(self, hashes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of n-grams as far as they have one, and the text of each."""
+        buckets = (hashes % np.uint64(self._bucket)).astype(np.int64)
+        if self._rows_of_buckets is None:
+            return self._words + buckets, owners
+        rows = self._rows_of_buckets[buckets]
+        return self._words + rows[rows >= 0], owners[rows >= 0]
+
+    def _leaves(self, scores: np.ndarray) -> np.ndarray:
+        """The probabilities of the leaves of the tree, fp64 (texts, labels), from the scores of its inner nodes."""
+        right = 1 / (1 + np.exp(-scores.astype(np.float64)))
+        leaves = len(self.labels)
+        logs = np.zeros((len(scores), 2 * leaves - 1))
+        for node in reversed(range(leaves - 1)):
+            left_child, right_child = self._children[node]
+            logs[:, left_child] = logs[:, leaves + node] + np.log(1 - right[:, node] + 1e-5)  # fastText adds 1e-5
+            logs[:, right_child] = logs[:, leaves + node] + np.log(right[:, node] + 1e-5)
+        return np.exp(logs[:, :leaves])
+
+
+@cache
+def load(path: Path) -> FastText:
+    """Return a classifier, which a process reads once."""
+    return FastText(path)
+
+
+def _numbers(file: IO[bytes], form: str) -> tuple[int, ...]:
+    """Read numbers."""
+    content = file.read(struct.calcsize(form))
+    if len(content) < struct.calcsize(form):
+        raise ValueError("it is cut")
+    return struct.unpack(form, content)
+
+
+def _entry(file: IO[bytes]) -> tuple[bytes, int]:
+    """Read a word or label, and how often it was counted."""
+    characters = bytearray()
+    while (character := file.read(1)) != b"\0":
+        if not character:
+            raise ValueError("it is cut")
+        characters += character
+    times, _ = _numbers(file, "<qb")
+    return bytes(characters), times
+
+
+def _array(file: IO[bytes], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Read an array."""
+    size = int(np.dtype(dtype).itemsize * np.prod(shape))
+    if len(content := file.read(size)) < size:
+        raise ValueError("it is cut")
+    return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _mapped(file: IO[bytes]) -> np.ndarray:
+    """Map a matrix, and go on behind it."""
+    rows, columns = _numbers(file, "<2q")
+    place, size = file.tell(), 4 * rows * columns
+    if min(rows, columns) < 1 or Path(file.name).stat().st_size < place + size:
+        raise ValueError("it is cut")
+    file.seek(size, 1)
+    return np.memmap(file.name, "<f4", "r", place, (rows, columns))
+
+
+def _quantized(file: IO[bytes]) -> np.ndarray:
+    """Read a matrix whose rows, and maybe their norms, are product-quantized."""
+    has_norms, rows, _, size = _numbers(file, "<?2qi")
+    matrix = _decoded(file, _array(file, "u1", (rows, size // max(rows, 1))))
+    return matrix * _decoded(file, _array(file, "u1", (rows, 1))) if has_norms else matrix
+
+
+def _decoded(file: IO[bytes], codes: np.ndarray) -> np.ndarray:
+    """Read the centroids of a product quantizer; return what codes (rows, parts) stand for, (rows, columns)."""
+    columns, parts, width, last = _numbers(file, "<4i")
+    centroids = _array(file, "<f4", (256 * columns,))
+    tables = [centroids[256 * width * part :][: 256 * size].reshape(256, size) for part, size in enumerate([width] * (parts - 1) + [last])]
+    return np.concatenate([table[codes[:, part]] for part, table in enumerate(tables)], axis=1)
+
+
+def _tree(counts: Sequence[int]) -> list[tuple[int, int]]:
+    """The children (left, right) of the inner nodes of a Huffman tree; the leaves come first, in the order of falling counts."""
+    leaves = len(counts)
+    sizes = [*counts, *[10**15] * (leaves - 1)]
+    leaf, node, children = leaves - 1, leaves, []
+    for number in range(leaves, 2 * leaves - 1):
+        pair = []
+        for _ in range(2):
+            if leaf >= 0 and sizes[leaf] < sizes[node]:
+                pair.append(leaf)
+                leaf -= 1
+            else:
+                pair.append(node)
+                node += 1
+        sizes[number] = sizes[pair[0]] + sizes[pair[1]]
+        children.append((pair[0], pair[1]))
+    return children
+
+
+def _words(text: str) -> list[bytes]:
+    """The words of a text with the mark of the end of a line, which ends it wherever it stands."""
+    words = [*text.encode("utf-8", "replace").replace(b"\0", b" ").split(), END]
+    return words[: words.index(END) + 1]
+
+
+def _fnv(words: Sequence[bytes]) -> np.ndarray:
+    """The hash of every word, uint32 (words,)."""
+    content = np.frombuffer(b"".join(words), np.uint8)
+    lengths = np.array([len(word) for word in words], dtype=np.int64)
+    starts = np.cumsum(lengths) - lengths
+    hashes = np.full(len(words), _BASIS)
+    for place in range(int(lengths.max(initial=0))):
+        own = np.flatnonzero(lengths > place)
+        hashes[own] = (hashes[own] ^ _SIGNED[content[starts[own] + place]]) * _PRIME
+    return hashes
+
+
+def _character_ngrams(words: Sequence[bytes], minn: int, maxn: int) -> tuple[np.ndarray, np.ndarray]:
+    """The hashes of the n-grams of the characters of "<word>", uint32 (n,), and the word of each, (n,). "<" and ">" alone are none."""
+    content = np.frombuffer(b"".join(part for word in words for part in (b"<", word, b">")), np.uint8)
+    ends = np.cumsum([len(word) + 2 for word in words], dtype=np.int64)
+    begins = np.flatnonzero((content & 0xC0) != 0x80)  # of the characters
+    sizes = np.diff(begins, append=len(content))
+    of_word = np.searchsorted(ends, begins, side="right")
+    last = np.searchsorted(begins, ends) - 1
+    left = last[of_word] - np.arange(len(begins))  # characters behind this one in its word
+    edge = (left == 0) | (np.diff(of_word, prepend=-1) > 0)
+    hashes, starts = np.full(len(begins), _BASIS), np.arange(len(begins))
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for n in range(1, maxn + 1):
+        starts = starts[left[starts] >= n - 1]
+        added, values = starts + n - 1, hashes[starts]
+        for byte in range(4):
+            own = np.flatnonzero(sizes[added] > byte)
+            values[own] = (values[own] ^ _SIGNED[content[begins[added[own]] + byte]]) * _PRIME
+        hashes[starts] = values
+        if n >= minn:
+            kept = starts if n > 1 else starts[~edge]
+            found.append((hashes[kept], of_word[kept]))
+    hashes_of, words_of = (np.concatenate(part) for part in zip(*found, strict=True))
+    return hashes_of, words_of

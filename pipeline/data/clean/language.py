@@ -1,0 +1,140 @@
+"""Identification of languages: by CLD2 (https://github.com/CLD2Owners/cld2), whose package has its tables, or by a fastText file."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pycld2
+
+from pipeline.common import languages
+from pipeline.common.errors import UserError
+from pipeline.config.cleaning import STEPS, CleanConfig
+from pipeline.data.clean import fasttext_model
+
+Language = tuple[str, float]
+"""A label as in common/languages.py, "und" if unknown, and the share of a text in that language, or its probability, 0 to 1."""
+
+UNKNOWN: Language = (languages.UNKNOWN, 0.0)
+
+SAMPLE_CHARACTERS = (600, 10_000)
+"""Sample sizes, taken from the middle of a text because its ends are often headings and imprints. The time grows with the length; the
+larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
+CLEAR = 0.8
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
+
+
+class Detector:
+    """CLD2."""
+
+    def identify(self, texts: Sequence[str]) -> list[Language]:
+        """Return the main language of every text."""
+        found = [UNKNOWN] * len(texts)
+        unclear = list(range(len(texts)))
+        for size in SAMPLE_CHARACTERS:
+            starts = [max(0, (len(texts[number]) - size) // 2) for number in unclear]
+            samples = [texts[number][start : start + size] for number, start in zip(unclear, starts, strict=True)]
+            for number, language in zip(unclear, self.detect(samples), strict=True):
+                found[number] = language
+            unclear = [number for number in unclear if found[number][1] < CLEAR and len(texts[number]) > size]
+        return found
+
+    def detect(self, samples: Sequence[str]) -> list[Language]:
+        """Return the main language of every sample, from all of its characters."""
+        return [_cld2(sample) for sample in samples]
+
+    def covered(self, code: str) -> tuple[str, ...]:
+        """Return the labels that a code names."""
+        return languages.covered(code)
+
+
+class FastTextDetector(Detector):
+    """A classifier of fastText whose labels are codes of languages: `de`, `deu_Latn`.
+
+    A code becomes the label of common/languages.py, unless codes of several languages would become one: `ckb` beside `ku`.
+
+    Raises:
+        UserError: the file is missing, or is none of fastText.
+    """
+
+    def __init__(self, path: Path) -> None:
+        key, fix = "clean.language.model", "name a classifier of fastText, such as lid.176.ftz, OpenLID or GlotLID"
+        try:
+            self._model, self._path = fasttext_model.load(path), path
+        except (OSError, ValueError) as error:
+            raise UserError.of(key, path, f"cannot be read: {error}", fix) from error
+        names = self._model.labels
+        # Codes of Wikipedia, which lid.176 has: als is Alemannic there, and Tosk Albanian in ISO 639-3.
+        codes = ["gsw" if name == "als" and "sq" in names else name for name in names]
+        labels = [languages.normalized(code) for code in codes]
+        spoken = {label: {_language(code) for code, other in zip(codes, labels, strict=True) if other == label} for label in labels}
+        self._codes = [
+            (code, label if len(spoken[label]) == 1 or _language(code) == label else code)
+            for code, label in zip(codes, labels, strict=True)
+        ]
+        self._labels = sorted({label for _, label in self._codes})
+        columns = np.array([self._labels.index(label) for _, label in self._codes])
+        self._order = np.argsort(columns, kind="stable")
+        self._starts = np.searchsorted(columns[self._order], np.arange(len(self._labels)))
+
+    def detect(self, samples: Sequence[str]) -> list[Language]:
+        """Return the most probable language of every sample; the probabilities of its scripts are added."""
+        each = self._model.probabilities(samples)
+        summed = np.add.reduceat(each[:, self._order], self._starts, axis=1)
+        best = summed.argmax(axis=1)
+        return [
+            (self._labels[label], min(1.0, float(row[label]))) if row[label] > 0 else UNKNOWN
+            for row, label in zip(summed, best.tolist(), strict=True)
+        ]
+
+    def covered(self, code: str) -> tuple[str, ...]:
+        """Return the labels that a code names, those of its own language first: of `ckb` not `ku`."""
+        general = languages.covered(code)
+        own = {label for name, label in self._codes if code.lower() in (name.lower(), _language(name))}
+        found = set(general) if len(general) > 1 else own or set(general)
+        return tuple(sorted(found & set(self._labels)))
+
+    def nearest(self, code: str) -> str:
+        """Return codes that are meant most likely."""
+        close = difflib.get_close_matches(code, [*self._labels, *(name for name, _ in self._codes)], cutoff=0)
+        return f"it knows {', '.join(dict.fromkeys(close))} and {len(self._labels)} in all"
+
+
+def detector(clean: CleanConfig) -> Detector:
+    """Return the detector that a configuration chooses.
+
+    Raises:
+        UserError: its file cannot be read, or it does not know a language of the configuration.
+    """
+    if clean.language.model is None:
+        return Detector()
+    found = FastTextDetector(Path(clean.language.model).expanduser())
+    codes = [("clean.language.keep", code) for code in clean.language.keep]
+    for name in STEPS:  # a step may have values of languages that are in no text
+        mine = getattr(getattr(clean, name), "by_language", {})
+        codes += [(f"clean.{name}.by_language", code) for code in mine if not languages.covered(code)]
+    for key, code in codes:
+        if not found.covered(code):
+            raise UserError.of(key, code, f"is no language of clean.language.model={clean.language.model}", found.nearest(code))
+    return found
+
+
+def _language(code: str) -> str:
+    """The code of the language without that of a script."""
+    return re.split("[-_]", code.lower())[0]
+
+
+def _cld2(sample: str) -> Language:
+    """The first result of CLD2."""
+    try:
+        _, _, detected = pycld2.detect(sample)
+    except pycld2.error:
+        try:
+            _, _, detected = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
+        except pycld2.error:  # characters outside the planes that CLD2 supports
+            return UNKNOWN
+    _, code, percent, _ = detected[0]
+    return languages.normalized(code), percent / 100

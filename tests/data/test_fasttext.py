@@ -1,0 +1,141 @@
+"""Classifiers of fastText: the probabilities of its own library for files of every kind, and languages by such a file in stage=shard."""
+
+import io
+import struct
+from pathlib import Path
+
+import fasttext
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.common.errors import UserError
+from pipeline.data.clean import language
+from pipeline.data.clean.fasttext_model import MAGIC, VERSION, FastText
+from tests.data.test_clean import clean, config
+
+LOSSES = {"tree": 1, "negative sampling": 2, "softmax": 3, "one for each label": 4}
+WORDS = ["der", "Baum", "ein", "söng", "мир", "日本", "e\u0301", "😀x", "a", "</s>"]
+
+
+def write(path, words, counts, rows, output, *, loss=3, minn=0, maxn=0, word_ngrams=1, bucket=0, kept=None, parts=0, norms=False):
+    """Write a file as fastText does.
+
+    Args:
+        words: the words.
+        counts: label -> how often it occurred, most frequent first.
+        rows: (words + n-grams, dim) input matrix.
+        output: (labels or inner nodes, dim) output matrix.
+        kept: buckets of n-grams that have a row, if not all have one.
+        parts: product-quantize the input matrix in this many parts; `rows` has numbers of centroids then, (rows, dim) random ones.
+        norms: quantize the norms of the rows, too.
+    """
+    dim, random = output.shape[1], np.random.default_rng(7)
+    file = io.BytesIO()
+    file.write(struct.pack("<2i", MAGIC, VERSION))
+    file.write(struct.pack("<12id", dim, 5, 5, 1, 5, word_ngrams, loss, 3, bucket, minn, maxn, 100, 1e-4))
+    file.write(struct.pack("<3i2q", len(words) + len(counts), len(words), len(counts), 100, -1 if kept is None else len(kept)))
+    for entry, (count, kind) in {**dict.fromkeys(words, (9, 0)), **{f"__label__{name}": (n, 1) for name, n in counts.items()}}.items():
+        file.write(entry.encode() + b"\0" + struct.pack("<qb", count, kind))
+    for row, number in enumerate(kept or []):
+        file.write(struct.pack("<2i", number, row))
+    file.write(struct.pack("<?", parts > 0))
+    if parts:
+        width = -(-dim // parts)
+        parts, last = -(-dim // width), dim % width or width
+        codes = random.integers(0, 256, (len(rows), parts), dtype=np.uint8)
+        file.write(struct.pack("<?2qi", norms, *rows.shape, codes.size) + codes.tobytes())
+        file.write(struct.pack("<4i", dim, parts, width, last) + random.normal(size=256 * dim).astype("<f4").tobytes())
+        if norms:
+            file.write(random.integers(0, 256, len(rows), dtype=np.uint8).tobytes())
+            file.write(struct.pack("<4i", 1, 1, 1, 1) + random.normal(size=256).astype("<f4").tobytes())
+    else:
+        file.write(struct.pack("<2q", *rows.shape) + rows.astype("<f4").tobytes())
+    file.write(struct.pack("<?2q", False, *output.shape) + output.astype("<f4").tobytes())
+    path.write_bytes(file.getvalue())
+    return path
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_its_probabilities_are_those_of_fasttext(tmp_path_factory, data):
+    draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
+    loss, (minn, maxn), word_ngrams = draw(*LOSSES), draw((0, 0), (1, 2), (2, 4), (3, 6)), draw(1, 2, 3)
+    bucket, labels, dim = 50 if maxn or word_ngrams > 1 else 0, draw(2, 3, 7), draw(1, 5, 8)
+    parts = draw(0, 1, 3)
+    kept = draw(None, [3, 11, 12, 40], []) if parts and bucket else None
+    random = np.random.default_rng(data.draw(st.integers(0, 99)))
+    counts = dict(sorted({f"L{n}": int(random.integers(1, 30)) for n in range(labels)}.items(), key=lambda item: -item[1]))
+    rows = random.normal(size=(len(WORDS) + (bucket if kept is None else len(kept)), dim))
+    output = random.normal(size=(labels, dim))
+    choice = {"loss": LOSSES[loss], "minn": minn, "maxn": maxn, "word_ngrams": word_ngrams, "bucket": bucket, "kept": kept}
+    path = write(tmp_path_factory.mktemp("model") / "m.bin", WORDS, counts, rows, output, parts=parts, norms=draw(False, True), **choice)
+    spelled = st.lists(st.sampled_from([*WORDS, "unknown", "__label__L1", "__label__none", "Bäume", "\u00a0", "x" * 30]), max_size=9)
+    texts = [" ".join(words) for words in data.draw(st.lists(spelled | st.lists(st.text("aöя日😀\t\x0b<>"), max_size=5), min_size=1))]
+    theirs, ours = fasttext.load_model(str(path)), FastText(path)
+    exact = 2e-5 if loss in ("tree", "softmax") else 0.01  # fastText adds 1e-5, and has sigmoids from a table
+    for text, found in zip(texts, ours.probabilities(texts), strict=True):
+        expected = dict(zip(*theirs.predict(text, k=-1), strict=True))
+        assert found == pytest.approx([expected.get(f"__label__{name}", 0) for name in ours.labels], abs=exact), text
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: b"PK" + content, "does not begin as a file of fastText"),
+        (lambda content: content[:70], "it is cut"),
+        (lambda content: content[:-1], "it is cut"),
+        (lambda content: content[:36] + struct.pack("<i", 1) + content[40:], "no labels"),
+    ],
+)
+def test_a_file_that_is_no_classifier_is_refused(tmp_path, change, reason):
+    path = write(tmp_path / "m.bin", WORDS, {"de": 2, "en": 1}, np.ones((len(WORDS), 4)), np.ones((2, 4)))
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=f"clean.language.model={path}: cannot be read: .*{reason}"):
+        clean(["x"], config("language", language={"model": str(path)}))
+
+
+def speaker(path: Path, words: dict[str, str]) -> Path:
+    """Write a classifier that knows a word of each language."""
+    names = sorted(set(words.values()))
+    rows = np.array([[20.0 * (language == name) for name in names] for language in words.values()])
+    return write(path, list(words), dict.fromkeys(names, 1), rows, np.eye(len(names)))
+
+
+def test_languages_of_a_file_have_the_labels_of_the_built_in_ones(tmp_path):
+    words = {"haus": "deu_Latn", "hus": "nds_Latn", "dom": "srp_Cyrl", "house": "eng_Latn", "mal": "kmr_Latn", "xanu": "ckb_Arab"}
+    model = {"model": str(speaker(tmp_path / "m.bin", words))}
+    texts = [f"{word} " * 20 for word in words]
+
+    def kept(*codes: str) -> list[str]:
+        found = clean(texts, config("language", language={**model, "keep": list(codes)}))[0]
+        return [text.split()[0] for text in found if text]
+
+    assert kept("de") == kept("deu") == kept("de-DE") == ["haus"]
+    assert kept("nds") == kept("nds_Latn") == ["hus"]
+    assert kept("en", "sr") == ["dom", "house"]
+    assert kept("ckb") == ["xanu"]
+    assert kept("kmr") == ["mal"]
+    by_language = {"least": 0, "by_language": {"nds": {"least": 10_000}}}
+    assert clean(texts, config("language", "length", language=model, length=by_language))[0].count(None) == 1
+    for group, key in (
+        ({"language": {**model, "keep": ["fra"]}}, "keep"),
+        ({"language": model, "length": {"by_language": {"xyz": {}}}}, "by"),
+    ):
+        with pytest.raises(UserError, match=rf"clean.*{key}.*(fra|xyz): is no language of clean.language.model"):
+            clean(texts, config("language", "length", **group))
+
+
+def test_codes_of_two_languages_that_would_have_one_label_stay_apart(tmp_path):
+    path = speaker(tmp_path / "m.bin", {"mal": "ku", "xanu": "ckb", "hüsli": "als", "shtëpi": "sq"})  # the codes of lid.176
+    found = language.FastTextDetector(path).identify(["mal " * 9, "xanu " * 9, "hüsli " * 9, "shtëpi " * 9, ""])
+    assert [label for label, _ in found] == ["ku", "ckb", "gsw", "sq", "und"]
+    assert all(probability > 0.99 for _, probability in found[:4])
+
+
+def test_the_share_is_the_probability_of_the_language(tmp_path):
+    model = {"model": str(speaker(tmp_path / "m.bin", {"haus": "deu_Latn", "house": "eng_Latn"})), "keep": ["de"]}
+    both = "haus house " * 9
+    assert clean([both], config("language", language={**model, "share": 0.4}))[0] == [both]
+    assert clean([both], config("language", language={**model, "share": 0.6}))[0] == [None]
