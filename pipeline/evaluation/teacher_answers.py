@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.common import artifact
 from pipeline.common.artifact import Manifest
-from pipeline.common.atomic_files import atomic_file
+from pipeline.common.atomic_files import atomic_file, report_disk_full
 from pipeline.common.locks import claimed
 from pipeline.common.progress import Progress
 from pipeline.common.unfinished import Unfinished
@@ -51,7 +51,7 @@ def write(config: RunConfig, stage: Evaluate, trainer: Trainer, data: TokenShard
     settings = {**teacher.identity(config, data, samples), "samples": samples, "stage.distill_top_k": k, **evaluated}
     unfinished = Unfinished(folder, settings, {"training.global_batch_size": batch})
     files = {f"{number:05d}": range(first, min(first + per_file, samples)) for number, first in enumerate(range(0, samples, per_file))}
-    with ExitStack() as claims:
+    with report_disk_full(folder, KEY), ExitStack() as claims:
         missing: list[str] = on_rank_0(partial(_missing, unfinished, list(files), claims))
         if mesh.rank == 0 and missing:
             text = "%s samples of %d tokens, %d of each: %.3g GB, %.3g bytes a kept token"

@@ -49,8 +49,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
     for number, phase in enumerate(phases.alone(config)[1:], 1):
+        training, layout = phase.training, Layout.of(phase, world_size).axes_text()
+        batch = f"{training.global_batch_size:,} sequences of {training.sequence_length:,} tokens"
+        print(f"\ntraining.phases.{number}: {training.steps:,} steps of {batch}, {layout}")
         if (result := memory_check.planned(phase, world_size)) is not None:
-            print(f"\ntraining.phases.{number}: {phase.training.steps:,} steps, sequences of {phase.training.sequence_length:,} tokens")
             print("\n".join(rank_report.plan_lines(result)), flush=True)
         if refused := memory_check.violation(phase, world_size, result):
             raise UserError([refused])

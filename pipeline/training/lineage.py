@@ -130,7 +130,7 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None) -> list[S
     """
     config = saved.read(run_dir, key)
     parent = _parent(run_dir)
-    begins = parent is not None and parent["how"] == "fork"
+    begins = parent is not None and parent["how"] in ("fork", "merge")
     before = int(parent["step"]) if parent is not None and begins else 0
     lines = [line for line in metrics_file.read(run_dir) if "samples" in line and line["step"] > before]
     after, counts = {line["step"]: line["samples"] for line in lines}, {line["step"]: line.get("removed", 0) for line in lines}
@@ -143,8 +143,9 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None) -> list[S
     found = [stretch for path, step in origins(parent) for stretch in _older(path, step)]
     if steps:
         first = 0
-        if begins:  # as the trunk says; if that is gone, by the batch size of the first step
-            first = int(found[-1].samples[-1]) if found else after[steps[0]] - warmup.batch_size(config.training, before)
+        if begins:  # as the trunk or the newest member says; if that is gone, by the batch size of the first step
+            trunks = (int(stretch.samples[-1]) for stretch in reversed(found) if stretch.last == before)
+            first = next(trunks, after[steps[0]] - warmup.batch_size(config.training, before))
         samples = np.array([first, *(after[step] for step in steps)], dtype=np.int64)
         left_out = np.array([counts[step] for step in steps], dtype=np.int64)
         found.append(Stretch(run_dir, config, before, samples, skipped_samples.read(run_dir), removal.of_run(run_dir), left_out))
@@ -162,6 +163,14 @@ def origins(parent: dict[str, Any] | None) -> Iterator[tuple[Path, int]]:
     if parent is not None and parent["how"] in ("fork", "initialize_from", "merge"):
         for member in parent.get("members") or [parent]:
             yield Path(member["path"]).parent.parent, int(member["step"])
+
+
+def run_dirs(parent: dict[str, Any] | None) -> Iterator[Path]:
+    """Yield the run directories of `origins`; where one has removed no documents, as a merge, also those that it began with."""
+    for run_dir, _ in origins(parent):
+        yield run_dir
+        if not (run_dir / removal.FILE).is_file():
+            yield from run_dirs(_parent(run_dir))
 
 
 def _older(run_dir: Path, step: int) -> list[Stretch]:

@@ -194,7 +194,7 @@ def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, O
     config = with_steps(config, data, ranks.rank)
     if isinstance(data, Causal) and data.teacher is not None:
         data.teacher.check(config, data)
-    blend.check_epochs(config.data, config.training, data.samples)
+    blend.check_epochs(config.data, config.training, data.samples, logs=ranks.rank == 0)
     for line in unread.beyond_the_end(config) if ranks.rank == 0 else ():
         log.warning(line)
     return config, data, validation_data
@@ -209,8 +209,7 @@ def _without_removed(config: RunConfig, ranks: Ranks, data: Objective, parent: d
     if not isinstance(data, TokenShardObjective):
         return config, data
     run_dir, shards = Path(config.run_dir), data.samples.stream.shards
-    origins = [path for path, _ in lineage.origins(parent)]
-    if not meshes.on_rank_0(lambda: removal.keep(run_dir, config.data.remove, origins, shards)):
+    if not meshes.on_rank_0(lambda: removal.keep(run_dir, config.data.remove, lineage.run_dirs(parent), shards)):
         return config, data
     config = knobs.changed(config, {"data.remove": str(run_dir / removal.FILE)})
     if violations := [*objectives.violations(config), *unread.violations(config)]:

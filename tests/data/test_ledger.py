@@ -176,7 +176,9 @@ def test_the_stage_names_documents_of_steps_and_steps_of_documents(forked, shard
     (found,) = [answer for answer in answers(tmp_path / "out.jsonl") if 4 in answer["steps"]]
     assert (found["shard"], found["document"]) == (row["shard"], row["document"])
     assert "checkpoints without them" in capsys.readouterr().out
-    (tmp_path / "ids").write_text(f"{row['id']}\n")
+    (tmp_path / "ids").write_text(f"{row['id']}\nabsent\n")
+    run(*ask, f"stage.ids={tmp_path}/ids")
+    assert {answer["document"] for answer in answers(tmp_path / "out.jsonl")} == {row["document"]}
     run(*ask, f"stage.ids={tmp_path}/ids", "stage.contains=zzzzzz")
     assert answers(tmp_path / "out.jsonl") == []
     run(*ask, "stage.step=4", "stage.rank=0", "stage.micro_batch=1")

@@ -11,14 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import checked_json, native
+from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
+from pipeline.conversion import merge
 from pipeline.data.load import blend
 from pipeline.data.load.ledger import Ledger
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.removal import FILE, Removal
 from pipeline.report import training_content
+from pipeline.training import lineage
 from pipeline.training.content import Content
 from tests.training.one_rank import TINY, lines, run
 from tests.world import configured
@@ -118,6 +121,25 @@ def test_the_ledger_and_the_certificate_tell_reads_before_and_after(removed, tmp
     assert [of_run["run_dir"] for of_run in certificate["runs"]] == [str(removed["run"]), str(removed["fork"])]
 
 
+def test_a_merge_remembers_and_its_ledger_goes_on(removed, tokens, shards, tmp_path):
+    """Trained on itself, as the trunk of a fork, and as the weights of another run; the newest member is named first."""
+    merged, data = tmp_path / "merged", (f"data.tokens={tokens}", f"data.shards={shards}", "optimizer.schedule=constant")
+    sources = [merge.Source(Checkpoint(native.folder_of(removed["run"], step)), 0.5) for step in (6, 5)]
+    merge.merge(sources, merged)
+    content = (removed["run"] / FILE).read_text()
+    run("pretrain", tmp_path / "fork", *data, f"checkpoint.fork={merged}/step-6", "training.steps=7")
+    run("pretrain", tmp_path / "other", *data, f"checkpoint.initialize_from={merged}", "training.steps=1")
+    run("pretrain", merged, *data, "training.steps=8")
+    for begun in ("fork", "other", "merged"):
+        assert (tmp_path / begun / FILE).read_text() == content
+    for begun, last in (("fork", 7), ("merged", 8)):
+        *members, own = lineage.read(tmp_path / begun)
+        assert (own.before, own.last, own.samples[0]) == (6, last, members[0].samples[-1])
+        run("ledger", tmp_path / begun, f"stage.step={last}", f"stage.out={tmp_path}/step.jsonl")
+        rows = [json.loads(line) for line in (tmp_path / "step.jsonl").read_text().splitlines()]
+        assert {row["sample"] for row in rows} <= set(range(int(own.samples[-2]), int(own.samples[-1])))
+
+
 def test_what_is_refused(removed, tokens, tmp_path):
     with pytest.raises(UserError, match="is no checkpoint of"):
         run("ledger", removed["run"], f"stage.certificate={tmp_path}/c", "stage.step=9")
@@ -130,6 +152,8 @@ def test_what_is_refused(removed, tokens, tmp_path):
     (tmp_path / "other").write_text('{"url": "x"}\n')
     with pytest.raises(UserError, match="line 1 is no document"):
         run("pretrain", tmp_path / "run", f"data.tokens={tokens}", "training.steps=1", f"data.remove={tmp_path}/other")
+    with pytest.raises(UserError, match=r"data\.remove=/absent: is no file"):
+        check.check(configured("stage=pretrain", *TINY, f"data.tokens={tokens}", "data.remove=/absent"), 1)
     with pytest.raises(UserError, match=r"data\.remove.* has no effect with the objective masked"):
         check.check(configured("stage=pretrain", "model=bert-tiny", f"data.remove={tmp_path}/other"), 1)
 

@@ -180,10 +180,11 @@ def test_the_student_of_another_family_reads_what_the_teacher_predicts(taught, t
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_a_teacher_that_is_the_student_has_no_divergence(taught, tokens, tmp_path):
+@pytest.mark.parametrize("words", [(), ("training.goldfish_k=4",)])
+def test_a_teacher_that_is_the_student_has_no_divergence(taught, tokens, tmp_path, words):
     """Weights that begin as the teacher's: the divergence is what fp16 has rounded."""
     settings = (f"data.tokens={tokens}", f"data.teacher={taught}/answers", f"checkpoint.initialize_from={taught}/teacher")
-    run("pretrain", tmp_path / "run", *settings, "training.steps=1")
+    run("pretrain", tmp_path / "run", *settings, "training.steps=1", *words)
     assert abs(lines(tmp_path / "run")[1]["loss"]) < 1e-5
 
 
@@ -194,7 +195,7 @@ def test_a_teacher_that_is_the_student_has_no_divergence(taught, tokens, tmp_pat
         (("training.seed=5",), "training.seed=5"),
         (("training.sequence_length=16",), "training.sequence_length=16"),
         (("data.packing=best_fit",), "data.tokens, data.blend, data.packing and data.infill"),
-        (("data.teacher=/absent",), "data.teacher=/absent: contains no complete output of stage=evaluate"),
+        (("data.teacher=/absent",), "data.teacher=/absent: has no predictions of a teacher"),
     ],
 )
 def test_the_predictions_are_those_of_the_samples(taught, tokens, tmp_path, words, said):

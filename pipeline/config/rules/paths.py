@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pipeline.common.errors import Violation
 from pipeline.config.schema import RunConfig
-from pipeline.config.stages import Convert, ConvertTokens, Generate, Plan
+from pipeline.config.stages import TRAINING_STAGES, Convert, ConvertTokens, Generate, Plan
 
 #: Limits of Linux, in bytes: of a file name, and of a path.
 NAME, PATH = 255, 4095
@@ -73,6 +73,9 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield Violation("run_dir", config.run_dir, "is a file, not a folder", "set run_dir to another path")
     for key, value in (outputs | files).items():
         yield from _output(key, value, is_file=key in files)
+    removed = config.data.remove if config.stage.name in TRAINING_STAGES else None
+    if removed is not None and not Path(removed).is_file():
+        yield Violation("data.remove", removed, "is no file", "name a file that stage=ledger wrote to stage.out")
 
 
 def _output_folders(config: RunConfig) -> dict[str, str | None]:

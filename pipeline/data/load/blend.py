@@ -72,8 +72,8 @@ def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length:
 WORTHWHILE_EPOCHS = 4
 
 
-def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -> None:
-    """Log how often a run reads each corpus of its blend, or its data if that is more than once, with a warning above four times.
+def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset, *, logs: bool = True) -> None:
+    """Log how often a run reads each corpus of its blend, or its data if that is more than once, with a warning above four times if `logs`.
 
     Raises:
         UserError: a corpus is read more often than its max_epochs.
@@ -81,14 +81,14 @@ def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset) -
     total = warmup.samples(training, training.steps)
     if samples.schedule is None:
         if total > (count := int(samples.counts[0])):
-            level = logging.WARNING if total > WORTHWHILE_EPOCHS * count else logging.INFO
+            level = logging.WARNING if logs and total > WORTHWHILE_EPOCHS * count else logging.INFO
             log.log(level, "data: the run reads its %s samples %.2f times (epochs)%s", f"{count:,}", total / count, repeated(total / count))
         return
     problems = []
     for name, taken, count in zip(sorted(data.blend), samples.schedule.counts(total).tolist(), samples.counts.tolist(), strict=True):
         most = data.blend[name].max_epochs
         share = f"{100 * taken / total:.2f} % of the {total:,} samples of a run with these settings"
-        level = logging.WARNING if taken > WORTHWHILE_EPOCHS * count else logging.INFO
+        level = logging.WARNING if logs and taken > WORTHWHILE_EPOCHS * count else logging.INFO
         log.log(level, "blend: %s %s, %.3f epochs%s", name, share, taken / count, repeated(taken / count))
         if most is not None and taken > most * count:
             rule = f"the run's {total:,} samples use {taken:,} of it, {taken / count:.3f} epochs of {count:,}"

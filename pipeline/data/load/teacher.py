@@ -15,6 +15,7 @@ import numpy as np
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.config import warmup
+from pipeline.data.load import blend
 from pipeline.data.load.objectives.objective import TokenShardObjective
 from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.shard_checksums import Shard
@@ -34,7 +35,7 @@ def identity(config: SampleConfig, data: TokenShardObjective, samples: int) -> d
     return {
         "training.seed": config.training.seed,
         "training.sequence_length": config.training.sample_length,
-        "data.tokens, data.blend, data.packing and data.infill": data.fingerprint(config, samples),
+        "data.tokens, data.blend, data.packing and data.infill": blend.fingerprint(config, data.samples, samples, {}),
     }
 
 
@@ -52,8 +53,10 @@ class TeacherAnswers:
         Raises:
             UserError: it is not complete, or a file is damaged.
         """
-        manifest = artifact.read(folder, key=KEY, stage=STAGE)
         made_as = (KEY, "stage=evaluate stage.distill")
+        if not (folder / artifact.MANIFEST).is_file():
+            raise UserError.of(KEY, folder, "has no predictions of a teacher", f"run {made_as[1]}={folder} with its weights first")
+        manifest = artifact.read(folder, key=KEY, stage=STAGE)
         shards = [Shard(folder / name, entry, made_as).of_bytes("bytes") for name, entry in sorted(manifest.files.items())]
         self._folder, self._settings, self.totals = folder, manifest.settings, manifest.totals
         self._record = record(self.totals["vocabulary"], self.totals["top_k"])
