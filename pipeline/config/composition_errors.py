@@ -8,7 +8,7 @@ import shlex
 from typing import Any
 
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped] # PyYAML has no types
 
@@ -49,6 +49,8 @@ def violation_of(override: str, error: Exception | None, composed: DictConfig) -
     if part := re.match(r"Key '(.*)' not in '(.*)'", reason):
         names = [item.name for item in dataclasses.fields(ITEMS[part[2]])] if part[2] in ITEMS else keys
         return Violation(key, value, f"sets {part[1]}: no such key", nearest("", part[1], names))
+    if "ListConfig" in reason and value.startswith("[") and isinstance(OmegaConf.select(composed, key), ListConfig):
+        return Violation(key, value, "has an item with a value that must be a list", "write [VALUE] for it")
     if "ListConfig" in reason and value.startswith("["):
         return Violation(key, value, "must be a dictionary", f"write {key}={{NAME: {value}}}")
     if "ListConfig" in reason:

@@ -136,6 +136,19 @@ def begin_violations(config: RunConfig, step: int, samples: int) -> Iterator[Vio
             yield Violation(f"training.phases.{number}.until_tokens", phase.until_tokens, rule, f"set it to {tokens}, beside until_step")
 
 
+def end_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield ends in tokens that are not those in steps. Those of a fork may differ, whose trunk had other batches: begin_violations."""
+    steps = tokens = 0
+    for number, phase in enumerate(config.training.phases[:-1]):
+        length, batch, last = phase.sequence_length or 0, phase.global_batch_size or 0, phase.until_step or 0
+        tokens += (last - steps) * batch * length if number else warmup.samples(config.training, last) * length
+        steps = last
+        if phase.until_tokens != tokens:
+            rule = f"contradicts until_step={last}, which are {tokens:,} tokens"
+            yield Violation(f"training.phases.{number}.until_tokens", phase.until_tokens, rule, "remove one of the two")
+            return
+
+
 def end(config: RunConfig, step: int) -> int | None:
     """Return the number of steps at the end of a step's phase; None in the last one."""
     return config.training.phases[number_at(config, step)].until_step if config.training.phases else None

@@ -107,9 +107,10 @@ def write(folder: Path, run_dir: Path, shards: list[str]) -> Content:
         UserError: the run or its shards cannot be read.
     """
     make_folder(folder, "stage.summary")
-    stretches = lineage.read(run_dir)
+    gaps: list[str] = []
+    stretches = lineage.read(run_dir, gaps=gaps)
     counted = content.of(stretches, shards)
-    filled = sections(answers_of(counted, stretches, [Path(path) for path in shards or [stretches[-1].config.data.shards]]))
+    filled = sections(answers_of(counted, stretches, [Path(path) for path in shards or [stretches[-1].config.data.shards]], gaps))
     with atomic_file(folder / "domains.csv", "w") as handle:
         rows = csv.writer(handle)
         rows.writerow(["domain", "documents", "bytes", "tokens"])
@@ -125,13 +126,14 @@ def write(folder: Path, run_dir: Path, shards: list[str]) -> Content:
     return counted
 
 
-def answers_of(counted: Content, stretches: Sequence[Stretch], shards: Sequence[Path]) -> dict[str, list[str]]:
+def answers_of(counted: Content, stretches: Sequence[Stretch], shards: Sequence[Path], gaps: Sequence[str]) -> dict[str, list[str]]:
     """Return what a run can answer, by the key of the question.
 
     Args:
         counted: what it has read.
         stretches: its steps, and those of the runs that it began with.
         shards: folders of its text shards.
+        gaps: what the weights have learned from besides, as of lineage.read.
     """
     total, model = counted.total, stretches[-1].config.model
     answers = {
@@ -153,7 +155,8 @@ def answers_of(counted: Content, stretches: Sequence[Stretch], shards: Sequence[
         ],
         "processing": _processing(shards),
     }
-    if origins := [f"{stretch.run_dir}, up to step {stretch.last:,}" for stretch in stretches[:-1]]:
+    origins = [f"{stretch.run_dir}, up to step {stretch.last:,}" for stretch in stretches[:-1]]
+    if origins := [*origins, *(f"{gap}, of which nothing is counted here" for gap in gaps)]:
         answers["parent"] = [f"began with the weights of {'; '.join(origins)}"]
     if counted.months is not None:
         (first_year, first), (last_year, last) = counted.months

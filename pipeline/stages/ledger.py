@@ -62,7 +62,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print(f"{counted.total.documents:,} documents with {counted.total.tokens:,} tokens were read: {stage.summary}/training-content.md")
         return
     checkpoint = removal_certificate.checkpoint_of(Path(config.run_dir), stage.step) if stage.certificate else None
-    stretches = lineage.read(Path(config.run_dir), last=None if checkpoint is None else native.step_of(checkpoint))
+    gaps: list[str] = []
+    stretches = lineage.read(Path(config.run_dir), last=None if checkpoint is None else native.step_of(checkpoint), gaps=gaps)
     rows: Iterable[dict[str, Any]]
     rows = _documents_of_step(stretches, stage) if stage.step and checkpoint is None else _steps_of_documents(stretches, stage)
     if stage.certificate and checkpoint:
@@ -70,7 +71,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         question = {name: getattr(stage, name) for name in QUESTIONS}
         question |= {} if any(question.values()) else {"documents": "all that were removed"}
         ledger = stretches[-1].ledger(stage.shards)
-        text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, found, ledger)
+        text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, found, ledger, gaps)
         print(f"{text}\n{stage.certificate}\n")
     shown: list[dict[str, Any]] = []
     with nullcontext() if stage.out is None else atomic_file(Path(stage.out), "wb") as handle:

@@ -18,6 +18,7 @@ from pipeline.checkpoint import native
 from pipeline.common import metrics_file
 from pipeline.common.errors import UserError
 from pipeline.config import saved, warmup
+from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import removal
 from pipeline.data.load.ledger import Ledger
@@ -117,18 +118,21 @@ class Stretch:
         return np.where(unread, 0, steps)
 
 
-def read(run_dir: Path, key: str = "run_dir", last: int | None = None) -> list[Stretch]:
+def read(run_dir: Path, key: str = "run_dir", last: int | None = None, gaps: list[str] | None = None) -> list[Stretch]:
     """Return the steps of a run and of those before it, the oldest first. Of a merge all members are among them.
 
     Args:
         run_dir: the run directory.
         key: the configuration key that names it.
         last: the last step to include; all when None.
+        gaps: gets what the weights have learned from besides: runs that are not there any more, and imported models.
 
     Raises:
         UserError: it has no configuration or no steps, or its metrics lack steps.
     """
-    config = saved.read(run_dir, key)
+    config, gaps = saved.read(run_dir, key), [] if gaps is None else gaps
+    if (run_dir / IMPORTED).is_dir():
+        gaps.append(f"the model that was imported into {run_dir}")
     parent = _parent(run_dir)
     begins = parent is not None and parent["how"] in ("fork", "merge")
     before = int(parent["step"]) if parent is not None and begins else 0
@@ -140,7 +144,7 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None) -> list[S
     if steps != list(range(before + 1, before + 1 + len(steps))):
         missing = next(number for number in range(before + 1, steps[-1]) if number not in after)
         raise UserError.of(key, run_dir, f"metrics.jsonl lacks step {missing}", "restore it from a copy: it tells which samples were read")
-    found = [stretch for path, step in origins(parent) for stretch in _older(path, step)]
+    found = [stretch for path, step in origins(parent) for stretch in _older(path, step, gaps)]
     if steps:
         first = 0
         if begins:  # as the trunk or the newest member says; if that is gone, by the batch size of the first step
@@ -173,10 +177,11 @@ def run_dirs(parent: dict[str, Any] | None) -> Iterator[Path]:
             yield from run_dirs(_parent(run_dir))
 
 
-def _older(run_dir: Path, step: int) -> list[Stretch]:
+def _older(run_dir: Path, step: int, gaps: list[str]) -> list[Stretch]:
     """The steps before a checkpoint of another run, with a warning if that is not there any more."""
     try:
-        return read(run_dir, last=step)
+        return read(run_dir, last=step, gaps=gaps)
     except UserError as error:
+        gaps.append(f"{run_dir} up to step {step}")
         log.warning("what was read up to step %d of %s is not known: %s", step, run_dir, error.violations[0])
         return []

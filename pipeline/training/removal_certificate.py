@@ -36,7 +36,13 @@ def checkpoint_of(run_dir: Path, step: int | None) -> Path:
 
 
 def write(
-    path: Path, checkpoint: Path, question: dict[str, Any], stretches: list[Stretch], rows: list[dict[str, Any]], ledger: Ledger | None
+    path: Path,
+    checkpoint: Path,
+    question: dict[str, Any],
+    stretches: list[Stretch],
+    rows: list[dict[str, Any]],
+    ledger: Ledger | None,
+    gaps: list[str],
 ) -> str:
     """Write the certificate, and return it in words.
 
@@ -47,6 +53,7 @@ def write(
         stretches: the steps that led to the checkpoint.
         rows: what stage=ledger answers of the documents, for each of the stretches.
         ledger: of the last one.
+        gaps: what the weights have learned from besides, as of lineage.read.
 
     Raises:
         UserError: no document was found, one was read and is not left out, or is still readable by the loader of the run, or a shard of
@@ -81,7 +88,7 @@ def write(
     for content in sorted({content for content, _ in documents} & set(shards)):
         shards[content][1].verify()
     read = [row for row in documents.values() if row["steps"]]
-    text = _text(checkpoint, stretches, list(documents.values()), read)
+    text = _text(checkpoint, stretches, list(documents.values()), read, gaps)
     statement = {
         "statement": text,
         "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -94,6 +101,7 @@ def write(
             "times_before_removal": round(sum(row["times"] for row in read), 3),
             "tokens_read_since_removal": 0,
         },
+        "not_known": gaps,
         "documents": list(documents.values()),
         "token_shards": {str(shard.path): content for content, (_, shard) in shards.items()},
         "runs": [
@@ -110,12 +118,12 @@ def write(
     return text
 
 
-def _text(checkpoint: Path, stretches: list[Stretch], documents: list[dict[str, Any]], read: list[dict[str, Any]]) -> str:
+def _text(checkpoint: Path, stretches: list[Stretch], documents: list[dict[str, Any]], read: list[dict[str, Any]], gaps: list[str]) -> str:
     """The statement in words."""
     removed, step = sum(row["removed"] for row in documents), native.step_of(checkpoint)
     lines = [
         f"{checkpoint}: {len(documents):,} documents were asked for, {removed:,} of them are removed; "
-        f"none of their tokens was read since, up to step {step:,}.",
+        f"runs that leave them out have read none of their tokens since, up to step {step:,}.",
         f"Before the removal {len(read):,} of them were read, {sum(row['times'] for row in read):,.1f} times in total.",
     ]
     for stretch in stretches:
@@ -126,6 +134,10 @@ def _text(checkpoint: Path, stretches: list[Stretch], documents: list[dict[str, 
                 f"{stretch.run_dir} read them at steps {min(steps):,} to {max(steps):,}: later weights have learned from them, which a "
                 f"removal does not undo. Checkpoints from before: {', '.join(without) or 'none'}."
             )
-    if not read:
+            if not any(removal.identity(row) in stretch.removed_numbers for row in read):
+                lines.append(f"{stretch.run_dir} itself has not left them out.")
+    if gaps:
+        lines.append(f"The weights have also learned from what is not known: {'; '.join(gaps)}.")
+    elif not read:
         lines.append("None was ever read: the weights have not learned from them.")
     return "\n".join(lines)

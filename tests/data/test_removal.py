@@ -14,6 +14,7 @@ from pipeline.checkpoint import checked_json, native
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
+from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.conversion import merge
 from pipeline.data.load import blend
 from pipeline.data.load.ledger import Ledger
@@ -121,6 +122,26 @@ def test_the_ledger_and_the_certificate_tell_reads_before_and_after(removed, tmp
     assert [of_run["run_dir"] for of_run in certificate["runs"]] == [str(removed["run"]), str(removed["fork"])]
 
 
+def test_what_nobody_knows_is_not_certified(removed, tmp_path, capsys):
+    """The trunk is gone; the weights began as those of an imported model."""
+    run("ledger", removed["fork"], f"stage.certificate={tmp_path}/c")
+    assert checked_json.read(tmp_path / "c")["not_known"] == []
+    (removed["fork"] / IMPORTED).mkdir()
+    moved = removed["run"].rename(tmp_path / "moved")
+    try:
+        run("ledger", removed["fork"], f"stage.certificate={tmp_path}/c")
+        run("ledger", removed["fork"], f"stage.summary={tmp_path}/summary")
+    finally:
+        moved.rename(removed["run"])
+        (removed["fork"] / IMPORTED).rmdir()
+    gaps = [f"the model that was imported into {removed['fork']}", f"{removed['run']} up to step 5"]
+    assert checked_json.read(tmp_path / "c")["not_known"] == gaps
+    said = capsys.readouterr().out
+    assert f"have also learned from what is not known: {'; '.join(gaps)}." in said
+    assert "have not learned from them" not in said
+    assert f"{gaps[1]}, of which nothing is counted here" in (tmp_path / "summary" / "training-content.md").read_text()
+
+
 def test_a_merge_remembers_and_its_ledger_goes_on(removed, tokens, shards, tmp_path):
     """Trained on itself, as the trunk of a fork, and as the weights of another run; the newest member is named first."""
     merged, data = tmp_path / "merged", (f"data.tokens={tokens}", f"data.shards={shards}", "optimizer.schedule=constant")
@@ -148,6 +169,9 @@ def test_what_is_refused(removed, tokens, tmp_path):
     assert not (tmp_path / "c").exists()
     (tmp_path / "other").write_text('{"content": "x", "document": 1, "start": 0, "tokens": 3}\n')
     with pytest.raises(UserError, match="1 of 1 documents are in no token shard of this run"):
+        run("pretrain", tmp_path / "run", f"data.tokens={tokens}", "training.steps=1", f"data.remove={tmp_path}/other")
+    (tmp_path / "other").write_text("")
+    with pytest.raises(UserError, match="has no documents"):
         run("pretrain", tmp_path / "run", f"data.tokens={tokens}", "training.steps=1", f"data.remove={tmp_path}/other")
     (tmp_path / "other").write_text('{"url": "x"}\n')
     with pytest.raises(UserError, match="line 1 is no document"):

@@ -213,6 +213,10 @@ def test_resolving_again_changes_nothing_and_an_older_fingerprint_stays(two):
 REFUSED = [
     ("[{}, {}]", "training.phases.0.until_step=None: must be after the start of the phase at step 0"),
     ("[{until_step: 4}, {until_step: 3}, {}]", "training.phases.1.until_step=3: must be after the start of the phase at step 4"),
+    (
+        "[{until_step: 4, until_tokens: 99}, {}]",
+        "training.phases.0.until_tokens=99: contradicts until_step=4, which are 512 tokens|remove one",
+    ),
     ("[{until_step: 4}]", "training.phases.0.until_step=4: the last phase has no end"),
     ("[{until_step: 4}, {sequence_length: 48}]", "training.phases.1.sequence_length=48: must be a multiple of 32|set it to 64"),
     (

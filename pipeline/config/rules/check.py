@@ -55,6 +55,8 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
     for number, step in enumerate(phases.starts(config)[1:], 1):
         later = _violations(phases.at(config, step), world_size)
         found += [replace(violation, rule=f"{violation.rule} (training.phases.{number})") for violation in later if violation not in found]
+    if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is None:
+        found += phases.end_violations(config)
     return found
 
 

@@ -137,6 +137,10 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
     own = of_run(run_dir)
     older = [] if (run_dir / FILE).is_file() else [line for origin in origins for line in of_run(origin)]
     new = [] if named is None else read(Path(named))
+    if named is not None and not new:
+        raise UserError.of(
+            "data.remove", named, "has no documents", "choose them with stage=ledger, and name its stage.out, or remove the key"
+        )
     named_shards = {line["content"] for line in new}
     ends = {shard.entry["xxh3"]: token_shards.ends(shard.path, shard.entry) for shard in shards if shard.entry["xxh3"] in named_shards}
     if unknown := [line for line in new if line not in own and not _is_at(line, ends.get(line["content"], np.empty(0)))]:
