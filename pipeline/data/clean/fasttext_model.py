@@ -22,6 +22,8 @@ TREE, SOFTMAX = 1, 3
 LABEL, END = "__label__", b"</s>"
 #: Rows of the input matrix that are added at once: they fit into a cache.
 CHUNK = 1 << 12
+#: Words of which the sum of their rows is kept: most words of a text are frequent ones.
+WORDS_KEPT = 1 << 16
 
 _PRIME, _BASIS = np.uint32(16777619), np.uint32(2166136261)
 #: What FNV-1a of fastText adds for a byte: the byte, sign-extended.
@@ -66,6 +68,8 @@ class FastText:
             quantized = _numbers(file, "<?")[0]
             self._input = _quantized(file) if quantized else _mapped(file)
             self._output = _quantized(file) if _numbers(file, "<?")[0] and quantized else np.array(_mapped(file))
+            self._places: dict[bytes, int] = {}
+            self._sums, self._counts = np.zeros((0, dim), np.float32), np.zeros(0, np.int64)
             self._children = _tree([times for _, times in entries[self._words :]]) if self._loss == TREE else []
             if self._input.shape[1] != dim or self._output.shape[1] != dim:
                 raise ValueError(f"its matrices do not have {dim} columns")
@@ -88,38 +92,58 @@ class FastText:
 
     def _hidden(self, texts: Sequence[list[bytes]]) -> tuple[np.ndarray, np.ndarray]:
         """The mean row of every text, (texts, dim), and whether it has one, (texts,)."""
-        rows, owners = self._rows(texts)
-        order = np.argsort(owners, kind="stable")
-        rows, owners = rows[order], owners[order]
-        hidden = np.zeros((len(texts), self._output.shape[1]), dtype=np.float32)
-        for start in range(0, len(rows), CHUNK):
-            own = owners[start : start + CHUNK]
-            first = np.flatnonzero(np.diff(own, prepend=-1))
-            hidden[own[first]] += np.add.reduceat(self._input[rows[start : start + CHUNK]], first, axis=0)
-        counts = np.bincount(owners, minlength=len(texts))
-        return hidden / np.maximum(counts, 1)[:, None].astype(np.float32), counts > 0
-
-    def _rows(self, texts: Sequence[list[bytes]]) -> tuple[np.ndarray, np.ndarray]:
-        """The rows of words and n-grams, and the text of each."""
         words = [word for text in texts for word in text]
         owners = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
-        ids = np.array([self._ids.get(word, -1) for word in words], dtype=np.int64)
-        is_word = np.array([not word.startswith(LABEL.encode()) for word in words], dtype=bool) | (ids >= 0)
-        found = [(ids[ids >= 0], owners[ids >= 0])]
-        if self._maxn > 0:
-            spelled = np.flatnonzero(is_word & np.array([word != END for word in words], dtype=bool))
-            hashes, of = _character_ngrams([words[number] for number in spelled.tolist()], self._minn, self._maxn)
-            found.append(self._hashed(hashes.astype(np.uint64), owners[spelled[of]]))
+        numbers = self._numbers_of(words)
+        counts = np.bincount(owners, self._counts[numbers], len(texts))
+        hidden = _summed(self._sums, numbers, owners, len(texts))
         if self._word_ngrams > 1:
-            chosen = np.flatnonzero(is_word)
-            hashes = _fnv([words[number] for number in chosen.tolist()]).view(np.int32).astype(np.int64).view(np.uint64)
-            sums, own = hashes, owners[chosen]
-            for more in range(1, self._word_ngrams):
-                sums = sums[:-1] * _WORD_FACTOR + hashes[more:]
-                same = own[:-more] == own[more:]
-                found.append(self._hashed(sums[same], own[:-more][same]))
+            rows, owners = self._rows_of_ngrams(words, owners)
+            hidden += _summed(self._input, rows, owners, len(texts))
+            counts += np.bincount(owners, minlength=len(texts))
+        return hidden / np.maximum(counts, 1)[:, None].astype(np.float32), counts > 0
+
+    def _numbers_of(self, words: Sequence[bytes]) -> np.ndarray:
+        """The place of every word in _sums and _counts, of which the words that are new are computed."""
+        new = [word for word in dict.fromkeys(words) if word not in self._places]
+        if new and len(self._places) + len(new) > len(self._counts):
+            new, self._places = list(dict.fromkeys(words)), {}
+            size = max(WORDS_KEPT, len(new))
+            self._sums, self._counts = np.zeros((size, self._output.shape[1]), np.float32), np.zeros(size, np.int64)
+        if new:
+            own = slice(len(self._places), len(self._places) + len(new))
+            rows, owners = self._rows_of_words(new)
+            self._sums[own], self._counts[own] = _summed(self._input, rows, owners, len(new)), np.bincount(owners, minlength=len(new))
+            self._places |= {word: own.start + number for number, word in enumerate(new)}
+        return np.fromiter(map(self._places.__getitem__, words), np.int64, len(words))
+
+    def _is_word(self, word: bytes) -> bool:
+        return word in self._ids or not word.startswith(LABEL.encode())
+
+    def _rows_of_words(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of words and of the n-grams of their characters, and the word of each in ascending order."""
+        ids = np.array([self._ids.get(word, -1) for word in words], dtype=np.int64)
+        rows, owners = ids[ids >= 0], np.flatnonzero(ids >= 0)
+        if self._maxn > 0:
+            spelled = [number for number, word in enumerate(words) if word != END and self._is_word(word)]
+            hashes, of = _character_ngrams([words[number] for number in spelled], self._minn, self._maxn)
+            more, of_more = self._hashed(hashes.astype(np.uint64), np.array(spelled, dtype=np.int64)[of])
+            rows, owners = np.concatenate([rows, more]), np.concatenate([owners, of_more])
+        order = np.argsort(owners, kind="stable")
+        return rows[order], owners[order]
+
+    def _rows_of_ngrams(self, words: Sequence[bytes], owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The rows of n-grams of words, and the text of each in ascending order."""
+        chosen = [number for number, word in enumerate(words) if self._is_word(word)]
+        hashes = _fnv([words[number] for number in chosen]).view(np.int32).astype(np.int64).view(np.uint64)
+        sums, own, found = hashes, owners[chosen], []
+        for more in range(1, self._word_ngrams):
+            sums = sums[:-1] * _WORD_FACTOR + hashes[more:]
+            same = own[:-more] == own[more:]
+            found.append(self._hashed(sums[same], own[:-more][same]))
         rows, of_text = (np.concatenate(part) for part in zip(*found, strict=True))
-        return rows, of_text
+        order = np.argsort(of_text, kind="stable")
+        return rows[order], of_text[order]
 
     def _hashed(self, hashes: np.ndarray, owners: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows of n-grams as far as they have one, and the text of each."""
@@ -197,6 +221,16 @@ def _decoded(file: IO[bytes], codes: np.ndarray) -> np.ndarray:
     centroids = _array(file, "<f4", (256 * columns,))
     tables = [centroids[256 * width * part :][: 256 * size].reshape(256, size) for part, size in enumerate([width] * (parts - 1) + [last])]
     return np.concatenate([table[codes[:, part]] for part, table in enumerate(tables)], axis=1)
+
+
+def _summed(matrix: np.ndarray, rows: np.ndarray, owners: np.ndarray, count: int) -> np.ndarray:
+    """The sum of the rows of each of `count` owners, fp32 (count, columns); the owners are in ascending order."""
+    sums = np.zeros((count, matrix.shape[1]), dtype=np.float32)
+    for start in range(0, len(rows), CHUNK):
+        own = owners[start : start + CHUNK]
+        first = np.flatnonzero(np.diff(own, prepend=-1))
+        sums[own[first]] += np.add.reduceat(matrix[rows[start : start + CHUNK]], first, axis=0)
+    return sums
 
 
 def _tree(counts: Sequence[int]) -> list[tuple[int, int]]:
