@@ -20,6 +20,7 @@ STEPS = {
     "c4": "drop texts that fail the sentence rules of C4",
     "fineweb": "drop texts that fail the line rules of FineWeb, such as lists and menus",
     "repetition": "drop repetitive texts (rules of Gopher)",
+    "score": "record a quality score by a fastText classifier, and drop texts with a low one",
     "contamination": "drop texts that contain a part of a benchmark",
 }
 
@@ -101,6 +102,15 @@ class LanguageStep:
     model: str | None = knob(
         None, "a fastText classifier that identifies languages (.bin or .ftz: OpenLID, GlotLID, lid.176); null uses CLD2, which is built in"
     )
+
+
+@dataclass(frozen=True)
+class ScoreStep:
+    """Quality by a classifier."""
+
+    model: str | None = knob(None, "fastText classifier (.bin or .ftz), such as that of DCLM")
+    label: str = knob("", "its label whose probability is the score, without __label__; documents have it in the field score")
+    least: float = knob(0.0, "minimum score", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)
@@ -208,4 +218,5 @@ class CleanConfig:
     c4: C4Step = field(default_factory=C4Step)
     fineweb: FineWebStep = field(default_factory=FineWebStep)
     repetition: RepetitionStep = field(default_factory=RepetitionStep)
+    score: ScoreStep = field(default_factory=ScoreStep)
     contamination: ContaminationStep = field(default_factory=ContaminationStep)

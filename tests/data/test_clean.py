@@ -28,6 +28,10 @@ PROSE = (
 )
 
 
+NEEDS_FILES = {"contamination", "score"}
+"""Steps that need files of the user."""
+
+
 def config(*steps: str, **knobs: dict) -> CleanConfig:
     """A configuration with the given steps, and the given knobs of each step."""
     return changed(
@@ -228,7 +232,7 @@ WITHOUT_SPACES = {
 @pytest.mark.parametrize("language", WITHOUT_SPACES)
 def test_running_text_of_other_scripts_passes_every_rule(language):
     text = WITHOUT_SPACES[language]
-    steps = [step for step in STEPS if step != "contamination"]
+    steps = [step for step in STEPS if step not in NEEDS_FILES]
     kept, counts = clean([text], config(*steps, length={"least": 50}, language={"keep": [language]}))
     assert kept == [text], {step: count.dropped for step, count in counts.items() if count.dropped}
     repeated = "\n".join([WITHOUT_SPACES[language]] * 3)
@@ -311,7 +315,7 @@ def test_examples_show_the_masked_form_in_every_step():
 
 
 def test_prose_passes_every_step():
-    assert clean([PROSE], config(*(set(STEPS) - {"contamination"})))[0] == [PROSE]
+    assert clean([PROSE], config(*(set(STEPS) - NEEDS_FILES)))[0] == [PROSE]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +403,7 @@ PIECES = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(PIECES, max_size=12).map(" ".join), min_size=1, max_size=6))
 def test_the_result_for_a_document_does_not_depend_on_its_batch(texts):
-    wanted = config(*(set(STEPS) - {"contamination"}), length={"least": 20})
+    wanted = config(*(set(STEPS) - NEEDS_FILES), length={"least": 20})
     together, _ = clean(texts, wanted)
     assert together == [clean([text], wanted)[0][0] for text in texts]
 
@@ -446,7 +450,7 @@ def test_the_memory_for_a_large_document_is_bounded():
     chance = random.Random(0)
     words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 9))) for _ in range(5000)] + ["the", "of", "and"] * 300
     text = ".\n".join(" ".join(chance.choices(words, k=20)) for _ in range(25_000))
-    wanted = config(*(set(STEPS) - {"contamination", "repair"}), gopher={"most_words": 10**9})
+    wanted = config(*(set(STEPS) - NEEDS_FILES - {"repair"}), gopher={"most_words": 10**9})
 
     def peak(content: str) -> int:
         tracemalloc.start()

@@ -1,6 +1,7 @@
 """Classifiers of fastText: the probabilities of its own library for files of every kind, and languages by such a file in stage=shard."""
 
 import io
+import json
 import struct
 from pathlib import Path
 from unittest import mock
@@ -11,10 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.common import artifact
 from pipeline.common.errors import UserError
+from pipeline.config.rules import check
 from pipeline.data.clean import fasttext_model, language
 from pipeline.data.clean.fasttext_model import MAGIC, VERSION, FastText
+from pipeline.data.shard import text_shards
 from tests.data.test_clean import clean, config
+from tests.training.one_rank import run
+from tests.world import configured
 
 LOSSES = {"tree": 1, "negative sampling": 2, "softmax": 3, "one for each label": 4}
 WORDS = ["der", "Baum", "ein", "söng", "мир", "日本", "e\u0301", "😀x", "a", "</s>"]
@@ -77,10 +83,8 @@ def test_its_probabilities_are_those_of_fasttext(tmp_path_factory, data):
     theirs, ours = fasttext.load_model(str(path)), FastText(path)
     exact = 2e-5 if loss in ("tree", "softmax") else 0.01  # fastText adds 1e-5, and has sigmoids from a table
     with mock.patch.object(fasttext_model, "WORDS_KEPT", draw(1, 1 << 16)):
-        batches = (
-            np.concatenate([ours.probabilities([texts[0]]), ours.probabilities(texts[1:])]) if len(texts) > 1 else ours.probabilities(texts)
-        )
-    for text, found in zip(texts, batches, strict=True):
+        both = [*ours.probabilities(texts[:1]), *ours.probabilities(texts[1:])]
+    for text, found in zip(texts, both, strict=True):
         expected = dict(zip(*theirs.predict(text, k=-1), strict=True))
         assert found == pytest.approx([expected.get(f"__label__{name}", 0) for name in ours.labels], abs=exact), text
 
@@ -134,7 +138,7 @@ def test_languages_of_a_file_have_the_labels_of_the_built_in_ones(tmp_path):
 
 def test_codes_of_two_languages_that_would_have_one_label_stay_apart(tmp_path):
     path = speaker(tmp_path / "m.bin", {"mal": "ku", "xanu": "ckb", "hüsli": "als", "shtëpi": "sq"})  # the codes of lid.176
-    found = language.FastTextDetector(path).identify(["mal " * 9, "xanu " * 9, "hüsli " * 9, "shtëpi " * 9, ""])
+    found = language.FastTextDetector(str(path)).identify(["mal " * 9, "xanu " * 9, "hüsli " * 9, "shtëpi " * 9, ""])
     assert [label for label, _ in found] == ["ku", "ckb", "gsw", "sq", "und"]
     assert all(probability > 0.99 for _, probability in found[:4])
 
@@ -144,3 +148,24 @@ def test_the_share_is_the_probability_of_the_language(tmp_path):
     both = "haus house " * 9
     assert clean([both], config("language", language={**model, "share": 0.4}))[0] == [both]
     assert clean([both], config("language", language={**model, "share": 0.6}))[0] == [None]
+
+
+def test_a_score_is_recorded_and_decides(tmp_path):
+    """Of a classifier that knows good and bad words; the step that comes after it sees the same documents."""
+    path = speaker(tmp_path / "m.bin", {"good": "hq", "bad": "cc"})
+    texts = ["good " * 9, "bad " * 9, "good bad " * 9, "good " * 3]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    shards, chosen = tmp_path / "shards", f"clean.score={{model: {path}, label: hq, least: 0.4}}"
+    steps = ("clean.steps=[normalise,score,length]", "clean.length.least=20", "dedup=none", "data.validation_fraction=0")
+    run("shard", tmp_path, f"data.input=[{tmp_path}/in.jsonl]", f"data.shards={shards}", *steps, chosen)
+    manifest = artifact.read(shards, key="data.shards", stage="shard")
+    names = [name for name in manifest.files if name.endswith(".tar")]
+    documents = [document for name in names for document in text_shards.readable(shards, manifest, name)]
+    found = {text.decode(): fields["score"] for text, fields in documents}
+    assert found == {texts[0].strip(): 1.0, texts[2].strip(): 0.5}
+    (step,) = [step for step in json.loads((shards / "report.json").read_text())["steps"] if step["step"] == "score"]
+    assert step["dropped"] == {"low score": {"documents": 1, "bytes": len(texts[1].strip())}}
+    with pytest.raises(UserError, match=r"clean.score.label='x': is no label of .*\n.*choose one of cc, hq"):
+        clean(texts, config("score", score={"model": str(path), "label": "x"}))
+    with pytest.raises(UserError, match=r"clean.score.model=None: is not set, and clean.steps has score"):
+        check.check(configured("stage=shard", f"data.input=[{tmp_path}/in.jsonl]", "clean.steps=[score]"), 1)

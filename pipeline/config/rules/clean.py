@@ -24,6 +24,8 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
         yield from _language("clean.language.keep", code)
     for name in ("length", "gopher", "c4", "fineweb", "repetition"):
         yield from _by_language(getattr(clean, name), name, has_model)
+    if "score" in clean.steps and clean.score.model is None:
+        yield Violation("clean.score.model", None, "is not set, and clean.steps has score", "name a classifier, or remove the step")
     least, most = clean.contamination.least_words, clean.contamination.words
     if least > most:
         yield Violation(

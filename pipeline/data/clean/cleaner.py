@@ -28,6 +28,7 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "c4": quality.c4,
     "fineweb": quality.fineweb,
     "repetition": repetition.repetition,
+    "score": quality.Score,
     "contamination": origin.Contamination,
 }
 

@@ -84,6 +84,7 @@ class DocumentBatch:
         alive: (documents,) bool, documents that have not been dropped. Verdicts on other documents are ignored.
         changed: (documents,) bool, documents whose text differs from the original.
         tags: for every document, the reasons for which a step would have dropped it (`clean.mode=tag`).
+        scores: (documents,) fp32, quality by the step score; NaN without it.
         detector: identifies the languages.
     """
 
@@ -93,6 +94,7 @@ class DocumentBatch:
         self.documents = documents
         self.texts = [document.text for document in documents]
         self.tags: list[list[str]] = [[] for _ in documents]
+        self.scores = np.full(len(documents), np.nan, dtype=np.float32)
         self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
 
     @cached_property
@@ -159,6 +161,7 @@ class DocumentBatch:
             return self
         batch = DocumentBatch(self.documents)
         batch.alive, batch.tags, batch.changed, batch.detector = self.alive, self.tags, self.changed.copy(), self.detector
+        batch.scores = self.scores
         batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
         for name in ("languages", "first_words"):

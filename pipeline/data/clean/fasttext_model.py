@@ -14,6 +14,8 @@ from typing import IO
 
 import numpy as np
 
+from pipeline.common.errors import UserError
+
 #: A file begins with these two numbers.
 MAGIC, VERSION = 793712314, 12
 #: Values of the kind of model and of the loss in a file.
@@ -166,9 +168,20 @@ class FastText:
 
 
 @cache
-def load(path: Path) -> FastText:
-    """Return a classifier, which a process reads once."""
-    return FastText(path)
+def load(name: str, key: str) -> FastText:
+    """Return a classifier, which a process reads once.
+
+    Args:
+        name: the file.
+        key: the configuration key that names it.
+
+    Raises:
+        UserError: it is missing, or no classifier of fastText.
+    """
+    try:
+        return FastText(Path(name).expanduser())
+    except (OSError, ValueError) as error:
+        raise UserError.of(key, name, f"cannot be read: {error}", "name a classifier that fastText wrote (.bin or .ftz)") from error
 
 
 def _numbers(file: IO[bytes], form: str) -> tuple[int, ...]:

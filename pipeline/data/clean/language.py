@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pycld2
@@ -60,12 +59,8 @@ class FastTextDetector(Detector):
         UserError: the file is missing, or is none of fastText.
     """
 
-    def __init__(self, path: Path) -> None:
-        key, fix = "clean.language.model", "name a classifier of fastText, such as lid.176.ftz, OpenLID or GlotLID"
-        try:
-            self._model, self._path = fasttext_model.load(path), path
-        except (OSError, ValueError) as error:
-            raise UserError.of(key, path, f"cannot be read: {error}", fix) from error
+    def __init__(self, name: str) -> None:
+        self._model = fasttext_model.load(name, "clean.language.model")
         names = self._model.labels
         # Codes of Wikipedia, which lid.176 has: als is Alemannic there, and Tosk Albanian in ISO 639-3.
         codes = ["gsw" if name == "als" and "sq" in names else name for name in names]
@@ -111,7 +106,7 @@ def detector(clean: CleanConfig) -> Detector:
     """
     if clean.language.model is None:
         return Detector()
-    found = FastTextDetector(Path(clean.language.model).expanduser())
+    found = FastTextDetector(clean.language.model)
     codes = [("clean.language.keep", code) for code in clean.language.keep]
     for name in STEPS:  # a step may have values of languages that are in no text
         mine = getattr(getattr(clean, name), "by_language", {})

@@ -9,8 +9,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep
-from pipeline.data.clean import counts
+from pipeline.common.errors import UserError
+from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep, ScoreStep
+from pipeline.data.clean import counts, fasttext_model
 from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
 
 
@@ -22,6 +23,27 @@ def length(knobs: LengthStep) -> Step:
         return drop(batch, [(characters < limits["least"], "too short"), (characters > limits["most"], "too long")])
 
     return step
+
+
+class Score:
+    """Record the probability of a label of a classifier, and drop texts where it is low (DCLM, Li et al. 2024, arXiv:2406.11794).
+
+    Raises:
+        UserError: the classifier cannot be read, or does not have the label.
+    """
+
+    def __init__(self, knobs: ScoreStep) -> None:
+        self._model, self._least = fasttext_model.load(knobs.model, "clean.score.model"), knobs.least
+        if knobs.label not in self._model.labels:
+            known = ", ".join(self._model.labels[:20])
+            raise UserError.of("clean.score.label", repr(knobs.label), f"is no label of {knobs.model}", f"choose one of {known}")
+        self._column = self._model.labels.index(knobs.label)
+
+    def __call__(self, batch: DocumentBatch) -> Iterable[Verdict]:
+        """Yield the verdicts on a batch."""
+        alive = np.flatnonzero(batch.alive)
+        batch.scores[alive] = self._model.probabilities([batch.texts[index] for index in alive.tolist()])[:, self._column]
+        return drop(batch, [(batch.scores < self._least, "low score")])
 
 
 def gopher(knobs: GopherStep) -> Step:

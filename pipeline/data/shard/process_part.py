@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -195,8 +196,10 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
         if permutations(dedup):
             rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
-    tags = [batch.tags[index] for index in alive]
-    metadata = [_metadata(document, language or None, tag) for document, language, tag in zip(documents, languages, tags, strict=True)]
+    metadata = [
+        _metadata(document, language or None, batch.tags[index], float(batch.scores[index]))
+        for document, language, index in zip(documents, languages, alive, strict=True)
+    ]
     encoded = [utf8(batch.texts[index]) for index in alive]
     rows["exact"] = exact.keys_of_bytes(encoded)
     for language, text in zip(languages, encoded, strict=True):
@@ -204,7 +207,7 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     spill.add(keys, metadata, encoded, rows, hashes)
 
 
-def _metadata(document: Document, language: str | None, tags: list[str]) -> dict[str, Any]:
-    """The metadata record of a document in the shard, with its identity first; tags only if there are any."""
+def _metadata(document: Document, language: str | None, tags: list[str], score: float = math.nan) -> dict[str, Any]:
+    """The metadata record of a document in the shard, with its identity first; tags and score only if there are any."""
     record = {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
-    return {**record, "clean": tags} if tags else record
+    return {**record, **({"clean": tags} if tags else {}), **({} if math.isnan(score) else {"score": round(score, 4)})}

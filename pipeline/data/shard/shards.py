@@ -105,7 +105,7 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
                 if add:
                     add(orjson.loads(document.meta), "dedup", "all lines are repeated", document.text.decode("utf-8"))
                 continue
-            add_count(languages, document.row["language"].decode(), 1, size)
+            add_count(languages, document.row["language"].decode(errors="ignore"), 1, size)
             bit = str(size.bit_length() - 1)
             lengths[bit] = lengths.get(bit, 0) + 1
             written += 1
@@ -197,7 +197,7 @@ def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tupl
             **{key: value for key, _, value in knobs.walk(dedup, "dedup.")},
             "dedup.against": against,
             **({"clean.contamination.files": _digests(clean.contamination.files)} if "contamination" in clean.steps else {}),
-            **({"clean.language.model": _digests([clean.language.model])} if clean.language.model else {}),
+            **{f"clean.{name}.model": _digests([model]) for name in ("language", "score") if (model := getattr(clean, name).model)},
         },
     )
 
