@@ -53,7 +53,7 @@ class Detector:
 class FastTextDetector(Detector):
     """A classifier of fastText whose labels are codes of languages: `de`, `deu_Latn`.
 
-    A code becomes the label of common/languages.py, unless codes of several languages would become one: `ckb` beside `ku`.
+    A code becomes the label of common/languages.py, unless that is another code of the classifier: `ckb` beside `ku`.
 
     Raises:
         UserError: the file is missing, or is none of fastText.
@@ -65,10 +65,9 @@ class FastTextDetector(Detector):
         # Codes of Wikipedia, which lid.176 has: als is Alemannic there, and Tosk Albanian in ISO 639-3.
         codes = ["gsw" if name == "als" and "sq" in names else name for name in names]
         labels = [languages.normalized(code) for code in codes]
-        spoken = {label: {_language(code) for code, other in zip(codes, labels, strict=True) if other == label} for label in labels}
+        own = {_language(code) for code in codes}
         self._codes = [
-            (code, label if len(spoken[label]) == 1 or _language(code) == label else code)
-            for code, label in zip(codes, labels, strict=True)
+            (code, code if label in own and _language(code) != label else label) for code, label in zip(codes, labels, strict=True)
         ]
         self._labels = sorted({label for _, label in self._codes})
         columns = np.array([self._labels.index(label) for _, label in self._codes])
