@@ -28,7 +28,7 @@ def test_a_run_that_ends_before_its_shards_are_verified_says_so(tokens, caplog, 
     monkeypatch.setattr(Shard, "verify", lambda shard: (shard is shards[0] and busy.wait(), verify(shard)))
     stream = TokenStream(shards, lazy_checks=True)
     stream.read(np.cumsum([0, *(shard.entry["tokens"] for shard in shards[:2])]), 5)
-    data = [SimpleNamespace(samples=SimpleNamespace(stream=stream)), None]
+    data = [SimpleNamespace(streams=[stream]), None]
     assert shard_verification.finish(data, 0.01) == 3
     assert "3 of 3 token shards that this run has read were not verified" in caplog.text
     caplog.clear()
