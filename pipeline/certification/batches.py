@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.config import warmup
-from pipeline.data.load.sample_config import SampleConfig
+from pipeline.config import phases, warmup
+from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.loss import IGNORE
 
@@ -18,13 +18,14 @@ RandomBatch = tuple[Tensor, Batch]
 Rows = dict[str, Tensor]
 
 
-def random_batches(config: SampleConfig, steps: int | None = None) -> list[RandomBatch]:
-    """Return the global batches of the first steps of a run (all when None), with the sizes of its warm-ups."""
+def random_batches(config: RunConfig, steps: int | None = None) -> list[RandomBatch]:
+    """Return the global batches of the first steps of a run (all when None), with the sizes of its warm-ups and phases."""
     generator = torch.Generator().manual_seed(1)
     found = []
     for step in range(config.training.steps if steps is None else steps):
-        tokens, batch = _batch(config, warmup.batch_size(config.training, step), generator)
-        length = warmup.sequence_length(config.training, step)
+        now = phases.at(config, step)
+        tokens, batch = _batch(now, warmup.value_at(now.training.batch_rampup, step, now.training.global_batch_size), generator)
+        length = warmup.sequence_length(now.training, step)
         if length < tokens.shape[1]:  # a sequence warm-up splits every sample
             tokens = tokens.reshape(-1, length)
             batch = cast(Batch, {name: cast(Tensor, value).reshape(-1, length) for name, value in batch.items()})
@@ -70,14 +71,14 @@ def to_device(tokens: Tensor, batch: Batch, device: torch.device) -> RandomBatch
     return tokens.to(device), cast(Batch, {name: cast(Tensor, values).to(device) for name, values in batch.items()})
 
 
-def random_split(config: SampleConfig, rows: int) -> RandomBatch:
+def random_split(config: RunConfig, rows: int) -> RandomBatch:
     """Return sequences to validate on: a part of the targets, another one in each sequence, is IGNORE."""
     generator = torch.Generator().manual_seed(2)
     tokens, batch = _batch(config, rows, generator)
     return tokens, {**batch, "targets": _some_targets(batch["targets"], torch.linspace(0.3, 1.0, rows)[:, None], generator)}
 
 
-def _batch(config: SampleConfig, rows: int, generator: torch.Generator) -> RandomBatch:
+def _batch(config: RunConfig, rows: int, generator: torch.Generator) -> RandomBatch:
     """Return a batch of `rows` samples of training.sequence_length tokens."""
     model, length = config.model, config.training.sequence_length
 

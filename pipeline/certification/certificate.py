@@ -6,14 +6,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from threading import Event
 
 import torch
 
-from pipeline.certification import data_order, exported, shapes
+from pipeline.certification import data_order, exported, phase_changes, shapes
 from pipeline.certification import state as saved_state
 from pipeline.certification.comparison import QUANTITIES, Outcome
 from pipeline.certification.conditioning import (
@@ -27,11 +28,23 @@ from pipeline.certification.conditioning import (
 from pipeline.certification.distributed import RanksFailedError, preload, run_ranks
 from pipeline.certification.first_difference import begins
 from pipeline.certification.parts import PartReport, left_out, merged
-from pipeline.certification.ranks_work import OUTPUTS, STEPS, RankResult, Work, compare_outputs, continue_elsewhere, in_folder, train_all
+from pipeline.certification.ranks_work import (
+    ELSEWHERE,
+    OUTPUTS,
+    STEPS,
+    RankResult,
+    Work,
+    compare_outputs,
+    continue_elsewhere,
+    in_folder,
+    train_all,
+)
 from pipeline.certification.reference import train_plain
 from pipeline.certification.shrink import Shrunk, shrink
 from pipeline.certification.tolerances import Comparison, compare_fp32, compare_low, largest_drift
+from pipeline.common import knobs
 from pipeline.common.progress import Progress
+from pipeline.config import phases
 from pipeline.config.layout import Layout
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
@@ -49,6 +62,7 @@ class Certificate:
             empty for a certified job.
         details: the traceback of a rank that failed.
         parts: what every part has compared, and what it has not.
+        phases: of the later phases of a run that have other settings, by number; their failures are those of the run, too.
     """
 
     small: Shrunk
@@ -56,10 +70,13 @@ class Certificate:
     failures: list[str]
     details: str = ""
     parts: list[PartReport] = field(default_factory=list)
+    phases: dict[int, Certificate] = field(default_factory=dict)
 
 
 def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, skip: Sequence[str] = ()) -> Certificate:
     """Train the small version of a job in its layout, on ranks of this machine, and in a plain loop, and compare.
+
+    Of a run with training.phases, every phase of other settings is a job, and every change between two of them is trained.
 
     Args:
         planned: a legal configuration.
@@ -70,6 +87,24 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     """
     preload()
     torch.set_num_threads(1)
+    whole = {"training.steps": planned.training.steps}  # each phase has the schedule of the run
+    jobs = [knobs.changed(job, whole) for job in phases.alone(planned)]
+    numbers = [jobs.index(job) for job in jobs]
+    found = {number: _certify(jobs[number], world_size, steps, seconds, skip) for number in dict.fromkeys(numbers)}
+    reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
+    for pair in dict.fromkeys(pair for pair in pairwise(numbers) if len(set(pair)) == 2 and "phases" not in skip):
+        before, after = ((jobs[number], found[number].small) for number in pair)
+        reports.append(_change(before, after, f"from training.phases.{pair[0]} to {pair[1]}", seconds))
+    failures = [line for report in merged(reports) for line in report.lines()]
+    for number, other in found.items():
+        failures += [f"training.phases.{number}: {failure}" if number else failure for failure in other.failures]
+    first = found.pop(0)
+    details = "\n".join(other.details for other in (first, *found.values()) if other.details)
+    return replace(first, failures=failures, details=details, parts=merged([*reports, *first.parts]), phases=found)
+
+
+def _certify(planned: RunConfig, world_size: int, steps: int, seconds: float, skip: Sequence[str]) -> Certificate:
+    """Certify a run without phases, but for the part "data"; as certify."""
     small = shrink(planned, world_size, steps)
     own = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
     low = [own] if own != "fp32" and "precision" not in skip else []
@@ -77,8 +112,7 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     # The plain loop for the clipping threshold, in fp32 and fp64, with reordered sums, and the ranks; in the job's precision ranks, plain
     # loop and perturbed ones.
     passes = 4 + reordered_runs(planned) + OPTIMIZERS[planned.optimizer.name].moves_by_signs + (3 + PERTURBED) * len(low)
-    reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
-    reports += [] if "shapes" in skip else [shapes.report(planned, world_size)]
+    reports = [] if "shapes" in skip else [shapes.report(planned, world_size)]
     if "bounds" not in skip:
         small, bounds = with_active_bounds(planned, small)
         reports.append(bounds)
@@ -140,12 +174,42 @@ def _continue_elsewhere(config: RunConfig, run: Outcome, tolerance: float, folde
         return PartReport("state", failures=[f"no checkpoint of step {first} was written"])
     other, size = saved_state.other_layout(config)
     run_ranks(size, continue_elsewhere, other, folder, seconds=seconds, watch=lambda: None)
-    report, losses = torch.load(f"{folder}/elsewhere", weights_only=False)
-    for step, (loss, expected) in enumerate(zip(losses, run.losses[first:], strict=True), first + 1):
+    report, outcome = torch.load(f"{folder}/{ELSEWHERE}", weights_only=False)
+    for step, (loss, expected) in enumerate(zip(outcome.losses, run.losses[first:], strict=True), first + 1):
         if not abs(loss - expected) <= tolerance * abs(expected):
             layout = Layout.of(other, size).axes_text()
             report.failures.append(f"step {step}, continued in {layout}: loss {loss:.6g}, {expected:.6g} without interruption")
             break
+    return report
+
+
+def _change(first: tuple[RunConfig, Shrunk], second: tuple[RunConfig, Shrunk], name: str, seconds: float) -> PartReport:
+    """Train a small run that changes from one phase to another, planned and small ones, and compare it with the plain loop."""
+    report = PartReport("phases")
+    (planned, small), (_, after) = first, second
+    config = phase_changes.small_run((planned, second[0]), (small, after))
+    if config is None:
+        report.not_covered.append(f"{name}: no small model is legal in both layouts")
+        return report
+    with Progress(4 * config.training.steps, "certify", "training steps", every=10) as progress, tempfile.TemporaryDirectory() as folder:
+        plain = well_conditioned(planned, replace(small, config=config), progress)
+        config = plain.small.config
+        begin = phases.starts(config)[1]
+        layouts = [Layout.of(phases.at(config, step), size) for step, size in ((0, small.world_size), (begin, after.world_size))]
+        try:
+            run_ranks(small.world_size, phase_changes.train_first, phases.at(config, 0), folder, seconds=seconds, watch=lambda: None)
+            run_ranks(after.world_size, continue_elsewhere, phases.at(config, begin), folder, seconds=seconds, watch=lambda: None)
+        except RanksFailedError as error:
+            report.failures.append(f"{name}: {error}")
+            return report
+        before = torch.load(f"{folder}/{phase_changes.FIRST}", weights_only=False)
+        loaded, outcome = torch.load(f"{folder}/{ELSEWHERE}", weights_only=False)
+    run = phase_changes.together(before, outcome)
+    found = compare_fp32(run, plain.reference, plain.rounding, plain.zero, largest_drift(config), plain.signs)
+    report.failures += [f"{name}: {failure}" for failure in (*loaded.failures, *found.failures())]
+    changes = f"{layouts[0].axes_text()} -> {layouts[1].axes_text()}"
+    steps = f"{config.training.steps} steps of the run and of the plain loop, which changes after {begin}"
+    report.covered.append(f"{name}, {changes}: all bits of the state, and {steps}")
     return report
 
 

@@ -16,7 +16,7 @@ from pipeline.certification.batches import Rows
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import state_after
 from pipeline.common.errors import UserError
-from pipeline.config import warmup
+from pipeline.config import phases, warmup
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
@@ -53,15 +53,18 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     except UserError as error:
         found.failures += [f"{violation}" for violation in error.violations]
         return found
-    layout = Layout.of(config, world_size)
     steps = checked_steps(config)
     for step in steps:
-        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(config, layout, data, step)]
+        now = phases.at(config, step)
+        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, Layout.of(now, world_size), data, step)]
     resumed = _resumed_at(config)
-    found.failures += _compare_resumed(config, layout, data, resumed)
+    now = phases.at(config, max(0, resumed - 1))
+    found.failures += _compare_resumed(now, Layout.of(now, world_size), data, resumed)
     found.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
     found.failures += _left_out(config, validation)
-    ranks = f"{layout.batch_shards} data ranks" + (f" x {layout.context} context ranks" if layout.context > 1 else "")
+    layouts = [Layout.of(phases.at(config, step), world_size) for step in steps]
+    texts = [f"{one.batch_shards} data ranks" + (f" x {one.context} context ranks" if one.context > 1 else "") for one in layouts]
+    ranks = ", ".join(dict.fromkeys(texts))
     numbers = ", ".join(str(step + 1) for step in steps)
     found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
     found.covered.append(f"the batch after a resume at step {resumed}; every sequence once an epoch; token ids, targets and documents")
@@ -74,11 +77,12 @@ def _opened(config: RunConfig) -> tuple[Objective, Objective | None]:
 
 
 def checked_steps(config: RunConfig) -> list[int]:
-    """Return the steps, from 0, whose batches are read: the first ones, those around a resume, and the last ones."""
+    """Return the steps, from 0, whose batches are read: the first ones, those around a resume and phases' ends, and the last ones."""
     total = config.training.steps
     width = 2 if config.training.global_batch_size * config.training.sequence_length <= LARGE_BATCH else 1
     resumed = _resumed_at(config)
-    steps = [*range(width), *range(resumed - 1, resumed - 1 + 2), *range(total - width, total)]
+    around = (step for end in (resumed, *phases.starts(config)[1:]) for step in (end - 1, end))
+    steps = [*range(width), *around, *range(total - width, total)]
     return sorted({step for step in steps if 0 <= step < total})
 
 
@@ -168,6 +172,8 @@ def _differences(what: str, found: Rows, expected: Rows) -> Iterator[str]:
 def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[str]:
     """Yield rules that the values of a batch violate."""
     size = config.model.vocab_size
+    if config.objective == "causal":  # a longer sequence of a later phase consists of samples
+        rows = {name: values.reshape(-1, config.training.sample_length) for name, values in rows.items()}
     for name in ("tokens", "targets", "decoder_tokens"):
         if name in rows:
             ids = rows[name][rows[name] != IGNORE] if name == "targets" else rows[name]

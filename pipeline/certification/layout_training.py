@@ -41,13 +41,14 @@ def begin(config: RunConfig) -> Trainer:
     return Trainer(config, mesh, model)
 
 
-def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[AfterStep] = ()) -> Outcome:
-    """Train all steps in the layout of the configuration. Collective; every rank returns the same result.
+def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[AfterStep] = (), steps: int | None = None) -> Outcome:
+    """Train in the layout of the configuration. Collective; every rank returns the same result.
 
     Args:
         config: of the run, valid for the world size.
         trainer: from `begin`.
         after_step: called after every step, in order.
+        steps: all when None.
     """
     fixed, moment = trainer.model.fixed_names(), OPTIMIZERS[config.optimizer.name].moment
     gradients: dict[str, torch.Tensor] = {}
@@ -57,9 +58,15 @@ def train_in_layout(config: RunConfig, trainer: Trainer, after_step: Sequence[Af
             moments = gather(trainer.engine.fragments(), {moment: "moment"}, fixed)["moment"]
             gradients.update({name: first_gradient(config, name, values) for name, values in moments.items()})
 
-    losses, norms = train_steps(trainer, enumerate(random_batches(config)), (keep_first_moments, *after_step))
-    kinds = {"weight": "weight", moment: "moment"} | ({} if config.training.ema is None else {EMA: "average"})
-    return Outcome(losses, norms, {"gradient": gradients, **gather(trainer.engine.fragments(), kinds, fixed)})
+    losses, norms = train_steps(trainer, enumerate(random_batches(config, steps)), (keep_first_moments, *after_step))
+    return Outcome(losses, norms, {"gradient": gradients, **trained(config, trainer)})
+
+
+def trained(config: RunConfig, trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
+    """Return what Outcome.tensors has of a run but its gradients. Collective."""
+    kinds = {"weight": "weight", OPTIMIZERS[config.optimizer.name].moment: "moment"}
+    kinds |= {} if config.training.ema is None else {EMA: "average"}
+    return gather(trainer.engine.fragments(), kinds, trainer.model.fixed_names())
 
 
 def first_gradient(config: RunConfig, name: str, moment: torch.Tensor) -> torch.Tensor:

@@ -60,16 +60,27 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = F
     return PLAIN[config.optimizer.name](config, masters, tied)
 
 
+def change(optimizer: PlainOptimizer, config: RunConfig, masters: dict[str, nn.Parameter]) -> None:
+    """Go on with the settings of another phase of the run. The state stays."""
+    other = build(config, masters)
+    for group, changed in zip(optimizer.param_groups, other.param_groups, strict=True):
+        group.update({name: value for name, value in changed.items() if name != "params"})
+    for name in {"_optimizer", "_rates", "_rule"} & vars(other).keys():
+        setattr(optimizer, name, getattr(other, name))
+
+
 def _plain_adamw(config: RunConfig, masters: dict[str, nn.Parameter], _: bool) -> PlainOptimizer:
     return _adamw(config.optimizer, masters, partial(registry.family_of(config.model).rate, config.model))
 
 
 def _adamw(optimizer: OptimizerConfig, weights: dict[str, nn.Parameter], rate_of: Callable[[str], float]) -> torch.optim.AdamW:
     """AdamW, by which a weight decays by the same share whatever its learning rate."""
-    members: dict[tuple[float, float], list[nn.Parameter]] = {}
+    members: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, weight in weights.items():
-        members.setdefault((optimizer.weight_decay if is_matrix(name, weight.shape) else 0.0, rate_of(name)), []).append(weight)
-    groups = [{"params": some, "weight_decay": decay / rate, "rate": rate} for (decay, rate), some in members.items()]
+        members.setdefault((is_matrix(name, weight.shape), rate_of(name)), []).append(weight)
+    groups = [
+        {"params": some, "weight_decay": decays * optimizer.weight_decay / rate, "rate": rate} for (decays, rate), some in members.items()
+    ]
     kind = torch.optim.AdamW if optimizer.state_dtype == "fp32" else _RoundedAdamW
     return kind(groups, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps)
 

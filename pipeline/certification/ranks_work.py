@@ -40,6 +40,8 @@ from pipeline.training.validation import validate
 
 #: The file in which rank 0 counts its steps.
 STEPS = "steps"
+#: The file with what the run that continues in another layout has found.
+ELSEWHERE = "elsewhere"
 #: The file that names the first module whose output differs.
 OUTPUTS = "outputs"
 #: Rows of a chunk of the loss, tokens of a chunk of linear attention, queries of a block of QK-clip, scores of a chunk of ring attention,
@@ -131,10 +133,10 @@ def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]
 
 
 def continue_elsewhere(config: RunConfig, folder: str) -> None:
-    """Continue the saved run in the layout of the configuration; rank 0 writes the report and the losses."""
+    """Continue the saved run in the layout of the configuration; rank 0 writes the report and the outcome."""
     result = resume_in_other_layout(in_folder(config, folder))
     if dist.get_rank() == 0:
-        torch.save(result, f"{folder}/elsewhere")
+        torch.save(result, f"{folder}/{ELSEWHERE}")
 
 
 def compare_outputs(config: RunConfig, folder: str, tolerance: float) -> None:

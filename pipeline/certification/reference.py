@@ -19,7 +19,7 @@ from pipeline.certification.comparison import Outcome
 from pipeline.certification.plain_optimizers import plain_rate
 from pipeline.certification.plain_qk_clip import PlainQKClip
 from pipeline.certification.reference_loss import reference_loss
-from pipeline.config import loss_weights
+from pipeline.config import loss_weights, phases
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.run_parts import is_frozen
 from pipeline.config.schema import RunConfig
@@ -69,9 +69,10 @@ def train_plain(
     within = getattr(config.model, "capacity_factor", None) is None
 
     def batches() -> Iterator[RandomBatch]:
-        for tokens, batch in random_batches(config, steps):
+        for step, (tokens, batch) in enumerate(random_batches(config, steps)):
             if order is not None:
-                tokens, batch = permuted(tokens, batch, micro_batches_of(config, tokens), order, within=within)
+                parts = micro_batches_of(phases.at(config, step), tokens)
+                tokens, batch = permuted(tokens, batch, parts, order, within=within)
             yield tokens, with_loss_scale(batch)
             after_step()
 
@@ -90,7 +91,7 @@ def plain_loop(
     noise: torch.Generator | None = None,
     tied: bool = False,
 ) -> Outcome:
-    """Train an initialized model in place.
+    """Train an initialized model, in place up to the second phase of training.phases, which gets a model of its own.
 
     Args:
         config: of the run: optimizer, schedule and micro-batch size.
@@ -111,10 +112,16 @@ def plain_loop(
     optimizer, ema = plain_optimizers.build(config, masters, tied=tied), config.training.ema or 0.0
     averages = {} if not ema else {name: master.detach().clone() for name, master in masters.items()}
     clipping = config.optimizer.gradient_clipping or math.inf
-    set_loss(model, config.training.head_z_loss)
-    clip = PlainQKClip(model, config.optimizer.qk_clip)
     outcome = Outcome([], [], {"gradient": {}, "moment": {}, "weight": {}})
+    run, clip = config, PlainQKClip(model, config.optimizer.qk_clip)
     for step, (tokens, fields) in enumerate(batches):
+        if step and phases.number_at(run, step) != phases.number_at(run, step - 1):
+            config = phases.at(run, step)
+            model = _same_weights(build_plain(config, dtype), model)
+            learned = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            plain_optimizers.change(optimizer, config, masters)
+            clip, clipping = PlainQKClip(model, config.optimizer.qk_clip), config.optimizer.gradient_clipping or math.inf
+        set_loss(model, config.training.head_z_loss)
         for stack in (module for module in model.modules() if isinstance(module, Stack)):
             stack.set_loss_weights(loss_weights.at(config.model, config.training, step))
         parts = split(tokens, fields, micro_batches or micro_batches_of(config, tokens))
@@ -178,6 +185,15 @@ def _use_fp8(model: nn.Module, config: RunConfig) -> None:
     for name, module in model.named_modules():
         if isinstance(module, Experts) and config.precision.fp8_experts and name.startswith(tuple(inner)):
             module.products = FP8_PRODUCTS
+
+
+@torch.no_grad()
+def _same_weights(model: nn.Module, other: nn.Module) -> nn.Module:
+    """Return a model with the weights of another one, whose other settings differ."""
+    weights = dict(other.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name].detach().clone()
+    return model
 
 
 @torch.no_grad()

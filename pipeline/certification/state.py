@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from pipeline.certification.batches import random_batches
+from pipeline.certification.comparison import Outcome
 from pipeline.certification.copies import CopyLog, same_bits
-from pipeline.certification.layout_training import begin, gather, train_steps
+from pipeline.certification.layout_training import begin, gather, train_steps, trained
 from pipeline.certification.parts import PartReport
 from pipeline.checkpoint import native
 from pipeline.checkpoint.native import TrainState
@@ -151,8 +152,8 @@ def resume_in_same_layout(config: RunConfig, uninterrupted: CopyLog) -> PartRepo
     return report
 
 
-def resume_in_other_layout(config: RunConfig) -> tuple[PartReport, list[float]]:
-    """Load the checkpoint in another layout, compare the unsharded state, and return the losses of the remaining steps. Collective."""
+def resume_in_other_layout(config: RunConfig) -> tuple[PartReport, Outcome]:
+    """Load the checkpoint in another layout, compare the unsharded state, and train the remaining steps. Collective."""
     layout = Layout.of(config, dist.get_world_size()).axes_text()
     report = PartReport("state")
     trainer, state = continued(config)
@@ -161,9 +162,9 @@ def resume_in_other_layout(config: RunConfig) -> tuple[PartReport, list[float]]:
     for kind, tensors in unsharded(trainer).items():
         names = [name for name in saved[kind] if not torch.equal(saved[kind][name], tensors.get(name, torch.empty(0)))]
         report.failures += [f"{name} ({kind}) differs after loading in {layout}, ZeRO {config.parallel.zero_stage}" for name in names]
-    losses, _ = train_steps(trainer, islice(enumerate(random_batches(config)), state.step, None), ())
+    losses, norms = train_steps(trainer, islice(enumerate(random_batches(config)), state.step, None), ())
     report.covered.append(f"loaded in {layout} with ZeRO {config.parallel.zero_stage}: all bits, and the losses of the remaining steps")
-    return report, losses
+    return report, Outcome(losses, norms, trained(config, trainer))
 
 
 def other_layout(config: RunConfig) -> tuple[RunConfig, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from pipeline.certification.comparison import DRIFT, NO_ZEROS, Difference, Outcome, Zeros, differences, largest_of_each
+from pipeline.config import phases
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.training.lr_schedule import learning_rate
@@ -63,9 +64,9 @@ def largest_drift(config: RunConfig) -> float:
 
     With Muon the weights whose gradient is zero are vectors, such as a key's bias, which Adam updates.
     """
-    optimizer, training = config.optimizer, config.training
-    rates = sum(learning_rate(step, optimizer, training) for step in range(training.steps))
-    return 2 * rates * OPTIMIZERS[optimizer.name].largest_update(optimizer)
+    optimizers = [phases.at(config, step).optimizer for step in range(config.training.steps)]
+    kind = OPTIMIZERS[config.optimizer.name]
+    return 2 * sum(learning_rate(step, now, config.training) * kind.largest_update(now) for step, now in enumerate(optimizers))
 
 
 def compare_fp32(

@@ -128,6 +128,24 @@ def alone(config: RunConfig) -> list[RunConfig]:
     return jobs or [config]
 
 
+def joined(first: RunConfig, second: RunConfig, step: int) -> RunConfig:
+    """Return the run that changes at a step from one configuration to another, which differs in what a phase may set."""
+    values = [{key: value for key, _, value in knobs.walk(config)} for config in (first, second)]
+    keys = [key for key in values[0] if _may_change(key) and values[0][key] != values[1][key]]
+    parts = []
+    for config, own in zip((first, second), values, strict=True):
+        training, overrides = config.training, [f"{key}={_text(own[key])}" for key in keys]
+        parts.append(TrainingPhaseConfig(None, None, training.sequence_length, training.global_batch_size, {}, overrides))
+    tokens = warmup.samples(first.training, step) * first.training.sample_length
+    parts[0] = dataclasses.replace(parts[0], until_step=step, until_tokens=tokens)
+    return knobs.changed(first, {"training.phases": parts})
+
+
+def _may_change(key: str) -> bool:
+    """Whether the overrides of a phase may set a key."""
+    return key in KEYS or (key.partition(".")[0] in GROUPS and key not in FIXED)
+
+
 def begin_violations(config: RunConfig, step: int, samples: int) -> Iterator[Violation]:
     """Yield why a fork cannot begin a phase: its trunk has read another number of samples than the phases before say."""
     for number, phase in enumerate(config.training.phases):
@@ -166,7 +184,7 @@ def _setting(name: str, model: type, override: str) -> tuple[str, Any]:
     group, _, field = key.partition(".")
     if key in SIZES.values():
         raise UserError.of(name, override, "is a key of a phase", f"set {field} of the phase")
-    if key in FIXED or (group not in GROUPS and key not in KEYS):
+    if not _may_change(key):
         fix = f"set {key} for the whole run; a phase may set {', '.join(f'{group}.*' for group in GROUPS)}, {', '.join(KEYS)}"
         raise UserError.of(name, override, "cannot change during a run", fix)
     schema = _SCHEMAS.get(group, model)
@@ -206,7 +224,7 @@ def _violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules of the phases: they have an order, and read one order of samples."""
     training, name = config.training, "training.phases"
     phases, last = training.phases, len(training.phases) - 1
-    if (stage := config.stage.name) in ("finetune", "certify", "rehearse"):
+    if (stage := config.stage.name) in ("finetune", "rehearse"):
         fix = "remove it" if stage == "finetune" else "remove it, and set what one of the phases sets"
         yield Violation(name, f"{len(phases)} phases", f"are not supported by stage={stage}", fix)
     steps = tokens = 0

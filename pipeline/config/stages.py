@@ -8,7 +8,7 @@ from pipeline.common.knobs import knob
 from pipeline.config.schema import StageConfig
 
 #: Parts of a certificate besides the comparison in fp32, which is always made.
-CERTIFICATE_PARTS = ("bounds", "copies", "state", "validation", "data", "precision", "shapes")
+CERTIFICATE_PARTS = ("bounds", "copies", "state", "validation", "data", "precision", "shapes", "phases")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class Certify(StageConfig):
         [],
         "parts of the certificate to leave out: smaller bounds, so that values of the small job pass them (bounds), bits of all copies of "
         "the weights (copies), saving and resuming (state), data.tokens (data), the job's own precision (precision), rules that depend on "
-        "full sizes (shapes)",
+        "full sizes (shapes), changes between training.phases (phases)",
         choices=CERTIFICATE_PARTS,
     )
     timeout_minutes: float = knob(

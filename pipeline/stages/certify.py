@@ -21,7 +21,7 @@ from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_f
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.git_commit import commit
 from pipeline.common.ranks import Ranks
-from pipeline.config import compose
+from pipeline.config import compose, phases
 from pipeline.config.layout import Coordinates, Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Certify
@@ -47,7 +47,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         rule = "starts the ranks of the small job itself, on this machine"
         raise UserError.of("world size", ranks.world_size, rule, "run it as one process; stage.world_size is the size of the planned job")
     layout = Layout.of(config, world_size)
-    check_fp8(config, layout)
+    for job in phases.alone(config):
+        check_fp8(job, Layout.of(job, world_size))
     make_folder(Path(config.run_dir))
     zero = layout.zero_text(config.parallel.zero_stage)
     log.info("certify: %s on %d ranks, %s, %s", config.model.family, world_size, layout.axes_text(), zero)
@@ -63,7 +64,10 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     if certificate.failures:
         lines = [f"certify: {shrunk}; not certified:", *(f"  - {failure}" for failure in certificate.failures), f"see {path}"]
         raise CheckFailed("\n".join(lines))
-    print("\n".join([shrunk, *table(certificate), *coverage(certificate), f"certified: {path}"]))
+    print("\n".join([shrunk, *table(certificate), *coverage(certificate)]))
+    for number, phase in certificate.phases.items():
+        print("\n".join([f"training.phases.{number}:", *table(phase), *coverage(phase)]))
+    print(f"certified: {path}")
 
 
 def check_fp8(config: RunConfig, layout: Layout) -> None:
@@ -90,7 +94,6 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
         certificate: the result.
         seconds: duration of the comparison.
     """
-    small = Layout.of(certificate.small.config, certificate.small.world_size)
     return {
         "certified": not certificate.failures,
         "failures": certificate.failures,
@@ -101,6 +104,21 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
             "overrides": overrides,
             "config": dataclasses.asdict(config),
         },
+        **_trained(certificate),
+        "phases": {number: _trained(phase) for number, phase in certificate.phases.items()},
+        "data": {} if any(part.part == "data" and part.not_covered for part in certificate.parts) else certified.data_of(config),
+        "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy")} | {"python": platform.python_version()},
+        "commit": commit(),
+        "host": socket.gethostname(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(seconds, 1),
+    }
+
+
+def _trained(certificate: Certificate) -> dict[str, Any]:
+    """Return what was trained and compared, of the run or of a phase, as values of JSON."""
+    small = Layout.of(certificate.small.config, certificate.small.world_size)
+    return {
         "small": {
             "world_size": small.world_size,
             "layout": dataclasses.asdict(small),
@@ -117,15 +135,9 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
             }
             for comparison in certificate.comparisons
         ],
-        "data": {} if any(part.part == "data" and part.not_covered for part in certificate.parts) else certified.data_of(config),
         "parts": {
             part.part: {"covered": part.covered, "not_covered": part.not_covered, "failures": part.failures} for part in certificate.parts
         },
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "numpy")} | {"python": platform.python_version()},
-        "commit": commit(),
-        "host": socket.gethostname(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "seconds": round(seconds, 1),
     }
 
 

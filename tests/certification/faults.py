@@ -96,6 +96,23 @@ def schedule_restarts_at_resume() -> Any:
     return replaced(WeightUpdate, "loaded", lambda original: lambda self, updates: original(self, 0))  # noqa: ARG005
 
 
+def rate_of_the_first_phase() -> Any:
+    """A run goes on in another phase with the learning rate of the phase before."""
+    return _continued_with({"optimizer.lr": 3e-4})
+
+
+def positions_of_the_first_phase() -> Any:
+    """A run goes on in another phase with the rotary positions of the phase before."""
+    return _continued_with({"model.rope_theta": 1e4})
+
+
+def _continued_with(values: dict[str, Any]) -> Any:
+    from pipeline.certification import state
+    from pipeline.common import knobs
+
+    return replaced(state, "begin", lambda original: lambda config: original(knobs.changed(config, values)))
+
+
 def data_ranks_read_the_same() -> Any:
     """Every data rank reads the samples of the first one."""
     from pipeline.training.batch_loader import BatchLoader

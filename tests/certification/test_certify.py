@@ -92,6 +92,46 @@ def test_a_job_that_trains_some_weights_only(certify) -> None:
     assert [comparison["precision"] for comparison in written["comparisons"]] == ["fp32", "bf16"]
 
 
+#: A longer context with other positions, rate and layout.
+CHANGE = (
+    'training.phases=[{until_step: 400}, {until_step: 600, sequence_length: 128, overrides: ["model.rope_theta=500000", '
+    '"optimizer.lr=6e-4", "parallel.tensor=1", "parallel.pipeline=2"]}, {sequence_length: 64}]'
+)
+PHASES = (
+    *JOB,
+    CHANGE,
+    "optimizer.lr=3e-4",
+    "stage.world_size=4",
+    "parallel.tensor=2",
+    "precision=fp32",
+    "stage.steps=6",
+    "training.steps=900",
+)
+FEW_PARTS = "stage.skip=[bounds,copies,state,validation,data,shapes]"
+
+
+def test_phases_and_the_changes_between_them(certify) -> None:
+    code, printed, written = certify(*PHASES, FEW_PARTS)
+    assert code == 0, printed
+    assert list(written["phases"]) == ["1", "2"]
+    assert written["phases"]["1"]["small"]["layout"]["pipeline"] == 2
+    assert written["phases"]["1"]["comparisons"]
+    covered = written["parts"]["phases"]["covered"]
+    assert [line.partition(":")[0] for line in covered] == [
+        "from training.phases.0 to 1, tensor 2 x data 2 -> pipeline 2 x data 2",
+        "from training.phases.1 to 2, pipeline 2 x data 2 -> pipeline 2 x data 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(faults.rate_of_the_first_phase, marks=pytest.mark.long), faults.positions_of_the_first_phase]
+)
+def test_a_setting_that_stays_in_the_next_phase_is_not_certified(certify, fault: Callable[[], Any]) -> None:
+    code, printed, _ = certify(*PHASES, FEW_PARTS, fault=fault)
+    assert code == 1
+    assert re.search(r"phases: from training.phases.0 to 1: \w+ in fp32: differs by", printed), printed
+
+
 #: Two ranks, and no part that does not depend on the optimizer.
 TWO_RANKS = ("parallel.tensor=2", "stage.world_size=2", "precision=fp32", "stage.skip=[validation,data,shapes]")
 

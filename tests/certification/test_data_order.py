@@ -57,6 +57,18 @@ def test_a_blend_with_other_weights(tokens: Path) -> None:
     assert any("samples, 800 are of corpus one, 2,400.0 by its weight" in failure for failure in failures), failures
 
 
+def test_phases_of_longer_sequences(tokens: Path) -> None:
+    blend = f"+data.blend={{one:{{corpus:default,tokens:{tokens}}},two:{{corpus:default,tokens:{tokens}}}}}"
+    later = '{until_step: 90, sequence_length: 128, global_batch_size: 8, weights: {two: 1}, overrides: ["parallel.tensor=1"]}'
+    words = (*JOB, blend, f"training.phases=[{{until_step: 70, weights: {{one: 1}}}}, {later}, {{weights: {{one: 1, two: 1}}}}]")
+    report = data_order.report(configured(*words), 8)
+    assert not report.failures
+    assert "steps 1, 2, 15, 16, 70, 71, 90, 91, 199, 200 of 200, read by 4 data ranks, 8 data ranks and by one process" in report.covered[0]
+    with faults.data_ranks_read_the_same():
+        failures = data_order.report(configured(*words), 8).failures
+    assert any(failure.startswith("step 71: the data ranks read other tokens") for failure in failures), failures
+
+
 def test_packed_documents_that_lose_their_ends(tokens: Path) -> None:
     config = configured(*JOB, f"data.tokens={tokens}", "data.packing=best_fit", "training.sequence_length=16")
     assert data_order.report(config, 8).failures == []
