@@ -21,6 +21,7 @@ STEPS = {
     "fineweb": "drop texts that fail the line rules of FineWeb, such as lists and menus",
     "repetition": "drop repetitive texts (rules of Gopher)",
     "score": "record a quality score by a fastText classifier, and drop texts with a low one",
+    "fields": "drop documents whose fields do not meet a condition",
     "contamination": "drop texts that contain a part of a benchmark",
 }
 
@@ -111,6 +112,17 @@ class ScoreStep:
     model: str | None = knob(None, "fastText classifier (.bin or .ftz), such as that of DCLM")
     label: str = knob("", "its label whose probability is the score, without __label__; documents have it in the field score")
     least: float = knob(0.0, "minimum score", at_least=0, at_most=1)
+
+
+@dataclass(frozen=True)
+class FieldsStep:
+    """Filter by the fields of a document."""
+
+    keep: str = knob(
+        "",
+        "condition that kept documents meet, in Python's syntax: int_score >= 3 and language in ['de', 'fr']. Fields are those of the "
+        "record; corpus, and lang and score of earlier steps",
+    )
 
 
 @dataclass(frozen=True)
@@ -219,4 +231,5 @@ class CleanConfig:
     fineweb: FineWebStep = field(default_factory=FineWebStep)
     repetition: RepetitionStep = field(default_factory=RepetitionStep)
     score: ScoreStep = field(default_factory=ScoreStep)
+    fields: FieldsStep = field(default_factory=FieldsStep)
     contamination: ContaminationStep = field(default_factory=ContaminationStep)

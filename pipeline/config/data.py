@@ -165,6 +165,11 @@ class DataConfig:
     main_content: bool = knob(True, "extract the main content of web pages, without navigation, headers and footers")
     shards: str = knob("work/shards", "folder of the text shards (output of stage=shard)")
     tokens: str = knob("work/tokens", "folder of the token shards (output of stage=tokenize)")
+    select: str | None = knob(
+        None,
+        "condition on the fields of the documents that stage=tokenize reads, in Python's syntax: score_rank >= 0.9 and lang == 'de'. "
+        "score_rank is the part of the documents of its language that have a lower score, in whole percents; default: all documents",
+    )
     seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0, at_most=10**18)
     part_megabytes: float | None = knob(
         None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,13 @@ from pipeline.common.ranks import Ranks
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import prepare_examples
+from pipeline.data.read import documents
+from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import encoders, token_shards
 from pipeline.data.tokenize.tokenizer import TextEncoder
+
+#: Documents of which at least one has each field of data.select.
+FIRST = 1000
 
 log = logging.getLogger("pipeline")
 
@@ -38,7 +44,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     with mpi.world(ranks, folder) as comm:
         with suppress(UserError):  # all ranks load it in parallel; on failure, rank 0 reports the error in _read_inputs
             _encoder(*tokenizer)
-        text, settings = comm.bcast(_read_inputs(shards, *tokenizer) if comm.rank == 0 else None)
+        text, settings = comm.bcast(_read_inputs(shards, config.data.select, *tokenizer) if comm.rank == 0 else None)
         encoder = _encoder(*tokenizer)
         with work(comm, folder, ("data.tokens", "tokenize"), settings, _summary, ["*-?????.tar"]) as unfinished:
             if not unfinished:
@@ -49,7 +55,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             total = sum(comm.allgather(sum(sizes[name] for name in mine)))
             with SharedProgress(comm, total, "tokenize", "B") as progress:
                 for name in mine:
-                    entry = token_shards.write(shards, text, name, folder / name, encoder, engine, progress.advance)
+                    entry = token_shards.write(shards, text, name, folder / name, encoder, engine, progress.advance, settings)
                     unfinished.write(name, entry)
             comm.barrier()
             if comm.rank == 0:
@@ -59,18 +65,37 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 _encoder = cache(TextEncoder)
 
 
-def _read_inputs(shards: Path, tokenizer: Path, end_of_document: str, bos: str) -> tuple[Manifest, dict[str, Any]]:
-    """Return the manifest of the text shards, and all settings that determine the token shards."""
+def _read_inputs(shards: Path, select: str | None, tokenizer: Path, end_of_document: str, bos: str) -> tuple[Manifest, dict[str, Any]]:
+    """Return the manifest of the text shards, and all settings that determine the token shards.
+
+    Raises:
+        UserError: one of the inputs cannot be read, or no document has the fields that data.select reads.
+    """
     text, encoder = collect_errors(
         lambda: artifact.read(shards, key="data.shards", stage="shard"),
         lambda: _encoder(tokenizer, end_of_document, bos),
     )
+    if select is not None:
+        _check_fields(shards, select, text)
     return text, {
         "data.shards": artifact.fingerprint(text),
         "tokenizer.path": encoder.fingerprint,
         "tokenizer.end_of_document": end_of_document,
+        **({} if select is None else {"data.select": select}),
         **({} if encoder.bos is None else {"tokenizer.bos": "document"}),  # none: as before there was a choice
     }
+
+
+def _check_fields(shards: Path, select: str, text: Manifest) -> None:
+    """Refuse a condition on a field that none of the first documents has; raises UserError."""
+    selection = text_shards.Selection(select, text)
+    name = next(name for name, entry in sorted(text.files.items()) if "split" in entry)
+    records = [record for _, record in islice(text_shards.readable(shards, text, name), FIRST)]
+    absent = set.intersection(*(set(selection.missing(record)) for record in records)) if records else ()
+    for field in sorted(absent):
+        known = ", ".join(sorted({name for record in records for name in documents.fields(record)}))
+        fix = "add score to clean.steps of stage=shard, and name its model" if field == "score_rank" else f"they have {known}"
+        raise UserError.of("data.select", select, f"reads {field}, which the first {len(records)} documents of {shards} do not have", fix)
 
 
 def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:

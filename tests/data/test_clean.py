@@ -14,7 +14,7 @@ from pipeline.common.knobs import changed
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches
-from pipeline.data.clean.language import Detector
+from pipeline.data.clean.language import Cld2
 from pipeline.data.dedup import minhash
 from pipeline.data.read.documents import Document
 from tests.data import planted
@@ -28,8 +28,8 @@ PROSE = (
 )
 
 
-NEEDS_FILES = {"contamination", "score"}
-"""Steps that need files of the user."""
+NEEDS_FILES = {"contamination", "score", "fields"}
+"""Steps that need files, or a condition, of the user."""
 
 
 def config(*steps: str, **knobs: dict) -> CleanConfig:
@@ -330,8 +330,8 @@ def test_prose_passes_every_step():
     ],
 )
 def test_languages_are_identified(code, text):
-    assert Detector().identify([text])[0][0] == code
-    assert Detector().identify(["\x00\x1b" + text + "\uffff"])[0][0] == code  # characters that CLD2 itself rejects
+    assert Cld2().identify([text])[0][0] == code
+    assert Cld2().identify(["\x00\x1b" + text + "\uffff"])[0][0] == code  # characters that CLD2 itself rejects
 
 
 def test_sources_and_licenses_that_are_not_allowed_are_dropped():

@@ -68,7 +68,7 @@ def write(path, words, counts, rows, output, *, loss=3, minn=0, maxn=0, word_ngr
 @settings(max_examples=60, deadline=None)
 def test_its_probabilities_are_those_of_fasttext(tmp_path_factory, data):
     draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
-    loss, (minn, maxn), word_ngrams = draw(*LOSSES), draw((0, 0), (1, 2), (2, 4), (3, 6)), draw(1, 2, 3)
+    loss, (minn, maxn), word_ngrams = draw(*LOSSES), draw((0, 0), (1, 2), (2, 4), (3, 6), (4, 2)), draw(1, 2, 3)
     bucket, labels, dim = 50 if maxn or word_ngrams > 1 else 0, draw(2, 3, 7), draw(1, 5, 8)
     parts = draw(0, 1, 3)
     kept = draw(None, [3, 11, 12, 40], []) if parts and bucket else None

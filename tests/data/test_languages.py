@@ -7,7 +7,7 @@ from pipeline.common import languages
 from pipeline.common.languages import TABLE
 from pipeline.data.clean.counts import STOP_WORDS
 from pipeline.data.clean.document_batch import DocumentBatch
-from pipeline.data.clean.language import Detector
+from pipeline.data.clean.language import Cld2
 from pipeline.data.dedup.clusters import NOTHING
 from pipeline.data.read.documents import Document
 from pipeline.data.shard import shard_report, text_shards
@@ -46,7 +46,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("label", TEXTS)
 def test_every_spelling_of_a_language_keeps_its_texts(label):
-    assert Detector().identify([TEXTS[label]])[0][0] == label
+    assert Cld2().identify([TEXTS[label]])[0][0] == label
     for code in SPELLINGS[label]:
         assert clean([TEXTS[label], PROSE], config("language", language={"keep": [code]}))[0] == [TEXTS[label], None], code
         wanted = config("length", length={"least": 0, "by_language": {code: {"least": 10_000}}})

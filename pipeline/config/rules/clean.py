@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.common import languages
+from pipeline.common.condition import Condition
 from pipeline.common.errors import Violation
 from pipeline.config.cleaning import PERSONAL_KINDS, STEPS, CleanConfig
 
@@ -26,6 +27,8 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
         yield from _by_language(getattr(clean, name), name, has_model)
     if "score" in clean.steps and clean.score.model is None:
         yield Violation("clean.score.model", None, "is not set, and clean.steps has score", "name a classifier, or remove the step")
+    if "fields" in clean.steps:
+        yield from condition_violations("clean.fields.keep", clean.fields.keep)
     least, most = clean.contamination.least_words, clean.contamination.words
     if least > most:
         yield Violation(
@@ -36,6 +39,14 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
             yield Violation(
                 f"clean.repetition.{key}", values, f"has {len(values)} entries, not {count}", f"give {count} numbers from 0 to 1"
             )
+
+
+def condition_violations(key: str, text: str) -> Iterator[Violation]:
+    """Yield why a text is no condition on fields."""
+    try:
+        Condition(text)
+    except ValueError as error:
+        yield Violation(key, text, str(error), "write one such as score > 0.5 and lang in ['de', 'fr']")
 
 
 def _language(key: str, code: str) -> Iterator[Violation]:

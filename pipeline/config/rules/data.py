@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
 from pipeline.config.data import DataConfig
+from pipeline.config.rules import clean
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES
 
@@ -17,6 +18,8 @@ _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules of corpus names; for stages that read a blend, also those of the blend and its phases."""
     yield from _corpora(config.data)
+    if config.data.select is not None:
+        yield from clean.condition_violations("data.select", config.data.select)
     if config.stage.name == "tokenize" and config.data.instructions.tokens is not None:
         yield from _examples(config)
     if config.stage.name in PARALLEL_STAGES:

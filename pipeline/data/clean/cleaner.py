@@ -29,6 +29,7 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
     "fineweb": quality.fineweb,
     "repetition": repetition.repetition,
     "score": quality.Score,
+    "fields": origin.fields,
     "contamination": origin.Contamination,
 }
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.common import languages
 from pipeline.data.clean import code_detection
-from pipeline.data.clean.language import UNKNOWN, Detector, Language
+from pipeline.data.clean.language import UNKNOWN, Cld2, Detector, Language
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
@@ -88,7 +88,7 @@ class DocumentBatch:
         detector: identifies the languages.
     """
 
-    detector = Detector()
+    detector: Detector = Cld2()
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents

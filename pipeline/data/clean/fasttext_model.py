@@ -126,7 +126,7 @@ class FastText:
         """The rows of words and of the n-grams of their characters, and the word of each in ascending order."""
         ids = np.array([self._ids.get(word, -1) for word in words], dtype=np.int64)
         rows, owners = ids[ids >= 0], np.flatnonzero(ids >= 0)
-        if self._maxn > 0:
+        if self._maxn >= max(1, self._minn):
             spelled = [number for number, word in enumerate(words) if word != END and self._is_word(word)]
             hashes, of = _character_ngrams([words[number] for number in spelled], self._minn, self._maxn)
             more, of_more = self._hashed(hashes.astype(np.uint64), np.array(spelled, dtype=np.int64)[of])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,8 +27,8 @@ CLEAR = 0.8
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
 
 
-class Detector:
-    """CLD2."""
+class Detector(ABC):
+    """Finds the main language of texts."""
 
     def identify(self, texts: Sequence[str]) -> list[Language]:
         """Return the main language of every text."""
@@ -41,12 +42,24 @@ class Detector:
             unclear = [number for number in unclear if found[number][1] < CLEAR and len(texts[number]) > size]
         return found
 
+    @abstractmethod
     def detect(self, samples: Sequence[str]) -> list[Language]:
         """Return the main language of every sample, from all of its characters."""
+
+    @abstractmethod
+    def covered(self, code: str) -> tuple[str, ...]:
+        """Return the labels that a code names."""
+
+
+class Cld2(Detector):
+    """The built-in one."""
+
+    def detect(self, samples: Sequence[str]) -> list[Language]:
+        """See Detector."""
         return [_cld2(sample) for sample in samples]
 
     def covered(self, code: str) -> tuple[str, ...]:
-        """Return the labels that a code names."""
+        """See Detector."""
         return languages.covered(code)
 
 
@@ -104,7 +117,7 @@ def detector(clean: CleanConfig) -> Detector:
         UserError: its file cannot be read, or it does not know a language of the configuration.
     """
     if clean.language.model is None:
-        return Detector()
+        return Cld2()
     found = FastTextDetector(clean.language.model)
     codes = [("clean.language.keep", code) for code in clean.language.keep]
     for name in STEPS:  # a step may have values of languages that are in no text

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from pipeline.common.condition import Condition
 from pipeline.common.errors import UserError
-from pipeline.config.cleaning import AllowStep, ContaminationStep
+from pipeline.config.cleaning import AllowStep, ContaminationStep, FieldsStep
 from pipeline.data.clean.document_batch import DocumentBatch, Step, Verdict, drop
+from pipeline.data.read import documents
 from pipeline.data.read.documents import Bad, Document, ReadOptions
 from pipeline.data.read.input_files import InputFile, Span
 from pipeline.data.read.reader import read
@@ -32,6 +34,19 @@ def allow(knobs: AllowStep) -> Step:
         sources = np.array([not matches(source(document), knobs.sources) for document in batch.documents])
         licences = np.array([not matches(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
         return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed")])
+
+    return step
+
+
+def fields(knobs: FieldsStep) -> Step:
+    """Drop documents whose fields do not meet a condition; also those without a field that is compared."""
+    condition = Condition(knobs.keep)
+
+    def step(batch: DocumentBatch) -> Iterable[Verdict]:
+        for index in np.flatnonzero(batch.alive).tolist():
+            record = documents.metadata(batch.documents[index], batch.label(index), score=float(batch.scores[index]))
+            if fault := condition.fault(documents.fields(record)):
+                yield Verdict(index, fault)
 
     return step
 

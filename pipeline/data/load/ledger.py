@@ -127,7 +127,7 @@ class Ledger:
             folders = ", ".join(str(folder) for folder, _ in self._texts.values()) or "none"
             rule = f"has no folder from which {path.parent} was tokenized; given: {folders}"
             raise UserError.of("stage.shards", folders, rule, "add the folder of these text shards, which name the documents")
-        for text, fields in text_shards.readable(*found, path.name):
+        for text, fields in text_shards.tokenized(text_shards.readable(*found, path.name), manifest.settings, found[1]):
             meta = fields.pop("meta", None) or {}
             yield text, {**fields, **meta, "corpus": fields.get("corpus"), **({"shard_id": fields.get("id")} if "id" in meta else {})}
 

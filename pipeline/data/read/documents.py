@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +39,18 @@ class Document:
     def id(self) -> str:
         """The identity as a string."""
         return f"{label(self.corpus, self.source)}:{self.offset}"
+
+
+def metadata(document: Document, language: str, tags: Sequence[str] = (), score: float = math.nan) -> dict[str, Any]:
+    """Return the record of a document in a shard, with its identity first; tags and score only if there are any."""
+    record = {"id": document.id, "corpus": document.corpus, "lang": language or None, "source": document.source, "meta": document.meta}
+    return {**record, **({"clean": tags} if tags else {}), **({} if math.isnan(score) else {"score": float(f"{score:.4g}")})}
+
+
+def fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a condition reads of a record in a shard: the fields of its input, and corpus, lang and score, as far as known."""
+    own = {name: value for name, value in record.items() if name not in ("meta", "source") and value is not None}
+    return {"source": record.get("source"), **(record.get("meta") or {}), **own}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import clusters, duplicates, paragraphs, signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
-from pipeline.data.read.documents import ReadOptions
+from pipeline.data.read.documents import ReadOptions, add_counts
 from pipeline.data.read.input_files import InputPart, Listing
 from pipeline.data.shard import dropped, limits, shard_report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
@@ -231,7 +231,12 @@ class ShardPasses:
         tallies = pool.tally(self._order, found.drop)
         plan = plan_shards(self._order, tallies, self._data.shard_megabytes) if tallies else None
         if tallies and not plan:
-            rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents"
+            lost: dict[str, list[int]] = {}
+            for reasons in counts.lost.values():
+                add_counts(lost, reasons)
+            first = max(((number, reason) for reason, (number, _) in lost.items()), default=None)
+            mostly = f", most of them by {first[1]} ({first[0]:,})" if first else ""
+            rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents{mostly}"
             fix = "specify other files, another data.text_field, or other clean.steps"
             self._unfinished.clear()  # nothing of this run can be continued
             raise UserError.of("data.input", self._data.input, rule, fix)

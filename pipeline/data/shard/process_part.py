@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, add_count, add_counts, utf8, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, add_count, add_counts, metadata, utf8, utf8_length
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.read.streams import CheckError
@@ -135,7 +134,7 @@ def process(
                 counts.count_lost(document.corpus, f"{step}: {reason}", 1, utf8_length(text))
                 counts.count_language(language, f"{step}: {reason}", 1, utf8_length(text))
                 if add:
-                    add(_metadata(document, language or None, []), step, reason, text)
+                    add(metadata(document, language), step, reason, text)
 
             for batch in batches(_documents(part, options, counts, advance, verify)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
@@ -185,7 +184,7 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     languages = [batch.label(index) for index in alive]
     rows = np.zeros(len(alive), dtype=kind)
     rows["language"] = [language.encode() for language in languages]
-    rows["length"] = [len(batch.texts[index]) for index in alive]
+    rows["length"], rows["score"] = [len(batch.texts[index]) for index in alive], batch.scores[alive]
     if dedup.url:
         # A document without a URL is unique: its identity replaces the URL.
         rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
@@ -196,18 +195,12 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
         if permutations(dedup):
             rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
-    metadata = [
-        _metadata(document, language or None, batch.tags[index], float(batch.scores[index]))
+    records = [
+        metadata(document, language, batch.tags[index], float(batch.scores[index]))
         for document, language, index in zip(documents, languages, alive, strict=True)
     ]
     encoded = [utf8(batch.texts[index]) for index in alive]
     rows["exact"] = exact.keys_of_bytes(encoded)
     for language, text in zip(languages, encoded, strict=True):
         counts.count_language(language, KEPT, 1, len(text))
-    spill.add(keys, metadata, encoded, rows, hashes)
-
-
-def _metadata(document: Document, language: str | None, tags: list[str], score: float = math.nan) -> dict[str, Any]:
-    """The metadata record of a document in the shard, with its identity first; tags and score only if there are any."""
-    record = {"id": document.id, "corpus": document.corpus, "lang": language, "source": document.source, "meta": document.meta}
-    return {**record, **({"clean": tags} if tags else {}), **({} if math.isnan(score) else {"score": round(score, 4)})}
+    spill.add(keys, records, encoded, rows, hashes)

@@ -31,6 +31,7 @@ WARN_LANGUAGE = 20
 LISTED_BAD = 100
 LISTED_REASONS = 30
 """Suffixes, and reasons for what is not read, of a corpus on the HTML page; report.json lists all of them."""
+SHOWN_PERCENTS = (1, 10, 25, 50, 75, 90, 99)
 SHOWN_CLUSTERS = 20
 """Clusters of each kind on the HTML page; report.json lists more."""
 
@@ -46,7 +47,7 @@ def build(
     """Build the report as a JSON object.
 
     Args:
-        output: content of the shards: totals, languages and lengths.
+        output: content of the shards: totals, languages, lengths, and percentiles of the scores.
         made_with: the settings of the run.
         files: the files that were read.
     """
@@ -163,6 +164,9 @@ def html(report: dict[str, Any]) -> str:
         ],
         language_rows=_share_rows([(code or "unknown", number, size) for code, (number, size) in output["languages"].items()]),
         length_rows=_share_rows([(f"{1 << int(bit):,} to {(2 << int(bit)) - 1:,}", n, n) for bit, n in output["lengths"].items()]),
+        score_rows=[
+            [code or "unknown", *(f"{each[percent]:.4g}" for percent in SHOWN_PERCENTS)] for code, each in output["scores"].items()
+        ],
         file_rows=list(_input_rows(report["input"]["files"])),
         skipped_rows=list(_input_rows(report["input"]["skipped"])),
         bad_rows=[[bad["file"], bad["position"], bad["reason"], bad["lost_bytes"] or ""] for bad in report["bad"]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -42,12 +43,14 @@ class WrittenShard:
         files: manifest entries of every shard, in the order of the plan.
         languages: language -> [documents, bytes].
         lengths: log2 of the bytes -> documents.
+        scores: language -> score -> documents.
         repeated: corpus -> [documents, bytes] without text after dedup.paragraphs.
     """
 
     files: list[Entries] = field(default_factory=list)
     languages: dict[str, list[int]] = field(default_factory=dict)
     lengths: dict[str, int] = field(default_factory=dict)
+    scores: dict[str, dict[str, int]] = field(default_factory=dict)
     repeated: dict[str, list[int]] = field(default_factory=dict)
 
     @classmethod
@@ -61,7 +64,7 @@ class WrittenShard:
         for note in notes:
             (corpus,) = {entry["corpus"] for entry in note["files"].values() if "corpus" in entry}
             repeated = {corpus: note["repeated"]} if note["repeated"][0] else {}
-            mine._add(cls([note["files"]], note["languages"], note["lengths"], repeated))
+            mine._add(cls([note["files"]], note["languages"], note["lengths"], note["scores"], repeated))
         ranks = comm.gather(mine)
         if ranks is None:
             return mine
@@ -76,8 +79,20 @@ class WrittenShard:
         self.files += other.files
         add_counts(self.languages, other.languages)
         add_counts(self.repeated, other.repeated)
-        for bit, documents in other.lengths.items():
-            self.lengths[bit] = self.lengths.get(bit, 0) + documents
+        pairs = [(self.lengths, other.lengths), *((self.scores.setdefault(name, {}), found) for name, found in other.scores.items())]
+        for mine, others in pairs:
+            for bit, documents in others.items():
+                mine[bit] = mine.get(bit, 0) + documents
+
+    def percentiles(self) -> dict[str, list[float]]:
+        """Return for every language the lowest scores that 0, 1, ..., 100 percent of its documents do not exceed."""
+        found = {}
+        for language, counts in sorted(self.scores.items()):
+            scores = sorted(counts, key=float)
+            below = np.cumsum([counts[score] for score in scores])
+            places = np.searchsorted(below, np.maximum(1, np.ceil(below[-1] * np.arange(101) / 100)))
+            found[language] = [float(scores[place]) for place in places.tolist()]
+        return found
 
 
 def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfig, dedup: DedupConfig, records: Path) -> dict[str, Any]:
@@ -89,9 +104,10 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
 
     Returns:
         {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents,
-        "repeated": [documents, bytes] without text after dedup.paragraphs}.
+        "scores": language -> score -> documents, "repeated": [documents, bytes] without text after dedup.paragraphs}.
     """
     languages: dict[str, list[int]] = {}
+    scores: dict[str, Counter[str]] = {}
     lengths: dict[str, int] = {}
     hashes: list[tuple[np.ndarray, np.ndarray]] = []
     repeated, written = [0, 0], 0
@@ -105,7 +121,10 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
                 if add:
                     add(orjson.loads(document.meta), "dedup", "all lines are repeated", document.text.decode("utf-8"))
                 continue
-            add_count(languages, document.row["language"].decode(errors="ignore"), 1, size)
+            language = document.row["language"].decode(errors="ignore")
+            add_count(languages, language, 1, size)
+            if not np.isnan(document.row["score"]):
+                scores.setdefault(language, Counter())[f"{document.row['score']:.4g}"] += 1
             bit = str(size.bit_length() - 1)
             lengths[bit] = lengths.get(bit, 0) + 1
             written += 1
@@ -126,7 +145,7 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
         name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
         keys, minhash = (np.stack(column) for column in zip(*hashes, strict=True))
         files[name] = signatures.write(folder / name, keys, minhash, dedup)
-    return {"files": files, "languages": languages, "lengths": lengths, "repeated": repeated}
+    return {"files": files, "languages": languages, "lengths": lengths, "scores": scores, "repeated": repeated}
 
 
 def publish(
@@ -165,6 +184,7 @@ def publish(
         **{key: totals[key] for key in (*SPLITS, "corpora", "repeated_documents")},
         "languages": dict(sorted(written.languages.items(), key=lambda entry: (-entry[1][1], entry[0]))),
         "lengths": {bit: written.lengths[bit] for bit in sorted(written.lengths, key=int)},
+        "scores": written.percentiles(),
     }
     made = shard_report.build(counts, found, excerpts, output, settings, inputs)
     pages = {
@@ -178,6 +198,8 @@ def publish(
                 handle.write(content)
             if name != "report.html":  # it shows the date: the checksums of two equal runs are equal
                 files[name] = artifact.entry(folder / name)
+    if written.scores:
+        totals["scores"] = output["scores"]
     artifact.write(folder, artifact.Manifest("shard", settings, files, totals))
     return totals
 

@@ -33,10 +33,10 @@ _HEAD = struct.Struct("<II")  # bytes of metadata, bytes of text
 def row_type(permutations: int) -> np.dtype:
     """The dtype of the index row of a document.
 
-    Fields: number of the document in the part, offset in the file, bytes of text, language, length in characters, hashes of text and URL,
-    and signature.
+    Fields: number of the document in the part, offset in the file, bytes of text, language, length in characters, score (NaN for none),
+    hashes of text and URL, and signature.
     """
-    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S16"), ("length", "<i4")]
+    fields = [("number", "<u4"), ("position", "<u8"), ("size", "<u4"), ("language", "S16"), ("length", "<i4"), ("score", "<f4")]
     return np.dtype([*fields, ("exact", "<u8", 2), ("url", "<u8", 2), ("minhash", "<u4", permutations)])
 
 

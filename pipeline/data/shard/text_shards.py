@@ -6,7 +6,8 @@ A document is a sample of two members, `NUMBER.txt` with the text and `NUMBER.js
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -15,7 +16,9 @@ import orjson
 
 from pipeline.common import artifact, languages
 from pipeline.common.artifact import Manifest
+from pipeline.common.condition import Condition
 from pipeline.data import tar
+from pipeline.data.read import documents as read
 
 SPLITS = ("train", "validation")
 
@@ -62,6 +65,46 @@ def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
             for line in content.splitlines():
                 metadata = orjson.loads(line)
                 yield metadata.pop("text").encode("utf-8"), metadata
+
+
+class Selection:
+    """Chooses documents by a condition on their fields (data.select).
+
+    Args:
+        condition: its text.
+        text: manifest of the shards.
+    """
+
+    def __init__(self, condition: str, text: Manifest) -> None:
+        self._condition, self._percentiles = Condition(condition), text.totals.get("scores", {})
+
+    def __call__(self, record: Mapping[str, Any]) -> bool:
+        """Whether a document is chosen."""
+        return not self._condition.fault(self._fields(record))
+
+    def missing(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the fields of the condition that a document does not have."""
+        return [name for name in self._condition.names if name not in self._fields(record)]
+
+    def _fields(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        fields = read.fields(record)
+        if (percentiles := self._percentiles.get(fields.get("lang") or "")) and "score" in fields:
+            fields["score_rank"] = max(0, bisect_left(percentiles, fields["score"]) - 1) / 100
+        return fields
+
+
+def tokenized(
+    found: Iterable[tuple[bytes, dict[str, Any]]], settings: Mapping[str, Any], text: Manifest
+) -> Iterable[tuple[bytes, dict[str, Any]]]:
+    """Return those of the documents of a shard that token shards have.
+
+    Args:
+        found: the documents.
+        settings: of the token shards, with data.select.
+        text: manifest of the text shards.
+    """
+    chosen = Selection(select, text) if (select := settings.get("data.select")) else None
+    return found if chosen is None else ((content, record) for content, record in found if chosen(record))
 
 
 def language(metadata: dict[str, Any]) -> str:

@@ -86,7 +86,8 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text
     entry = manifest.files[name]
     ids, ends = token_shards.ids(folder / name, entry), token_shards.ends(folder / name, entry)
     starts = np.concatenate([[0], ends])
-    names = [None] * len(ends) if text is None else [metadata["id"] for _, metadata in text_shards.verified(*text, name)]
+    documents = [] if text is None else text_shards.tokenized(text_shards.verified(*text, name), manifest.settings, text[1])
+    names = [None] * len(ends) if text is None else [record["id"] for _, record in documents]
     assert len(names) == len(ends), f"{name} has {len(ends)} documents, and the text shard {len(names)}"
     corpus_type = pa.dictionary(pa.int32(), pa.string())
     schema = pa.schema(

@@ -106,6 +106,7 @@ def write(
     encoder: TextEncoder,
     engine: BatchEncoder,
     progress: Callable[[int], None],
+    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Tokenize one text shard. The shard is read once; its checksum is verified during the read.
 
@@ -116,6 +117,7 @@ def write(
         path: the token shard to write.
         engine: the tokenization engine.
         progress: called with the number of bytes of text after each batch.
+        settings: of the token shards; data.select chooses the documents.
 
     Returns:
         The manifest entry: size, checksum, dtype, counts, and the byte offsets of the first token and of the first length.
@@ -127,7 +129,11 @@ def write(
     with atomic_file(path) as handle:
         writer = Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
         with artifact.open_verified(shards, text, name) as shard:
-            for batch in _batches(text_shards.texts(shard)):
+            if "data.select" in settings:
+                texts = (content for content, _ in text_shards.tokenized(text_shards.documents(shard), settings, text))
+            else:
+                texts = text_shards.texts(shard)
+            for batch in _batches(texts):
                 ids, lengths = engine.encode([document.decode("utf-8") for document in batch])
                 writer.add(*_closed(ids.astype(encoder.dtype), lengths, encoder))
                 done = sum(map(len, batch))
