@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeline.certification.comparison import Outcome
-from pipeline.certification.conditioning import in_precision, with_small_updates
+from pipeline.certification.conditioning import LARGEST_RATE, in_precision
 from pipeline.certification.layout_training import begin, train_in_layout
 from pipeline.certification.ranks_work import in_folder
 from pipeline.certification.shrink import Shrunk
@@ -31,6 +31,7 @@ def small_run(planned: tuple[RunConfig, RunConfig], small: tuple[Shrunk, Shrunk]
         small: their small versions. The run has the model of one of them, and a longer sequence where the planned phase has.
     """
     lengths = [job.training.sequence_length for job in planned]
+    rate = min(1.0, LARGEST_RATE / max(each.config.optimizer.lr for each in small))  # both rates are changed by one factor
     for chosen in reversed(small):
         configs = []
         for each, longer in zip(small, (lengths[0] > lengths[1], lengths[0] < lengths[1]), strict=True):
@@ -38,7 +39,8 @@ def small_run(planned: tuple[RunConfig, RunConfig], small: tuple[Shrunk, Shrunk]
             length = values["training.sequence_length"] = min(job.config.training.sequence_length for job in small) * (1 + longer)
             values["model.max_positions"] = max(values["model.max_positions"], length)
             values |= {"training.frozen": chosen.config.training.frozen, "model": chosen.config.model}
-            configs.append(in_precision(with_small_updates(knobs.changed(each.config, values)), "fp32"))
+            values["optimizer.lr"] = rate * each.config.optimizer.lr
+            configs.append(in_precision(knobs.changed(each.config, values), "fp32"))
         if not any(check.violations(config, each.world_size) for config, each in zip(configs, small, strict=True)):
             return phases.joined(configs[0], configs[1], saved_steps(configs[0])[-1])
     return None

@@ -43,6 +43,8 @@ _SCHEMAS: dict[str, Any] = {
 }
 #: What has to be one setting for the whole run, among GROUPS: the state of an optimizer, and the engine.
 FIXED = ("optimizer.name", "optimizer.state_dtype", "parallel.engine", "parallel.deepspeed")
+#: What the weights of the average of schedule-free AdamW are computed from.
+SCHEDULE_FREE_FIXED = ("optimizer.lr", "optimizer.beta2", "optimizer.warmup_steps", "optimizer.warmup_ratio")
 #: Changes of the first steps, which end within the first phase.
 RAMPS = ("batch_rampup", "sequence_warmup")
 #: Keys of a phase, and those that it sets.
@@ -243,6 +245,11 @@ def _violations(config: RunConfig) -> Iterator[Violation]:
         if lengths % length:
             rule = f"must be a multiple of {length}, the sequence length of the first phase: a sequence has whole samples"
             yield Violation(f"{key}.sequence_length", lengths, rule, f"set it to {max(1, round(lengths / length)) * length}")
+        if config.optimizer.name == "schedule_free":
+            for override in phase.overrides:
+                if key_of(override) in SCHEDULE_FREE_FIXED:
+                    rule = "cannot change with optimizer=schedule_free, which weights its average by all rates of the run"
+                    yield Violation(f"{key}.overrides", override, rule, f"set {key_of(override)} for the whole run")
         for corpus, weight in phase.weights.items():
             if corpus not in config.data.blend:
                 fix = f"choose among {', '.join(sorted(config.data.blend)) or 'none'}, or add it to data.blend"

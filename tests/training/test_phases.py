@@ -226,6 +226,10 @@ REFUSED = [
         "training.phases.1.weights.news=1.0: is not a corpus of data.blend|choose among books, web",
     ),
     ("[{until_step: 4}, {weights: {web: 0}}]", "training.phases.1.weights={'web': 0.0}: gives no corpus a weight above 0"),
+    (
+        '[{until_step: 4}, {overrides: ["optimizer.lr=0.1"]}] optimizer=schedule_free optimizer.schedule=constant',
+        "training.phases.1.overrides=optimizer.lr=0.1: cannot change with optimizer=schedule_free",
+    ),
     ('[{until_step: 4}, {overrides: ["training.seed=1"]}]', "training.phases.1.overrides=training.seed=1: cannot change during a run"),
     ('[{until_step: 4}, {overrides: ["optimizer.name=lion"]}]', "training.phases.1.overrides=optimizer.name=lion: cannot change"),
     ('[{until_step: 4}, {overrides: ["training.sequence_length=64"]}]', "is a key of a phase|set sequence_length of the phase"),
