@@ -144,9 +144,7 @@ def experiment_and_stage(name: str, stage: str) -> object:
 
 
 #: Phases are of pretraining.
-LEGAL = [
-    (name, stage) for name in EXPERIMENTS for stage in STAGES if name != "curriculum" or stage not in ("finetune", "certify", "rehearse")
-]
+LEGAL = [(name, stage) for name in EXPERIMENTS for stage in STAGES if name != "curriculum" or stage not in ("finetune", "rehearse")]
 
 
 @pytest.mark.slow

@@ -94,3 +94,15 @@ def test_a_wrong_argument_stops_it(arguments: list[str], said: str, tmp_path: Pa
 
 def test_a_folder_that_no_setting_can_contain(tmp_path: Path) -> None:
     assert "choose another one" in demo(tmp_path / "my demo", expect=2)
+
+
+def test_a_spike_is_traced_and_its_document_removed(tmp_path: Path) -> None:
+    folder = tmp_path / "curriculum"
+    command = [str(ROOT / "tools" / "demo_curriculum"), str(folder)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800, check=False)
+    assert done.returncode == 0, done.stdout
+    (asked,) = map(json.loads, (folder / "asked.jsonl").read_text().splitlines())
+    assert asked["source"] == "noise.py"
+    assert json.loads((folder / "certificate.json").read_text())["totals"]["tokens_read_since_removal"] == 0
+    assert (folder / "summary" / "training-content.md").exists()
+    assert (folder / "hf" / "README.md").exists()
