@@ -119,7 +119,7 @@ def test_the_report_counts_what_cleaning_dropped_of_every_language():
         other = count
     counts.add(other)
     empty = {"documents": 0, "bytes": 0}
-    output = {"train": empty, "validation": empty, "corpora": {}, "languages": {}, "lengths": {}, "repeated_documents": 0}
+    output = {"train": empty, "validation": empty, "corpora": {}, "languages": {}, "lengths": {}, "scores": {}, "repeated_documents": 0}
     built = shard_report.build(counts, NOTHING, None, output, {}, [])
     assert built["languages"]["dz"] == {"gopher: mean word length": [30, 3000], KEPT: [10, 1000]}
     made = shard_report.html(built)

@@ -39,7 +39,8 @@ def test_the_page_warns_of_a_corpus_that_loses_half(kept, warned):
     empty = {"documents": 0, "bytes": 0}
     corpora = {name: {"train": {"documents": n, "bytes": 100 * n}, "validation": empty} for name, n in (("books", 10), ("web", kept))}
     totals = {"documents": 10 + kept, "bytes": 100 * (10 + kept)}
-    output = {"train": totals, "validation": empty, "corpora": corpora, "languages": {}, "lengths": {}, "repeated_documents": 0}
+    counted = {"languages": {}, "lengths": {}, "scores": {}, "repeated_documents": 0}
+    output = {"train": totals, "validation": empty, "corpora": corpora, **counted}
     made = shard_report.html(shard_report.build(counts, NOTHING, None, output, {"dedup.bands": DedupConfig().bands}, []))
     assert ("<b>web</b> keeps 40.0 % of its documents" in made) == warned
     assert "<b>books</b> keeps" not in made
