@@ -21,7 +21,7 @@ from pipeline.common.atomic_files import atomic_file
 
 SUFFIX = ".spill"
 
-FORMAT = 2
+FORMAT = 3
 """Version of the files: an interrupted run of another version cannot be continued."""
 
 RUN_BYTES = 128 << 20

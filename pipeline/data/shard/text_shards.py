@@ -84,7 +84,8 @@ class Selection:
 
     def missing(self, record: Mapping[str, Any]) -> list[str]:
         """Return the fields of the condition that a document does not have."""
-        return [name for name in self._condition.names if name not in self._fields(record)]
+        fields = self._fields(record)
+        return [name for name in self._condition.names if name not in fields]
 
     def _fields(self, record: Mapping[str, Any]) -> dict[str, Any]:
         fields = read.fields(record)
