@@ -88,12 +88,12 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     preload()
     torch.set_num_threads(1)
     whole = {"training.steps": planned.training.steps}  # each phase has the schedule of the run
-    jobs = [knobs.changed(job, whole) for job in phases.alone(planned)]
+    jobs = [(knobs.changed(job, whole), size) for job, size in phases.alone(planned, world_size)]
     numbers = [jobs.index(job) for job in jobs]
-    found = {number: _certify(jobs[number], world_size, steps, seconds, skip) for number in dict.fromkeys(numbers)}
+    found = {number: _certify(*jobs[number], steps, seconds, skip) for number in dict.fromkeys(numbers)}
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     for pair in dict.fromkeys(pair for pair in pairwise(numbers) if len(set(pair)) == 2 and "phases" not in skip):
-        before, after = ((jobs[number], found[number].small) for number in pair)
+        before, after = ((jobs[number][0], found[number].small) for number in pair)
         reports.append(_change(before, after, f"from training.phases.{pair[0]} to {pair[1]}", seconds))
     failures = [line for report in merged(reports) for line in report.lines()]
     for number, other in found.items():

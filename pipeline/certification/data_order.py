@@ -16,7 +16,7 @@ from pipeline.certification.batches import Rows
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import state_after
 from pipeline.common.errors import UserError
-from pipeline.config import phases, warmup
+from pipeline.config import layouts, phases, warmup
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
@@ -56,19 +56,24 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     steps = checked_steps(config)
     for step in steps:
         now = phases.at(config, step)
-        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, Layout.of(now, world_size), data, step)]
+        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, _layout(now, world_size, step), data, step)]
     resumed = _resumed_at(config)
     now = phases.at(config, max(0, resumed - 1))
-    found.failures += _compare_resumed(now, Layout.of(now, world_size), data, resumed)
+    found.failures += _compare_resumed(now, _layout(now, world_size, max(0, resumed - 1)), data, resumed)
     found.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
     found.failures += _left_out(config, validation)
-    layouts = [Layout.of(phases.at(config, step), world_size) for step in steps]
-    texts = [f"{one.batch_shards} data ranks" + (f" x {one.context} context ranks" if one.context > 1 else "") for one in layouts]
+    used = [_layout(phases.at(config, step), world_size, step) for step in steps]
+    texts = [f"{one.batch_shards} data ranks" + (f" x {one.context} context ranks" if one.context > 1 else "") for one in used]
     ranks = ", ".join(dict.fromkeys(texts))
     numbers = ", ".join(str(step + 1) for step in steps)
     found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
     found.covered.append(f"the batch after a resume at step {resumed}; every sequence once an epoch; token ids, targets and documents")
     return found
+
+
+def _layout(config: RunConfig, world_size: int, step: int) -> Layout:
+    """The layout of a step."""
+    return Layout.of(config, layouts.ranks_at(config, step, world_size))
 
 
 def _opened(config: RunConfig) -> tuple[Objective, Objective | None]:

@@ -41,6 +41,7 @@ class TrainingPhaseConfig:
     until_tokens: int | None = knob(None, "training tokens at which the next phase begins, in place of until_step", at_least=1)
     sequence_length: int | None = knob(None, "tokens per sequence, a multiple of that of the first phase", unit="tokens", at_least=2)
     global_batch_size: int | None = knob(None, "sequences per optimizer step, over all ranks", unit="sequences", at_least=1, at_most=10**7)
+    nodes: int | None = knob(None, "nodes of a job in this phase; in the first one, the default is cluster.nodes", unit="nodes", at_least=1)
     weights: dict[str, float] = knob({}, "corpus of data.blend -> sampling weight; corpora that are not listed have weight 0")
     overrides: list[str] = knob([], 'other settings, such as "model.rope_theta=500000", each in quotes')
 

@@ -1,4 +1,4 @@
-"""The settings of a training job that depend on its nodes: cluster.layouts, and the nodes of the phases of training.batch_rampup.
+"""The settings of a training job that depend on its nodes: cluster.layouts, and the nodes of its phases.
 
 Another layout keeps the numerics of a run: global batches, samples, precision and schedules are those of the configuration, and a
 checkpoint loads into any layout. Sums over ranks and micro-batches are added in another order, so that results differ by rounding.
@@ -20,6 +20,7 @@ from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
 from pipeline.config.command_line import key_of, nearest
+from pipeline.config.data import RampupConfig, TrainingPhaseConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
@@ -125,26 +126,34 @@ def unchanged(config: RunConfig, values: Mapping[str, Any]) -> Iterator[Violatio
 
 
 def has_phases(training: TrainingConfig) -> bool:
-    """Whether an entry of training.batch_rampup names its nodes."""
-    return any(entry.nodes is not None for entry in training.batch_rampup)
+    """Whether an entry of training.batch_rampup or training.phases names its nodes."""
+    return any(entry.nodes is not None for entry in _phases(training))
+
+
+def _phases(training: TrainingConfig) -> list[RampupConfig | TrainingPhaseConfig]:
+    """What has an end and may name its nodes, in order: a ramp-up is over before the first one of training.phases ends."""
+    return [*training.batch_rampup, *training.phases]
 
 
 def nodes_of_phase(config: RunConfig, step: int) -> int | None:
-    """Return the number of nodes of a job that makes the step after `step` steps; None if training.batch_rampup names no nodes.
-
-    Phases without nodes, and the steps after the last one, have cluster.nodes.
-    """
+    """Return the number of nodes of a job that makes the step after `step` steps, cluster.nodes by default; None if no phase names some."""
     if not has_phases(config.training):
         return None
-    entry = next((entry for entry in config.training.batch_rampup if step < entry.until_step), None)
+    entry = next((entry for entry in _phases(config.training) if entry.until_step is None or step < entry.until_step), None)
     return config.cluster.nodes if entry is None or entry.nodes is None else entry.nodes
+
+
+def ranks_at(config: RunConfig, step: int, world_size: int) -> int:
+    """Return the ranks of a job that makes the step after `step` steps: world_size if no phase of training.phases names its nodes."""
+    named = any(phase.nodes is not None for phase in config.training.phases)
+    return (nodes_of_phase(config, step) or 0) * config.cluster.tasks_per_node if named else world_size
 
 
 def phase_end(config: RunConfig, step: int) -> int | None:
     """Return the first step after `step` from which on a job has another number of nodes; None if there is none."""
     nodes = nodes_of_phase(config, step)
-    ends = (entry.until_step for entry in config.training.batch_rampup if entry.until_step > step)
-    return next((end for end in ends if nodes_of_phase(config, end) != nodes), None)
+    ends = (entry.until_step for entry in _phases(config.training))
+    return next((end for end in ends if end is not None and end > step and nodes_of_phase(config, end) != nodes), None)
 
 
 def batches(config: RunConfig, step: int) -> Iterator[tuple[str, int]]:

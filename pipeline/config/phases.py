@@ -17,10 +17,9 @@ from typing import Any
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import warmup
+from pipeline.config import layouts, warmup
 from pipeline.config.command_line import key_of, quoted
 from pipeline.config.data import PhaseConfig, TrainingPhaseConfig
-from pipeline.config.layouts import parsed
 from pipeline.config.optimizer import OptimizerConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import PrecisionConfig, RunConfig
@@ -71,9 +70,11 @@ def resolved(config: RunConfig) -> RunConfig:
     found: list[TrainingPhaseConfig] = []
     shares: list[PhaseConfig] = []
     steps = tokens = 0
+    nodes: int | None = None
     for phase, own in zip(training.phases, changes, strict=True):
         current |= own
         weights = phase.weights or weights
+        nodes = phase.nodes or nodes
         if not found:
             first = knobs.changed(first, current)
         length, batch = (current[key] for key in SIZES.values())
@@ -84,7 +85,7 @@ def resolved(config: RunConfig) -> RunConfig:
         if end is not None and end_tokens is None:  # of whole batches, so that no sequence is of two phases
             end_tokens = tokens + (end - steps) * batch * length if found else warmup.samples(first.training, end) * length
         overrides = [f"{key}={_text(value)}" for key, value in current.items() if key not in SIZES.values()]
-        found.append(TrainingPhaseConfig(end, end_tokens, length, batch, dict(weights), overrides))
+        found.append(TrainingPhaseConfig(end, end_tokens, length, batch, nodes, dict(weights), overrides))
         shares.append(PhaseConfig(end_tokens, dict(weights), run=length // (found[0].sequence_length or length)))
         steps, tokens = end or 0, end_tokens or 0
     data = config.data
@@ -117,8 +118,12 @@ def starts(config: RunConfig) -> list[int]:
     return [0, *(phase.until_step or 0 for phase in config.training.phases[:-1])]
 
 
-def alone(config: RunConfig) -> list[RunConfig]:
-    """Return every phase that the run reaches as a run of its own, for a plan; the run itself without phases."""
+def alone(config: RunConfig, world_size: int) -> list[tuple[RunConfig, int]]:
+    """Return every phase that the run reaches as a run of its own, for a plan, and its ranks; the run itself without phases.
+
+    Args:
+        world_size: ranks of a phase that does not name its nodes.
+    """
     steps, begins = config.training.steps, starts(config)
     jobs = []
     for begin, following in zip(begins, [*begins[1:], steps], strict=True):
@@ -126,8 +131,9 @@ def alone(config: RunConfig) -> list[RunConfig]:
             job = at(config, begin)
             ramps = ([], []) if begin else (job.training.batch_rampup, job.training.sequence_warmup)
             own = {"phases": [], "steps": min(following, steps) - begin, "batch_rampup": ramps[0], "sequence_warmup": ramps[1]}
-            jobs.append(knobs.changed(job, {f"training.{name}": value for name, value in own.items()}))
-    return jobs or [config]
+            job = knobs.changed(job, {f"training.{name}": value for name, value in own.items()})
+            jobs.append((job, layouts.ranks_at(config, begin, world_size)))
+    return jobs or [(config, world_size)]
 
 
 def joined(first: RunConfig, second: RunConfig, step: int) -> RunConfig:
@@ -137,7 +143,7 @@ def joined(first: RunConfig, second: RunConfig, step: int) -> RunConfig:
     parts = []
     for config, own in zip((first, second), values, strict=True):
         training, overrides = config.training, [f"{key}={_text(own[key])}" for key in keys]
-        parts.append(TrainingPhaseConfig(None, None, training.sequence_length, training.global_batch_size, {}, overrides))
+        parts.append(TrainingPhaseConfig(None, None, training.sequence_length, training.global_batch_size, None, {}, overrides))
     tokens = warmup.samples(first.training, step) * first.training.sample_length
     parts[0] = dataclasses.replace(parts[0], until_step=step, until_tokens=tokens)
     return knobs.changed(first, {"training.phases": parts})
@@ -193,7 +199,7 @@ def _setting(name: str, model: type, override: str) -> tuple[str, Any]:
     if field not in {item.name for item in dataclasses.fields(schema)} or (group == "model" and not issubclass(schema, RopeConfig)):
         rule = f"is no setting of rotary positions of {model.__name__}" if group == "model" else "is no key"
         raise UserError.of(name, override, rule, f"python -m pipeline --help {group} lists the keys")
-    return key, parsed(name, override, schema, field)
+    return key, layouts.parsed(name, override, schema, field)
 
 
 def _settings(config: RunConfig, number: int, phase: TrainingPhaseConfig) -> Iterator[tuple[str, Any]]:

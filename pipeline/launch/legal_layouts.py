@@ -17,7 +17,7 @@ import xxhash
 
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import layouts
+from pipeline.config import layouts, phases
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
@@ -134,7 +134,7 @@ class LegalLayouts:
 
     def _violations(self, settings: tuple[str, ...], nodes: int) -> list[Violation]:
         if settings not in self._settings:
-            config = layouts.with_overrides(self.config, settings)
+            config = phases.at(layouts.with_overrides(self.config, settings), self._step)
             changed = list(layouts.unchanged(self.config, layouts.read(settings)))
             self._settings[settings] = config, [*changed, *check.settings_violations(config)]
         config, found = self._settings[settings]

@@ -132,10 +132,11 @@ def violations(config: RunConfig, overrides: Sequence[str], planned: Planned | N
     if cluster.min_nodes is not None and cluster.min_nodes > cluster.nodes:
         rule = f"must not exceed cluster.nodes={cluster.nodes}, the most nodes of the job"
         return [Violation("cluster.min_nodes", cluster.min_nodes, rule, "reduce it, or increase cluster.nodes")]
-    for number, entry in enumerate(config.training.batch_rampup):
-        if entry.nodes is not None and entry.nodes > cluster.nodes:
-            key, rule = f"training.batch_rampup.{number}.nodes", f"must not exceed cluster.nodes={cluster.nodes}"
-            problems.append(Violation(key, entry.nodes, rule, "set cluster.nodes to the nodes of the last phase, the most"))
+    for name in ("batch_rampup", "phases"):
+        for number, nodes in enumerate(entry.nodes for entry in getattr(config.training, name)):
+            if nodes is not None and nodes > cluster.nodes:
+                key, rule = f"training.{name}.{number}.nodes", f"must not exceed cluster.nodes={cluster.nodes}"
+                problems.append(Violation(key, nodes, rule, "set cluster.nodes to the most nodes of a phase"))
     if problems or not follows_nodes(config) or not has_model(config):
         return problems
     step: int | None = newest_step(config)

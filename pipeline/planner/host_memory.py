@@ -8,6 +8,7 @@ from torch import nn
 from pipeline.common import host_memory
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
+from pipeline.config import phases
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.nf4 import stored_bytes
@@ -23,11 +24,13 @@ def check(config: RunConfig, ranks: Ranks) -> None:
     """Refuse a model whose state is larger than the memory that is available: of the GPU, or of the node, which its ranks share.
 
     Activations and communication buffers are not counted, nor padding: a run that passes may still need more (stage=plan predicts it).
+    Where phases have other nodes, the layout is that of the first phase with so many ranks.
 
     Raises:
         UserError: with the bytes that are needed at least, and those that are available.
     """
     place = device.choose(ranks.local_rank)
+    config = next((job for job, size in phases.alone(config, ranks.world_size) if size == ranks.world_size), config)
     state, frozen = _state(config, ranks)
     host = torch.device("cpu")
     if place.type == "cuda":

@@ -17,7 +17,8 @@ def run_seconds(result: JobPlan) -> float:
     training = result.config.training
     seconds = 0.0
     if training.phases:
-        return sum(run_seconds(plan(job, result.layout.world_size, result.hardware)) for job in phases.alone(result.config))
+        jobs = phases.alone(result.config, result.layout.world_size)
+        return sum(run_seconds(plan(job, size, result.hardware)) for job, size in jobs)
     for steps, batch, length in warmup.phases(training):
         parts = training.sequence_length // length
         if (batch, parts) == (training.global_batch_size, 1):

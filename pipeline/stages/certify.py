@@ -47,8 +47,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         rule = "starts the ranks of the small job itself, on this machine"
         raise UserError.of("world size", ranks.world_size, rule, "run it as one process; stage.world_size is the size of the planned job")
     layout = Layout.of(config, world_size)
-    for job in phases.alone(config):
-        check_fp8(job, Layout.of(job, world_size))
+    for job, size in phases.alone(config, world_size):
+        check_fp8(job, Layout.of(job, size))
     make_folder(Path(config.run_dir))
     zero = layout.zero_text(config.parallel.zero_stage)
     log.info("certify: %s on %d ranks, %s, %s", config.model.family, world_size, layout.axes_text(), zero)

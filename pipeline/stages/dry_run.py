@@ -48,13 +48,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         print("\n" + "\n".join(rank_report.plan_lines(result)), flush=True)
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
-    for number, phase in enumerate(phases.alone(config)[1:], 1):
-        training, layout = phase.training, Layout.of(phase, world_size).axes_text()
+    for number, (phase, size) in enumerate(phases.alone(config, world_size)[1:], 1):
+        training, layout = phase.training, Layout.of(phase, size).axes_text()
         batch = f"{training.global_batch_size:,} sequences of {training.sequence_length:,} tokens"
         print(f"\ntraining.phases.{number}: {training.steps:,} steps of {batch}, {layout}")
-        if (result := memory_check.planned(phase, world_size)) is not None:
+        if (result := memory_check.planned(phase, size)) is not None:
             print("\n".join(rank_report.plan_lines(result)), flush=True)
-        if refused := memory_check.violation(phase, world_size, result):
+        if refused := memory_check.violation(phase, size, result):
             raise UserError([refused])
     submit = live.lines(config, world_size, arguments, has_weights=finetuning.has_weights(config))
     print("\n".join(["", "submit", *submit]))

@@ -51,11 +51,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     elif stage.search:
         _search(planned, stage, world_size)
     else:
-        jobs = phases.alone(planned)
-        for number, job in enumerate(jobs):
+        started, jobs = time.perf_counter(), phases.alone(planned, world_size)
+        for number, (job, size) in enumerate(jobs):
             if len(jobs) > 1:
                 print(f"\ntraining.phases.{number}: {job.training.steps:,} steps\n")
-            _plan(job, stage, world_size, planned if job is jobs[-1] else None)
+            _plan(job, stage, size)
+        _print_command(planned, world_size)
+        print(f"\nplanned in {time.perf_counter() - started:.1f} s")
 
 
 def _check_steps(stage: PlanConfig, planned: RunConfig) -> None:
@@ -66,9 +68,8 @@ def _check_steps(stage: PlanConfig, planned: RunConfig) -> None:
         raise UserError.of("stage.tokens", stage.tokens, rule, "remove one of them")
 
 
-def _plan(config: RunConfig, stage: PlanConfig, world_size: int, submitted: RunConfig | None) -> None:
-    """Print the plan of the configured job, or of one of its phases, refuse one that does not fit, and print how `submitted` starts."""
-    started = time.perf_counter()
+def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
+    """Print the plan of the configured job, or of one of its phases, and refuse one that does not fit."""
     result = plan(config, world_size, hardware_of(config))
     rows, costs = table(result), cost(result)
     starts = result.estimate.fits or not config.cluster.check_memory
@@ -80,9 +81,6 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int, submitted: RunC
         _write_json(stage.out, plan_report.content(result, rows, costs))
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
-    if submitted is not None:
-        _print_command(submitted, world_size)
-    print(f"\nplanned in {time.perf_counter() - started:.1f} s")
 
 
 def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:

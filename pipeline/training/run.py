@@ -20,7 +20,7 @@ from pipeline.checkpoint.native import TrainState
 from pipeline.common import ends, knobs, signals
 from pipeline.common.errors import CONTINUE, NEXT_PHASE, ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import phases, warmup
+from pipeline.config import layouts, phases, warmup
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
@@ -156,7 +156,8 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
             def attempt(state: TrainState, skipped: SkippedSamples) -> TrainState:
                 """Train from a state; the list has what happens besides the steps."""
                 if phases.number_at(config, state.step) != phase:  # an older checkpoint, after damage or a loss spike
-                    raise ToBeContinued(CONTINUE, NEXT_PHASE)
+                    nodes = [layouts.nodes_of_phase(config, step) for step in (state.step, phases.starts(config)[phase])]
+                    raise ToBeContinued(CONTINUE, NEXT_PHASE if nodes[0] == nodes[1] else "phase")
                 loader = BatchLoader(data, config.training, trainer.mesh, config.data.prefetch, skipped)
                 with metrics_of(state) as metrics, signals.interrupt_recorded(_INTERRUPTED if first else ""):
                     last_step = step_control.last_step(config, state.step, ranks)
@@ -249,7 +250,9 @@ def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
         ranks: of the job.
         parameters: number of parameters of the model.
     """
-    layout, complete = Layout.of(config, ranks.world_size), native.complete(Path(config.run_dir))
+    complete = native.complete(Path(config.run_dir))
+    config = phases.at(config, native.step_of(complete[-1]) if complete else 0)
+    layout = Layout.of(config, ranks.world_size)
     begin = "no checkpoint yet" if config.checkpoint.fork is None else f"begins as a fork of {config.checkpoint.fork}"
     begin = f"newest checkpoint: step {native.step_of(complete[-1])}" if complete else begin
     if pending := catalog.read(Path(config.run_dir)).pending:

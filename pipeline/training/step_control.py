@@ -18,7 +18,7 @@ from torch import Tensor
 from pipeline.common import signals
 from pipeline.common.errors import CONTINUE, INTERRUPTED, NEXT_PHASE, TERMINATED, ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
-from pipeline.config import layouts
+from pipeline.config import layouts, phases
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.training.callback import REQUESTS, Callback, Decision, Step
@@ -152,7 +152,7 @@ def last_step(config: RunConfig, step: int, ranks: Ranks) -> int | None:
         raise UserError(violations)
     nodes, end = -(-ranks.world_size // ranks.local_size), layouts.phase_end(config, step)
     while end is not None:
-        if layouts.nodes_of_phase(config, end) != nodes or check.size_violations(config, ranks.world_size, end):
+        if layouts.nodes_of_phase(config, end) != nodes or check.size_violations(phases.at(config, end), ranks.world_size, end):
             return end
         end = layouts.phase_end(config, end)
     return None

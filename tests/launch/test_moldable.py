@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError
-from pipeline.config import compose, layouts
+from pipeline.config import compose, layouts, phases
 from pipeline.config.command_line import parse
 from pipeline.config.data import RampupConfig
 from pipeline.config.rules import check
@@ -182,6 +182,32 @@ def test_phases_that_are_refused(base: RunConfig) -> None:
     found = moldable.violations(phased(base, **{"training.batch_rampup": [RampupConfig(4, 4, 3)]}), BASE)
     assert [v.key for v in found] == ["training.batch_rampup.0.value"]
     assert check.violations(configured("training.batch_rampup=[{until_step:4,value:5,nodes:2}]"), 24) != []
+
+
+def test_phases_of_training_have_nodes_and_a_layout_of_their_own() -> None:
+    plan = (
+        "training.phases=[{until_step:20,nodes:2},{until_step:30,nodes:4,sequence_length:128,overrides:['parallel.tensor=2']},"
+        "{until_step:40,global_batch_size:4},{global_batch_size:6,nodes:3,overrides:['parallel.tensor=1']}]"
+    )
+    words = ("model=llama-tiny", "training.sequence_length=64", "training.global_batch_size=8", "training.micro_batch_size=1")
+    ramp = "training.batch_rampup=[{until_step:10,value:3,nodes:1}]"
+    words += ("stage=pretrain", ramp, "training.steps=200", "cluster.nodes=4", "cluster.tasks_per_node=1", "precision=fp32")
+    config = configured(*words, plan)
+    assert [layouts.nodes_of_phase(config, step) for step in (0, 9, 10, 20, 30, 39, 40, 99)] == [1, 1, 2, 4, 4, 4, 3, 3]
+    assert [layouts.phase_end(config, step) for step in (0, 10, 20, 35, 40)] == [10, 20, 40, 40, None]
+    assert check.violations(config, 1) == moldable.violations(config, BASE) == []
+    shapes = [moldable.choose(config, BASE, granted=4, step=step) for step in (0, 10, 20, 40)]
+    assert [(shape.nodes, shape.layout.partition(", ")[0]) for shape in shapes] == [
+        (1, "data 1"), (2, "data 2"), (4, "tensor 2 x data 2"), (3, "data 3"),
+    ]  # fmt: skip
+    assert [size for _, size in phases.alone(config, 99)] == [1, 4, 4, 3]
+    last = check.violations(configured(*words, plan.replace("size:6", "size:8")), 1)
+    assert [v.rule for v in last] == ["must be a multiple of 3 data ranks x micro_batch_size 1 (training.phases.3)"]
+    found = moldable.violations(knobs.changed(config, {"cluster.nodes": 3}), BASE)
+    assert [(v.key, v.value) for v in found] == [("training.phases.1.nodes", 4), ("training.phases.2.nodes", 4)]
+    for key, value in (("cluster.layouts", {4: ["parallel.tensor=2"]}), ("cluster.choose_layout", "planner")):
+        refused = check.violations(knobs.changed(config, {key: value, "cluster.hardware": "h100"}), 1)
+        assert [v.key for v in refused if "each of which has one layout" in v.rule] == [key]
 
 
 def test_the_step_is_that_of_the_newest_checkpoint(base: RunConfig, tmp_path: Path) -> None:

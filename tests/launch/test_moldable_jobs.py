@@ -103,6 +103,26 @@ def test_nodes_follow_the_batch(tokens: Path, tmp_path: Path) -> None:
     equal_losses(run, tmp_path / "one")
 
 
+def test_nodes_and_layout_follow_the_phases(tokens: Path, tmp_path: Path) -> None:
+    """A longer context on more nodes and another axis, and back to fewer; the batches are those of one process."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    words = [*MODEL, *TRAINING, f"data.tokens={tokens}", "training.document_mask=true", "model.max_positions=64"]
+    plan = (
+        "training.phases=[{until_step: 20%s}, {until_step: 50, sequence_length: 64, global_batch_size: 4, overrides: ["
+        '"model.rope_theta=500000"%s]%s}, {sequence_length: 32, global_batch_size: 6%s}]'
+    )
+    pipeline("stage=pretrain", *words, plan % ("", "", "", ""), f"run_dir={tmp_path}/one")
+    phases = plan % (", nodes: 2", ', "parallel.tensor=2"', ", nodes: 4", ', nodes: 3, overrides: ["parallel.tensor=1"]')
+    number = sbatch(log, "--nodes=2", "--ntasks-per-node=1", "slurm/pretrain.sbatch", *words, phases, "cluster.nodes=4", f"run_dir={run}")
+    text = succeeded(number, log)
+    assert [(nodes, layout.partition(",")[0]) for nodes, layout in starts(run)] == [
+        (2, "data 2"),
+        (4, "tensor 2 x data 2"),
+        (3, "data 3"),
+    ], text
+    equal_losses(run, tmp_path / "one")
+
+
 def test_a_job_that_loses_a_node_continues_on_the_others(tokens: Path, tmp_path: Path) -> None:
     """No spare node, and no way back to the queue: 4 nodes are 3, of which the layout uses 2."""
     run, log = tmp_path / "run", tmp_path / "log"

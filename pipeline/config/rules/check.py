@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import phases
+from pipeline.config import layouts, phases
 from pipeline.config.data import DedupConfig, TokenizerConfig
 from pipeline.config.lora import LoraConfig
 from pipeline.config.planned import planned_job
@@ -50,10 +50,13 @@ def check(config: RunConfig, world_size: int) -> None:
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
-    """Return every rule that the configuration violates, in any phase. Rules between keys are checked once every value is in its range."""
-    found = _violations(config, world_size)
+    """Return every rule that the configuration violates, in any phase. Rules between keys are checked once every value is in its range.
+
+    The ranks of phases that name their nodes are those of these nodes, whatever the job has.
+    """
+    found = _violations(config, layouts.ranks_at(config, 0, world_size))
     for number, step in enumerate(phases.starts(config)[1:], 1):
-        later = _violations(phases.at(config, step), world_size)
+        later = _violations(phases.at(config, step), layouts.ranks_at(config, step, world_size))
         found += [replace(violation, rule=f"{violation.rule} (training.phases.{number})") for violation in later if violation not in found]
     if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is None:
         found += phases.end_violations(config)

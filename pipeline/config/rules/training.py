@@ -130,8 +130,8 @@ def batches(config: RunConfig, world_size: int, step: int | None = None) -> list
     Args:
         config: of the run.
         world_size: ranks of the job.
-        step: steps before the job. If phases of training.batch_rampup name their nodes, only the batches until the job needs other nodes
-            must be divisible; if it is None, those of one of the phases.
+        step: steps before the job. If phases name their nodes, only the batches until the job needs other nodes must be divisible; if it
+            is None, those of one of the phases of training.batch_rampup.
     """
     ranks = config.parallel.model_ranks
     if world_size % ranks:
