@@ -30,12 +30,14 @@ PERSONAL_KINDS = ("email", "ip", "iban", "card", "id", "phone")
 
 @dataclass(frozen=True)
 class AllowStep:
-    """Filter by source and license."""
+    """Filter by source, license and address."""
 
     sources: list[str] = knob([], "glob patterns of allowed sources; empty allows all")
     licences: list[str] = knob([], "glob patterns of allowed licenses; empty allows all")
     source_field: str = knob("source", "metadata field with the source; the file name if a document has no such field")
     licence_field: str = knob("license", "metadata field with the license")
+    blocked: list[str] = knob([], "files with domains, or beginnings of URLs, one a line: documents from there, and below, are dropped")
+    url_field: str = knob("url", "metadata field with the URL; documents without it are from no blocked address")
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,14 @@ class LanguageStep:
 
 @dataclass(frozen=True)
 class ScoreStep:
-    """Quality by a classifier."""
+    """Quality by a classifier, or by a command."""
 
     model: str | None = knob(None, "fastText classifier (.bin or .ftz), such as that of DCLM")
     label: str = knob("", "its label whose probability is the score, without __label__; documents have it in the field score")
-    least: float = knob(0.0, "minimum score", at_least=0, at_most=1)
+    command: str | None = knob(
+        None, 'command in place of a classifier: it reads {"text": ...} and writes {"score": ...}, a line of JSON a document, in order'
+    )
+    least: float | None = knob(None, "minimum score; default: all documents are kept")
 
 
 @dataclass(frozen=True)

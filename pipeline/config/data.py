@@ -186,6 +186,10 @@ class DataConfig:
     quarantine_limit: float = knob(
         0.01, "maximum fraction of the input, or of data.instructions, that is unusable; above it the stage fails", at_least=0, at_most=1
     )
+    sample: float = knob(
+        1.0, "fraction of the documents that stage=shard reads, chosen by their identity: to try settings", above=0, at_most=1
+    )
+    compare: str | None = knob(None, "folder of shards of the same input made with other settings, beside which report.html shows these")
     save_dropped: bool = knob(False, "write every dropped document with the step, the reason and its text to dropped.jsonl.zst")
     blend: dict[str, CorpusConfig] = knob(
         {}, "corpus name -> corpus to sample from; empty reads each window of data.tokens once per epoch", item=CorpusConfig

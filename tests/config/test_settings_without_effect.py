@@ -117,7 +117,7 @@ tracking.log_every checkpoint.failing_minutes dry_run.enabled dry_run.rank
 REASONS = {
     "of the data stages": """data.input data.corpora data.text_field data.suffixes data.exclude data.document_megabytes data.main_content
 data.shards data.part_megabytes data.shard_megabytes data.validation_fraction data.documents_per_member data.quarantine_limit
-data.save_dropped data.select clean. dedup.""",
+data.save_dropped data.sample data.compare data.select clean. dedup.""",
     "of train_tokenizer and tokenize": "tokenizer.",
     "of finetune, later in a chain": "data.instructions. training.attention_group lora.quantize lora.modules_to_save",
     "of encoder-decoders, which the tokenizer decides": "data.decoder_start",

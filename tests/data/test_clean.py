@@ -342,6 +342,52 @@ def test_sources_and_licenses_that_are_not_allowed_are_dropped():
     assert clean([PROSE], config("allow", allow={"sources": ["*.txt"]}))[0] == [None]  # without metadata, the file name is the source
 
 
+BLOCKED = """\ufeff# a list
+example.org
+*.ads.example.com   # only what is below
+https://Books.example.net:443/shop/
+münchen.example
+10.0.0.1
+"""
+ADDRESSES = {
+    "http://example.org": True,
+    "https://user:word@www.EXAMPLE.org:8080/a?b=c#d": True,
+    "https://notexample.org/": False,
+    "https://example.org.evil.example/": False,
+    "//x.ads.example.com/": True,
+    "https://example.com/ads.example.com": False,
+    "http://books.example.net/shop": True,
+    "http://www.books.example.net/shop/1/2.html": True,
+    "http://books.example.net/shop?page=2": False,
+    "http://books.example.net/shopping": False,
+    "http://books.example.net/Shop/": False,
+    "http://xn--mnchen-3ya.example/x": True,
+    "ftp://10.0.0.1/": True,
+    "http://110.0.0.1/": False,
+    "not an address": False,
+    "": False,
+}
+
+
+def test_documents_of_blocked_addresses_are_dropped(tmp_path):
+    (tmp_path / "list.txt").write_text(BLOCKED)
+    wanted = config("allow", allow={"blocked": [str(tmp_path / "list.txt")]})
+    assert {url: clean([PROSE], wanted, {"url": url})[0] == [None] for url in ADDRESSES} == ADDRESSES
+    texts, counts = clean([PROSE] * 2, wanted, {"url": "http://example.org"})
+    assert (texts, counts["allow"].dropped) == ([None] * 2, {"blocked address": [2, 2 * len(PROSE)]})
+    assert clean([PROSE], wanted)[0] == clean([PROSE], wanted, {"url": None})[0] == [PROSE]
+    for content, said in (
+        ("0.0.0.0 example.org\n", "line 1 is no address: '0.0.0.0 example.org'"),
+        ("\n/a\n", "line 2"),
+        (b"\xff", "read"),
+    ):
+        (tmp_path / "bad.txt").write_bytes(content if isinstance(content, bytes) else content.encode())
+        with pytest.raises(UserError, match=said):
+            Cleaner(config("allow", allow={"blocked": [str(tmp_path / "bad.txt")]}))
+    (tmp_path / "empty.txt").touch()
+    assert clean([PROSE], config("allow", allow={"blocked": [str(tmp_path / "empty.txt")]}), {"url": "http://a"})[0] == [PROSE]
+
+
 def test_an_ngram_of_a_benchmark_is_found_regardless_of_case_and_punctuation(tmp_path):
     (tmp_path / "bench.jsonl").write_text(json.dumps({"text": PROSE[:220]}))
     wanted = config("contamination", contamination={"files": [str(tmp_path / "bench.jsonl")]})

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +17,10 @@ from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.clean import fasttext_model, language
+from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.clean.document_batch import DocumentBatch
 from pipeline.data.clean.fasttext_model import MAGIC, VERSION, FastText
+from pipeline.data.read.documents import Document
 from pipeline.data.shard import text_shards
 from tests.data.test_clean import clean, config
 from tests.training.one_rank import run
@@ -170,5 +174,40 @@ def test_a_score_is_recorded_and_decides(tmp_path):
     assert step["dropped"] == {"low score": {"documents": 1, "bytes": len(texts[1].strip())}}
     with pytest.raises(UserError, match=r"clean.score.label='x': is no label of .*\n.*choose one of cc, hq"):
         clean(texts, config("score", score={"model": str(path), "label": "x"}))
-    with pytest.raises(UserError, match=r"clean.score.model=None: is not set, and clean.steps has score"):
-        check.check(configured("stage=shard", f"data.input=[{tmp_path}/in.jsonl]", "clean.steps=[score]"), 1)
+    for more, said in (
+        ((), "clean.score.model=None: is not set, and clean.steps has score"),
+        (("clean.score.model=a.bin", "clean.score.command=b"), "clean.score.model=a.bin: is set beside clean.score.command"),
+        (('clean.score.command="python \\"x"',), 'clean.score.command=python "x: is no command: No closing quotation'),
+    ):
+        with pytest.raises(UserError, match=said):
+            check.check(configured("stage=shard", f"data.input=[{tmp_path}/in.jsonl]", "clean.steps=[score]", *more), 1)
+
+
+#: Scores a text by its length, or fails at one.
+SCORER = """
+import json, sys
+for line in sys.stdin:
+    text = json.loads(line)["text"]
+    if text == "leave":
+        sys.exit(3)
+    print("no score" if text == "wrong" else json.dumps({"score": len(text) - 5}), flush=True)
+"""
+
+
+def test_a_command_scores_documents(tmp_path):
+    """More text than a pipe holds, in both directions; below 0, and above 1."""
+    (tmp_path / "score.py").write_text(SCORER)
+    command = f"{sys.executable} {tmp_path}/score.py"
+    texts = ["é", "Wald", "a" * 200_000, "Schnee\u2028"] + [f"text {number}" for number in range(20_000)]
+    batch = DocumentBatch([Document("x.jsonl", number, text, {}) for number, text in enumerate(texts)])
+    batch = Cleaner(config("score", score={"command": command})).clean(batch, {})
+    assert batch.scores.tolist() == [len(text) - 5 for text in texts]
+    assert batch.alive.all()
+    assert clean(["Wald", "Wälder"], config("score", score={"command": command, "least": 1.0}))[0] == [None, "Wälder"]
+    for wrong, text, said in (
+        (command, "leave", "ended with exit code 3 before it had answered"),
+        (command, "wrong", "wrote a line without a score: b'no score"),
+        ("/none/such", "", "cannot be started"),
+    ):
+        with pytest.raises(UserError, match=f"clean.score.command=.*: {said}"):
+            clean([text], config("score", score={"command": wrong}))

@@ -2,7 +2,9 @@
 
 import io
 import json
+import re
 import tarfile
+from html import unescape
 from pathlib import Path
 
 import numpy as np
@@ -171,6 +173,27 @@ def test_another_seed_changes_the_order_and_the_split(corpus, shards, tmp_path):
     here(*settings, f"data.shards={tmp_path}/s")
     first, second = ({s["json"]["id"] for s in samples(folder, "validation")} for folder in (shards, tmp_path / "s"))
     assert first != second
+
+
+def test_a_sample_of_the_documents_is_compared_with_the_same_sample_made_with_other_settings(library, cleaned, tmp_path):
+    settings = (*LIBRARY, f"data.input=[{library}]", "data.sample=0.5")
+    for name, more in {"raw": RAW, "parts": (*RAW, "data.part_megabytes=1"), "cleaned": [f"data.compare={tmp_path}/raw"]}.items():
+        here(*settings, *more, f"data.shards={tmp_path}/{name}")
+    raw, parts, chosen, whole = (
+        {s["json"]["id"] for s in samples(f)} for f in (*(tmp_path / n for n in ("raw", "parts", "cleaned")), cleaned)
+    )
+    read = json.loads((cleaned / "report.json").read_text())["input"]["documents"]
+    assert raw == parts
+    assert 0.35 * read < len(raw) < 0.65 * read
+    assert len(chosen & whole) > 0.9 * len(chosen) > 0, "copies are dropped for another one"
+    page = (tmp_path / "cleaned" / "report.html").read_text()
+    assert "documents of a sample of 50.0 % kept" in page
+    rows = [[unescape(re.sub("<[^>]+>", "", cell)) for cell in re.findall(r"<td.*?</td>", row)] for row in page.split("<tr>")]
+    kept = f"{100 * len(chosen) / len(raw):.1f} %"
+    assert ["default: kept", str(len(chosen)), kept, str(len(raw)), "100.0 %"] in rows
+    assert ["dedup.exact", "true", "false"] in rows
+    assert any(row[:1] == ["default: dedup: exact duplicate"] and row[3] == "0" for row in rows), rows
+    assert "data.compare" in here(*settings, "data.compare=nowhere", f"data.shards={tmp_path}/none", expect=2)
 
 
 def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,13 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
         yield from _language("clean.language.keep", code)
     for name in ("length", "gopher", "c4", "fineweb", "repetition"):
         yield from _by_language(getattr(clean, name), name, has_model)
-    if "score" in clean.steps and clean.score.model is None:
-        yield Violation("clean.score.model", None, "is not set, and clean.steps has score", "name a classifier, or remove the step")
+    if "score" in clean.steps and (clean.score.model is None) == (clean.score.command is None):
+        rule = "is set beside clean.score.command" if clean.score.command else "is not set, and clean.steps has score"
+        yield Violation("clean.score.model", clean.score.model, rule, "name a classifier, or a command in clean.score.command")
+    try:
+        shlex.split(clean.score.command or "")
+    except ValueError as error:
+        yield Violation("clean.score.command", clean.score.command, f"is no command: {error}", "quote it as in a shell")
     if "fields" in clean.steps:
         yield from condition_violations("clean.fields.keep", clean.fields.keep)
     least, most = clean.contamination.least_words, clean.contamination.words

@@ -1,12 +1,15 @@
-"""Steps that filter by source and license, and by overlap with benchmarks."""
+"""Steps that filter by source, license and address, by fields, and by overlap with benchmarks."""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 from pipeline.common.condition import Condition
 from pipeline.common.errors import UserError
@@ -22,7 +25,12 @@ _NO_HASHES = np.zeros(0, dtype=np.uint64)
 
 
 def allow(knobs: AllowStep) -> Step:
-    """Drop documents whose source or license matches no pattern of its list; an empty list allows all."""
+    """Drop documents whose source or license matches no pattern of its list, where there is one; and those of blocked addresses.
+
+    Raises:
+        UserError: a file of addresses cannot be read, or has a line that is no address.
+    """
+    addresses = _Addresses(knobs.blocked)
 
     def matches(value: object, patterns: list[str]) -> bool:
         return not patterns or any(fnmatch.fnmatchcase(str(value).lower(), pattern.lower()) for pattern in patterns)
@@ -33,9 +41,69 @@ def allow(knobs: AllowStep) -> Step:
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         sources = np.array([not matches(source(document), knobs.sources) for document in batch.documents])
         licences = np.array([not matches(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
-        return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed")])
+        blocked = addresses.contain([document.meta.get(knobs.url_field) for document in batch.documents])
+        return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed"), (blocked, "blocked address")])
 
     return step
+
+
+class _Addresses:
+    """The addresses of files, each with what is below it: of a domain its subdomains, of a URL those that go on after a slash.
+
+    They are kept as hashes of 8 bytes: a million of them take 8 MB.
+    """
+
+    def __init__(self, files: list[str]) -> None:
+        hashes = [np.fromiter((_hash(text) for text in _lines(name)), dtype=np.uint64) for name in files]
+        self._known = Lookup(np.concatenate(hashes)) if hashes else None
+
+    def contain(self, urls: list[object]) -> np.ndarray:
+        """Return which URLs are at an address or below it."""
+        found = np.zeros(len(urls), dtype=bool)
+        if self._known is not None and len(self._known.known):
+            pairs = [(index, _hash(part)) for index, url in enumerate(urls) if url for part in _above(str(url))]
+            owners, hashes = np.array(pairs, dtype=np.uint64).reshape(-1, 2).T
+            found[owners[self._known.find(hashes)[0]].astype(np.int64)] = True
+        return found
+
+
+def _hash(text: str) -> int:
+    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+
+
+def _above(url: str) -> Iterator[str]:
+    """Yield a URL and everything above it: domains, and beginnings that end before a slash."""
+    host, path = _address(url)
+    labels = host.split(".")
+    yield from (".".join(labels[first:]) for first in range(len(labels)))
+    ends = [*(match.start() for match in re.finditer("/", path[1:])), len(path)]
+    yield from (f"{name}{path[: end + 1]}" for name in {host, host.removeprefix("www.")} for end in ends)
+
+
+def _address(url: str) -> tuple[str, str]:
+    """The host of a URL, in ASCII and small letters, and its path without the slash at its end."""
+    rest = re.sub(r"^(\w[\w+.-]*:)?//", "", url.strip())
+    host, path = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr] - it matches anything
+    host = re.sub(r":\d*$", "", host.rpartition("@")[2]).strip(".").lower()
+    if not host.isascii():
+        with contextlib.suppress(UnicodeError):
+            host = host.encode("idna").decode()
+    return host, path.rstrip("/")
+
+
+def _lines(name: str) -> Iterator[str]:
+    """Yield the addresses of a file: not empty lines, nor what follows a # at the beginning or after a space."""
+    key, fix = "clean.allow.blocked", "write one domain or URL a line, such as example.org or example.org/private"
+    try:
+        with open(Path(name).expanduser(), encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, start=1):
+                text = re.sub(r"(^|\s)#.*", "", line).strip().removeprefix("*.")
+                if re.search(r"[\s*]", text) or (text and not _address(text)[0]):
+                    raise UserError.of(key, name, f"line {number} is no address: {text[:80]!r}", fix)
+                if text:
+                    yield "".join(_address(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError.of(key, name, f"cannot be read: {error}", fix) from error
 
 
 def fields(knobs: FieldsStep) -> Step:

@@ -5,9 +5,14 @@ Gopher: Rae et al. 2021, arXiv:2112.11446, appendix A.1. C4: Raffel et al. 2020,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import shlex
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
 
 import numpy as np
+import orjson
 
 from pipeline.common.errors import UserError
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep, ScoreStep
@@ -26,24 +31,70 @@ def length(knobs: LengthStep) -> Step:
 
 
 class Score:
-    """Record the probability of a label of a classifier, and drop texts where it is low (DCLM, Li et al. 2024, arXiv:2406.11794).
+    """Record a score: of a command, or the probability of a label of a classifier (DCLM, Li et al. 2024, arXiv:2406.11794); drop low ones.
 
     Raises:
-        UserError: the classifier cannot be read, or does not have the label.
+        UserError: the classifier cannot be read, or does not have the label; the command cannot be started, ends, or writes something else.
     """
 
     def __init__(self, knobs: ScoreStep) -> None:
-        self._model, self._least = fasttext_model.load(knobs.model, "clean.score.model"), knobs.least
-        if knobs.label not in self._model.labels:
-            known = ", ".join(self._model.labels[:20])
-            raise UserError.of("clean.score.label", repr(knobs.label), f"is no label of {knobs.model}", f"choose one of {known}")
-        self._column = self._model.labels.index(knobs.label)
+        self._least = -np.inf if knobs.least is None else knobs.least
+        self._scores = _classifier(knobs.model, knobs.label) if knobs.command is None else _Command(knobs.command)
 
     def __call__(self, batch: DocumentBatch) -> Iterable[Verdict]:
         """Yield the verdicts on a batch."""
         alive = np.flatnonzero(batch.alive)
-        batch.scores[alive] = self._model.probabilities([batch.texts[index] for index in alive.tolist()])[:, self._column]
+        batch.scores[alive] = self._scores([batch.texts[index] for index in alive.tolist()])
         return drop(batch, [(batch.scores < self._least, "low score")])
+
+
+def _classifier(path: str | None, label: str) -> Callable[[list[str]], np.ndarray]:
+    """The probabilities of a label."""
+    model = fasttext_model.load(path, "clean.score.model")
+    if label not in model.labels:
+        known = ", ".join(model.labels[:20])
+        raise UserError.of("clean.score.label", repr(label), f"is no label of {path}", f"choose one of {known}")
+    column = model.labels.index(label)
+    return lambda texts: model.probabilities(texts)[:, column]
+
+
+class _Command:
+    """The scores of a program of the user's, of which every rank starts one; what it writes to standard error is part of the log."""
+
+    def __init__(self, command: str) -> None:
+        self._command = command
+        try:
+            self._process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise self._error(f"cannot be started: {error}") from error
+
+    def __call__(self, texts: list[str]) -> list[float]:
+        requests, answers = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert answers is not None
+
+        def send() -> None:
+            with contextlib.suppress(OSError):  # it has ended, which is found below
+                requests.writelines(orjson.dumps({"text": text}) + b"\n" for text in texts)
+                requests.flush()
+
+        sender = threading.Thread(target=send, daemon=True)  # a command may answer before it has read all of them
+        sender.start()
+        scores = []
+        for _ in texts:
+            line = answers.readline()
+            if not line:
+                raise self._error(f"ended with exit code {self._process.wait()} before it had answered")
+            try:
+                scores.append(float(orjson.loads(line)["score"]))
+            except (ValueError, TypeError, KeyError) as error:
+                raise self._error(f"wrote a line without a score: {line[:80]!r}") from error
+        sender.join()
+        return scores
+
+    def _error(self, rule: str) -> UserError:
+        fix = 'it reads lines such as {"text": "..."} and writes a line such as {"score": 0.5} for each'
+        return UserError.of("clean.score.command", self._command, rule, fix)
 
 
 def gopher(knobs: GopherStep) -> Step:

@@ -104,16 +104,18 @@ class ReadOptions:
         text_field: field of a JSON record, or column of a Parquet file, that holds the text.
         document_bytes: a document whose size in the file exceeds this is bad.
         main_content: keep only the main content of a web page, without navigation, headers and footers.
+        sample: fraction of the documents that are read, chosen by their identity.
     """
 
     text_field: str = "text"
     document_bytes: int = 16_000_000
     main_content: bool = True
+    sample: float = 1.0
 
     @classmethod
     def of(cls, data: DataConfig) -> ReadOptions:
         """The options of a configuration."""
-        return cls(data.text_field, round(data.document_megabytes * 1e6), data.main_content)
+        return cls(data.text_field, round(data.document_megabytes * 1e6), data.main_content, data.sample)
 
 
 def library_reason(error: Exception) -> str:

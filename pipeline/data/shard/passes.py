@@ -178,7 +178,7 @@ class ShardPasses:
             files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
-        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, excerpts, self._files)
+        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, excerpts, self._files, self._data.compare)
 
     def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
         """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""

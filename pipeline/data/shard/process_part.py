@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
@@ -153,7 +154,7 @@ def process(
 def _documents(
     part: InputPart, options: ReadOptions, counts: PartCounts, advance: Callable[[int], None], verify: bool
 ) -> Iterator[Document]:
-    """Yield the non-empty documents; count empty documents, unreadable input and what is not read."""
+    """Yield the non-empty documents of the sample; count them, empty documents, unreadable input and what is not read."""
     for span in part.spans:
         corpus = span.file.corpus
         add_count(counts.read, corpus, 0, 0)  # also of a corpus without a document
@@ -166,7 +167,7 @@ def _documents(
                 counts.unchecked += 1
             elif not document.text or document.text.isspace():
                 counts.empty += 1
-            else:
+            elif options.sample == 1 or xxhash.xxh3_64_intdigest(utf8(document.id)) < options.sample * 2**64:
                 add_count(counts.read, corpus, 1, utf8_length(document.text))
                 yield document
             del document

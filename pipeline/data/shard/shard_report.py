@@ -6,6 +6,7 @@ report.json depends neither on the number of ranks nor on the time of the run; t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,14 +142,22 @@ def quarantine(bad: list[list[Any]]) -> bytes:
     return b"".join(orjson.dumps(dict(zip(_BAD, entry, strict=True))) + b"\n" for entry in sorted(bad))
 
 
-def html(report: dict[str, Any]) -> str:
-    """The content of report.html: one self-contained HTML page. It differs between equal runs only in the date."""
+def html(report: dict[str, Any], compare: str | None = None) -> str:
+    """The content of report.html: one self-contained HTML page. It differs between equal runs only in the date.
+
+    Args:
+        compare: folder with the report beside which this one is shown.
+    """
     output = report["output"]
+    other = None if compare is None else orjson.loads((Path(compare) / "report.json").read_bytes())
     corpora = [_corpus(report, name) for name in sorted(report["input"]["corpora"])]
     return page.render(
         "data_report.html.jinja",
         "Data report",
         report=report,
+        compare=compare,
+        setting_rows=[] if other is None else sorted(_setting_rows(report["settings"], other["settings"])),
+        compared_rows=[] if other is None else list(_compared_rows(report, other)),
         excerpt=EXCERPT,
         kept=[sum(entry[field] for entry in report["kept"].values()) for field in (0, 1)],
         corpora=corpora,
@@ -180,6 +189,29 @@ def _corpus(report: dict[str, Any], name: str) -> dict[str, Any]:
     warned = bool(read) and min(kept / read, kept_bytes / max(1, read_bytes)) <= 1 - WARN_SHARE
     sizes = {"read": read, "read_bytes": read_bytes, "kept": kept, "kept_bytes": kept_bytes}
     return {"name": name, **sizes, "reasons": reasons, "warned": warned}
+
+
+def _setting_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[list[Any]]:
+    """The settings that differ between two reports; of cleaning steps that only one of them has, their names."""
+    for key in ours.keys() & theirs.keys():
+        if ours[key] != theirs[key]:
+            yield [key, *(orjson.dumps(made[key]).decode()[:EXCERPT] for made in (ours, theirs))]
+
+
+def _compared_rows(*reports: dict[str, Any]) -> Iterator[list[Any]]:
+    """What two reports count of every corpus and language: documents that were kept, and why others were dropped."""
+    counted: dict[str, list[tuple[int, int]]] = {}
+    for place, report in enumerate(reports):
+        read = report["input"]["corpora"]
+        rows = [(f"{name}: read", documents, documents) for name, (documents, _) in read.items()]
+        rows += [(f"{name}: kept", documents, read[name][0]) for name, (documents, _) in report["kept"].items()]
+        rows += [(f"{name}: {reason}", lost, read[name][0]) for name, lots in report["lost"].items() for reason, (lost, _) in lots.items()]
+        for language, reasons in report["languages"].items():
+            rows.append((f"{language or 'unknown'}: kept by cleaning", reasons.get(KEPT, [0])[0], sum(n for n, _ in reasons.values())))
+        for name, documents, whole in rows:
+            counted.setdefault(name, [(0, 0)] * len(reports))[place] = documents, whole
+    for name, found in counted.items():
+        yield [name, *(value for documents, whole in found for value in (documents, Bar(documents, whole)))]
 
 
 def _input_rows(counts: dict[str, dict[str, list[int]]]) -> Iterator[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -156,6 +157,7 @@ def publish(
     found: Clusters,
     excerpts: shard_report.Excerpts,
     inputs: list[InputFile],
+    compare: str | None = None,
 ) -> dict[str, Any]:
     """Write report and manifest after all shards are written; return the totals.
 
@@ -163,6 +165,7 @@ def publish(
         written: on rank 0.
         excerpts: of the documents in clusters.
         inputs: the files that were read.
+        compare: folder of shards beside which the page shows these.
     """
     files: Entries = {name: entry for of_shard in written.files for name, entry in of_shard.items()}
     totals = {
@@ -189,7 +192,7 @@ def publish(
     made = shard_report.build(counts, found, excerpts, output, settings, inputs)
     pages = {
         "report.json": shard_report.as_json(made),
-        "report.html": shard_report.html(made).encode("utf-8", "replace"),
+        "report.html": shard_report.html(made, compare).encode("utf-8", "replace"),
         "quarantine.jsonl": shard_report.quarantine(counts.bad),
     }
     for name, content in pages.items():
@@ -206,22 +209,35 @@ def publish(
 
 def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tuple[Listing, dict[str, Any]]:
     """Return what was found in the input, and all settings that determine the shards, except the content of the files."""
+    if data.compare is not None:
+        artifact.read(Path(data.compare), key="data.compare", stage="shard")
     listing = input_files.find({DEFAULT_CORPUS: data.input, **data.corpora}, data.suffixes, data.exclude)
     against = [artifact.fingerprint(artifact.read(Path(folder), key="dedup.against", stage="shard")) for folder in dedup.against]
     fields = ("seed", "shard_megabytes", "validation_fraction", "documents_per_member", "save_dropped")
-    return (
-        listing,
-        {
-            **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
-            **{f"data.{name}": getattr(data, name) for name in fields},
-            "clean.steps": list(clean.steps),
-            **{key: value for step in clean.steps for key, _, value in knobs.walk(getattr(clean, step), f"clean.{step}.")},
-            **{key: value for key, _, value in knobs.walk(dedup, "dedup.")},
-            "dedup.against": against,
-            **({"clean.contamination.files": _digests(clean.contamination.files)} if "contamination" in clean.steps else {}),
-            **{f"clean.{name}.model": _digests([model]) for name in ("language", "score") if (model := getattr(clean, name).model)},
-        },
-    )
+    # What came later is recorded where it has an effect: folders of earlier versions stay complete.
+    later = {
+        "data.sample": data.sample == 1,
+        "clean.allow.blocked": not clean.allow.blocked,
+        "clean.allow.url_field": not clean.allow.blocked,
+    }
+    words = shlex.split(clean.score.command or "")
+    settings = {
+        **{f"data.{name}": value for name, value in vars(ReadOptions.of(data)).items()},
+        **{f"data.{name}": getattr(data, name) for name in fields},
+        "clean.steps": list(clean.steps),
+        **{key: value for step in clean.steps for key, _, value in knobs.walk(getattr(clean, step), f"clean.{step}.")},
+        **{key: value for key, _, value in knobs.walk(dedup, "dedup.")},
+        "dedup.against": against,
+        **({"clean.contamination.files": _digests(clean.contamination.files)} if "contamination" in clean.steps else {}),
+        **({"clean.allow.blocked": _digests(clean.allow.blocked)} if "allow" in clean.steps else {}),
+        **(
+            {"clean.score.command": [words, _digests([word for word in words[1:] if Path(word).is_file()])]}
+            if "score" in clean.steps
+            else {}
+        ),
+        **{f"clean.{name}.model": _digests([model]) for name in ("language", "score") if (model := getattr(clean, name).model)},
+    }
+    return listing, {key: value for key, value in settings.items() if not later.get(key)}
 
 
 def _digests(names: list[str]) -> list[str]:
