@@ -200,7 +200,8 @@ def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterat
         raise UserError.of("stage.where", missing, "is a field of no training document", "the fields are in the answer of stage.step")
     if missing_ids := selection.missing_ids:
         log.warning("%d ids of %s are of no training document, such as %s", len(missing_ids), stage.ids, min(missing_ids))
-    print(f"{sum(map(len, matched.values())):,} documents match, of which {sum(map(len, read.values())):,} were read")
+    hint = "" if matched else "; capital and small letters differ, and * stands for any text"
+    print(f"{sum(map(len, matched.values())):,} documents match, of which {sum(map(len, read.values())):,} were read{hint}")
     print("\n".join(_runs(stretches, by_run)) + "\n")
     yield from (orjson.loads(lines[ends[number] : ends[number + 1]]) for number in np.argsort(first, kind="stable").tolist())
 

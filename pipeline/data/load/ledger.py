@@ -136,7 +136,7 @@ class Selection:
     """Which documents a question is about: those that match all of its parts.
 
     Args:
-        where: field -> glob pattern of its value, such as {"url": "*.example.org/*"}.
+        where: field -> glob pattern of its value, such as {"url": "*.example.org/*"}. None has no match.
         ids: ids or URLs of documents; all when None.
         contains: text that is part of the document; any when empty.
 
@@ -160,7 +160,7 @@ class Selection:
                 return False
         if self._contains not in text:
             return False
-        return all(field in fields and match(str(fields[field])) for field, match in self._patterns.items())
+        return all((value := fields.get(field)) is not None and match(str(value)) for field, match in self._patterns.items())
 
 
 def _opened(folders: Sequence[Path]) -> Iterator[tuple[Path, Manifest]]:
