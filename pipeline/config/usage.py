@@ -1,14 +1,17 @@
-"""The texts of `--help`, `--help TOPIC` and `stage=NAME --help`, generated from the dataclasses. Imports neither Hydra nor torch."""
+"""The texts of `--help`, `--help TOPIC` and `stage=NAME --help`, and the page of all keys. Imports neither Hydra nor torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-from pipeline.common import knobs
+from pipeline.common import knobs, page
+from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
@@ -20,7 +23,7 @@ FLAGS = ("-h", "--help")
 _USAGE = "usage: python -m pipeline stage=NAME [group=option] [key=value] ..."
 _MORE = """The command runs as a single process, as one rank of torchrun, srun or mpirun, or with -m as a Hydra sweep (--hydra-help).
 --help TOPIC prints fewer keys: of a stage, a group, a model family, or those whose name contains TOPIC. stage=NAME --help prints those
-that a stage reads. --version prints the version and the commit."""
+that a stage reads. --help FILE.html writes a page of all keys to browse and search. --version prints the version and the commit."""
 
 
 def print_help(arguments: Sequence[str]) -> None:
@@ -31,11 +34,14 @@ def print_help(arguments: Sequence[str]) -> None:
     """
     words = [word for word in arguments if word not in FLAGS]
     stages = [word.removeprefix("stage=") for word in words if word.startswith("stage=")]
-    topics = [*(f"stage={stage}" for stage in stages), *(word for word in words if re.fullmatch(r"[\w.-]+", word))]
+    topics = [*(f"stage={stage}" for stage in stages), *(word for word in words if re.fullmatch(r"[\w./-]+", word))]
     if not topics:
         _print_all()
     for topic in topics:
-        _print_topic(topic)
+        if topic.endswith(".html"):
+            _write_page(Path(topic))
+        else:
+            _print_topic(topic)
 
 
 def _print_all() -> None:
@@ -151,3 +157,49 @@ def _print_rows(rows: Any) -> None:
         details = ", ".join(part for part in (knob.unit, knob.rule()) if part)
         shown = re.sub("(Warmup|Rampup|Corpus|Phase)Config", "dict", kind)
         print(f"  {f'{key}={default}':<46} {shown:<12} {knob.meaning}{f' ({details})' if details else ''}")
+
+
+def _write_page(path: Path) -> None:
+    """Write the page of all keys: every key with its default, type, meaning and range, who reads it, and the files of conf/ that set it.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    parts: list[tuple[str, Any, str]] = [("", RunConfig(), "")]
+    parts += [(f"model family {name}", schema(), "model.") for name, schema in CONFIG_CLASSES.items()]
+    parts += [(f"stage={name}", schema(name=name), "stage.") for name, (schema, _) in STAGES.items()]
+    readers: dict[tuple[str, ...], list[str]] = {}
+    for reader, node, prefix in parts:
+        for key, kind, knob, default in _rows(node, prefix):
+            group = key.partition(".")[0]
+            own = [reader] if reader else [f"stage={stage}" for stage, groups in READS.items() if group in groups]
+            limits = ", ".join(part for part in (knob.unit, knob.rule()) if part)
+            readers.setdefault((key, str(default), kind, knob.meaning, limits), []).extend(own)
+    set_by = _set_by({key for key, *_ in readers})
+    rows = [(*row, list(dict.fromkeys(names)), set_by.get(row[0], [])) for row, names in sorted(readers.items())]
+    text = page.render("keys.html.jinja", "Keys of the configuration", rows=rows, stages={name: what for name, (_, what) in STAGES.items()})
+    try:
+        with atomic_file(path, "w") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError.of("--help", path, f"cannot be written: {error}", "name a file in a folder that exists") from error
+    print(f"{path}: {len({row[0] for row in rows}):,} keys")
+
+
+def _set_by(keys: set[str]) -> dict[str, list[str]]:
+    """Key -> "GROUP=OPTION: VALUE" for every file of conf/ that sets it."""
+    import yaml
+
+    found: dict[str, list[str]] = {}
+
+    def walk(node: Any, prefix: str, file: str) -> None:
+        for name, value in node.items():
+            if (key := f"{prefix}{name}") in keys:
+                found.setdefault(key, []).append(f"{file}: {value if isinstance(value, str) else json.dumps(value)}")
+            elif isinstance(value, dict):
+                walk(value, f"{key}.", file)
+
+    for path in sorted(CONF_DIR.glob("*/*.yaml")):
+        text, group = path.read_text(encoding="utf-8"), path.parent.name
+        walk(yaml.safe_load(text) or {}, "" if "@package _global_" in text else f"{group}.", f"{group}={path.stem}")
+    return found

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,22 +124,26 @@ def _check_run(run_dir: Path, step: int) -> None:
 
 def model_overrides(model: ModelConfig) -> list[str]:
     """Return `model=NAME` of the closest model in conf/model, and `model.KEY=VALUE` for every difference."""
-    values = dataclasses.asdict(model)
     differences = {
-        name: {key: value for key, value in values.items() if dataclasses.asdict(shipped)[key] != value}
-        for name, shipped in _shipped(model.family)
+        name: {key: value for key, value in vars(model).items() if getattr(shipped, key) != value}
+        for name, shipped in _shipped()
+        if type(shipped) is type(model)
     }
     name = min(differences, key=lambda name: (len(differences[name]), name))
     return [f"model={name}", *(f"model.{key}={_format(value)}" for key, value in differences[name].items())]
 
 
-def _shipped(family: str) -> Iterator[tuple[str, ModelConfig]]:
-    """Yield (name, configuration) of all models of a family in conf/model."""
+@functools.cache
+def _shipped() -> list[tuple[str, ModelConfig]]:
+    """(name, configuration) of the models of conf/model that are based on no other one."""
+    found = []
     for file in sorted((CONF_DIR / "model").glob("*.yaml")):
         values: Any = OmegaConf.to_container(OmegaConf.load(file))
-        bases = values.pop("defaults")
-        if re.fullmatch(rf"/schema/model/{family}@_here_", bases[0]) and bases[1:] == ["_self_"]:
-            yield file.stem, CONFIG_CLASSES[family](**values)
+        base, *others = values.pop("defaults")
+        family = re.fullmatch(r"/schema/model/(\w+)@_here_", base)
+        if family and others == ["_self_"]:
+            found.append((file.stem, CONFIG_CLASSES[family[1]](**values)))
+    return found
 
 
 def _format(value: Any) -> str:

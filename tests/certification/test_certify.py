@@ -123,9 +123,8 @@ def test_phases_and_the_changes_between_them(certify) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(faults.rate_of_the_first_phase, marks=pytest.mark.long), faults.positions_of_the_first_phase]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [faults.rate_of_the_first_phase, faults.positions_of_the_first_phase])
 def test_a_setting_that_stays_in_the_next_phase_is_not_certified(certify, fault: Callable[[], Any]) -> None:
     code, printed, _ = certify(*PHASES, FEW_PARTS, fault=fault)
     assert code == 1
@@ -136,7 +135,7 @@ def test_a_setting_that_stays_in_the_next_phase_is_not_certified(certify, fault:
 TWO_RANKS = ("parallel.tensor=2", "stage.world_size=2", "precision=fp32", "stage.skip=[validation,data,shapes]")
 
 
-@pytest.mark.parametrize("name", ["muon", "lion", *(pytest.param(name, marks=pytest.mark.long) for name in ("ademamix", "schedule_free"))])
+@pytest.mark.parametrize("name", ["muon", *(pytest.param(name, marks=pytest.mark.long) for name in ("lion", "ademamix", "schedule_free"))])
 def test_another_optimizer_is_compared_with_its_plain_loop(certify, name: str) -> None:
     more = ("optimizer.schedule=constant",) if name == "schedule_free" else ()
     code, printed, written = certify(*JOB, *TWO_RANKS, f"optimizer={name}", *more)

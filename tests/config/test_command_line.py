@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import FrozenInstanceError
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -332,6 +333,26 @@ def test_the_help_of_a_stage_has_the_groups_that_it_reads(command: Callable[...,
             assert f"  {key}=" in printed
         for group in groups:
             assert f"keys of group {group}" in printed
+
+
+def test_the_page_of_all_keys(command: Callable[..., Ended], tmp_path: Path) -> None:
+    """Each key with its meaning, who reads it, and the files that set it; the same key of other stages is a row of its own."""
+    assert " keys" in command("--help", str(tmp_path / "keys.html"), stage=None).printed
+    text = unescape((tmp_path / "keys.html").read_text())
+    rows = {key: " ".join(re.sub("<[^>]+>", " ", row).split()) for key, row in re.findall(r'<tr id="(.*?)">(.*?)</tr>', text, re.DOTALL)}
+    keys = {key for key, _, _ in knobs.walk(RunConfig())} | {f"stage.{item.name}" for item in dataclasses.fields(STAGES["ledger"][0])}
+    assert keys - {"stage.name"} - rows.keys() == set()
+    for word in (
+        "= 0.0003",
+        "peak learning rate",
+        "float, above 0 and at most 10",
+        "4 readers",
+        "stage=rehearse",
+        "experiment=demo: 0.004",
+    ):
+        assert word in rows["optimizer.lr"]
+    assert "model family llama" in text
+    assert text.count('<tr id="stage.checkpoint">') > 1
 
 
 def test_every_objective_has_rules() -> None:

@@ -81,7 +81,10 @@ def ranks(tmp_path_factory) -> Iterator[World]:
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(("stage", "kernel", "tied", "later"), [(1, False, False, 3), (2, True, True, 1), (3, True, False, 2)])
+@pytest.mark.parametrize(
+    ("stage", "kernel", "tied", "later"),
+    [pytest.param(1, False, False, 3, marks=pytest.mark.long), (2, True, True, 1), (3, True, False, 2)],
+)
 def test_deepspeed_continues_our_training_and_we_continue_its(ranks, stage, kernel, tied, later, tmp_path):
     """DeepSpeed trains 3 steps, we 2, and both go on for 2: with torch's AdamW and with a step that is a number, as in its kernels."""
     overrides = (*OVERRIDES, f"model.tie_embeddings={tied}")

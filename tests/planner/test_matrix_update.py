@@ -105,7 +105,7 @@ LAYOUTS = [
 
 
 #: With the elements of a round: the default, and some rounds. Layouts whose parts other ones have, too, are long.
-SHORT = (1, 7, 11)
+SHORT = (7, 11)
 CASES = [
     *(pytest.param(*each, 1 << 27, marks=() if number in SHORT else pytest.mark.long) for number, each in enumerate(LAYOUTS)),
     (*LAYOUTS[3], 40_000),

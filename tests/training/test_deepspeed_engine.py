@@ -36,7 +36,7 @@ def _steps(*words):
     return train(config, trainer, range(3))
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_its_steps_are_those_of_our_engine(worlds, tensor):
     """Losses and gradient norms in fp32, with ZeRO 0 to 3."""
     world, words = worlds(2 * tensor), ("precision=fp32", f"parallel.tensor={tensor}", "optimizer.gradient_clipping=0.5")
@@ -63,7 +63,7 @@ def _linear_functions():
 FAMILIES = ["t5", "bert", "mixtral", "deepseek", "qwen3-next-documents"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name if name in ("t5", "mixtral") else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
 @pytest.mark.parametrize("stage", [pytest.param(STAGES[2], marks=pytest.mark.long), STAGES[3]])
 def test_other_families(world, name, stage):
     model = MODELS[name]
@@ -82,7 +82,15 @@ def _steps_of(name, *words):
     return numbers
 
 
-@pytest.mark.parametrize("words", [*(("precision=bf16", stage) for stage in STAGES[1:]), ("precision=fp16", STAGES[3])], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(pytest.param(("precision=bf16", stage), marks=pytest.mark.long) for stage in STAGES[1:3]),
+        ("precision=bf16", STAGES[3]),
+        ("precision=fp16", STAGES[3]),
+    ],
+    ids=" ".join,
+)
 def test_low_precision(world, words):
     """Both sum the gradients of micro-batches in fp32, and differ by the roundings before that."""
     ours, theirs = (world.run(_steps, *words, *engine)[0] for engine in ((), (DEEPSPEED,)))
@@ -99,7 +107,7 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("first, second", STATES, ids=str)
+@pytest.mark.parametrize("first, second", [*STATES[2:], *(pytest.param(*pair, marks=pytest.mark.long) for pair in STATES[:2])], ids=str)
 def test_a_checkpoint_has_the_same_state_in_both_engines(world, tmp_path, first, second):
     for equal, tensors, _ in world.run(_load_in_another, tmp_path, first, second):
         assert equal
@@ -114,7 +122,9 @@ CONTINUED = [
 ]
 
 
-@pytest.mark.parametrize("layout", CONTINUED, ids=" ".join)
+@pytest.mark.parametrize(
+    "layout", [*CONTINUED[1::2], *(pytest.param(each, marks=pytest.mark.long) for each in CONTINUED[::2])], ids=" ".join
+)
 def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
     for (straight, average), (loaded, same) in world.run(_save_and_continue, tmp_path, layout, layout):
         assert straight == loaded

@@ -141,7 +141,8 @@ def test_a_rank_that_stops_answering_ends_the_run_before_the_timeout(tokens, tmp
     assert end.may_pass
 
 
-@pytest.mark.parametrize("suspended, named", [pytest.param((0, 1), 0, id="all"), pytest.param((1,), 1, id="one", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("suspended, named", [pytest.param((0, 1), 0, id="all"), pytest.param((1,), 1, id="one")])
 def test_suspended_ranks_go_on_and_one_that_stays_suspended_is_named(tokens, tmp_path, started, suspended, named):
     """All ranks for longer than the timeout, as by scontrol suspend; one rank for less than it, and then for good."""
     with open(tmp_path / "log", "wb") as output:

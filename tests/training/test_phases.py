@@ -2,7 +2,9 @@
 
 import gc
 import itertools
+import random
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -25,7 +27,7 @@ from pipeline.data.load.objectives.causal import Causal
 from pipeline.layers.rotary import Rotary
 from pipeline.models import registry
 from pipeline.training import run as training_run
-from tests.helpers import pipeline, torchrun
+from tests.helpers import pipeline, run_ranks, start_ranks, torchrun
 from tests.training.one_rank import TINY, lines, run
 from tests.world import configured
 
@@ -112,7 +114,7 @@ def test_no_weight_of_an_earlier_phase_stays_in_memory(tokens, tmp_path, monkeyp
     assert held[2] - held[1] < 64 * 320, "not one matrix of the embedding"
 
 
-@pytest.mark.parametrize("stops", [(1, 2, 3, 4, 5), (3,)], ids=str)
+@pytest.mark.parametrize("stops", [pytest.param((1, 2, 3, 4, 5), marks=pytest.mark.long), (3,)], ids=str)
 def test_a_run_that_is_interrupted_anywhere_equals_one_that_is_not(straight, tokens, tmp_path, stops):
     for steps in (*stops, 6):
         run("pretrain", tmp_path / "run", f"data.tokens={tokens}", *LLAMA, PHASES, f"training.steps={steps}")
@@ -273,3 +275,50 @@ def test_ranks_meet_again_in_a_phase_of_another_layout(two, tmp_path):
     pipeline(*common, plan % "", f"run_dir={tmp_path}/one")
     for step, line in numbers(tmp_path / "one").items():
         assert numbers(tmp_path / "ranks")[step] == pytest.approx(line, rel=1e-5)
+
+
+def curriculum(chance: random.Random) -> tuple[str, int]:
+    """Three to five phases of lengths, batches, corpora, positions, rates and layouts of two ranks; and the number of steps."""
+    layouts = ["tensor=2", "context=2", "pipeline=2", "zero_stage=1", "zero_stage=3"]
+    defaults = {"tensor": 1, "context": 1, "pipeline": 1, "zero_stage": 0}
+    phases, step = [], 0
+    for number in range(count := chance.randint(3, 5)):
+        step += chance.randint(2, 4)
+        name, _, value = chance.choice(layouts).partition("=")
+        words = [f"parallel.{key}={value}" for key, value in (defaults | {name: value}).items()]
+        words += [f"model.rope_theta={chance.choice([10000, 500000])}", f"optimizer.lr={chance.choice([0.01, 0.003])}"]
+        weights = f"web: {chance.randint(0, 2)}, books: {chance.randint(1, 3)}"
+        length = 32 * (chance.choice([1, 2, 4]) if number else 1)
+        listed = ", ".join(f'"{word}"' for word in [*words, "training.micro_batch_size=1"])
+        own = f"sequence_length: {length}, global_batch_size: {chance.choice([2, 4])}, weights: {{{weights}}}, overrides: [{listed}]"
+        phases.append(f"{{until_step: {step}, {own}}}" if number < count - 1 else f"{{{own}}}")
+    return f"training.phases=[{', '.join(phases)}]", step
+
+
+@pytest.mark.long
+@pytest.mark.world
+@pytest.mark.parametrize("seed", range(3))
+def test_two_ranks_that_are_killed_at_any_moments_read_a_random_curriculum_as_undisturbed_ones(two, tmp_path, seed):
+    """Bit for bit: the losses, norms and rates; a fork of the run at a random checkpoint goes on as it did."""
+    chance = random.Random(seed)
+    plan, steps = curriculum(chance)
+    words = [word for word in (*TINY, *LLAMA) if not word.startswith(("data.verify", "checkpoint.", "model.kv_heads", "model.layers"))]
+    common = (*words, "model.layers=2", "model.kv_heads=2", f"data.tokens={two}", BLEND, plan, f"training.steps={steps}")
+    common += ("checkpoint.every=1", "checkpoint.keep=99")
+    run_ranks(2, *common, f"run_dir={tmp_path}/straight")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for _ in range(3):
+        until = chance.uniform(0, steps)
+        processes = start_ranks(2, *common, f"run_dir={tmp_path}/killed")
+        while processes[0].poll() is None and (not metrics.is_file() or metrics.read_bytes().count(b"\n") < until):
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.3))
+        for process in processes:
+            process.kill()
+    run_ranks(2, *common, f"run_dir={tmp_path}/killed")
+    expected = numbers(tmp_path / "straight")
+    assert list(expected) == list(range(1, steps + 1))
+    assert numbers(tmp_path / "killed") == expected, plan
+    begin = chance.randint(1, steps - 1)
+    run_ranks(2, *common, f"run_dir={tmp_path}/fork", f"checkpoint.fork={tmp_path}/killed/step-{begin}")
+    assert numbers(tmp_path / "fork") == {step: line for step, line in expected.items() if step > begin}, plan
