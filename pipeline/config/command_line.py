@@ -247,8 +247,9 @@ def _group(key: str, value: str, folders: Sequence[Path], *, is_sweep: bool) -> 
 
 def _chosen(group: str, value: str, *, is_sweep: bool) -> list[str]:
     """The options that the value of a group names, as far as Hydra does not check them itself."""
-    if group == "experiment" and re.fullmatch(r"\[.*\]", value):
-        return re.split(r"\s*,\s*", value[1:-1].strip())
+    if group == "experiment" and re.fullmatch(r"\[.*\]", value):  # with -m, lists may be the values of a sweep
+        lists = (override.partition("=")[2] for override in sweep_values(f"{group}={value}"))
+        return [option for words in lists for option in re.split(r"\s*,\s*", words[1:-1].strip())]
     if re.fullmatch(r"[^\[{].*,.*|\w+\(.*\)", value):  # several values, of which Hydra refuses those that are no sweep
         values = (override.partition("=")[2] for override in sweep_values(f"{group}={value}"))
         return [option for option in values if is_sweep and not option.startswith("glob(")]

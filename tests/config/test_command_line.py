@@ -243,6 +243,7 @@ PHASES = "data.blend={a:{}} data.phases=[{until_tokens:999999,weights:{a:1}},{we
         ("experiment=short --config-dir=OWN -m optimizer.lr=1e-4,2e-4", [3, 3]),
         ("-m training.steps=300,400 --config-dir OWN experiment=short", [300, 400]),
         ("experiment=[demo] training.steps=200", [200]),
+        ("-m --config-dir OWN experiment=[demo,short],[curriculum,short],[demo]", [3, 3, 500]),
         ("experiment=null", [1000]),
         ("--config-dir=OWN model=own", [1000]),
         ("data.blend={web:{weight:1},books:{weight:2}} ~data.blend.books", [1000]),
