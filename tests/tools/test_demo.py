@@ -101,8 +101,8 @@ def test_a_spike_is_traced_and_its_document_removed(tmp_path: Path) -> None:
     command = [str(ROOT / "tools" / "demo_curriculum"), str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout
-    (asked,) = map(json.loads, (folder / "asked.jsonl").read_text().splitlines())
-    assert asked["source"] == "noise.py"
+    asked = [json.loads(line)["source"] for line in (folder / "asked.jsonl").read_text().splitlines()]  # one row a sample
+    assert set(asked) == {"noise.py"}
     (removed,) = map(json.loads, (folder / "left_out.jsonl").read_text().splitlines())
     assert max(removed["steps"]) <= 240 < min(removed["left_out"]), "it would have been read again"
     assert json.loads((folder / "certificate.json").read_text())["totals"]["tokens_read_since_removal"] == 0
