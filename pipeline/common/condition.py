@@ -36,6 +36,8 @@ class Condition:
         self.names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
         if not self.names:
             raise ValueError("reads no field")
+        if not any(isinstance(node, ast.Compare) for node in ast.walk(tree)):
+            raise ValueError("compares nothing")
         self._code = compile(tree, "<condition>", "eval")
 
     def fault(self, fields: Mapping[str, Any]) -> str:

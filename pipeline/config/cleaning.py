@@ -36,7 +36,9 @@ class AllowStep:
     licences: list[str] = knob([], "glob patterns of allowed licenses; empty allows all")
     source_field: str = knob("source", "metadata field with the source; the file name if a document has no such field")
     licence_field: str = knob("license", "metadata field with the license")
-    blocked: list[str] = knob([], "files with domains, or beginnings of URLs, one a line: documents from there, and below, are dropped")
+    blocked: list[str] = knob(
+        [], "files with a domain or a URL in each line: drops documents from there, from subdomains, and whose URL goes on after /, ? or #"
+    )
     url_field: str = knob("url", "metadata field with the URL; documents without it are from no blocked address")
 
 
@@ -114,7 +116,9 @@ class ScoreStep:
     model: str | None = knob(None, "fastText classifier (.bin or .ftz), such as that of DCLM")
     label: str = knob("", "its label whose probability is the score, without __label__; documents have it in the field score")
     command: str | None = knob(
-        None, 'command in place of a classifier: it reads {"text": ...} and writes {"score": ...}, a line of JSON a document, in order'
+        None,
+        'command in place of a classifier, without a shell: it reads {"text": ...} and writes out {"score": ...} at once, a line of JSON a '
+        "document, in order",
     )
     least: float | None = knob(None, "minimum score; default: all documents are kept")
 

@@ -169,7 +169,7 @@ class DataConfig:
     select: str | None = knob(
         None,
         "condition on the fields of the documents that stage=tokenize reads, in Python's syntax: score_rank >= 0.9 and lang == 'de'. "
-        "score_rank is the part of the documents of its language that have a lower score, in whole percents; default: all documents",
+        "score_rank, of 0, 0.01, ... 0.99, is the part of the documents of its language that have a lower score; default: all documents",
     )
     seed: int = knob(0, "seed of the document shuffle and of the train/validation split", at_least=0, at_most=10**18)
     part_megabytes: float | None = knob(

@@ -59,7 +59,12 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                     unfinished.write(name, entry)
             comm.barrier()
             if comm.rank == 0:
-                _publish(folder, settings, encoder, {name: unfinished.note(name) for name in sizes}, unfinished)
+                entries = {name: unfinished.note(name) for name in sizes}
+                if config.data.select is not None and not any(entry["documents"] for entry in entries.values()):
+                    unfinished.clear()  # nothing of this run can be continued
+                    fix = "the fields are those of the documents of data.shards; score_rank is below 1"
+                    raise UserError.of("data.select", config.data.select, "chooses none of the documents", fix)
+                _publish(folder, settings, encoder, entries, unfinished)
 
 
 _encoder = cache(TextEncoder)

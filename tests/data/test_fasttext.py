@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
-from pipeline.data.clean import fasttext_model, language
+from pipeline.data.clean import fasttext_model, language, quality
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.clean.document_batch import DocumentBatch
 from pipeline.data.clean.fasttext_model import MAGIC, VERSION, FastText
@@ -178,6 +178,9 @@ def test_a_score_is_recorded_and_decides(tmp_path):
         ((), "clean.score.model=None: is not set, and clean.steps has score"),
         (("clean.score.model=a.bin", "clean.score.command=b"), "clean.score.model=a.bin: is set beside clean.score.command"),
         (('clean.score.command="python \\"x"',), 'clean.score.command=python "x: is no command: No closing quotation'),
+        (('clean.score.command="a | b"',), "clean.score.command=a . b: is for a shell"),
+        (('clean.score.command=""',), "clean.score.command=: is empty"),
+        (("clean.score.command=a", "clean.score.label=hq"), "clean.score.label=hq: is not read with clean.score.command"),
     ):
         with pytest.raises(UserError, match=said):
             check.check(configured("stage=shard", f"data.input=[{tmp_path}/in.jsonl]", "clean.steps=[score]", *more), 1)
@@ -186,6 +189,10 @@ def test_a_score_is_recorded_and_decides(tmp_path):
 #: Scores a text by its length, or fails at one.
 SCORER = """
 import json, sys
+if sys.argv[1:] == ["header"]:
+    print(json.dumps({"score": 0}), flush=True)
+if sys.argv[1:] == ["late"]:
+    sys.stdin = list(sys.stdin)
 for line in sys.stdin:
     text = json.loads(line)["text"]
     if text == "leave":
@@ -194,7 +201,7 @@ for line in sys.stdin:
 """
 
 
-def test_a_command_scores_documents(tmp_path):
+def test_a_command_scores_documents(tmp_path, monkeypatch, caplog):
     """More text than a pipe holds, in both directions; below 0, and above 1."""
     (tmp_path / "score.py").write_text(SCORER)
     command = f"{sys.executable} {tmp_path}/score.py"
@@ -207,7 +214,12 @@ def test_a_command_scores_documents(tmp_path):
     for wrong, text, said in (
         (command, "leave", "ended with exit code 3 before it had answered"),
         (command, "wrong", "wrote a line without a score: b'no score"),
+        (f"{command} header", "text", "writes more lines than it reads"),
+        (f"{command} late", "text", "has not answered for 2 s"),
         ("/none/such", "", "cannot be started"),
     ):
+        monkeypatch.setattr(quality, "WARN_SECONDS", 1.0)
+        monkeypatch.setattr(quality, "LAST_SECONDS", 2.0)
         with pytest.raises(UserError, match=f"clean.score.command=.*: {said}"):
             clean([text], config("score", score={"command": wrong}))
+    assert "has not answered for 1 s: it has to write out each line at once" in caplog.text

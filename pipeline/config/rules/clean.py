@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -29,10 +30,7 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
     if "score" in clean.steps and (clean.score.model is None) == (clean.score.command is None):
         rule = "is set beside clean.score.command" if clean.score.command else "is not set, and clean.steps has score"
         yield Violation("clean.score.model", clean.score.model, rule, "name a classifier, or a command in clean.score.command")
-    try:
-        shlex.split(clean.score.command or "")
-    except ValueError as error:
-        yield Violation("clean.score.command", clean.score.command, f"is no command: {error}", "quote it as in a shell")
+    yield from _command(clean.score.command, clean.score.label)
     if "fields" in clean.steps:
         yield from condition_violations("clean.fields.keep", clean.fields.keep)
     least, most = clean.contamination.least_words, clean.contamination.words
@@ -45,6 +43,22 @@ def violations(clean: CleanConfig) -> Iterator[Violation]:
             yield Violation(
                 f"clean.repetition.{key}", values, f"has {len(values)} entries, not {count}", f"give {count} numbers from 0 to 1"
             )
+
+
+def _command(command: str | None, label: str) -> Iterator[Violation]:
+    """Why a command of clean.score cannot be started."""
+    if command is None:
+        return
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        yield Violation("clean.score.command", command, f"is no command: {error}", "quote it as in a shell")
+        return
+    if not words or any(re.fullmatch(r"\|\|?|&&?|;|\d?[<>].*", word) for word in words):
+        rule = "is for a shell, and none runs it" if words else "is empty"
+        yield Violation("clean.score.command", command, rule, "name a program and its arguments, or write \"bash -c '...'\"")
+    if label:
+        yield Violation("clean.score.label", label, "is not read with clean.score.command", "remove it")
 
 
 def condition_violations(key: str, text: str) -> Iterator[Violation]:

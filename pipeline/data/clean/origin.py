@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import ipaddress
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import xxhash
@@ -44,18 +47,24 @@ def allow(knobs: AllowStep) -> Step:
         blocked = addresses.contain([document.meta.get(knobs.url_field) for document in batch.documents])
         return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed"), (blocked, "blocked address")])
 
+    if knobs.blocked:
+        step.notes = {"addresses": addresses.count}  # type: ignore[attr-defined] - of the report
     return step
 
 
 class _Addresses:
-    """The addresses of files, each with what is below it: of a domain its subdomains, of a URL those that go on after a slash.
+    """The addresses of files, each with what is below it: of a domain its subdomains, of a URL those that go on after /, ? or #.
 
     They are kept as hashes of 8 bytes: a million of them take 8 MB.
+
+    Attributes:
+        count: number of addresses.
     """
 
     def __init__(self, files: list[str]) -> None:
         hashes = [np.fromiter((_hash(text) for text in _lines(name)), dtype=np.uint64) for name in files]
         self._known = Lookup(np.concatenate(hashes)) if hashes else None
+        self.count = sum(map(len, hashes))
 
     def contain(self, urls: list[object]) -> np.ndarray:
         """Return which URLs are at an address or below it."""
@@ -72,23 +81,26 @@ def _hash(text: str) -> int:
 
 
 def _above(url: str) -> Iterator[str]:
-    """Yield a URL and everything above it: domains, and beginnings that end before a slash."""
+    """Yield a URL and everything above it: domains, and beginnings that end before /, ? or #."""
     host, path = _address(url)
     labels = host.split(".")
     yield from (".".join(labels[first:]) for first in range(len(labels)))
-    ends = [*(match.start() for match in re.finditer("/", path[1:])), len(path)]
-    yield from (f"{name}{path[: end + 1]}" for name in {host, host.removeprefix("www.")} for end in ends)
+    ends = {*(match.start() for match in re.finditer("[/?#]", path) if match.start()), len(path)}
+    yield from (f"{name}{path[:end]}" for name in {host, host.removeprefix("www.")} for end in ends)
 
 
 def _address(url: str) -> tuple[str, str]:
     """The host of a URL, in ASCII and small letters, and its path without the slash at its end."""
     rest = re.sub(r"^(\w[\w+.-]*:)?//", "", url.strip())
     host, path = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr] - it matches anything
-    host = re.sub(r":\d*$", "", host.rpartition("@")[2]).strip(".").lower()
-    if not host.isascii():
-        with contextlib.suppress(UnicodeError):
-            host = host.encode("idna").decode()
-    return host, path.rstrip("/")
+    host = re.sub(r"(?<=[\w.\]]):\d*$", "", host.rpartition("@")[2]).strip(".").lower()
+    if host.startswith("["):
+        with contextlib.suppress(ValueError):
+            host = f"[{ipaddress.ip_address(host.strip('[]')).compressed}]"
+    labels = [
+        label if label.isascii() else f"xn--{unicodedata.normalize('NFC', label).encode('punycode').decode()}" for label in host.split(".")
+    ]
+    return ".".join(labels), unquote(path).rstrip("/")
 
 
 def _lines(name: str) -> Iterator[str]:
@@ -98,12 +110,12 @@ def _lines(name: str) -> Iterator[str]:
         with open(Path(name).expanduser(), encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 text = re.sub(r"(^|\s)#.*", "", line).strip().removeprefix("*.")
-                if re.search(r"[\s*]", text) or (text and not _address(text)[0]):
+                if text and (re.search(r"\s", text) or not re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", _address(text)[0])):
                     raise UserError.of(key, name, f"line {number} is no address: {text[:80]!r}", fix)
                 if text:
                     yield "".join(_address(text))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError.of(key, name, f"cannot be read: {error}", fix) from error
+        raise UserError.of(key, name, f"cannot be read: {error}", "name a text file in UTF-8 that exists") from error
 
 
 def fields(knobs: FieldsStep) -> Step:

@@ -6,6 +6,10 @@ Gopher: Rae et al. 2021, arXiv:2112.11446, appendix A.1. C4: Raffel et al. 2020,
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
+import os
+import select
 import shlex
 import subprocess
 import threading
@@ -18,6 +22,13 @@ from pipeline.common.errors import UserError
 from pipeline.config.cleaning import C4Step, FineWebStep, GopherStep, LanguageStep, LengthStep, ScoreStep
 from pipeline.data.clean import counts, fasttext_model
 from pipeline.data.clean.document_batch import DocumentBatch, Step, StepLimits, Verdict, drop
+
+log = logging.getLogger("pipeline")
+
+#: Time without an answer of a command after which the log says so, and after which the stage fails.
+WARN_SECONDS, LAST_SECONDS = 60.0, 1800.0
+#: Time in which a line more than the command has read would appear.
+MORE_SECONDS = 0.02
 
 
 def length(knobs: LengthStep) -> Step:
@@ -62,16 +73,17 @@ class _Command:
     """The scores of a program of the user's, of which every rank starts one; what it writes to standard error is part of the log."""
 
     def __init__(self, command: str) -> None:
-        self._command = command
+        self._command, self._answers = command, b""
         try:
             self._process = subprocess.Popen(shlex.split(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
-            raise self._error(f"cannot be started: {error}") from error
+            fix = "name a program and files that exist; no shell runs it: \"bash -c '...'\" is one"
+            raise UserError.of("clean.score.command", command, f"cannot be started: {error}", fix) from error
 
     def __call__(self, texts: list[str]) -> list[float]:
-        requests, answers = self._process.stdin, self._process.stdout
+        requests = self._process.stdin
         assert requests is not None
-        assert answers is not None
+        self._refuse_more(0.0)
 
         def send() -> None:
             with contextlib.suppress(OSError):  # it has ended, which is found below
@@ -82,18 +94,51 @@ class _Command:
         sender.start()
         scores = []
         for _ in texts:
-            line = answers.readline()
-            if not line:
-                raise self._error(f"ended with exit code {self._process.wait()} before it had answered")
+            line = self._line()
             try:
-                scores.append(float(orjson.loads(line)["score"]))
-            except (ValueError, TypeError, KeyError) as error:
-                raise self._error(f"wrote a line without a score: {line[:80]!r}") from error
+                score = orjson.loads(line)["score"]
+                scores.append(math.nan if isinstance(score, bool) else float(score))
+            except (ValueError, TypeError, KeyError):
+                scores.append(math.nan)
+            if math.isnan(scores[-1]):
+                raise self._error(f"wrote a line without a score: {line[:80]!r}")
         sender.join()
+        self._refuse_more(MORE_SECONDS)
         return scores
 
+    def _line(self) -> bytes:
+        """The next line of the command."""
+        waited = 0.0
+        while b"\n" not in self._answers:
+            if self._readable(WARN_SECONDS):
+                if not (read := os.read(self._output(), 1 << 16)):
+                    raise self._error(f"ended with exit code {self._process.wait()} before it had answered")
+                self._answers, waited = self._answers + read, 0.0
+                continue
+            waited += WARN_SECONDS
+            if waited >= LAST_SECONDS:
+                self._process.kill()
+                raise self._error(f"has not answered for {waited:.0f} s")
+            log.warning("clean.score.command=%s has not answered for %.0f s: it has to write out each line at once", self._command, waited)
+        line, _, self._answers = self._answers.partition(b"\n")
+        return line
+
+    def _refuse_more(self, seconds: float) -> None:
+        """Refuse lines that answer nothing: all later scores would be those of other documents."""
+        if self._answers or (self._readable(seconds) and os.read(self._output(), 1)):
+            raise self._error("writes more lines than it reads")
+
+    def _readable(self, seconds: float) -> bool:
+        waiting = select.poll()
+        waiting.register(self._output(), select.POLLIN)
+        return bool(waiting.poll(seconds * 1000))
+
+    def _output(self) -> int:
+        assert self._process.stdout is not None
+        return self._process.stdout.fileno()
+
     def _error(self, rule: str) -> UserError:
-        fix = 'it reads lines such as {"text": "..."} and writes a line such as {"score": 0.5} for each'
+        fix = 'it reads lines such as {"text": "..."}, and writes a line such as {"score": 0.5} for each of them at once (flush)'
         return UserError.of("clean.score.command", self._command, rule, fix)
 
 

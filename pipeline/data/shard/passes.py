@@ -238,6 +238,8 @@ class ShardPasses:
             mostly = f", most of them by {first[1]} ({first[0]:,})" if first else ""
             rule = f"cleaning and deduplication dropped all {counts.documents:,} non-empty documents{mostly}"
             fix = "specify other files, another data.text_field, or other clean.steps"
+            if not counts.documents and self._data.sample < 1:
+                fix = f"data.sample={self._data.sample} chose no document: increase it"
             self._unfinished.clear()  # nothing of this run can be continued
             raise UserError.of("data.input", self._data.input, rule, fix)
         return self._comm.bcast(plan)

@@ -193,6 +193,7 @@ def _corpus(report: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _setting_rows(ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[list[Any]]:
     """The settings that differ between two reports; of cleaning steps that only one of them has, their names."""
+    ours, theirs = ({"data.sample": 1.0, **made} for made in (ours, theirs))
     for key in ours.keys() & theirs.keys():
         if ours[key] != theirs[key]:
             yield [key, *(orjson.dumps(made[key]).decode()[:EXCERPT] for made in (ours, theirs))]
