@@ -188,7 +188,7 @@ def _write_page(path: Path) -> None:
 
 def _set_by(keys: set[str]) -> dict[str, list[str]]:
     """Key -> "GROUP=OPTION: VALUE" for every file of conf/ that sets it."""
-    import yaml
+    import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
     found: dict[str, list[str]] = {}
 

@@ -48,7 +48,7 @@ def allow(knobs: AllowStep) -> Step:
         return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed"), (blocked, "blocked address")])
 
     if knobs.blocked:
-        step.notes = {"addresses": addresses.count}  # type: ignore[attr-defined] - of the report
+        step.notes = {"addresses": addresses.count}  # type: ignore[attr-defined] # for the report
     return step
 
 
@@ -92,7 +92,8 @@ def _above(url: str) -> Iterator[str]:
 def _address(url: str) -> tuple[str, str]:
     """The host of a URL, in ASCII and small letters, and its path without the slash at its end."""
     rest = re.sub(r"^(\w[\w+.-]*:)?//", "", url.strip())
-    host, path = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr] - it matches anything
+    host = re.split("[/?#]", rest, maxsplit=1)[0]
+    path = rest[len(host) :]
     host = re.sub(r"(?<=[\w.\]]):\d*$", "", host.rpartition("@")[2]).strip(".").lower()
     if host.startswith("["):
         with contextlib.suppress(ValueError):
