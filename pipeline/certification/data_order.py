@@ -56,13 +56,13 @@ def report(config: RunConfig, world_size: int) -> PartReport:
     steps = checked_steps(config)
     for step in steps:
         now = phases.at(config, step)
-        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, _layout(now, world_size, step), data, step)]
+        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, _layout(config, world_size, step), data, step)]
     resumed = _resumed_at(config)
-    now = phases.at(config, max(0, resumed - 1))
-    found.failures += _compare_resumed(now, _layout(now, world_size, max(0, resumed - 1)), data, resumed)
+    last = max(0, resumed - 1)
+    found.failures += _compare_resumed(phases.at(config, last), _layout(config, world_size, last), data, resumed)
     found.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
     found.failures += _left_out(config, validation)
-    used = [_layout(phases.at(config, step), world_size, step) for step in steps]
+    used = [_layout(config, world_size, step) for step in steps]
     texts = [f"{one.batch_shards} data ranks" + (f" x {one.context} context ranks" if one.context > 1 else "") for one in used]
     ranks = ", ".join(dict.fromkeys(texts))
     numbers = ", ".join(str(step + 1) for step in steps)
@@ -73,7 +73,7 @@ def report(config: RunConfig, world_size: int) -> PartReport:
 
 def _layout(config: RunConfig, world_size: int, step: int) -> Layout:
     """The layout of a step."""
-    return Layout.of(config, layouts.ranks_at(config, step, world_size))
+    return Layout.of(phases.at(config, step), layouts.ranks_at(config, step, world_size))
 
 
 def _opened(config: RunConfig) -> tuple[Objective, Objective | None]:

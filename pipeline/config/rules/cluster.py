@@ -61,15 +61,13 @@ def _site_violations(cluster: ClusterConfig) -> Iterator[Violation]:
 def layout_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violations of the layouts by the number of nodes, and of the nodes of phases."""
     cluster = config.cluster
-    by_nodes = {
-        "cluster.layouts": cluster.layouts,
-        "cluster.choose_layout": cluster.choose_layout if cluster.choose_layout == "planner" else "",
-    }
     if any(phase.nodes is not None for phase in config.training.phases):
-        for key, value in by_nodes.items():
-            if value:
-                rule = "is not supported with the nodes of training.phases, each of which has one layout"
-                yield Violation(key, value, rule, "remove it, and set parallel.* in the overrides of the phases")
+        rule = "is not supported with the nodes of training.phases, each of which has one layout"
+        fix = "remove it, and set parallel.* in the overrides of the phases"
+        if cluster.layouts:
+            yield Violation("cluster.layouts", cluster.layouts, rule, fix)
+        if cluster.choose_layout == "planner":
+            yield Violation("cluster.choose_layout", "planner", rule, fix)
     for number, overrides in cluster.layouts.items():
         if number < 1:
             yield Violation(f"cluster.layouts.{number}", overrides, "is for less than one node", "begin with a number of nodes")
