@@ -29,7 +29,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.layers import delta_rule, largest_logits, loss, partial_attention
+from pipeline.layers import delta_rule, largest_logits, loss, partial_attention, state_space
 from pipeline.layers.batch import Batch
 from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
@@ -99,6 +99,7 @@ def several_parts() -> Iterator[None]:
     sizes: tuple[tuple[ModuleType, str, object], ...] = (
         (loss, "chunk_rows", lambda *_: CHUNK_ROWS),
         (delta_rule, "CHUNK", CHUNK_TOKENS),
+        (state_space, "CHUNK", CHUNK_TOKENS),
         (largest_logits, "BLOCK", BLOCK_QUERIES),
         (partial_attention, "MAX_SCORES", MOST_SCORES),
         (matrix_homes, "ELEMENTS_AT_ONCE", ROUND_ELEMENTS),

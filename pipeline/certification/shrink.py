@@ -185,6 +185,11 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     ):
         if 1 < (getattr(model, name, 0) or 0) <= wanted:
             sizes[f"model.{name}"] = kinds = 2
+    if pattern := getattr(model, "layer_pattern", ""):
+        found = "".join(dict.fromkeys(model.kind(block) for block in range(wanted)))
+        if len(found) < len(pattern):
+            sizes["model.layer_pattern"] = found
+        kinds = len(found)
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
     per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))
     if planned.precision.fp8 != "none":  # at least two blocks between those whose products stay bf16

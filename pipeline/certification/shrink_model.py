@@ -73,6 +73,11 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""
     if _has(model, "linear_key_heads"):
         sizes |= _linear(model, tensor, head_width)
+    if _has(model, "mamba_groups"):
+        groups = tensor * min(model.mamba_groups // tensor, 2)
+        heads = groups * min(model.mamba_heads // model.mamba_groups, 2 if head_width < FP8_WIDTH else FP8_WIDTH)
+        sizes |= {"model.mamba_groups": groups, "model.mamba_heads": heads}
+        sizes |= {f"model.{name}": min(getattr(model, name), head_width) for name in ("mamba_head_dim", "mamba_state")}
     for name in ("ffn_hidden", "expert_ffn_hidden", "shared_ffn_hidden"):
         if _has(model, name):
             value, multiple = getattr(wanted, name), math.lcm(unit, EXPERT_UNIT) if name == of_experts else unit

@@ -3,7 +3,7 @@
 The models know nothing of it: it replaces the core of every attention layer (layers/attention.py), which then stores the keys and values
 of the new tokens and attends to all stored ones. What is stored is what the layer passes to its core: keys and values of the key heads
 only (grouped-query attention), or one latent per token (multi-head latent attention). A layer with a sliding window stores a ring of the
-last tokens. A layer with linear attention stores a state for each sequence instead (recurrent_cache.py).
+last tokens. A layer with a recurrent state stores it for each sequence instead (recurrent_cache.py).
 
 The tokens of a forward pass are those of all its sequences, one after the other, as one sequence: prompts and parts of prompts beside
 single tokens, without padding. Only attention is computed in groups of sequences with the same number of new tokens.
@@ -21,9 +21,9 @@ from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.passes import Bias, Group, Pass, grouped
 from pipeline.generation.recurrent_cache import CachedMixing
 from pipeline.layers.attention import Core, sdpa
-from pipeline.layers.gated_delta_net import GatedDeltaNet, mix
 from pipeline.layers.mask import Mask
 from pipeline.layers.mla import LatentAttention
+from pipeline.layers.recurrent import RecurrentLayer, mix
 
 
 class KeyValueCache:
@@ -49,8 +49,10 @@ class KeyValueCache:
         self.tables: dict[int | None, PageTable] = {}
         for block in blocks:
             attention = block.attention
+            if attention is None:
+                continue
             assert isinstance(attention, nn.Module)
-            if isinstance(attention, GatedDeltaNet):
+            if isinstance(attention, RecurrentLayer):
                 assert lookahead == 1, "a state cannot remove tokens"
                 self.recurrent.append(CachedMixing(self, attention))
                 continue
@@ -144,10 +146,10 @@ def detach(blocks: Iterable[nn.Module]) -> None:
     """Give the attention layers the cores that they had before a cache."""
     for block in blocks:
         attention = block.attention
-        if isinstance(attention, GatedDeltaNet):
+        if isinstance(attention, RecurrentLayer):
             attention.mix = mix
             continue
-        if isinstance(attention.core, CachedAttention):  # type: ignore[union-attr] # an attention layer
+        if attention is not None and isinstance(attention.core, CachedAttention):  # type: ignore[union-attr] # an attention layer
             attention.core = attention.core.core  # type: ignore[union-attr] # as above
         if isinstance(attention, LatentAttention):
             attention.absorb = False

@@ -1,4 +1,4 @@
-"""The states of a layer with linear attention (layers/gated_delta_net.py), one for each sequence of the cache."""
+"""The states of a layer with a recurrent state (layers/recurrent.py), one for each sequence of the cache."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline.generation.passes import Pass
-from pipeline.layers.gated_delta_net import GatedDeltaNet, RecurrentState
 from pipeline.layers.mask import Mask
+from pipeline.layers.recurrent import RecurrentLayer, RecurrentState
 
 
 class Rows(Protocol):
@@ -35,12 +35,12 @@ class CachedMixing:
         row_bytes: size of the state of a row.
     """
 
-    def __init__(self, cache: Rows, layer: GatedDeltaNet) -> None:
+    def __init__(self, cache: Rows, layer: RecurrentLayer) -> None:
         self.cache = cache
         self.state: RecurrentState | None = None
-        channels = sum(len(weight) for weight in (layer.query_conv, layer.key_conv, layer.value_conv))
-        inputs = channels * (layer.kernel - 1) * layer.query_conv.element_size()
-        wide = torch.promote_types(layer.query_conv.dtype, torch.float32)
+        convolutions = layer.convolutions()
+        inputs = sum(map(len, convolutions)) * (layer.kernel - 1) * convolutions[0].element_size()
+        wide = torch.promote_types(convolutions[0].dtype, torch.float32)
         self.row_bytes = inputs + len(layer.decay_bias) * layer.key_dim * layer.value_dim * wide.itemsize
         layer.mix = self
 
@@ -49,14 +49,14 @@ class CachedMixing:
         """Bytes of the states of all rows."""
         return 0 if self.state is None else self.state.inputs.nbytes + self.state.memory.nbytes
 
-    def __call__(self, layer: GatedDeltaNet, qkv: Tensor, log_decay: Tensor, beta: Tensor, mask: Mask) -> Tensor:  # noqa: ARG002 - as Mixing
+    def __call__(self, layer: RecurrentLayer, inputs: Tensor, *gates: Tensor, mask: Mask) -> Tensor:  # noqa: ARG002 - as Mixing
         """See Mixing; the tokens are those of the pass, (1, tokens, ...)."""
         step = self.cache.step
         assert step is not None
         outputs = []
         for group in step.groups:
-            parts = [group.split(x.unsqueeze(1)).squeeze(1) for x in (qkv, log_decay, beta)]
-            rows = group.rows.to(qkv.device)
+            parts = [group.split(x.unsqueeze(1)).squeeze(1) for x in (inputs, *gates)]
+            rows = group.rows.to(inputs.device)
             output, state = layer.advance(*parts, state=None if group.fresh else self._of(rows))
             self._store(rows, state)
             outputs.append(group.join(output.flatten(2).unsqueeze(1)).squeeze(1))

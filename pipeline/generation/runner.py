@@ -192,5 +192,5 @@ class ExpertRounds:
 
     def _any_has_tokens(self, own: bool) -> Tensor:
         """Return whether a rank of the group runs a forward pass in this round, int64 (); only a rank that runs none waits for it."""
-        device = self._experts[0].experts.gate.device
+        device = self._experts[0].experts.up.device
         return collectives.all_reduce(torch.tensor(int(own), device=device), self.group, "max")

@@ -13,13 +13,14 @@ a state of zeros. The state before a part is that of the composed maps of the pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.layers.recurrent import StateBefore, chunks_of, decays_between, segment_chunks
 from pipeline.layers.uncompiled import uncompiled
 
 #: Tokens of a chunk, as in the authors' kernels.
@@ -70,7 +71,7 @@ def delta_rule_of_part(
     v: Tensor,
     log_decay: Tensor,
     beta: Tensor,
-    state_before: Callable[[Tensor, Tensor], Tensor],
+    state_before: StateBefore,
     *,
     segments: Tensor | None = None,
     segment_before: Tensor | None = None,
@@ -137,20 +138,19 @@ def _solve(
 ) -> _Solved:
     """Solve the systems of all chunks; arguments as in delta_rule_of_part."""
     chunk = min(CHUNK if chunk is None else chunk, q.shape[2])
-    q, k, v = (_chunks(x, chunk) for x in (q, k, v))
-    log_decay, beta = (_chunks(x, chunk) for x in (log_decay, beta))
+    q, k, v = (chunks_of(x, chunk) for x in (q, k, v))
+    log_decay, beta = (chunks_of(x, chunk) for x in (log_decay, beta))
     later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     before = log_decay.cumsum(dim=3).exp()  # the decay from the start of the chunk
     across = before[..., -1]
     if segments is not None:
-        parts = _segment_chunks(segments, chunk)
+        parts = segment_chunks(segments, chunk)
         earliest = parts[:, :, :1, 0] if segment_before is None else segment_before[:, None, None]
         first = torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
         later = later | (parts.unsqueeze(4) != parts.unsqueeze(3))
         before = before * (parts == first.unsqueeze(3))
         across = across * (parts[..., -1] == first)
-    # The decay after a token up to a later one. Each pair has a sum of its own: differences of sums from the start round by the largest.
-    between = log_decay.unsqueeze(4).expand(*log_decay.shape, chunk).tril(-1).cumsum(dim=3).masked_fill(later, -torch.inf).exp()
+    between = decays_between(log_decay, later)
     to_end = between[..., -1, :]
     k_beta = k * beta.unsqueeze(4)
     inverse = unit_lower_inverse((k_beta @ k.transpose(3, 4) * between).tril(-1))
@@ -184,15 +184,3 @@ def _inverse_by_halves(lower: Tensor) -> Tensor:
 def _each(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Iterate over the chunks. The gradients of views that are taken at once are stacked; each select would have one of the full size."""
     return zip(*(tensor.unbind(2) for tensor in tensors), strict=True)
-
-
-def _chunks(x: Tensor, chunk: int) -> Tensor:
-    """(batch, heads, sequence, ...) -> (batch, heads, chunks, chunk, ...), with zeros at the end: tokens that change nothing."""
-    missing = -x.shape[2] % chunk
-    return F.pad(x, [0, 0] * (x.dim() - 3) + [0, missing]).unflatten(2, (-1, chunk))
-
-
-def _segment_chunks(segments: Tensor, chunk: int) -> Tensor:
-    """(batch, sequence) -> (batch, 1, chunks, chunk); the tokens at the end are of the last segment."""
-    missing = -segments.shape[1] % chunk
-    return torch.cat([segments, segments[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk)).unsqueeze(1)

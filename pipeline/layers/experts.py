@@ -1,4 +1,4 @@
-"""The experts of a MoE layer: gated feed-forwards whose weights are stacked."""
+"""The experts of a MoE layer: feed-forwards whose weights are stacked."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ class RoutedExperts(nn.Module):
 
 
 class Experts(RoutedExperts):
-    """Gated feed-forward experts with weights stacked along dim 0. Their number is dim 0 of the weights, so slices work too.
+    """Feed-forward experts with weights stacked along dim 0. Their number is dim 0 of the weights, so slices work too.
 
     Args:
         experts: number of experts.
         hidden: width of the residual stream.
         ffn_hidden: intermediate width of each expert.
         activation: as in GatedMLP, or a function of the outputs of both projections, gate and up.
-        bias: whether the three matrices of each expert have a bias.
+        gated: whether an expert has a gate; else the activation is that of MLP.
+        bias: whether the matrices of each expert have a bias.
 
     Attributes:
         products: how the experts multiply; parallel/float8.py replaces it.
         down_ranks: number of tensor ranks with a slice of every expert, whose outputs are summed: each adds its share of the last bias.
     """
 
+    gate: nn.Parameter | None
     gate_bias: nn.Parameter | None
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
@@ -54,16 +56,21 @@ class Experts(RoutedExperts):
         ffn_hidden: int,
         *,
         activation: str | Callable[[Tensor, Tensor], Tensor] = "silu",
+        gated: bool = True,
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.activation = Gated(ACTIVATIONS[activation]) if isinstance(activation, str) else activation
+        self.activation: Callable[..., Tensor] = activation if callable(activation) else ACTIVATIONS[activation]
+        if gated and isinstance(activation, str):
+            self.activation = Gated(ACTIVATIONS[activation])
         self.products, self.down_ranks = PRODUCTS, 1
-        self.gate = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
+        self.register_parameter("gate", nn.Parameter(torch.empty(experts, ffn_hidden, hidden)) if gated else None)
         self.up = nn.Parameter(torch.empty(experts, ffn_hidden, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, ffn_hidden))
         for matrix, width in (("gate", ffn_hidden), ("up", ffn_hidden), ("down", hidden)):
-            self.register_parameter(f"{matrix}_bias", nn.Parameter(torch.empty(experts, width)) if bias else None)
+            self.register_parameter(
+                f"{matrix}_bias", nn.Parameter(torch.empty(experts, width)) if bias and (gated or matrix != "gate") else None
+            )
 
     def dispatch(self, x: Tensor, counts: Tensor) -> Callable[[], Tensor]:
         """See RoutedExperts."""
@@ -83,8 +90,13 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        inner = self.activation(self.grouped("gate", x, counts), self.grouped("up", x, counts))
+        inner = self.activation(*(self.grouped(matrix, x, counts) for matrix in self.inputs))
         return self.grouped("down", inner, counts)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The matrices that the activation reads the outputs of."""
+        return ("up",) if self.gate is None else ("gate", "up")
 
     def grouped(self, matrix: str, x: Tensor, counts: Tensor) -> Tensor:
         """Multiply the rows of each expert, (rows, input) as in forward, by its matrix `gate`, `up` or `down`: (rows, output)."""
@@ -107,7 +119,7 @@ class Experts(RoutedExperts):
 
     def inner_padded(self, x: Tensor) -> Tensor:
         """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
-        return self.activation(self.batched("gate", x), self.batched("up", x))
+        return self.activation(*(self.batched(matrix, x) for matrix in self.inputs))
 
     def outer_padded(self, inner: Tensor) -> Tensor:
         """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""

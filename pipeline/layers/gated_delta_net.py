@@ -2,55 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
-from pipeline.layers.delta_rule import chunked_delta_rule
+from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part
 from pipeline.layers.linear import Linear, Projection, project
-from pipeline.layers.mask import Mask
+from pipeline.layers.recurrent import Mixing, RecurrentLayer, causal_convolution, mask_of, mix
 
 #: Added to the squared length of queries and keys, as in the authors' kernels.
 LENGTH_EPS = 1e-6
 
 
-@dataclass(frozen=True)
-class RecurrentState:
-    """What a layer keeps of the tokens of some sequences, instead of keys and values.
-
-    Attributes:
-        inputs: (batch, kernel - 1, channels), the last inputs of the convolutions of queries, keys and values, side by side.
-        memory: (batch, value_heads, key_dim, value_dim), the state of the delta rule.
-    """
-
-    inputs: Tensor
-    memory: Tensor
-
-
-class Mixing(Protocol):
-    """Interface of what mixes the tokens of a sequence, between the projections of the input and the norm of the output.
-
-    Args:
-        layer: the layer, whose convolutions are applied.
-        qkv: (batch, sequence, channels), queries, keys and values of all heads side by side, before their convolutions.
-        log_decay: (batch, sequence, value_heads).
-        beta: (batch, sequence, value_heads).
-        mask: whose documents are independent of each other.
-
-    Returns:
-        (batch, sequence, value_heads, value_dim).
-    """
-
-    def __call__(self, layer: GatedDeltaNet, qkv: Tensor, log_decay: Tensor, beta: Tensor, mask: Mask) -> Tensor:
-        """See above."""
-        ...
-
-
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(RecurrentLayer):
     """Linear attention: a short causal convolution, and a state for each head that tokens decay and correct (layers/delta_rule.py).
 
     `value_heads / key_heads` successive value heads share a query and key head. The number of heads is taken from the shape of the
@@ -64,10 +29,11 @@ class GatedDeltaNet(nn.Module):
         value_dim: width of the values of a head.
         kernel: tokens that the convolution reads, with the present one.
         eps: added to the mean square in the norm of the output.
-
-    Attributes:
-        mix: mixes the tokens; generation replaces it by one that keeps the state, context parallelism by one that exchanges it.
     """
+
+    state_products = 3
+    rule = staticmethod(chunked_delta_rule)
+    rule_of_part = staticmethod(delta_rule_of_part)
 
     def __init__(
         self, hidden: int, key_heads: int, value_heads: int, *, key_dim: int, value_dim: int, kernel: int, eps: float = 1e-6
@@ -93,51 +59,22 @@ class GatedDeltaNet(nn.Module):
 
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Mix the tokens: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
-        assert memory is None, "linear attention supports self-attention only"
-        mask = (context or AttentionContext()).mask
-        assert mask.causal, "linear attention is causal"
-        assert mask.prefix is None, "linear attention is causal"
+        mask = mask_of(memory, context)
         q, k, v, gate, beta, decay = self.project(x, self.query, self.key, self.value, self.gate, self.beta, self.decay)
         wide = torch.promote_types(x.dtype, torch.float32)
         log_decay = -self.decay_rate_log.to(wide).exp() * F.softplus(decay.to(wide) + self.decay_bias.to(wide))
-        outputs = self.mix(self, torch.cat([q, k, v], dim=2), log_decay, beta.sigmoid(), mask)
+        outputs = self.mix(self, torch.cat([q, k, v], dim=2), log_decay, beta.sigmoid(), mask=mask)
         gated = self.output_norm(outputs).to(wide) * F.silu(gate.to(wide)).view_as(outputs)
         return self.output(gated.to(x.dtype).flatten(2))
 
-    def advance(
-        self, qkv: Tensor, log_decay: Tensor, beta: Tensor, *, segments: Tensor | None = None, state: RecurrentState | None = None
-    ) -> tuple[Tensor, RecurrentState]:
-        """Mix tokens that follow a state.
+    def convolutions(self) -> list[Tensor]:
+        """See RecurrentLayer."""
+        return [self.query_conv, self.key_conv, self.value_conv]
 
-        Args:
-            qkv, log_decay, beta: as in Mixing.
-            segments: as in chunked_delta_rule.
-            state: of the tokens before these; None if there are none.
-
-        Returns:
-            (batch, sequence, value_heads, value_dim), and the state after these tokens.
-        """
-        past = qkv.new_zeros(len(qkv), self.kernel - 1, qkv.shape[2]) if state is None else state.inputs
-        inputs = torch.cat([past, qkv], dim=1)
-        # Tokens before the sequence are of no segment.
-        convolved = None if segments is None else F.pad(segments + 1, (self.kernel - 1, 0))
-        outputs, memory = chunked_delta_rule(
-            *self.heads(inputs, log_decay, beta, convolved), segments=segments, state=None if state is None else state.memory
-        )
-        # A copy: a view would keep the inputs of all tokens.
-        return outputs.transpose(1, 2).to(qkv.dtype), RecurrentState(inputs[:, inputs.shape[1] - self.kernel + 1 :].clone(), memory)
-
-    def heads(
-        self, inputs: Tensor, log_decay: Tensor, beta: Tensor, segments: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Convolve, and return the first arguments of chunked_delta_rule.
-
-        Args:
-            inputs: (batch, kernel - 1 + sequence, channels), qkv as in Mixing after the tokens before it.
-            log_decay, beta: as in Mixing.
-            segments: of the inputs, as in causal_convolution.
-        """
-        mixed = F.silu(causal_convolution(inputs, torch.cat([self.query_conv, self.key_conv, self.value_conv]), segments))
+    def heads(self, inputs: Tensor, *gates: Tensor, segments: Tensor | None) -> tuple[Tensor, ...]:
+        """See RecurrentLayer; the gates are the logarithms of the decays, and the betas."""
+        log_decay, beta = gates
+        mixed = F.silu(causal_convolution(inputs, torch.cat(self.convolutions()), segments))
         q, k, v = mixed.to(log_decay.dtype).split([len(self.query_conv), len(self.key_conv), len(self.value_conv)], dim=2)
         heads = beta.shape[2] // (q.shape[2] // self.key_dim)
 
@@ -147,52 +84,6 @@ class GatedDeltaNet(nn.Module):
         q, k = (_unit(split(x, self.key_dim)).repeat_interleave(heads, dim=1) for x in (q, k))
         values, betas = split(v, self.value_dim), beta.to(log_decay.dtype).transpose(1, 2)
         return q * self.key_dim**-0.5, k, values, log_decay.transpose(1, 2), betas
-
-
-def mix(layer: GatedDeltaNet, qkv: Tensor, log_decay: Tensor, beta: Tensor, mask: Mask) -> Tensor:
-    """Mix the tokens of full sequences; see Mixing."""
-    return layer.advance(qkv, log_decay, beta, segments=segments_of(mask))[0]
-
-
-def segments_of(mask: Mask) -> Tensor | None:
-    """Return the number of the document of each token within its row, int64 (batch, sequence); None without documents.
-
-    The tokens of a document follow one another, as the pipeline packs them; padding (-1) is a document of its own.
-    """
-    documents = mask.documents
-    if documents is None:
-        return None
-    segments: Tensor = mask.cached("segments", lambda: number_segments(documents))
-    return segments
-
-
-def number_segments(documents: Tensor) -> Tensor:
-    """Number the documents of a row in their order, int64 (batch, tokens): a document ends where the next token has another number."""
-    return F.pad((documents.diff(dim=1) != 0).cumsum(dim=1), (1, 0))
-
-
-def causal_convolution(inputs: Tensor, weight: Tensor, segments: Tensor | None) -> Tensor:
-    """Convolve each channel along the sequence.
-
-    Args:
-        inputs: (batch, kernel - 1 + sequence, channels), with the tokens before the sequence.
-        weight: (channels, 1, kernel).
-        segments: int (batch, kernel - 1 + sequence): a token reads those of its own segment only. None for all.
-
-    Returns:
-        (batch, sequence, channels).
-    """
-    kernel = weight.shape[2]
-    if segments is None:
-        return F.conv1d(inputs.transpose(1, 2), weight, groups=len(weight)).transpose(1, 2)
-    length, wide = segments.shape[1] - kernel + 1, torch.promote_types(inputs.dtype, torch.float32)
-    total = None
-    for place in range(kernel):
-        same = segments[:, place : place + length] == segments[:, kernel - 1 :]
-        term = inputs[:, place : place + length].to(wide) * weight[:, 0, place].to(wide) * same.unsqueeze(2)
-        total = term if total is None else total + term
-    assert total is not None
-    return total.to(inputs.dtype)
 
 
 def _unit(x: Tensor) -> Tensor:

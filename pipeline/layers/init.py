@@ -18,7 +18,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from pipeline.layers.recipes import Constant, Init, LogOfUniform
+from pipeline.layers.recipes import Constant, Init, InverseSoftplus, LogOfUniform
 
 #: The constants of SplitMix64 as signed 64-bit integers: increment of the counter, and the two multipliers.
 _INCREMENT, _FIRST, _SECOND = (value - (1 << 64) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -59,7 +59,9 @@ def initial_tensor(
     return result
 
 
-def _fill(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]], init: float | LogOfUniform, key: bytes) -> None:
+def _fill(
+    result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]], init: float | LogOfUniform | InverseSoftplus, key: bytes
+) -> None:
     """Fill a part of a weight, whose rows are its last dim, with values of a distribution; a normal one has mean 0."""
     offset, mask = (int.from_bytes(half, "little", signed=True) for half in (key[:8], key[8:]))
     device, (first, width) = result.device, part[-1]
@@ -71,14 +73,14 @@ def _fill(result: Tensor, shape: Sequence[int], part: Sequence[tuple[int, int]],
     rows = row * ((shape[-1] + 1) // 2) * _INCREMENT + offset
     columns = torch.arange(hashes.start, hashes.stop, device=device) * _INCREMENT
     flat = result.view(len(rows), width)
-    table = _log_quantiles(device, init) if isinstance(init, LogOfUniform) else _quantiles(device)
+    table = _quantiles(device) if isinstance(init, int | float) else _quantiles_of(init, device)
     chunk = max(1, _CHUNK.get(device.type, _CHUNK_OF_GPU) // len(hashes))
     for begin in range(0, len(rows), chunk):
         mixed = _mix(rows[begin : begin + chunk, None] + columns, mask)
         quarters = mixed.view(torch.int16).int().bitwise_and_(0xFFFF)  # four numbers of 16 bits for each hash
         summands = table.index_select(0, quarters.flatten()).view(len(mixed), -1, 2)
         # One lookup is enough for the weights that have an element for each head.
-        values = summands[..., 0] if isinstance(init, LogOfUniform) else (summands[..., 0] + summands[..., 1]).mul_(init)
+        values = (summands[..., 0] + summands[..., 1]).mul_(init) if isinstance(init, int | float) else summands[..., 0]
         flat[begin : begin + chunk] = values[:, first % 2 : first % 2 + width]
 
 
@@ -110,8 +112,11 @@ def _quantiles(device: torch.device) -> Tensor:
 
 
 @cache
-def _log_quantiles(device: torch.device, init: LogOfUniform) -> Tensor:
-    """Quantiles of a LogOfUniform at 2^16 equidistant probabilities, fp32."""
+def _quantiles_of(init: LogOfUniform | InverseSoftplus, device: torch.device) -> Tensor:
+    """Quantiles of another distribution at 2^16 equidistant probabilities, fp32."""
     count = 1 << 16
     places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
-    return (init.low + (init.high - init.low) * places).log().float().to(device)
+    if isinstance(init, LogOfUniform):
+        return (init.low + (init.high - init.low) * places).log().float().to(device)
+    step = (math.log(init.low) + math.log(init.high / init.low) * places).exp()
+    return (step + (-torch.expm1(-step)).log()).float().to(device)

@@ -84,8 +84,8 @@ class LoRAExperts(Experts):
     """
 
     def __init__(self, base: Experts, specs: Mapping[str, LoraSpec]) -> None:
-        experts, ffn_hidden, hidden = base.gate.shape
-        super().__init__(experts, hidden, ffn_hidden)
+        experts, ffn_hidden, hidden = base.up.shape
+        super().__init__(experts, hidden, ffn_hidden, gated=base.gate is not None)
         self.activation, self.products, self.down_ranks = base.activation, base.products, base.down_ranks
         self.gate, self.up, self.down = base.gate, base.up, base.down
         self.gate_bias, self.up_bias, self.down_bias = base.gate_bias, base.up_bias, base.down_bias

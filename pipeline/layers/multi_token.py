@@ -12,10 +12,8 @@ from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.linear import Linear
 from pipeline.layers.loss import IGNORE
-from pipeline.layers.moe import moe_layers
 from pipeline.layers.preference import log_probabilities
-from pipeline.layers.router import AuxLoss
-from pipeline.layers.stack import Stack
+from pipeline.layers.stack import BiasedMoEStack
 from pipeline.layers.teacher import Teacher, teacher_of
 
 
@@ -103,7 +101,7 @@ def shift_labels(labels: Tensor) -> Tensor:
     return shifted.masked_fill(labels == IGNORE, IGNORE)
 
 
-class MultiTokenStack(Stack):
+class MultiTokenStack(BiasedMoEStack):
     """Stack with MTP modules in the head, and with DeepSeek-V3's losses of its MoE layers."""
 
     def forward_head(self, x: Tensor, context: AttentionContext, batch: Batch) -> Tensor:
@@ -116,8 +114,6 @@ class MultiTokenStack(Stack):
 
     def set_loss_weights(self, weights: Mapping[str, float]) -> None:
         """See Stack."""
-        for moe in moe_layers(self):
-            moe.aux_loss = AuxLoss(sequence=weights["balance_loss"])
-            moe.router.bias_update_speed = weights["bias_update_speed"]
+        super().set_loss_weights(weights)
         if isinstance(self.head, MultiTokenHead):
             self.head.factor = weights.get("mtp_loss", 0.0)

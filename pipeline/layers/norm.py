@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm with the weight stored as an offset from one."""
+"""RMSNorm and LayerNorm with the weight stored as an offset from one, and RMSNorm of the parts of a width."""
 
 from __future__ import annotations
 
@@ -30,3 +30,22 @@ class OffsetLayerNorm(nn.LayerNorm):
         """(..., hidden) -> (..., hidden)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         return F.layer_norm(x.to(wide), self.normalized_shape, 1.0 + self.weight.to(wide), self.bias.to(wide), self.eps).to(x.dtype)
+
+
+class GroupRMSNorm(nn.Module):
+    """RMSNorm of each of several equal parts of a width; a slice of whole parts is a correct norm.
+
+    Args:
+        width: of all parts.
+        groups: number of parts.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, width: int, groups: int, *, eps: float) -> None:
+        super().__init__()
+        self.part, self.eps = width // groups, eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., width) -> (..., width)."""
+        return F.rms_norm(x.unflatten(-1, (-1, self.part)), (self.part,), eps=self.eps).flatten(-2) * self.weight

@@ -22,8 +22,16 @@ class LogOfUniform:
     high: float
 
 
+@dataclass(frozen=True)
+class InverseSoftplus:
+    """Values whose softplus has a logarithm that is distributed uniformly between those of `low` and `high` (Mamba's steps)."""
+
+    low: float
+    high: float
+
+
 #: The standard deviation of a normal distribution, another distribution, a Constant, or None: zeros for a bias, else ones (norms).
-Init = float | Constant | LogOfUniform | None
+Init = float | Constant | LogOfUniform | InverseSoftplus | None
 
 
 def scaled_residual(config: Any, name: str) -> float | None:

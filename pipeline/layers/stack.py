@@ -28,8 +28,8 @@ class Block(nn.Module):
 
     Args:
         attention_norm, mlp_norm: applied to the input of each layer, or with `post_norm` to its sum with the residual stream; may be None.
-        attention: self-attention.
-        mlp: feed-forward or MoE layer.
+        attention: self-attention; None for a block of a feed-forward alone (Nemotron-H).
+        mlp: feed-forward or MoE layer; None for a block of self-attention alone.
         post_norm: post-norm (Vaswani et al. 2017) instead of pre-norm.
         cross_norm, cross: cross-attention and its norm, None for a block without cross-attention.
         output_norm: norm of the block's output (the last block of a pre-norm encoder), None for none.
@@ -41,19 +41,21 @@ class Block(nn.Module):
     """
 
     attention_norm: nn.Module | None
+    attention: nn.Module | None
     post_attention_norm: nn.Module | None
     cross_norm: nn.Module | None
     cross: nn.Module | None
     mlp_norm: nn.Module | None
+    mlp: nn.Module | None
     post_mlp_norm: nn.Module | None
     output_norm: nn.Module | None
 
     def __init__(
         self,
         attention_norm: nn.Module | None,
-        attention: nn.Module,
+        attention: nn.Module | None,
         mlp_norm: nn.Module | None,
-        mlp: nn.Module,
+        mlp: nn.Module | None,
         *,
         post_norm: bool = False,
         cross_norm: nn.Module | None = None,
@@ -68,14 +70,15 @@ class Block(nn.Module):
         # In this order. torch.compile shares code between blocks and looks for a module that one of them has in all of them: so each block
         # registers the modules that it does not have, too.
         self.register_module("attention_norm", attention_norm)
-        self.attention = attention
+        self.register_module("attention", attention)
         self.register_module("post_attention_norm", post_attention_norm)
         self.register_module("cross_norm", cross_norm)
         self.register_module("cross", cross)
         self.register_module("mlp_norm", mlp_norm)
-        self.mlp = mlp
+        self.register_module("mlp", mlp)
         self.register_module("post_mlp_norm", post_mlp_norm)
         self.register_module("output_norm", output_norm)
+        assert (attention is not None and mlp is not None) or not (post_norm or parallel_residual), "such blocks have both layers"
         assert residual_factor == 1.0 or not post_norm, "post-norm blocks have no residual factor"
         assert not parallel_residual or not (post_norm or cross), "post-norm blocks and those with cross-attention have one residual stream"
         self.post_norm, self.residual_factor, self.parallel_residual = post_norm, residual_factor, parallel_residual
@@ -83,17 +86,20 @@ class Block(nn.Module):
     def forward(self, x: Tensor, context: AttentionContext, memory: Tensor | None = None) -> Tensor:
         """(batch, sequence, hidden) -> (batch, sequence, hidden); memory is (batch, keys, hidden)."""
         if self.post_norm:
+            assert self.attention is not None
             x = _apply(self.attention_norm, x + self.attention(x, None, context))
             if self.cross is not None and self.cross_norm is not None:
                 x = self.cross_norm(x + self.cross(x, memory, context))
             x = _apply(self.mlp_norm, x + self._feed_forward(x, context))
         else:
             before = x
-            x = x + self._scaled(_apply(self.post_attention_norm, self.attention(_apply(self.attention_norm, x), None, context)))
+            if self.attention is not None:
+                x = x + self._scaled(_apply(self.post_attention_norm, self.attention(_apply(self.attention_norm, x), None, context)))
             if self.cross is not None and self.cross_norm is not None:
                 x = x + self._scaled(self.cross(self.cross_norm(x), memory, context))
-            output = self._feed_forward(_apply(self.mlp_norm, before if self.parallel_residual else x), context)
-            x = x + self._scaled(_apply(self.post_mlp_norm, output))
+            if self.mlp is not None:
+                output = self._feed_forward(_apply(self.mlp_norm, before if self.parallel_residual else x), context)
+                x = x + self._scaled(_apply(self.post_mlp_norm, output))
         return _apply(self.output_norm, x)
 
     def _scaled(self, output: Tensor) -> Tensor:
@@ -102,6 +108,7 @@ class Block(nn.Module):
 
     def _feed_forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """Run the feed-forward; MoE layers also take the context, since padding is not routed."""
+        assert self.mlp is not None
         return self.mlp(x, context) if isinstance(self.mlp, MoE | SharedExpertMoE) else self.mlp(x)
 
 
@@ -109,8 +116,8 @@ def prepare_layer(attention: Any, mask: Mask, shape: tuple[int, int, int] | None
     """Compute what the blocks derive from a mask outside of them; mask, shape and device as in attention_kernel.prepare.
 
     Args:
-        attention: the self-attention or cross-attention of a block, with a core, or with linear attention a `mix` that may have a
-            method `prepare`, too; nothing is done for other layers.
+        attention: the self-attention or cross-attention of a block, with a core, or with a recurrent state a `mix` that may have
+            a method `prepare`, too; nothing is done for other layers and None.
     """
     if (core := getattr(attention, "core", getattr(attention, "mix", None))) is not None:
         sinks = getattr(attention, "sinks", None) is not None
@@ -256,6 +263,16 @@ class Stack(nn.Module):
         for module in self.modules():
             if isinstance(module, ComputedBuffers):
                 module.reset_buffers(device)
+
+
+class BiasedMoEStack(Stack):
+    """Stack with DeepSeek-V3's losses: that of each sequence, and the correction biases of routers, which loads move."""
+
+    def set_loss_weights(self, weights: Mapping[str, float]) -> None:
+        """See Stack."""
+        for moe in moe_layers(self):
+            moe.aux_loss = AuxLoss(sequence=weights["balance_loss"])
+            moe.router.bias_update_speed = weights["bias_update_speed"]
 
 
 class MoEStack(Stack):

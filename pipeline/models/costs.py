@@ -8,9 +8,9 @@ from torch import nn
 
 from pipeline.layers.attention import Attention
 from pipeline.layers.encoder_decoder import EncoderDecoder
-from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.moe import MoE
+from pipeline.layers.recurrent import RecurrentLayer
 from pipeline.layers.stack import Stack
 from pipeline.models.config import ModelConfig
 from pipeline.models.vectors import is_matrix
@@ -86,11 +86,11 @@ def _part(name: str) -> str:
 def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int, *, causal: bool) -> int:
     """Return keys x heads x (width of queries and keys + width of values) of an attention layer, 0 for another module.
 
-    Linear attention: the multiplications of the convolutions, and of three products of each head's state with a vector or of two vectors.
+    A recurrent layer: the multiplications of the convolutions, and of the products of each head's state with a vector or of two vectors.
     """
-    if isinstance(layer, GatedDeltaNet):
-        convolutions = layer.query_conv.numel() + layer.key_conv.numel() + layer.value_conv.numel()
-        return convolutions + 3 * len(layer.decay_bias) * layer.key_dim * layer.value_dim
+    if isinstance(layer, RecurrentLayer):
+        convolutions = sum(weight.numel() for weight in layer.convolutions())
+        return convolutions + layer.state_products * len(layer.decay_bias) * layer.key_dim * layer.value_dim
     if isinstance(layer, LatentAttention):
         return sequence_length * config.heads * (config.head_dim + layer.v_head_dim)
     if isinstance(layer, Attention):

@@ -30,8 +30,8 @@ def decoder(
     norm: Callable[..., nn.Module] = nn.RMSNorm,
     norms: Literal["before", "after", "both"] = "before",
     query_key_norm: Literal["head", "width"] | None = None,
-    attention: Callable[[int], Mapping[str, Any] | nn.Module] = lambda _: {},
-    mlp: Callable[[int], nn.Module] | None = None,
+    attention: Callable[[int], Mapping[str, Any] | nn.Module | None] = lambda _: {},
+    mlp: Callable[[int], nn.Module | None] | None = None,
     block: Arguments = lambda _: {},
     embed: Mapping[str, Any] | None = None,
     head: Mapping[str, Any] | nn.Module | None = None,
@@ -49,8 +49,8 @@ def decoder(
         norm: class of the norms; they have the width hidden.
         norms: what they are applied to: the input of attention and feed-forward, their output, or both.
         query_key_norm: norms of queries and keys, over each head or over the width of all heads; None for none.
-        attention: layer -> arguments of its Attention, without biases by default; or another module.
-        mlp: layer -> its feed-forward; the gated one with SiLU when None.
+        attention: layer -> arguments of its Attention, without biases by default; or another module; None for none.
+        mlp: layer -> its feed-forward, None for none; the gated one with SiLU for all when None.
         block: layer -> further arguments of its Block.
         embed, head: further arguments of Embedding and OutputHead; or another head.
         final_norm: whether there is a norm before the head.
@@ -61,9 +61,9 @@ def decoder(
     head_norm = {"head_norm": partial(norm_of, config.head_dim)} if query_key_norm == "head" else {}
     width_norm = {"width_norm": norm_of} if query_key_norm == "width" else {}
 
-    def attention_of(layer: int) -> nn.Module:
+    def attention_of(layer: int) -> nn.Module | None:
         given = attention(layer)
-        if isinstance(given, nn.Module):
+        if given is None or isinstance(given, nn.Module):
             return given
         return Attention(
             config.hidden, config.heads, config.kv_heads, config.head_dim, **{"bias": False, **head_norm, **width_norm, **given}
@@ -73,13 +73,15 @@ def decoder(
         return norm_of(config.hidden) if norms in (place, "both") else None
 
     def block_of(layer: int) -> Block:
+        mixer = attention_of(layer)
+        feed_forward = GatedMLP(config.hidden, config.ffn_hidden, bias=False) if mlp is None else mlp(layer)
         modules = {
-            "attention_norm": norm_at("before"),
-            "attention": attention_of(layer),
-            "post_attention_norm": norm_at("after"),
-            "mlp_norm": norm_at("before"),
-            "mlp": GatedMLP(config.hidden, config.ffn_hidden, bias=False) if mlp is None else mlp(layer),
-            "post_mlp_norm": norm_at("after"),
+            "attention_norm": norm_at("before") if mixer is not None else None,
+            "attention": mixer,
+            "post_attention_norm": norm_at("after") if mixer is not None else None,
+            "mlp_norm": norm_at("before") if feed_forward is not None else None,
+            "mlp": feed_forward,
+            "post_mlp_norm": norm_at("after") if feed_forward is not None else None,
         }
         return Block(**{**modules, **block(layer)})
 

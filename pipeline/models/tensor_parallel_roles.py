@@ -43,9 +43,18 @@ _ENDS: dict[str, tuple[str, ...]] = {
         *("gate.weight", "up.weight", "up.bias"),
         *("attention.sinks", "encoder_bias.weight", "decoder_bias.weight"),
         *("query_up.weight", "key_value_up.weight"),  # of latents, which every tensor rank has whole
-        # linear attention: a rank has whole key heads with their value heads
-        *("beta.weight", "decay.weight", "attention.query_conv", "attention.key_conv", "attention.value_conv"),
-        *("attention.decay_rate_log", "attention.decay_bias"),
+        # layers with a recurrent state: a rank has whole groups of heads that share queries and keys
+        *(
+            "beta.weight",
+            "decay.weight",
+            "decay.bias",
+            "gate.bias",
+            "attention.decay_rate_log",
+            "attention.decay_bias",
+            "attention.skip",
+            "group_norm.weight",
+        ),
+        *(f"attention.{name}_conv{bias}" for name in ("query", "key", "value") for bias in ("", "_bias")),
     ),
     "row": ("output.weight", "down.weight"),
     "replicate": (

@@ -1,10 +1,10 @@
 """Context parallelism: each rank of a group holds a shard of every sequence; only attention communicates.
 
 All layers except attention process tokens independently. The batch is sharded along the sequence, each attention core is replaced by
-one that communicates with the other ranks, as is what mixes the tokens in linear attention, and the replicated weights average their
-gradients as over data ranks.
+one that communicates with the other ranks, as is what mixes the tokens in layers with a recurrent state, and the replicated weights
+average their gradients as over data ranks.
 
-Each part of a sequence maps the state before it to the state after it (layers/delta_rule.py). The ranks gather the maps of all parts and
+Each part of a sequence maps the state before it to the state after it (layers/recurrent.py). The ranks gather the maps of all parts and
 compose those before their own. A map has the size of the states of the heads, so what is sent does not depend on the length of the
 sequence. The convolutions read the last inputs of the part before, which are gathered too.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +26,9 @@ from torch.distributed import ProcessGroup
 from pipeline.layers import attention_kernel
 from pipeline.layers.attention import Core
 from pipeline.layers.batch import Batch
-from pipeline.layers.delta_rule import delta_rule_of_part
-from pipeline.layers.gated_delta_net import GatedDeltaNet, number_segments
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.mask import Mask
+from pipeline.layers.recurrent import RecurrentLayer, number_segments
 from pipeline.parallel import collectives
 from pipeline.parallel.ring_attention import RingCore
 from pipeline.parallel.ring_layout import token_positions
@@ -38,7 +38,7 @@ PER_TOKEN = ("targets", "documents", "segments", "teacher_tokens", "teacher_log_
 
 
 def apply(model: nn.Module, group: ProcessGroup, kind: str) -> None:
-    """Replace the core of every attention layer, and the mixing of every linear attention, by a context-parallel one.
+    """Replace the core of every attention layer, and the mixing of every layer with a recurrent state, by a context-parallel one.
 
     Args:
         model: its layers have their local cores already, and heads that are sharded by tensor parallelism.
@@ -47,7 +47,7 @@ def apply(model: nn.Module, group: ProcessGroup, kind: str) -> None:
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
-        if isinstance(module, GatedDeltaNet):
+        if isinstance(module, RecurrentLayer):
             module.mix = ContextMixing(group, 2 if kind == "ring" else 1, module.kernel)
         elif (core := getattr(module, "core", None)) is not None:
             module.core = RingCore(group) if kind == "ring" else UlyssesCore(core, group)
@@ -147,7 +147,7 @@ class UlyssesCore:
 
 @dataclass(frozen=True)
 class ContextMixing:
-    """Mixes the local tokens (Mixing, layers/gated_delta_net.py).
+    """Mixes the local tokens (Mixing, layers/recurrent.py).
 
     Attributes:
         group: the context-parallel group.
@@ -160,17 +160,17 @@ class ContextMixing:
     parts: int
     kernel: int
 
-    def __call__(self, layer: GatedDeltaNet, qkv: Tensor, log_decay: Tensor, beta: Tensor, mask: Mask) -> Tensor:
+    def __call__(self, layer: RecurrentLayer, inputs: Tensor, *gates: Tensor, mask: Mask) -> Tensor:
         """See Mixing; the mask has the documents of the local tokens."""
-        inputs = torch.cat([self._before(qkv, self.kernel - 1), self._split(qkv)], dim=1)
+        joined = torch.cat([self._before(inputs, self.kernel - 1), self._split(inputs)], dim=1)
         segments = self._segments(mask)
-        outputs = delta_rule_of_part(
-            *layer.heads(inputs, self._split(log_decay), self._split(beta), None if segments is None else segments[:, 1:]),
-            self._state_before,
+        outputs = layer.rule_of_part(
+            *layer.heads(joined, *map(self._split, gates), segments=None if segments is None else segments[:, 1:]),
+            partial(self._state_before, layer),
             segments=None if segments is None else segments[:, self.kernel :],
             segment_before=None if segments is None else segments[:, self.kernel - 1],
         )
-        return outputs.transpose(1, 2).to(qkv.dtype).unflatten(0, (-1, self.parts)).flatten(1, 2)
+        return outputs.transpose(1, 2).to(inputs.dtype).unflatten(0, (-1, self.parts)).flatten(1, 2)
 
     def prepare(self, mask: Mask, *_others: Any, **_more: Any) -> None:
         """Gather the documents of the tokens before the parts; see prepare (layers/attention_kernel.py)."""
@@ -209,13 +209,13 @@ class ContextMixing:
         starts = [place * last.shape[2] for place in self._places()]
         return torch.stack([sequence[:, start : start + count] for start in starts], dim=1).flatten(0, 1)
 
-    def _state_before(self, transition: Tensor, state: Tensor) -> Tensor:
-        """Return the state before each part from the map of each part; see delta_rule_of_part. Before the sequence, it is zero."""
+    def _state_before(self, layer: RecurrentLayer, transition: Tensor, state: Tensor) -> Tensor:
+        """Return the state before each part from the map of each part; see StateBefore. Before the sequence, it is zero."""
         maps = self._gather(torch.cat([transition, state], dim=3).unflatten(0, (-1, self.parts)))
         transitions, states = maps.split([transition.shape[3], state.shape[3]], dim=4)
         before = [torch.zeros_like(states[:, 0])]
         for onward, added in zip(transitions.unbind(1)[:-1], states.unbind(1)[:-1], strict=True):
-            before.append(added + onward @ before[-1])
+            before.append(added + layer.carry(onward, before[-1]))
         # All of them are stacked: the backward pass of every rank reduces, also that of a rank that needs none of the maps.
         every = torch.stack(before, dim=1)
         return torch.stack([every[:, place] for place in self._places()], dim=1).flatten(0, 1)

@@ -152,10 +152,10 @@ class ExpertParallelExperts(RoutedExperts):
 
     def serve(self) -> None:
         """Apply the local experts to rows of the other ranks, which call `forward` or `serve` at the same time; this rank has no rows."""
-        local, _, hidden = self.experts.gate.shape
+        local, _, hidden = self.experts.up.shape
         columns = hidden if self.tensor is None else hidden // self.tensor.size()
-        counts = torch.zeros(self.group.size() * local, dtype=torch.int64, device=self.experts.gate.device)
-        self.forward(self.experts.gate.new_empty(0, columns), counts)
+        counts = torch.zeros(self.group.size() * local, dtype=torch.int64, device=self.experts.up.device)
+        self.forward(self.experts.up.new_empty(0, columns), counts)
 
     def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """See RoutedExperts. All parts are sent at once. Each returns while the next one is computed."""
@@ -194,7 +194,7 @@ class ExpertParallelExperts(RoutedExperts):
     def _by_expert(self, arriving: Pending) -> Tensor:
         """Wait for the rows of a part with all columns: (local experts, rows, hidden)."""
         rows = finish(ALL_TO_ALL, arriving, self.group) if self.tensor is None else finish(GATHER_COLUMNS, arriving, self.tensor)
-        return rows.unflatten(0, (self.group.size(), len(self.experts.gate), -1)).transpose(0, 1).flatten(1, 2)
+        return rows.unflatten(0, (self.group.size(), len(self.experts.up), -1)).transpose(0, 1).flatten(1, 2)
 
     def _return(self, reduced: Pending) -> Pending:
         """Wait for the sums of a part over the tensor ranks, and begin to send them back to the ranks of their tokens."""

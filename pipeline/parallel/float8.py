@@ -120,7 +120,7 @@ def _expert_violations(experts: Mapping[str, Experts], device: torch.device) -> 
     if experts and device.type == "cuda" and not (found := gpu.of(device)).fp8_experts:
         yield Violation(key, True, f"requires a Hopper GPU, this is {found.name}", "set it to false")
     for name, module in experts.items():
-        _, ffn_hidden, hidden = module.gate.shape
+        _, ffn_hidden, hidden = module.up.shape
         if hidden % ALIGNMENT or ffn_hidden % ALIGNMENT:
             piece = f"a rank's piece of an expert of {name} is {ffn_hidden} x {hidden}"
             yield Violation(

@@ -27,11 +27,13 @@ from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor, position_weights
+from pipeline.layers.mamba2 import Mamba2
 from pipeline.layers.mask import capped
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
 from pipeline.layers.position_bias import PerHead
+from pipeline.layers.recurrent import RecurrentLayer
 from pipeline.layers.teacher import Teacher
 from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel import collectives
@@ -130,6 +132,8 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
             groups: list[tuple[Linear, ...]] = [(module.query, module.key, module.value, *gates), (module.key, module.value)]
         elif isinstance(module, GatedDeltaNet):
             groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
+        elif isinstance(module, Mamba2):
+            groups = [(module.query, module.key, module.value, module.gate, module.decay)]
         elif isinstance(module, GatedMLP):
             groups = [(module.gate, module.up)]
         else:
@@ -299,7 +303,7 @@ def apply(
     for prefix, module in list(model.named_modules()):
         linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
         roles = {name: role(table, f"{prefix}.{name}.weight") for name in linears}
-        if "column" in roles.values() and isinstance(module, Attention | GatedDeltaNet | MLP | GatedMLP):
+        if "column" in roles.values() and isinstance(module, Attention | RecurrentLayer | MLP | GatedMLP):
             once = gathered_projection(enter, fused_project if recomputed else project)
             again = regathered_projection(enter, dropout=dropout_of(module) > 0)
             module.project = again if sequence and gather_again else once

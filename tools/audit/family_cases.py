@@ -24,6 +24,13 @@ YARN_10 = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_positions=10)
 NEXT = dict(
     linear_key_heads=2, linear_value_heads=4, linear_key_dim=12, linear_value_dim=10, expert_ffn_hidden=20, shared_ffn_hidden=24
 ) | dict(kv_heads=2, head_width=16)
+#: Small Mamba-2 layers.
+MAMBA = dict(mamba_heads=4, mamba_head_dim=10, mamba_groups=2, mamba_state=12, head_width=16)
+#: A small hybrid of Mamba-2 and attention.
+HYBRID = (
+    *("model.kv_heads=4", "model.head_width=8", "model.mamba_heads=8", "model.mamba_groups=4"),
+    *("model.mamba_head_dim=6", "model.mamba_state=8"),
+)
 #: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
 LATENT = dict(
     layers=3, dense_layers=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, mtp_depth=0
@@ -426,6 +433,29 @@ FAMILIES: dict[str, Cases] = {
         numerics={"nemotron": model("nemotron-tiny", "model.kv_heads=4", rows=SOME + CONTEXT[:2])},
         trained=("model.kv_heads=4",),
         layouts=("tensor=2 pipeline=2 zero_stage=1",),
+    ),
+    "nemotron_h": Cases(
+        tiny="nemotron-h-tiny",
+        large="nemotron-h-8b",
+        released={
+            "nemotron-h-8b": 8_100_852_736,
+            "nemotron-nano2-9b": 8_888_227_328,
+            "nemotron3-nano-30b-a3b": 31_577_940_288,
+        },
+        variants={
+            "dense": {**MAMBA, "layers": 5, "layer_pattern": "M-*-"},
+            "experts": MAMBA
+            | dict(layers=6, layer_pattern="ME*E", mamba_groups=4, experts=8, top_k=3, expert_ffn_hidden=20, shared_ffn_hidden=24)
+            | dict(groups=4, topk_group=2, routed_scaling_factor=2.5, mamba_kernel=3, kv_heads=2),
+            "in a row": {**MAMBA, "layers": 4, "layer_pattern": "MM*-", "head_width": 20, "mamba_smallest_step": 0.5, "norm_eps": 1e-3},
+        },
+        numerics={
+            "nemotron_h": model("nemotron-h-tiny", *HYBRID, "model.layer_pattern=M-*-", "model.experts=0", rows=SOME + CONTEXT),
+            "nemotron-h-moe": model("nemotron-h-tiny", *HYBRID, "model.layer_pattern=ME*-", ONE, rows=SOME[:2] + CONTEXT[:2] + EXPERT),
+        },
+        options=[{"layer_pattern": "M*-"}, {"layer_pattern": "ME*-", "experts": 8}],
+        trained=("model.kv_heads=4", "model.mamba_groups=2"),
+        layouts=("tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"),
     ),
     "olmo2": Cases(
         tiny="olmo2-tiny",

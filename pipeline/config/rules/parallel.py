@@ -32,8 +32,9 @@ def tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
     if (heads := getattr(model, "linear_key_heads", 0)) % tensor:
         yield Violation("parallel.tensor", tensor, f"must divide model.linear_key_heads={heads}", "choose a divisor of it")
-    if (width := getattr(model, "shared_ffn_hidden", 0)) % tensor:
-        yield Violation("parallel.tensor", tensor, f"must divide model.shared_ffn_hidden={width}", "choose a divisor of it")
+    for name in ("mamba_groups", "shared_ffn_hidden"):
+        if (size := getattr(model, name, 0)) % tensor:
+            yield Violation("parallel.tensor", tensor, f"must divide model.{name}={size}", "choose a divisor of it")
     if tensor > model.vocab_size:
         yield Violation("parallel.tensor", tensor, f"must not exceed model.vocab_size={model.vocab_size}", "use fewer tensor ranks")
     if config.parallel.async_tensor == "on" and (
