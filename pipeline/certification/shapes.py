@@ -171,8 +171,8 @@ def _heads(config: RunConfig, layout: Layout, pieces: dict[str, dict[tuple[int, 
         if ".query.weight" not in name or keys is None:
             continue
         shared, width = model.heads // model.kv_heads, model.head_dim
-        if rows := getattr(model, "state_rows", lambda _: None)(int(name.split(".")[1])):
-            shared, width = 1, rows  # a layer with a recurrent state has as many heads of queries as of keys
+        if getattr(model, "linear_key_heads", 0) and not model.is_full(int(name.split(".")[1])):
+            shared, width = 1, model.linear_key_dim  # linear attention has as many heads of queries as of keys
         for tensor in range(layout.tensor):
             query, key = parts[tensor, 0].box[0], keys[tensor, 0].box[0]
             if query != (key[0] * shared, key[1] * shared) or query[0] % width or query[1] % width:

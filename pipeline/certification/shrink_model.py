@@ -73,10 +73,11 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""
     if _has(model, "linear_key_heads"):
         sizes |= _linear(model, tensor, head_width)
-    if _has(model, "mamba_groups"):
-        groups = tensor * min(model.mamba_groups // tensor, 2)
-        heads = groups * min(model.mamba_heads // model.mamba_groups, 2 if head_width < FP8_WIDTH else FP8_WIDTH)
-        sizes |= {"model.mamba_groups": groups, "model.mamba_heads": heads}
+    if _has(model, "mamba_heads"):
+        of_rank = 2 if head_width < FP8_WIDTH else FP8_WIDTH
+        groups = tensor * min(model.mamba_groups // tensor, 2) if _has(model, "mamba_groups") else tensor
+        heads = groups * min(model.mamba_heads // getattr(model, "mamba_groups", tensor), of_rank)
+        sizes |= {"model.mamba_heads": heads} | ({"model.mamba_groups": groups} if _has(model, "mamba_groups") else {})
         sizes |= {f"model.{name}": min(getattr(model, name), head_width) for name in ("mamba_head_dim", "mamba_state")}
     for name in ("ffn_hidden", "expert_ffn_hidden", "shared_ffn_hidden"):
         if _has(model, name):

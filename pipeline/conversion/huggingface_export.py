@@ -207,7 +207,7 @@ def write_configs(
     mapping = registry.mapping_of(config)
     own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     weights = loss_weights.defaults(config) | {name: value for name, value in (training or {}).items() if value is not None}
-    own |= {key: weights[name] for key, name in mapping.training_keys.items()}
+    own |= {key: weights[name] for key, name in mapping.training_keys.items() if name in weights}
     own |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
         _write_json(folder / "config.json", original.config_json(mapping.config_json(config)) | own)

@@ -17,7 +17,8 @@ class Mamba2(RecurrentLayer):
     """A short causal convolution, and a state for each head that tokens decay and add to (layers/state_space.py).
 
     Queries, keys and values are the paper's C, B and x. `heads / groups` successive heads share queries and keys. Their numbers are taken
-    from the shape of the projections' output, so a slice of their rows, of whole groups with their heads, is a correct layer.
+    from the shape of the projections' output, so a slice of their rows, of whole groups with their heads, is a correct layer, and so are
+    some heads of a single group; the norm of its outputs is then that of all heads.
 
     Args:
         hidden: width of the residual stream.
@@ -26,7 +27,6 @@ class Mamba2(RecurrentLayer):
         head_dim: width of the values of a head.
         state: width of the queries and keys, the paper's state dimension.
         kernel: tokens that the convolution reads, with the present one.
-        norm_groups: parts of the width of all heads that the norm of the output normalizes by themselves.
         bias: whether the projections have a bias.
         conv_bias: whether the convolution has one.
         smallest_step: lower bound of the steps.
@@ -36,8 +36,8 @@ class Mamba2(RecurrentLayer):
     state_products = 2
     rule = staticmethod(chunked_state_space)
     rule_of_part = staticmethod(state_space_of_part)
-    query_conv_bias: nn.Parameter | None
-    key_conv_bias: nn.Parameter | None
+    group_query_conv_bias: nn.Parameter | None
+    group_key_conv_bias: nn.Parameter | None
     value_conv_bias: nn.Parameter | None
 
     def __init__(
@@ -49,7 +49,6 @@ class Mamba2(RecurrentLayer):
         head_dim: int,
         state: int,
         kernel: int,
-        norm_groups: int,
         bias: bool = False,
         conv_bias: bool = True,
         smallest_step: float = 0.0,
@@ -60,26 +59,26 @@ class Mamba2(RecurrentLayer):
         width = heads * head_dim
         self.mix: Mixing = mix
         self.project: Projection = project
-        self.query = Linear(hidden, groups * state, bias=bias)
-        self.key = Linear(hidden, groups * state, bias=bias)
+        self.group_query = Linear(hidden, groups * state, bias=bias)
+        self.group_key = Linear(hidden, groups * state, bias=bias)
         self.value = Linear(hidden, width, bias=bias)
         self.gate = Linear(hidden, width, bias=bias)
         self.decay = Linear(hidden, heads, bias=bias)
-        self.query_conv = nn.Parameter(torch.empty(groups * state, 1, kernel))
-        self.key_conv = nn.Parameter(torch.empty(groups * state, 1, kernel))
+        self.group_query_conv = nn.Parameter(torch.empty(groups * state, 1, kernel))
+        self.group_key_conv = nn.Parameter(torch.empty(groups * state, 1, kernel))
         self.value_conv = nn.Parameter(torch.empty(width, 1, kernel))
-        for name, size in (("query", groups * state), ("key", groups * state), ("value", width)):
+        for name, size in (("group_query", groups * state), ("group_key", groups * state), ("value", width)):
             self.register_parameter(f"{name}_conv_bias", nn.Parameter(torch.empty(size)) if conv_bias else None)
         self.decay_rate_log = nn.Parameter(torch.empty(heads))
         self.decay_bias = nn.Parameter(torch.empty(heads))
         self.skip = nn.Parameter(torch.empty(heads))
-        self.group_norm = GroupRMSNorm(width, norm_groups, eps=eps)
+        self.group_norm: nn.Module = nn.RMSNorm(width, eps=eps) if groups == 1 else GroupRMSNorm(width, groups, eps=eps)
         self.output = Linear(width, hidden, bias=bias)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Mix the tokens: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
         mask = mask_of(memory, context)
-        q, k, v, gate, decay = self.project(x, self.query, self.key, self.value, self.gate, self.decay)
+        q, k, v, gate, decay = self.project(x, self.group_query, self.group_key, self.value, self.gate, self.decay)
         wide = torch.promote_types(x.dtype, torch.float32)
         step = F.softplus(decay.to(wide) + self.decay_bias.to(wide)).clamp(min=self.smallest_step)
         outputs = self.mix(self, torch.cat([q, k, v], dim=2), step, mask=mask)
@@ -88,12 +87,14 @@ class Mamba2(RecurrentLayer):
 
     def convolutions(self) -> list[Tensor]:
         """See RecurrentLayer."""
-        return [self.query_conv, self.key_conv, self.value_conv]
+        return [self.group_query_conv, self.group_key_conv, self.value_conv]
 
     def heads(self, inputs: Tensor, *gates: Tensor, segments: Tensor | None) -> tuple[Tensor, ...]:
         """See RecurrentLayer; the gate is the step of each head."""
         step = gates[0].transpose(1, 2)
-        biases: list[Tensor] = [bias for bias in (self.query_conv_bias, self.key_conv_bias, self.value_conv_bias) if bias is not None]
+        biases: list[Tensor] = [
+            bias for bias in (self.group_query_conv_bias, self.group_key_conv_bias, self.value_conv_bias) if bias is not None
+        ]
         mixed = F.silu(causal_convolution(inputs, torch.cat(self.convolutions()), segments, torch.cat(biases) if biases else None))
         q, k, v = mixed.to(step.dtype).split([len(weight) for weight in self.convolutions()], dim=2)
         q, k, v = (x.unflatten(2, (-1, width)).transpose(1, 2) for x, width in ((q, self.key_dim), (k, self.key_dim), (v, self.value_dim)))

@@ -43,7 +43,7 @@ _ENDS: dict[str, tuple[str, ...]] = {
         *("gate.weight", "up.weight", "up.bias"),
         *("attention.sinks", "encoder_bias.weight", "decoder_bias.weight"),
         *("query_up.weight", "key_value_up.weight"),  # of latents, which every tensor rank has whole
-        # layers with a recurrent state: a rank has whole groups of heads that share queries and keys
+        # layers with a recurrent state: a rank has whole key heads, or groups, with the heads that share them
         *(
             "beta.weight",
             "decay.weight",
@@ -54,7 +54,8 @@ _ENDS: dict[str, tuple[str, ...]] = {
             "attention.skip",
             "group_norm.weight",
         ),
-        *(f"attention.{name}_conv{bias}" for name in ("query", "key", "value") for bias in ("", "_bias")),
+        *(f"attention.{name}_conv{bias}" for name in ("query", "key", "value", "group_query", "group_key") for bias in ("", "_bias")),
+        *(f"group_{name}.{leaf}" for name in ("query", "key") for leaf in ("weight", "bias")),
     ),
     "row": ("output.weight", "down.weight"),
     "replicate": (
@@ -74,6 +75,8 @@ _ENDS: dict[str, tuple[str, ...]] = {
 }
 #: End of the name of a weight -> its role; a longer end comes before a shorter one.
 ROLES: dict[str, str] = {end: name for name, ends in _ENDS.items() for end in ends}
+#: The same for families whose heads of Mamba-2 layers are one group: each rank has its queries and keys, and some of the heads.
+WITH_ONE_GROUP = {**ROLES, **{end: "partial" for end in ROLES if "group_query" in end or "group_key" in end}}
 #: The same for families whose norms of queries and keys are over the heads of all ranks.
 WITH_WIDTH_NORMS = {**ROLES, "query_norm.weight": "column", "key_norm.weight": "column"}
 

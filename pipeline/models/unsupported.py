@@ -25,7 +25,6 @@ NEAREST: dict[str, tuple[str, str]] = {
     "Glm4ForCausalLM": ("LlamaForCausalLM", "rotates a part of the dims of a head, and has norms of the outputs of the layers"),
     "GlmForCausalLM": ("LlamaForCausalLM", "rotates a part of the dims of a head"),
     "GraniteMoeForCausalLM": ("GraniteForCausalLM", "has experts"),
-    "GraniteMoeHybridForCausalLM": ("GraniteForCausalLM", "has experts and state space layers"),
     "GraniteMoeSharedForCausalLM": ("GraniteForCausalLM", "has experts"),
     "KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", f"{_IMAGES} is Kimi K2, of DeepseekV3ForCausalLM"),
     "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "has linear attention in most layers"),

@@ -133,7 +133,7 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
         elif isinstance(module, GatedDeltaNet):
             groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
         elif isinstance(module, Mamba2):
-            groups = [(module.query, module.key, module.value, module.gate, module.decay)]
+            groups = [(module.group_query, module.group_key, module.value, module.gate, module.decay)]
         elif isinstance(module, GatedMLP):
             groups = [(module.gate, module.up)]
         else:

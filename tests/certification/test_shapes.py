@@ -20,6 +20,7 @@ LARGE = ("model=llama3.1-405b", "parallel.tensor=8", "parallel.pipeline=16")
         (("model=gpt2-xl", "parallel.tensor=5"), 10),  # an uneven vocabulary
         (("model=t5-11b", "parallel.tensor=4", "parallel.pipeline=4"), 32),
         (("model=qwen3-next-80b-a3b", "parallel.tensor=2", "parallel.expert=8"), 64),  # other heads in linear attention
+        (("model=nemotron3-nano-30b-a3b", "parallel.tensor=2", "parallel.expert=8"), 64),  # groups of heads in Mamba-2 layers
     ],
 )
 def test_a_job_without_fault(words: tuple[str, ...], ranks: int) -> None:

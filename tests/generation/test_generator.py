@@ -22,7 +22,7 @@ from tests.models.small_decoders import CONFIGS, OTHERS
 DECODERS = (
     *("apertus", "bloom-six-heads", "deepseek-yarn", "gemma3", "gpt", "gpt1", "llama-grouped", "mistral", "mixtral", "olmo2", "opt"),
     *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe", "gpt-neox"),
-    *("gemma2", "nemotron", "glm4-moe", "qwen3-next", "gpt-oss", *OTHERS),
+    *("gemma2", "nemotron", "nemotron-h", "nemotron-h-dense", "granite-hybrid", "glm4-moe", "qwen3-next", "gpt-oss", *OTHERS),
 )
 
 
@@ -127,7 +127,7 @@ def test_storage_of_a_token_is_key_heads_a_ring_or_a_latent(pair):
     }
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3", "qwen3-next"])
+@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3", "qwen3-next", "nemotron-h"])
 def test_parts_of_prompts_beside_other_tokens_change_nothing(name, pair, monkeypatch):
     """Prompts are read five tokens at a time: rings overflow within a part, and rows that decode go on beside them."""
     config, model, _ = pair(name)

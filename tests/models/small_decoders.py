@@ -46,7 +46,11 @@ CONFIGS = {
         swiglu_limit=0.1,
     ),
     "granite": small("granite", "factors"),
+    "granite-hybrid": small("granite_hybrid", "experts", rotary=False),
     "nemotron": small("nemotron", "grouped", rope_theta=10000.0, head_width=16),
+    # Mamba-2, attention, experts and feed-forwards in blocks of their own; the stock class bounds no steps when it generates
+    "nemotron-h": small("nemotron_h", "experts", mamba_smallest_step=0.0),
+    "nemotron-h-dense": small("nemotron_h", "in a row", mamba_smallest_step=0.0),
     "olmo2": small("olmo2", "plain", kv_heads=2, head_width=16),
     # yarn in the global layer only
     "olmo3": small(

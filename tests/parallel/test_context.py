@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.layers import document_segments
 from pipeline.layers.attention import AttentionContext, plain, sdpa
 from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.mamba2 import Mamba2
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
+from pipeline.layers.recurrent import RecurrentLayer
 from pipeline.parallel import mesh as meshes
 
 
@@ -103,9 +105,12 @@ def test_attention_over_sharded_sequences_equals_the_reference(world, kind, rank
         assert max(gaps) < 1e-12
 
 
-def _linear(kernel: int, dtype: torch.dtype = torch.float64) -> GatedDeltaNet:
-    """A layer with linear attention."""
-    layer = GatedDeltaNet(12, 2, 4, key_dim=5, value_dim=3, kernel=kernel).to(dtype)
+def _linear(kernel: int, dtype: torch.dtype = torch.float64, kind: str = "delta rule") -> RecurrentLayer:
+    """A layer with linear attention, or Mamba-2."""
+    layer: RecurrentLayer = GatedDeltaNet(12, 2, 4, key_dim=5, value_dim=3, kernel=kernel)
+    if kind == "mamba":
+        layer = Mamba2(12, 4, 2, head_dim=3, state=5, kernel=kernel)
+    layer = layer.to(dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -118,7 +123,7 @@ def _linear_gaps(kind: str, ranks: int, case: dict) -> list[float]:
     from pipeline.parallel import context_parallel
 
     group, chance = _context(ranks), torch.Generator().manual_seed(case["seed"])
-    tokens, layer = 2 * ranks * case["half"], _linear(case["kernel"])
+    tokens, layer = 2 * ranks * case["half"], _linear(case["kernel"], kind=case["layer"])
     x, grad = (torch.randn(2, tokens, 12, generator=chance, dtype=torch.float64) for _ in range(2))
     documents = (torch.rand(2, tokens, generator=chance) < case["ends"]).int().cumsum(1) if case["ends"] else None
     if documents is not None:
@@ -141,10 +146,11 @@ def _linear_gaps(kind: str, ranks: int, case: dict) -> list[float]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=12)
 @given(
     case=st.fixed_dictionaries(
         {
+            "layer": st.sampled_from(["delta rule", "mamba"]),
             "half": st.sampled_from([1, 2, 3, 9, 70]),  # parts that are shorter than the convolution, and longer than a chunk
             "kernel": st.sampled_from([1, 2, 4]),
             "ends": st.sampled_from([0.0, 0.02, 0.2, 0.6]),

@@ -18,7 +18,7 @@ from tests.world import causal, configured
 
 FAMILIES = (
     *("gpt-tiny", "llama-tiny", "mixtral-tiny", "bert-tiny", "t5-tiny", "bloom-tiny", "gemma3-tiny", "deepseek-tiny", "olmo2-tiny"),
-    *("qwen3-moe-tiny", "gpt-neox-tiny", "gemma2-tiny", "glm4-moe-tiny", "qwen3-next-tiny", "gpt-oss-tiny"),
+    *("qwen3-moe-tiny", "gpt-neox-tiny", "gemma2-tiny", "glm4-moe-tiny", "qwen3-next-tiny", "gpt-oss-tiny", "nemotron-h-tiny"),
 )
 ONE = ("stage=pretrain", "training.sequence_length=64", "training.micro_batch_size=2")
 

@@ -31,6 +31,11 @@ HYBRID = (
     *("model.kv_heads=4", "model.head_width=8", "model.mamba_heads=8", "model.mamba_groups=4"),
     *("model.mamba_head_dim=6", "model.mamba_state=8"),
 )
+#: Those of a small Granite 4, as wide as the residual stream, and its factors.
+GRANITE = dict(mamba_heads=4, mamba_head_dim=12, mamba_state=10, logits_scaling=1.5) | dict(
+    embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4
+)
+NARROW_STATE = ("model.mamba_heads=8", "model.mamba_head_dim=8", "model.mamba_state=8")
 #: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
 LATENT = dict(
     layers=3, dense_layers=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, mtp_depth=0
@@ -330,6 +335,31 @@ FAMILIES: dict[str, Cases] = {
         numerics={"granite": model("granite-tiny", "model.kv_heads=4", CLIP_LOW, rows=SOME + CONTEXT[:2])},
         trained=("model.kv_heads=4",),
         # The factor of the residual stream on every stage, and that of the logits with a vocabulary that is sharded.
+        layouts=("tensor=2 pipeline=2 zero_stage=1",),
+    ),
+    "granite_hybrid": Cases(
+        tiny="granite-hybrid-tiny",
+        large="granite4-h-micro",
+        released={"granite4-h-micro": 3_191_396_096, "granite4-h-tiny": 6_939_037_248, "granite4-h-small": 32_207_337_984},
+        variants={
+            "dense": {**GRANITE, "layers": 4, "layer_pattern": "MM*", "kv_heads": 2},
+            "experts": {
+                **GRANITE,
+                "mamba_head_dim": 24,
+                "layers": 3,
+                "layer_pattern": "M*",
+                "experts": 6,
+                "top_k": 3,
+                "expert_ffn_hidden": 20,
+                "rotary": True,
+            },
+            "attention": {**GRANITE, "layer_pattern": "*", "rotary": True, "tie_embeddings": False, "rope_theta": 1e3},
+        },
+        numerics={
+            "granite_hybrid": model("granite-hybrid-tiny", *HYBRID[:2], *NARROW_STATE, ONE, CLIP_LOW, rows=SOME + CONTEXT[:3] + EXPERT[:4]),
+        },
+        options=[{}, {"experts": 8}],
+        trained=("model.kv_heads=4", "model.experts=0"),
         layouts=("tensor=2 pipeline=2 zero_stage=1",),
     ),
     "llama": Cases(

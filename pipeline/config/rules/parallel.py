@@ -32,7 +32,7 @@ def tensor(config: RunConfig) -> Iterator[Violation]:
             yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
     if (heads := getattr(model, "linear_key_heads", 0)) % tensor:
         yield Violation("parallel.tensor", tensor, f"must divide model.linear_key_heads={heads}", "choose a divisor of it")
-    for name in ("mamba_groups", "shared_ffn_hidden"):
+    for name in ("mamba_heads", "mamba_groups", "shared_ffn_hidden"):
         if (size := getattr(model, name, 0)) % tensor:
             yield Violation("parallel.tensor", tensor, f"must divide model.{name}={size}", "choose a divisor of it")
     if tensor > model.vocab_size:

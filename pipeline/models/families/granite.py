@@ -38,10 +38,10 @@ def _build(config: GraniteConfig) -> Model:
 
 
 #: keys of the factors, which are fields of the same name; the class has 1 without them
-_FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 
 MAPPING = decoder_mapping(
-    "GraniteForCausalLM", "granite", keys={key: (key, 1.0) for key in _FACTORS}, constants={"attention_bias": False, "mlp_bias": False}
+    "GraniteForCausalLM", "granite", keys={key: (key, 1.0) for key in FACTORS}, constants={"attention_bias": False, "mlp_bias": False}
 )
 
 # Initial weights: the residual factor takes the place of GPT-2's smaller outputs of the layers.

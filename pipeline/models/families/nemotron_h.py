@@ -9,65 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
-from pipeline.layers.recipes import Constant, Init, InverseSoftplus, LogOfUniform, scaled_residual
-from pipeline.models.config import Sizes
+from pipeline.layers.recipes import Init
 from pipeline.models.config_json_keys import number
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, StockTensor, Table, positive, refusal, tensors
 from pipeline.models.shared_sizes import ExpertsConfig, WideHeadConfig
+from pipeline.models.state_space import StateSpaceConfig, mamba, mamba_std, mamba_tensors, shortest_pattern
 
 if TYPE_CHECKING:
     from torch import nn
 
     from pipeline.layers.mamba2 import Mamba2
-
-
-@dataclass(frozen=True)
-class StateSpaceConfig(Sizes):
-    """Fields of a decoder with Mamba-2 layers in some blocks."""
-
-    layer_pattern: str = knob("M*", "the kind of each block, from the first one on; repeated if there are more blocks")
-    mamba_heads: int = knob(128, "heads of a Mamba-2 layer, a multiple of its groups", at_least=1)
-    mamba_head_dim: int = knob(64, "width of a head of a Mamba-2 layer", at_least=1)
-    mamba_groups: int = knob(
-        8, "groups of heads of a Mamba-2 layer; those of a group share queries and keys (the paper's C and B)", at_least=1
-    )
-    mamba_state: int = knob(128, "width of these queries and keys", at_least=1)
-    mamba_kernel: int = knob(4, "tokens that the convolutions of a Mamba-2 layer read, with the present one", at_least=1)
-
-    def kind(self, block: int) -> str:
-        """Kind of a block, a letter of layer_pattern."""
-        return self.layer_pattern[block % len(self.layer_pattern)]
-
-    def blocks_of(self, kind: str) -> list[int]:
-        """Return the blocks of a kind, counted from 0."""
-        return [block for block in range(cast(Any, self).layers) if self.kind(block) == kind]
-
-    @property
-    def linear_layers(self) -> int:
-        """Number of layers with a recurrent state."""
-        return len(self.blocks_of("M"))
-
-    def state_rows(self, block: int) -> int | None:
-        """Return the width of the queries and keys of a group of a Mamba-2 layer; None for another block."""
-        return self.mamba_state if self.kind(block) == "M" else None
-
-    def pattern_violations(self, kinds: str) -> list[Violation]:
-        """Return the violations of these fields, `kinds` being the letters of the family."""
-        found = []
-        if not self.layer_pattern or set(self.layer_pattern) - set(kinds):
-            rule = f"must consist of the letters {' '.join(kinds)}"
-            found.append(
-                Violation("model.layer_pattern", self.layer_pattern, rule, "choose one for each kind of block (model=nemotron-h-8b)")
-            )
-        if self.mamba_heads % self.mamba_groups:
-            rule = f"must be a multiple of model.mamba_groups={self.mamba_groups}"
-            found.append(Violation("model.mamba_heads", self.mamba_heads, rule, "choose a multiple"))
-        return found
 
 
 @dataclass(frozen=True)
@@ -86,6 +42,7 @@ class NemotronHConfig(
 ):
     """Blocks of one layer each: Mamba-2 (M), attention without positions (*), a feed-forward with squared ReLU (-), experts of such (E)."""
 
+    mamba_groups: int = knob(8, "groups of heads of a Mamba-2 layer; those of a group share queries and keys", at_least=1)
     mamba_smallest_step: float = knob(0.001, "lower bound of the steps of a Mamba-2 layer", at_least=0)
     expert_ffn_hidden: int = knob(1856, "intermediate width of each expert", at_least=1)
     shared_ffn_hidden: int = knob(3712, "intermediate width of the shared expert", at_least=1)
@@ -108,26 +65,13 @@ class NemotronHConfig(
         if bool(self.experts) != bool(self.blocks_of("E")):
             rule = f"does not fit model.layer_pattern={self.layer_pattern}: blocks of kind E have experts"
             found.append(Violation("model.experts", self.experts, rule, "set it to 0 without such blocks, and to their number else"))
+        if self.mamba_heads % self.mamba_groups:
+            rule = f"must be a multiple of model.mamba_groups={self.mamba_groups}"
+            found.append(Violation("model.mamba_heads", self.mamba_heads, rule, "choose a multiple"))
         if self.experts % self.groups:
             rule = f"must divide model.experts={self.experts}"
             found.append(Violation("model.groups", self.groups, rule, "choose a divisor of model.experts"))
         return found
-
-
-def mamba(config: Any, **options: Any) -> Mamba2:
-    """Return a Mamba-2 layer of a StateSpaceConfig."""
-    from pipeline.layers.mamba2 import Mamba2
-
-    return Mamba2(
-        config.hidden,
-        config.mamba_heads,
-        config.mamba_groups,
-        head_dim=config.mamba_head_dim,
-        state=config.mamba_state,
-        kernel=config.mamba_kernel,
-        eps=config.norm_eps,
-        **options,
-    )
 
 
 def _build(config: NemotronHConfig) -> Model:
@@ -138,7 +82,7 @@ def _build(config: NemotronHConfig) -> Model:
 
     def mixer(layer: int) -> dict[str, Any] | Mamba2 | None:
         if config.kind(layer) == "M":
-            return mamba(config, norm_groups=config.mamba_groups, smallest_step=config.mamba_smallest_step)
+            return mamba(config, config.mamba_groups, smallest_step=config.mamba_smallest_step)
         return {} if config.kind(layer) == "*" else None
 
     def feed_forward(layer: int) -> nn.Module | None:
@@ -160,36 +104,10 @@ def _build(config: NemotronHConfig) -> Model:
     return decoder(config, attention=mixer, mlp=feed_forward, stack=BiasedMoEStack if config.experts else Stack)
 
 
-def mamba_std(config: Any, name: str) -> Init:
-    """Return the initial values of the weights of Mamba-2 layers by the authors' recipe, of others by GPT-2's."""
-    if name.endswith("decay_rate_log"):
-        return LogOfUniform(1.0, 16.0)
-    if name.endswith("decay_bias"):
-        return InverseSoftplus(0.001, 0.1)
-    if name.endswith(("_conv_bias", "skip")):
-        return Constant(1.0 if name.endswith("skip") else 0.0)
-    return 1 / math.sqrt(3 * config.mamba_kernel) if name.endswith("_conv") else scaled_residual(config, name)
-
-
 def initial_std(config: NemotronHConfig, name: str) -> Init:
     """The same; each block adds to the residual stream once."""
     residual = name.endswith(("attention.output.weight", "down.weight", "experts.down"))
     return config.init_std / math.sqrt(config.layers) if residual else mamba_std(config, name)
-
-
-def mamba_tensors(mixer: str) -> tuple[StockTensor, ...]:
-    """Return the tensors of a Mamba-2 layer, which is the stock module `mixer`."""
-    ours, channels = "blocks.{i}.attention", ("value", "key", "query")
-    return (
-        *tensors(f"{mixer}.in_proj", *(f"{ours}.{name}" for name in ("gate", *channels, "decay"))),
-        StockTensor(f"{mixer}.conv1d.weight", tuple(f"{ours}.{name}_conv" for name in channels)),
-        StockTensor(f"{mixer}.conv1d.bias", tuple(f"{ours}.{name}_conv_bias" for name in channels)),
-        StockTensor(f"{mixer}.dt_bias", (f"{ours}.decay_bias",)),
-        StockTensor(f"{mixer}.A_log", (f"{ours}.decay_rate_log",)),
-        StockTensor(f"{mixer}.D", (f"{ours}.skip",)),
-        *tensors(f"{mixer}.norm", f"{ours}.group_norm"),
-        *tensors(f"{mixer}.out_proj", f"{ours}.output"),
-    )
 
 
 def _table(config: NemotronHConfig) -> Table:
@@ -220,12 +138,6 @@ def _table(config: NemotronHConfig) -> Table:
 
 #: letter -> the kind of a block in config.json, first as it is written
 KINDS = {"M": ("linear_attention", "mamba"), "*": ("full_attention", "attention"), "-": ("mlp",), "E": ("moe",)}
-
-
-def shortest_pattern(letters: str) -> str:
-    """Return the shortest start of a text that gives all of it when it is repeated."""
-    lengths = range(1, len(letters) + 1)
-    return next(letters[:length] for length in lengths if all(letters[i] == letters[i % length] for i in range(len(letters))))
 
 
 def _read_pattern(content: dict[str, Any]) -> dict[str, Any]:

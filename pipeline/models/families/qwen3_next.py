@@ -57,10 +57,6 @@ class Qwen3NextConfig(
         """Number of layers with linear attention."""
         return sum(not self.is_full(block) for block in range(self.layers))
 
-    def state_rows(self, block: int) -> int | None:
-        """Return the width of the queries and keys of a head of linear attention; None for a block with full attention."""
-        return None if self.is_full(block) else self.linear_key_dim
-
     def violations(self) -> list[Violation]:
         """See Sizes."""
         violations = super().violations()
