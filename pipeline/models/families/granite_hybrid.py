@@ -127,7 +127,8 @@ def _write_layers(config: GraniteHybridConfig) -> dict[str, Any]:
 
 def _read_widths(content: dict[str, Any]) -> dict[str, Any]:
     """Return the width of a head, and verify what must follow from it."""
-    hidden, heads, expand = content.get("hidden_size", 4096), content.get("mamba_n_heads", 128), content.get("mamba_expand", 2)
+    defaults = {"hidden_size": 4096, "mamba_n_heads": 128, "mamba_expand": 2}
+    hidden, heads, expand = (positive(key, content.get(key, default)) for key, default in defaults.items())
     width = content.get("mamba_d_head", "auto")
     width = expand * hidden // heads if width == "auto" else positive("mamba_d_head", width)
     if width * heads != expand * hidden:
