@@ -42,6 +42,7 @@ class Family:
         tied_weights: configuration -> name of a weight of the last pipeline stage -> name of the weight of the first stage it is tied to.
         on_every_stage: patterns (fnmatch) of the weights that every pipeline stage holds.
         rate: (configuration, name of a weight) -> its learning rate as a factor of optimizer.lr; weight decay is divided by it.
+        counted: the results of costs_per_token.
     """
 
     config: type[Any]
@@ -52,6 +53,7 @@ class Family:
     tied_weights: Callable[[Any], dict[str, str]] = tied_head
     on_every_stage: tuple[str, ...] = ()
     rate: Callable[[Any, str], float] = lambda _config, _name: 1.0
+    counted: dict[tuple[str, int, int | None], Costs] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def costs_per_token(self, config: ModelConfig, sequence_length: int, decoder_length: int | None = None) -> Costs:
         """Count FLOPs as Chowdhery et al. 2022 (PaLM, appendix B) do for MFU.
@@ -67,6 +69,9 @@ class Family:
 
         from pipeline.models.costs import costs_per_token
 
-        with torch.device("meta"):
-            model = self.build(config)
-        return costs_per_token(model, config, sequence_length, decoder_length)
+        key = repr(config), sequence_length, decoder_length  # a search asks for each of its layouts
+        if key not in self.counted:
+            with torch.device("meta"):
+                model = self.build(config)
+            self.counted[key] = costs_per_token(model, config, sequence_length, decoder_length)
+        return self.counted[key]
