@@ -117,6 +117,71 @@ class _SingleExperts:
         return value if half is None else value.chunk(2)[half]
 
 
+def with_own_rows(stock: NamedStock, entries: Iterable[StockTensor], shapes: dict[str, tuple[int, ...]]) -> NamedStock:
+    """Return tensors that each have the rows of the table, where the files divide those of a parameter otherwise.
+
+    Args:
+        stock: the tensors, which may be the parameter, or other parts of it by the same names.
+        entries: the table of the class.
+        shapes: name of our weight -> its shape.
+    """
+    parameters: dict[str, list[tuple[str, int]]] = {}
+    for entry in entries:
+        if entry.part_of:
+            parameters.setdefault(entry.part_of, []).append((entry.hf_name, shapes[entry.names[0]][0]))
+    names = set(stock.names())
+    places: dict[str, tuple[list[str], int, int]] = {}
+    for parameter, parts in parameters.items():
+        sources = [parameter] if parameter in names else [name for name, _ in parts]
+        if not names.issuperset(sources) or sum(sum(stock.shape(name)[:1]) for name in sources) != sum(rows for _, rows in parts):
+            continue  # the check names them
+        first = 0
+        for name, rows in parts:
+            places[name] = sources, first, rows
+            first += rows
+    return _OwnRows(stock, places) if places else stock
+
+
+class _OwnRows:
+    """Tensors of which some are rows of others, one after the other.
+
+    Args:
+        stock: the tensors.
+        places: name -> the tensors, the first row and the number of rows.
+    """
+
+    def __init__(self, stock: NamedStock, places: dict[str, tuple[list[str], int, int]]) -> None:
+        self.path = stock.path
+        self._stock, self._places = stock, places
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        sources = {name for names, _, _ in self._places.values() for name in names}
+        return [*(name for name in self._stock.names() if name not in sources), *self._places]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        if name not in self._places:
+            return self._stock.shape(name)
+        return (self._places[name][2], *self._stock.shape(self._source(name))[1:])
+
+    def number_format(self, name: str) -> str:
+        """Dtype of a tensor, in the notation of safetensors."""
+        return self._stock.number_format(self._source(name))
+
+    def tensor(self, name: str) -> Tensor:
+        """Value of a tensor, fp32."""
+        if name not in self._places:
+            return self._stock.tensor(name)
+        sources, first, rows = self._places[name]
+        return torch.cat([self._stock.tensor(source) for source in sources])[first : first + rows]
+
+    def _source(self, name: str) -> str:
+        """The tensor that tells width and dtype: the one of the same name, or the parameter."""
+        sources = self._places[name][0] if name in self._places else [name]
+        return name if name in sources else sources[0]
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """Read config.json.
 
@@ -177,7 +242,7 @@ class ImportedWeights:
             model = registry.build(config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self._entries, self._copies = registry.stock_tensors(config)
-        self._stock, self._fix = (stock := with_single_experts(stock, self._entries)), fix
+        self._stock, self._fix = (stock := self._as_in_the_table(stock)), fix
         self._names = set(stock.names())
         self._stored = {entry.hf_name: entry.hf_name for entry in self._entries if entry.hf_name in self._names}
         for copy, name in self._copies.items():  # the files may store a shared tensor under any of its names
@@ -272,12 +337,15 @@ class ImportedWeights:
     def reading(self, stock: NamedStock) -> ImportedWeights:
         """Return what other tensors hold for these weights, such as their moments, given by the same names."""
         other = shallow(self)
-        other._stock = with_single_experts(stock, self._entries)
+        other._stock = self._as_in_the_table(stock)
         return other
+
+    def _as_in_the_table(self, stock: NamedStock) -> NamedStock:
+        return with_own_rows(with_single_experts(stock, self._entries), self._entries, self._shapes)
 
     def differences(self, stock: NamedStock) -> Iterator[str]:
         """Name the tensors of the weights that other ones lack, or that have another shape there."""
-        other = with_single_experts(stock, self._entries)
+        other = self._as_in_the_table(stock)
         names = set(other.names())
         for name in (self._stored[entry.hf_name] for entry in self._entries if entry.names and entry.hf_name in self._stored):
             shape = list(self._stock.shape(name))

@@ -46,7 +46,7 @@ def chunked_delta_rule(
         k: (batch, heads, sequence, key_dim), of length one.
         v: (batch, heads, sequence, value_dim).
         log_decay: (batch, heads, sequence), at most 0.
-        beta: (batch, heads, sequence), from 0 to 1.
+        beta: (batch, heads, sequence), from 0 to 2; above 1 the correction reverses the sign of what the state returns.
         segments: int (batch, sequence), not decreasing: the state is reset where it changes. None for no reset.
         state: (batch, heads, key_dim, value_dim), before the first token; zero when None.
         chunk: tokens of a chunk; CHUNK when None.

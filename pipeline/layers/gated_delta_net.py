@@ -29,6 +29,8 @@ class GatedDeltaNet(RecurrentLayer):
         value_dim: width of the values of a head.
         kernel: tokens that the convolution reads, with the present one.
         eps: added to the mean square in the norm of the output.
+        negative_eigenvalues: beta is from 0 to 2 instead of 0 to 1: above 1, a token reverses the sign of what the state returns for its
+            key (Grazzi et al. 2024, https://arxiv.org/abs/2411.12537).
     """
 
     state_products = 3
@@ -36,10 +38,20 @@ class GatedDeltaNet(RecurrentLayer):
     rule_of_part = staticmethod(delta_rule_of_part)
 
     def __init__(
-        self, hidden: int, key_heads: int, value_heads: int, *, key_dim: int, value_dim: int, kernel: int, eps: float = 1e-6
+        self,
+        hidden: int,
+        key_heads: int,
+        value_heads: int,
+        *,
+        key_dim: int,
+        value_dim: int,
+        kernel: int,
+        eps: float = 1e-6,
+        negative_eigenvalues: bool = False,
     ) -> None:
         super().__init__()
         self.key_dim, self.value_dim, self.kernel = key_dim, value_dim, kernel
+        self.negative_eigenvalues = negative_eigenvalues
         keys, values = key_heads * key_dim, value_heads * value_dim
         self.mix: Mixing = mix
         self.project: Projection = project
@@ -63,7 +75,8 @@ class GatedDeltaNet(RecurrentLayer):
         q, k, v, gate, beta, decay = self.project(x, self.query, self.key, self.value, self.gate, self.beta, self.decay)
         wide = torch.promote_types(x.dtype, torch.float32)
         log_decay = -self.decay_rate_log.to(wide).exp() * F.softplus(decay.to(wide) + self.decay_bias.to(wide))
-        outputs = self.mix(self, torch.cat([q, k, v], dim=2), log_decay, beta.sigmoid(), mask=mask)
+        beta = 2 * beta.sigmoid() if self.negative_eigenvalues else beta.sigmoid()
+        outputs = self.mix(self, torch.cat([q, k, v], dim=2), log_decay, beta, mask=mask)
         gated = self.output_norm(outputs).to(wide) * F.silu(gate.to(wide)).view_as(outputs)
         return self.output(gated.to(x.dtype).flatten(2))
 

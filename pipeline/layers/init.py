@@ -118,5 +118,5 @@ def _quantiles_of(init: LogOfUniform | InverseSoftplus, device: torch.device) ->
     places = (torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count
     if isinstance(init, LogOfUniform):
         return (init.low + (init.high - init.low) * places).log().float().to(device)
-    step = (math.log(init.low) + math.log(init.high / init.low) * places).exp()
-    return (step + (-torch.expm1(-step)).log()).float().to(device)
+    steps = init.low * (init.high / init.low) ** places
+    return steps.expm1().log().float().to(device)

@@ -11,6 +11,7 @@ from torch import nn
 from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.experts import Experts
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.mlp import MLP, GatedMLP
 from pipeline.layers.moe import MoE
 from pipeline.layers.rope_scaling import RopeScaling
@@ -22,13 +23,15 @@ from pipeline.models.shared_sizes import rotated_dims
 
 #: index of a layer, from 0 -> arguments of a module of that layer
 Arguments = Callable[[int], Mapping[str, Any]]
+#: what norms are applied to: the input of attention and feed-forward, their output, or both
+Place = Literal["before", "after", "both"]
 
 
 def decoder(
     config: Any,
     *,
     norm: Callable[..., nn.Module] = nn.RMSNorm,
-    norms: Literal["before", "after", "both"] = "before",
+    norms: Place | Callable[[int], Place] = "before",
     query_key_norm: Literal["head", "width"] | None = None,
     attention: Callable[[int], Mapping[str, Any] | nn.Module | None] = lambda _: {},
     mlp: Callable[[int], nn.Module | None] | None = None,
@@ -47,7 +50,7 @@ def decoder(
     Args:
         config: its sizes.
         norm: class of the norms; they have the width hidden.
-        norms: what they are applied to: the input of attention and feed-forward, their output, or both.
+        norms: what they are applied to, in all layers or in each.
         query_key_norm: norms of queries and keys, over each head or over the width of all heads; None for none.
         attention: layer -> arguments of its Attention, without biases by default; or another module; None for none.
         mlp: layer -> its feed-forward, None for none; the gated one with SiLU for all when None.
@@ -69,19 +72,21 @@ def decoder(
             config.hidden, config.heads, config.kv_heads, config.head_dim, **{"bias": False, **head_norm, **width_norm, **given}
         )
 
-    def norm_at(place: str) -> nn.Module | None:
-        return norm_of(config.hidden) if norms in (place, "both") else None
-
     def block_of(layer: int) -> Block:
         mixer = attention_of(layer)
         feed_forward = GatedMLP(config.hidden, config.ffn_hidden, bias=False) if mlp is None else mlp(layer)
+        normalized = norms(layer) if callable(norms) else norms
+
+        def norm_at(place: Place, module: nn.Module | None) -> nn.Module | None:
+            return norm_of(config.hidden) if module is not None and normalized in (place, "both") else None
+
         modules = {
-            "attention_norm": norm_at("before") if mixer is not None else None,
+            "attention_norm": norm_at("before", mixer),
             "attention": mixer,
-            "post_attention_norm": norm_at("after") if mixer is not None else None,
-            "mlp_norm": norm_at("before") if feed_forward is not None else None,
+            "post_attention_norm": norm_at("after", mixer),
+            "mlp_norm": norm_at("before", feed_forward),
             "mlp": feed_forward,
-            "post_mlp_norm": norm_at("after") if feed_forward is not None else None,
+            "post_mlp_norm": norm_at("after", feed_forward),
         }
         return Block(**{**modules, **block(layer)})
 
@@ -107,6 +112,19 @@ def decoder(
 def local_windows(config: Any) -> Callable[[int], dict[str, Any]]:
     """Return `attention` of a WindowConfig whose local layers have rotary positions of their own."""
     return lambda layer: {"window": config.local_window(layer), "rope": "global" if config.is_global(layer) else "local"}
+
+
+def linear_attention(config: Any, **further: Any) -> GatedDeltaNet:
+    """Build the linear attention of a LinearAttentionConfig; `further` are other arguments of GatedDeltaNet."""
+    return GatedDeltaNet(
+        config.hidden,
+        config.linear_key_heads,
+        config.linear_value_heads,
+        key_dim=config.linear_key_dim,
+        value_dim=config.linear_value_dim,
+        kernel=config.linear_kernel,
+        **{"eps": config.norm_eps, **further},
+    )
 
 
 def plain_mlp(config: Any, activation: str | Callable[[], nn.Module], *, bias: bool = False) -> Callable[[int], MLP]:

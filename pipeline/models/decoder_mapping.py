@@ -53,14 +53,15 @@ MLP = gated_mlp(f"{LAYER}.mlp", "blocks.{i}.mlp")
 #: experts whose router is `gate`
 EXPERTS = (*tensors(f"{LAYER}.mlp.gate", "blocks.{i}.mlp.router"), *gated_experts(f"{LAYER}.mlp", "blocks.{i}.mlp"))
 TABLE = decoder_table(*ATTENTION, *MLP)
-#: the same with norms of the outputs of the layers instead of their inputs, and of queries and keys (OLMo 2)
-OUTPUT_NORM_TABLE = decoder_table(
+#: a block with norms of the outputs of the layers instead of their inputs, and of queries and keys (OLMo 2)
+OUTPUT_NORM_BLOCK = (
     *projections(),
     *NORMS,
     *tensors(f"{LAYER}.post_attention_layernorm", "blocks.{i}.post_attention_norm"),
     *MLP,
     *tensors(f"{LAYER}.post_feedforward_layernorm", "blocks.{i}.post_mlp_norm"),
 )
+OUTPUT_NORM_TABLE = decoder_table(*OUTPUT_NORM_BLOCK)
 
 
 def key_value_heads(missing: int, heads: int) -> Callable[[dict[str, Any]], int]:

@@ -75,6 +75,41 @@ class PartialRotaryConfig(Sizes):
 
 
 @dataclass(frozen=True)
+class LinearAttentionConfig(Sizes):
+    """Fields of a decoder with linear attention (layers/gated_delta_net.py) in all layers but, at an interval, those with full attention.
+
+    Stands before the classes with the fields of its heads.
+    """
+
+    heads: int = knob(16, "query heads of the full attention", at_least=1)
+    kv_heads: int = knob(2, "key and value heads of the full attention, shared by heads/kv_heads query heads each", at_least=1)
+    head_width: int | None = knob(256, "width of a head of the full attention; hidden/heads when null", at_least=2)
+    full_attention_interval: int = knob(4, "the last of each of so many layers has full attention, the others linear attention", at_least=1)
+    linear_key_heads: int = knob(16, "query and key heads of the linear attention", at_least=1)
+    linear_value_heads: int = knob(32, "value heads of the linear attention, a multiple of its key heads", at_least=1)
+    linear_key_dim: int = knob(128, "width of the queries and keys of a head of the linear attention", at_least=1)
+    linear_value_dim: int = knob(128, "width of the values of a head of the linear attention", at_least=1)
+    linear_kernel: int = knob(4, "tokens that the convolutions of the linear attention read, with the present one", at_least=1)
+
+    def is_full(self, block: int) -> bool:
+        """Whether a block has full attention instead of linear attention."""
+        return is_marked(block, self.full_attention_interval)
+
+    @property
+    def linear_layers(self) -> int:
+        """Number of layers with linear attention."""
+        return sum(not self.is_full(block) for block in range(cast(Any, self).layers))
+
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
+        violations = super().violations()
+        if self.linear_value_heads % self.linear_key_heads:
+            rule = f"must be a multiple of model.linear_key_heads={self.linear_key_heads}"
+            violations.append(Violation("model.linear_value_heads", self.linear_value_heads, rule, "choose a multiple"))
+        return violations
+
+
+@dataclass(frozen=True)
 class WindowConfig(Sizes):
     """Fields of a decoder with a sliding window in all layers but, at an interval, global ones."""
 

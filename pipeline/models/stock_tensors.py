@@ -38,6 +38,8 @@ class StockTensor:
         expert: the Hugging Face tensor is this index of dim 0 of our weight, a stack of experts.
         stacked: our weights and the Hugging Face tensor are stacks of experts along dim 0: all else is said of each expert.
         added_dim: the Hugging Face tensor has a further dim 0 of size 1.
+        part_of: a parameter of the class whose rows are those of this tensor and of the other ones with the same entry; files may hold the
+            parameter, or divide its rows in other places. Empty for none.
         constant: the Hugging Face tensor is this number, in every model of the class; we have no such weight, and `names` is empty.
     """
 
@@ -49,6 +51,7 @@ class StockTensor:
     expert: int | None = None
     stacked: bool = False
     added_dim: bool = False
+    part_of: str = ""
     constant: float | None = None
 
     def for_config(self, config: Any) -> StockTensor:
@@ -64,7 +67,8 @@ class StockTensor:
         """Return the tensor of one block, given its index in the Hugging Face model and in ours."""
         placeholder = f"{{{self.blocks}}}"
         names = tuple(name.replace(placeholder, str(index)) for name in self.names)
-        return replace(self, hf_name=self.hf_name.replace(placeholder, str(hf_index)), names=names)
+        hf_name, part_of = (name.replace(placeholder, str(hf_index)) for name in (self.hf_name, self.part_of))
+        return replace(self, hf_name=hf_name, names=names, part_of=part_of)
 
     def for_expert(self, index: int) -> StockTensor:
         """Return the tensor of one expert."""

@@ -26,6 +26,7 @@ class Wrapper:
         architecture: its name.
         model_type: model_type of its config.json.
         constants: key beside `text_config` -> the only value that is supported, also the default. The language model has it too.
+        replaced: key beside `text_config` -> its default; it takes the place of the language model's own key, as in the class.
         ignored_keys: keys about the other parts of the model.
         left_out: patterns (fnmatch) of the tensors of these parts.
         renamed: as in HuggingFaceMapping: current and earlier names of the tensors of the language model.
@@ -34,6 +35,7 @@ class Wrapper:
     architecture: str
     model_type: str
     constants: dict[str, Any] = field(default_factory=dict)
+    replaced: dict[str, Any] = field(default_factory=dict)
     ignored_keys: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = (
@@ -56,14 +58,15 @@ class Wrapper:
         for key, expected in self.constants.items():
             if content.get(key, expected) != expected:
                 yield key, content[key], f"is not supported; only {expected} is supported"
-        known = {TEXT, *_TOKENS, *_OF_THE_FILE, *self.constants, *self.ignored_keys, *INERT}
+        known = {TEXT, *_TOKENS, *_OF_THE_FILE, *self.constants, *self.replaced, *self.ignored_keys, *INERT}
         for key in sorted(content.keys() - known):
             if content[key] is not None:
                 yield key, content[key], f"is not known beside {TEXT} of {self.architecture}"
 
     def language_model(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Return the configuration of the language model; tokens and constants are those beside it, as in the class."""
+        """Return the configuration of the language model; tokens and further keys are those beside it, as in the class."""
         beside = {key: content[key] for key in (*_TOKENS, "transformers_version") if key in content}
+        beside |= {key: content.get(key, default) for key, default in self.replaced.items()}
         return {**content[TEXT], **beside, **self.constants}
 
     def is_left_out(self, name: str) -> bool:

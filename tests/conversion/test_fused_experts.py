@@ -19,6 +19,8 @@ from transformers import (
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -35,12 +37,17 @@ SIZES = {**LLAMA, "num_hidden_layers": 2}
 HEADS = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 EXPERTS |= {"moe_intermediate_size": 16, "num_nextn_predict_layers": 0}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16, "head_dim": 16}
 #: 18: rows of 72 bytes, which the grouped product of transformers refuses.
 MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
     "olmoe": lambda: OlmoeForCausalLM(OlmoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2)),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=18)),
     "glm4-moe": lambda: Glm4MoeForCausalLM(Glm4MoeConfig(**{**SIZES, **EXPERTS, "head_dim": 8})),
+    "qwen3.5-moe": lambda: Qwen3_5MoeForCausalLM(
+        Qwen3_5MoeTextConfig(**SIZES, **LINEAR, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=18)
+    ),
     "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **HEADS, **EXPERTS})),
 }
 

@@ -2,13 +2,15 @@
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
 from pipeline.conversion.imported import folder_of
@@ -55,61 +57,172 @@ CONTENT = {
     "vision_config": VISION,
     "transformers_version": "4.50.0.dev0",
 }
-#: Names of tensors in files -> those of the release that the models were published with, and of the module.
-NAMES = {
-    "published": [(r"^model\.language_model\.", "language_model.model."), (r"^model\.(vision|multi)", r"\1")],
-    "module": [(r"^language_model\.model\.", "model.language_model."), (r"^(vision|multi)", r"model.\1")],
+#: As in the files of Qwen 3.5 27B, with small sizes.
+QWEN = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "eos_token_id": [2, 106],
+    "image_token_id": 256,
+    "model_type": "qwen3_5",
+    "text_config": {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_output_gate": True,
+        "dtype": "float32",
+        "eos_token_id": 3,
+        "full_attention_interval": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_value_head_dim": 10,
+        "mamba_ssm_dtype": "float32",
+        "max_position_embeddings": 64,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_text",
+        "mtp_num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "vocab_size": 300,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [1, 1, 0],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1e7,
+            "rope_type": "default",
+        },
+    },
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.0.dev0",
+    "video_token_id": 257,
+    "vision_config": {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "patch_size": 4,
+        "spatial_merge_size": 2,
+        "model_type": "qwen3_5",
+    },
+    "vision_start_token_id": 258,
+    "vision_end_token_id": 259,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24}
+QWEN_MOE: dict[str, Any] = {
+    **QWEN,
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "text_config": {**QWEN["text_config"], **EXPERTS, "model_type": "qwen3_5_moe_text"},
+    "vision_config": {**QWEN["vision_config"], "model_type": "qwen3_5_moe"},
+}
+TIED = {**QWEN, "tie_word_embeddings": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model.
+
+    Attributes:
+        content: its config.json.
+        names: of tensors in its files, as (regular expression, replacement) from those that the class saves.
+        parts: what is left out, as in the log.
+        alone: class and model_type of the language model.
+        ends: its end tokens, those beside text_config.
+        parameters: whether the files hold the parameters of the class, with all experts of a block in one, as the released ones do.
+    """
+
+    content: dict[str, Any]
+    names: tuple[tuple[str, str], ...]
+    parts: str
+    alone: tuple[str, str]
+    ends: tuple[int, ...]
+    parameters: bool = False
+
+
+GEMMA_ALONE, GEMMA_ENDS = ("Gemma3ForCausalLM", "gemma3_text"), (1, 106)
+MOE_ALONE = ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
+QWEN_ALONE, QWEN_ENDS = ("Qwen3_5ForCausalLM", "qwen3_5_text"), (2, 106)
+CASES = {
+    "published": Case(
+        CONTENT,
+        ((r"^model\.language_model\.", "language_model.model."), (r"^model\.(vision|multi)", r"\1")),
+        r"\d+ of multi_modal_projector, \d+ of vision_tower",
+        GEMMA_ALONE,
+        GEMMA_ENDS,
+    ),
+    "module": Case(
+        CONTENT,
+        ((r"^language_model\.model\.", "model.language_model."), (r"^(vision|multi)", r"model.\1")),
+        r"\d+ of model.multi_modal_projector, \d+ of model.vision_tower",
+        GEMMA_ALONE,
+        GEMMA_ENDS,
+    ),
+    "qwen3.5": Case(QWEN, (), r"\d+ of model.visual", QWEN_ALONE, QWEN_ENDS),
+    "qwen3.5 tied": Case(TIED, (), r"\d+ of model.visual", QWEN_ALONE, QWEN_ENDS),
+    "qwen3.5 experts": Case(QWEN_MOE, (), r"\d+ of model.visual", MOE_ALONE, QWEN_ENDS),
+    "qwen3.5 fused experts": Case(QWEN_MOE, (), r"\d+ of model.visual", MOE_ALONE, QWEN_ENDS, parameters=True),
 }
 
 
-@pytest.fixture(scope="module")
-def stock(tmp_path_factory) -> tuple[Gemma3ForConditionalGeneration, Path]:
-    folder = tmp_path_factory.mktemp("stock")
-    (folder / "config.json").write_text(json.dumps(CONTENT))
+def stock_model(content: dict[str, Any], folder: Path) -> nn.Module:
+    """Save a stock model with random weights; its config.json is `content`."""
+    (folder / "config.json").write_text(json.dumps(content))
+    stock_class = getattr(transformers, content["architectures"][0])
     torch.manual_seed(0)
-    model = randomize(Gemma3ForConditionalGeneration(Gemma3Config.from_pretrained(folder)))
+    model = randomize(stock_class(stock_class.config_class.from_pretrained(folder)))
     model.save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(CONTENT))
-    return model, folder
+    (folder / "config.json").write_text(json.dumps(content))
+    return model
 
 
-@pytest.mark.parametrize("names", NAMES)
-def test_it_has_the_logits_of_the_model(stock, names, tmp_path, caplog):
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("stock")
+    stock_model(CONTENT, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_has_the_logits_of_the_model(name, tmp_path, caplog):
     caplog.set_level("INFO", "pipeline")
-    model, folder = stock
-    tensors = {}
-    for name, value in load_file(folder / "model.safetensors").items():
-        for pattern, replacement in NAMES[names]:
+    case, source = CASES[name], tmp_path / "source"
+    source.mkdir()
+    model = stock_model(case.content, source)
+    tensors: dict[str, Tensor] = {}
+    for name, value in (model.state_dict() if case.parameters else load_file(source / "model.safetensors")).items():
+        for pattern, replacement in case.names:
             name = re.sub(pattern, replacement, name)
         tensors[name] = value
-    source = tmp_path / "source"
-    source.mkdir()
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    (source / "config.json").write_text(json.dumps(CONTENT))
     checkpoint = imported(source, tmp_path / "run", "model=gpt-tiny")
     ours = registry.build(config_classes.from_dict(checkpoint.config["model"]))
-    tokens = torch.randint(5, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(5, 250, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(checkpoint.tensor(name))
         torch.testing.assert_close(ours.eval()(tokens), model(input_ids=tokens).logits, rtol=1e-5, atol=1e-4)
-    prefix = "model." if names == "module" else ""
-    projection = sum("multi_modal_projector" in name for name in tensors)
-    assert f"are left out: {projection} of {prefix}multi_modal_projector, " in caplog.text
-    assert re.search(rf" \d+ of {prefix}vision_tower", caplog.text)
+    assert re.search(f"are left out: {case.parts}$", caplog.text, re.MULTILINE)
     original = read_original(folder_of(checkpoint.path))
     exported = original.config_json(registry.mapping_of(ours_config(checkpoint)).config_json(ours_config(checkpoint)))
-    assert (exported["architectures"], exported["model_type"]) == (["Gemma3ForCausalLM"], "gemma3_text")
+    assert (exported["architectures"], exported["model_type"]) == ([case.alone[0]], case.alone[1])
+    assert exported["tie_word_embeddings"] == case.content.get("tie_word_embeddings", True)
     assert "vision_config" not in exported
-    assert original.ends == [1, 106], "the tokens beside text_config"
+    assert original.ends == list(case.ends), "the tokens beside text_config"
 
 
 def ours_config(checkpoint: Any) -> Any:
     return config_classes.from_dict(checkpoint.config["model"])
 
 
-def test_a_tensor_of_the_language_model_is_not_left_out(stock, tmp_path):
-    tensors = load_file(stock[1] / "model.safetensors")
+def test_a_tensor_of_the_language_model_is_not_left_out(gemma, tmp_path):
+    tensors = load_file(gemma / "model.safetensors")
     name = next(name for name in tensors if name.endswith("layers.1.mlp.up_proj.weight") and "language_model" in name)
     del tensors[name]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
@@ -128,8 +241,29 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("changes, message", REFUSED, ids=[message for _, message in REFUSED])
-def test_what_may_change_the_logits_is_refused(stock, changes, message, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({**CONTENT, **changes}))
-    (tmp_path / "model.safetensors").symlink_to(stock[1] / "model.safetensors")
+def test_what_may_change_the_logits_is_refused(gemma, changes, message, tmp_path):
+    refuse(gemma, {**CONTENT, **changes}, message, tmp_path)
+
+
+QWEN_REFUSED = [
+    ({"hidden_size": 48}, "hidden_size=48: is not known beside text_config of Qwen3_5ForConditionalGeneration"),
+    ({"text_config": {**QWEN["text_config"], "model_type": "qwen3_5_moe_text"}}, "text_config.model_type=qwen3_5_moe_text: must be"),
+    ({"tie_word_embeddings": None, "text_config": {**QWEN["text_config"], "tie_word_embeddings": True}}, "lm_head.weight"),
+    ({"text_config": {**QWEN["text_config"], "attention_bias": True}}, "attention_bias=True: is not supported"),
+]
+
+
+@pytest.mark.parametrize("changes, message", QWEN_REFUSED, ids=[message for _, message in QWEN_REFUSED])
+def test_the_same_of_qwen(changes, message, tmp_path):
+    source = tmp_path / "stock"
+    source.mkdir()
+    stock_model(TIED, source)
+    content = {key: value for key, value in {**QWEN, **changes}.items() if value is not None}
+    refuse(source, content, message, tmp_path)
+
+
+def refuse(source: Path, content: dict[str, Any], message: str, folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(content))
+    (folder / "model.safetensors").symlink_to(source / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(message)):
-        imported(tmp_path, tmp_path / "run", "model=gpt-tiny")
+        imported(folder, folder / "run", "model=gpt-tiny")

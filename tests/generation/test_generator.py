@@ -22,7 +22,8 @@ from tests.models.small_decoders import CONFIGS, OTHERS
 DECODERS = (
     *("apertus", "bloom-six-heads", "deepseek-yarn", "gemma3", "gpt", "gpt1", "llama-grouped", "mistral", "mixtral", "olmo2", "opt"),
     *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe", "gpt-neox"),
-    *("gemma2", "nemotron", "nemotron-h", "nemotron-h-dense", "granite-hybrid", "glm4-moe", "qwen3-next", "gpt-oss", *OTHERS),
+    *("gemma2", "nemotron", "nemotron-h", "nemotron-h-dense", "granite-hybrid", "glm4-moe", "qwen3-next", "qwen3.5-moe", "gpt-oss"),
+    *OTHERS,
 )
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part, unit_lower_inverse
-from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.gated_delta_net import GatedDeltaNet, mix
 from pipeline.layers.mask import Mask
 
 
@@ -40,24 +40,28 @@ def recurrence(q, k, v, log_decay, beta, *, segments=None, state=None):
 
 @pytest.mark.parametrize("size", [1, 2, 7, 16, 33, 64])
 @pytest.mark.parametrize("keys", ["random", "equal", "opposite"])
-def test_inverses_in_fp32_are_those_in_fp64(size, keys):
+@pytest.mark.parametrize("beta", [1, 2])
+def test_inverses_in_fp32_are_those_in_fp64(size, keys, beta):
     """The inverse is as small as the system, whose powers are not: with equal keys those of size 64 have elements of up to 1e18."""
     key = torch.randn(3, size, 8, generator=torch.Generator().manual_seed(size))
     sign = 1 - 2 * (torch.arange(size) % 2)[:, None] if keys == "opposite" else 1
     key = F.normalize(key if keys == "random" else sign * key[:, :1].expand_as(key) + 1e-3 * key, dim=2)
-    lower = (key @ key.mT).tril(-1)
+    lower = beta * (key @ key.mT).tril(-1)
     exact = torch.linalg.solve_triangular(lower.double(), torch.eye(size).double(), upper=False, unitriangular=True)
-    torch.testing.assert_close(unit_lower_inverse(lower).double(), exact, rtol=0, atol=1e-6)
+    # The last step multiplies by the inverse twice, whose elements are up to beta.
+    torch.testing.assert_close(unit_lower_inverse(lower).double(), exact, rtol=0, atol=beta**2 * 1e-6)
     assert torch.autograd.gradcheck(unit_lower_inverse, lower[:1, :7, :7].double().requires_grad_())
 
 
 @pytest.mark.parametrize("length, chunk", [(1, 64), (7, 64), (64, 64), (150, 64), (33, 8), (20, 1)])
 @pytest.mark.parametrize("strength", [0.1, 30.0], ids=["weak decay", "strong decay"])
-@pytest.mark.parametrize("kind", ["alone", "segments", "state"])
+@pytest.mark.parametrize("kind", ["alone", "segments", "state", "negative eigenvalues"])
 def test_chunks_equal_the_recurrence(length, chunk, strength, kind):
     """Outputs, the last state, and all gradients, in fp64."""
     given = inputs(length, dtype=torch.float64, strength=strength)
     options = {}
+    if kind == "negative eigenvalues":
+        given[4] = (2 * given[4].detach()).requires_grad_()
     if kind == "segments":
         starts = torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < 0.1
         options["segments"] = starts.cumsum(dim=1)
@@ -71,8 +75,10 @@ def test_chunks_equal_the_recurrence(length, chunk, strength, kind):
     torch.testing.assert_close((*actual, *found), (*expected, *wanted), rtol=1e-9, atol=1e-10)
 
 
-def test_chunks_equal_the_recurrence_in_fp32():
+@pytest.mark.parametrize("largest_beta", [1, 2])
+def test_chunks_equal_the_recurrence_in_fp32(largest_beta):
     given = inputs(300)
+    given[4] = largest_beta * given[4]
     torch.testing.assert_close(chunked_delta_rule(*given), recurrence(*given), rtol=1e-5, atol=1e-5)
 
 
@@ -144,8 +150,8 @@ def test_parts_equal_the_recurrence_in_fp32(strength):
     torch.testing.assert_close(parts_of(given, range(64, 512, 64), None, 64), recurrence(*given)[0], rtol=1e-5, atol=1e-5)
 
 
-def layer(*, key_heads=2, value_heads=4):
-    made = GatedDeltaNet(12, key_heads, value_heads, key_dim=5, value_dim=3, kernel=4)
+def layer(*, key_heads=2, value_heads=4, **options):
+    made = GatedDeltaNet(12, key_heads, value_heads, key_dim=5, value_dim=3, kernel=4, **options)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -174,6 +180,22 @@ def test_one_document_is_the_sequence():
     made, x = layer().double(), hidden(70).double()
     context = AttentionContext(Mask(documents=torch.zeros(2, 70, dtype=torch.int32)))
     torch.testing.assert_close(made(x, None, context), made(x), rtol=1e-9, atol=1e-10)
+
+
+def test_negative_eigenvalues_double_beta():
+    """A token of beta 2 without decay reverses what the state returns for its key; that is the layer's only difference."""
+    doubled, plain, x = layer(negative_eigenvalues=True), layer(), hidden(9)
+    betas = {}
+    for made in (doubled, plain):
+        made.mix = lambda of, qkv, log_decay, beta, mask: (
+            betas.update({of.negative_eigenvalues: beta}) or mix(of, qkv, log_decay, beta, mask)
+        )
+        made(x)
+    torch.testing.assert_close(betas[True], 2 * betas[False], rtol=0, atol=0)
+    key = F.normalize(torch.randn(1, 1, 1, 5, generator=torch.Generator().manual_seed(0)), dim=3)
+    state, one = torch.randn(1, 1, 5, 3, generator=torch.Generator().manual_seed(1)), torch.ones(1, 1, 1)
+    _, after = chunked_delta_rule(key, key, torch.zeros(1, 1, 1, 3), 0 * one, 2 * one, state=state)
+    torch.testing.assert_close(key @ after, -key @ state, rtol=1e-5, atol=1e-6)
 
 
 def test_heads_of_a_slice_are_those_of_the_layer():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,6 +82,14 @@ def test_the_logarithm_of_uniform_values():
     assert distance * math.sqrt(5000) < 1.63
     part = initial_tensor("a.decay_rate_log", (5000,), init.LogOfUniform(0.01, 16.0), seed=0, part=[(17, 100)])
     assert torch.equal(part, full[17:117])
+
+
+def test_the_softplus_of_step_sizes():
+    """Its logarithm is uniform between the bounds (Kolmogorov-Smirnov at 1 %)."""
+    steps = F.softplus(initial_tensor("a.decay_bias", (5000,), init.InverseSoftplus(0.001, 0.1), seed=0).double())
+    places = ((steps / 0.001).log() / math.log(100)).sort().values
+    distance = (places - (torch.arange(5000) + 0.5) / 5000).abs().max() + 0.5 / 5000
+    assert distance * math.sqrt(5000) < 1.63
 
 
 def test_a_lower_precision_is_the_rounded_value():

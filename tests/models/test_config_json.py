@@ -1,11 +1,15 @@
 """Import of config.json for every family: supported keys are read, others are reported by name."""
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterator
 
 import pytest
+import torch
 import transformers
+from transformers import OlmoHybridConfig, OlmoHybridForCausalLM, Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from pipeline.common.errors import UserError
 from pipeline.conversion import import_model
@@ -129,7 +133,11 @@ def test_current_and_legacy_rope_keys():
 GEMMA = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_hidden_layers": 4}
 OLMO3 = {"architectures": ["Olmo3ForCausalLM"], "model_type": "olmo3", "num_hidden_layers": 4}
 SMOL = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "num_hidden_layers": 4}
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
+SMALL_HYBRID = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 9}
+SMALL_HYBRID |= {"pad_token_id": None, "eos_token_id": None}
+HYBRID = {"architectures": ["OlmoHybridForCausalLM"], "model_type": "olmo_hybrid", "num_hidden_layers": 4}
+QWEN35 = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 4}
+LOCAL, GLOBAL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 @pytest.mark.parametrize(
@@ -173,6 +181,71 @@ def test_layers_at_an_interval(content, interval):
 )
 def test_other_layouts_of_layers_are_refused(content, message):
     assert message in refused(content)
+
+
+NO_THETA = {"rope_type": "default", "rope_theta": None}
+
+
+@pytest.mark.parametrize(
+    "keys, theta",
+    [
+        ({}, 10000.0),
+        ({"rope_theta": 5e5, "rope_parameters": None}, 5e5),
+        ({"rope_parameters": {"rope_theta": 5e5}}, 5e5),
+        ({"rope_theta": None}, None),
+        ({"rope_theta": None, "rope_parameters": None}, None),
+        ({"rope_parameters": NO_THETA}, None),
+        ({"rope_parameters": NO_THETA, "rope_theta": 5e5}, None),
+    ],
+)
+def test_a_hybrid_without_a_base_has_no_positions(keys, theta):
+    """As in OlmoHybridForCausalLM."""
+    stock = OlmoHybridConfig(**SMALL_HYBRID, **copy.deepcopy(keys))
+    assert (OlmoHybridForCausalLM(stock).model.rotary_emb is None) == (theta is None)
+    config = read({**HYBRID, **keys})
+    assert config.rotary == (theta is not None)
+    assert theta is None or stock.rope_parameters["rope_theta"] == config.rope_theta == theta
+    assert read(registry.mapping_of(config).config_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ({**HYBRID, "rope_parameters": None}, "rope_parameters=None: means no positions in OLMo-core"),
+        ({**HYBRID, "rope_theta": None, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_theta=null means that there are none"),
+        ({**HYBRID, "rope_parameters": {GLOBAL: NO_THETA}}, "rope_parameters.full_attention"),
+        ({**HYBRID, "layer_types": [LINEAR] * 4}, "model.full_attention_interval=5: must be from 2 to model.layers=4"),
+        ({**HYBRID, "layer_types": [GLOBAL] * 4}, "model.full_attention_interval=1: must be from 2 to model.layers=4"),
+        ({**HYBRID, "layer_types": [GLOBAL, LINEAR] * 2}, "does not have full_attention at a fixed interval"),
+        ({**HYBRID, "linear_num_value_heads": 40}, "model.linear_value_heads=40: must be a multiple of model.linear_key_heads=30"),
+        ({**QWEN35, "rope_scaling": {"type": "mrope", "mrope_section": [11, 11, 10]}}, "rope_scaling.rope_type=mrope"),
+        ({**QWEN35, "layer_types": ["sliding_attention"] * 4}, "must be a list of linear_attention and full_attention"),
+    ],
+)
+def test_what_hybrids_cannot_honor_is_refused(content, message):
+    assert message in refused(content)
+
+
+@pytest.mark.parametrize("layers, interval", [(2, 2), (3, 3), (4, 4), (7, 4)])
+def test_the_default_kinds_of_layers_of_a_hybrid(layers, interval):
+    config = read({**HYBRID, "num_hidden_layers": layers})
+    assert config.full_attention_interval == interval
+    kinds = registry.mapping_of(config).config_json(config)["layer_types"]
+    assert kinds == OlmoHybridConfig(**{**SMALL_HYBRID, "num_hidden_layers": layers}).layer_types
+
+
+def test_sections_of_rotary_positions_have_no_effect_on_text():
+    """The rotation of Qwen 3.5 is that of its frequencies alone, whatever the sections are."""
+    parameters = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    plain = read({**QWEN35, "rope_parameters": parameters})
+    positions, x = torch.arange(9)[None, None].expand(3, 1, 9), torch.zeros(1)
+    for sections in ([11, 11, 10], [2, 1, 1], [0, 5, 3]):
+        parameters |= {"mrope_section": sections, "mrope_interleaved": True}
+        assert read({**QWEN35, "rope_parameters": dict(parameters)}) == plain
+        rotary = Qwen3_5TextRotaryEmbedding(Qwen3_5TextConfig(head_dim=16, rope_parameters=dict(parameters)))
+        cos, _ = rotary(x, positions)
+        angles = torch.arange(9)[:, None] * 100.0 ** -(torch.arange(0, 8, 2) / 8)
+        torch.testing.assert_close(cos[0], torch.cat([angles, angles], dim=1).cos())
 
 
 def test_rotary_bases_of_olmo_3():

@@ -20,10 +20,14 @@ YARN = {**ROPE_SCALED, "rope_scaling": "yarn", "rope_original_positions": 16, "r
 #: YaRN from ten positions.
 YARN_10 = dict(rope_scaling="yarn", rope_factor=4.0, rope_original_positions=10)
 
-#: A small Qwen3-Next.
-NEXT = dict(
-    linear_key_heads=2, linear_value_heads=4, linear_key_dim=12, linear_value_dim=10, expert_ffn_hidden=20, shared_ffn_hidden=24
-) | dict(kv_heads=2, head_width=16)
+#: Small linear attention beside full attention (Qwen 3.5), with experts, and with experts of Qwen3-Next.
+LINEAR = dict(linear_key_heads=2, linear_value_heads=4, linear_key_dim=12, linear_value_dim=10, kv_heads=2, head_width=16)
+LINEAR_EXPERTS = {**LINEAR, "ffn_hidden": 20, "shared_ffn_hidden": 24}
+NEXT = {**LINEAR, "expert_ffn_hidden": 20, "shared_ffn_hidden": 24}
+LINEAR_TRAINED = (
+    *("model.full_attention_interval=2", "model.linear_key_heads=2", "model.linear_value_heads=4"),
+    *("model.linear_key_dim=6", "model.linear_value_dim=10"),
+)
 #: Small Mamba-2 layers.
 MAMBA = dict(mamba_heads=4, mamba_head_dim=10, mamba_groups=2, mamba_state=12, head_width=16)
 #: A small hybrid of Mamba-2 and attention.
@@ -512,6 +516,26 @@ FAMILIES: dict[str, Cases] = {
             )
         },
     ),
+    "olmo_hybrid": Cases(
+        tiny="olmo-hybrid-tiny",
+        large="olmo-hybrid-7b",
+        released={"olmo-hybrid-7b": 7_430_870_688},  # computed from config.json
+        variants={
+            "plain": {**LINEAR, "layers": 4, "rope_theta": 1e3},
+            "no positions": LINEAR
+            | dict(layers=5, full_attention_interval=2, linear_value_heads=2, linear_kernel=3, kv_heads=4, head_width=None)
+            | dict(rotary=False, negative_eigenvalues=False, tie_embeddings=True),
+            "yarn": {**LINEAR, **YARN, "full_attention_interval": 2},
+            "last": {**LINEAR, "layers": 3, "full_attention_interval": 3, "linear_value_heads": 6},
+        },
+        numerics={
+            # with WIDE_STD, rounding changes gradients of decays by 2e-4
+            "olmo_hybrid": model("olmo-hybrid-tiny", "model.kv_heads=4", "model.rope_theta=100", HIGHER_EPS, rows=SOME + CONTEXT)
+        },
+        trained=("model.kv_heads=4", *LINEAR_TRAINED),
+        # Norms over the width of all heads, and negative eigenvalues in the maps that ranks exchange.
+        layouts=("tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ulysses zero_stage=3"),
+    ),
     "olmoe": Cases(
         tiny="olmoe-tiny",
         large="olmoe-1b-7b",
@@ -559,6 +583,41 @@ FAMILIES: dict[str, Cases] = {
             "window": {"kv_heads": 1, "head_width": 16, "window": 6, "tie_embeddings": True},
         },
         numerics={"phi3": model("phi3-tiny", "model.kv_heads=4", "model.window=6")},
+    ),
+    "qwen3_5": Cases(
+        tiny="qwen3.5-tiny",
+        large="qwen3.5-9b",
+        released={
+            # the language model, without the MTP module: computed from config.json
+            "qwen3.5-9b": 8_953_803_264,
+            "qwen3.5-27b": 26_895_998_464,
+        },
+        variants={
+            "plain": {**LINEAR, "layers": 4},
+            "every second": LINEAR
+            | dict(layers=5, full_attention_interval=2, linear_value_heads=2, linear_kernel=3, tie_embeddings=True, head_width=24),
+            "yarn": {**LINEAR, **YARN, "partial_rotary_factor": 0.5, "full_attention_interval": 2},
+            "last": {**LINEAR, "layers": 3, "full_attention_interval": 3, "linear_value_heads": 6},
+        },
+        numerics={"qwen3_5": model("qwen3.5-tiny", "model.kv_heads=4", "model.head_width=8", WIDE_STD, HIGHER_EPS, rows=SOME + CONTEXT)},
+        trained=("model.kv_heads=4", "model.head_width=8", *LINEAR_TRAINED),
+        # States, convolutions and documents continue on other ranks and stages.
+        layouts=("tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring tensor=2 zero_stage=3"),
+    ),
+    "qwen3_5_moe": Cases(
+        tiny="qwen3.5-moe-tiny",
+        released={"qwen3.5-35b-a3b": 34_660_610_688},
+        variants={
+            "plain": {**LINEAR_EXPERTS, "layers": 4, "experts": 8, "top_k": 3},
+            "every second": LINEAR_EXPERTS
+            | dict(layers=5, full_attention_interval=2, linear_value_heads=2, linear_kernel=3, experts=6, top_k=2, tie_embeddings=True),
+            "scaled": LINEAR_EXPERTS | dict(rope_scaling="linear", rope_factor=4.0, full_attention_interval=2, experts=4, top_k=4),
+        },
+        numerics={
+            "qwen3_5_moe": model(
+                "qwen3.5-moe-tiny", "model.kv_heads=4", "model.head_width=8", ONE, WIDE_STD, HIGHER_EPS, rows=SOME + CONTEXT[:1] + EXPERT
+            )
+        },
     ),
     "qwen3_moe": Cases(
         tiny="qwen3-moe-tiny",
@@ -670,7 +729,7 @@ FAMILIES: dict[str, Cases] = {
 }
 
 #: Tolerance of the absolute difference of two logits. fp32 sums differ in their order; some families have more of them.
-TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4, "qwen3_next": 1e-4}
+TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4, "qwen3_next": 1e-4, "qwen3_5": 1e-4, "qwen3_5_moe": 1e-4, "olmo_hybrid": 1e-4}
 DEFAULT_TOLERANCE = 1e-5
 
 MUON = "optimizer.name=muon"
