@@ -171,6 +171,9 @@ def _heads(config: RunConfig, layout: Layout, pieces: dict[str, dict[tuple[int, 
         if ".query.weight" not in name or keys is None:
             continue
         shared, width = model.heads // model.kv_heads, model.head_dim
+        if hasattr(model, "heads_of"):
+            kv_heads, width = model.heads_of(int(name.split(".")[1]))
+            shared = model.heads // kv_heads
         if getattr(model, "linear_key_heads", 0) and not model.is_full(int(name.split(".")[1])):
             shared, width = 1, model.linear_key_dim  # linear attention has as many heads of queries as of keys
         for tensor in range(layout.tensor):

@@ -190,6 +190,8 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
         if len(found) < len(pattern):
             sizes["model.layer_pattern"] = found
         kinds = len(found)
+    if shared := getattr(model, "kv_shared_layers", 0):
+        kinds *= 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
     per_stage = max(1, min(BLOCKS * kinds, wanted // before.stage_count))
     if planned.precision.fp8 != "none":  # at least two blocks between those whose products stay bf16
@@ -200,6 +202,8 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
         uneven = _few_of_stages(planned.parallel.layers_per_stage, stages)
         sizes["parallel.layers_per_stage"], layers = uneven, sum(uneven)
     layers = sizes["model.layers"] = min(wanted, layers)
+    if shared:
+        sizes["model.kv_shared_layers"] = min(shared, layers // 2)
     if dense := getattr(model, "dense_layers", 0):
         sizes["model.dense_layers"] = layers if dense == wanted else min(dense, BLOCKS, layers - 1)
     if blocks := getattr(model, "dense_blocks", []):

@@ -44,6 +44,8 @@ def _heads(small: RunConfig, planned: RunConfig) -> RunConfig:
     sizes = {"model.heads": kv_heads * shared}
     if _has(wanted, "kv_heads"):
         sizes["model.kv_heads"] = kv_heads
+    if (of_global := getattr(wanted, "global_kv_heads", None)) is not None:
+        sizes["model.global_kv_heads"] = kv_heads if of_global >= wanted.kv_heads else max(kv_heads // 2, splits(small))
     return knobs.changed(small, sizes)
 
 
@@ -68,6 +70,9 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
         sizes["model.mup_base_width"] = max(1, round(base * hidden / wanted.hidden))
     if (share := getattr(model, "partial_rotary_factor", None)) is not None:  # of an even number of dims
         sizes["model.partial_rotary_factor"] = max(2, int(head_width * share) // 2 * 2) / head_width
+    if _has(model, "global_head_width"):
+        sizes["model.global_head_width"] = head_width * (2 if model.global_head_width > wanted.head_dim else 1)
+        sizes["model.layer_input_width"] = min(model.layer_input_width, head_width)
     if getattr(model, "embed_width", None) is not None:
         sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""

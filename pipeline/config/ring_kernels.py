@@ -33,8 +33,9 @@ def causes(config: RunConfig) -> Iterator[str]:
         yield f"model.attn_logit_softcapping={softcap:g}"
     if config.precision.dtype == "fp32":
         yield "precision.dtype=fp32"
-    if model.head_dim % 8 or model.head_dim > 256 or getattr(model, "v_head_dim", 0) > model.head_dim:
-        yield f"heads of {model.head_dim} columns"
+    for width in sorted({model.head_dim, getattr(model, "global_head_width", model.head_dim)}):
+        if width % 8 or width > 256 or getattr(model, "v_head_dim", 0) > width:
+            yield f"heads of {width} columns"
 
 
 def notice(config: RunConfig) -> str:
@@ -50,7 +51,8 @@ def _faster(config: RunConfig, found: list[str]) -> str:
     """Return the nearest setting with a fused kernel: Ulysses with as many ranks, or with fewer, so that each has whole heads."""
     parallel, model = config.parallel, config.model
     sizes = [size for size in range(parallel.context, 1, -1) if parallel.context % size == 0]
-    whole = [size for size in sizes if model.heads % (parallel.tensor * size) == 0 == model.kv_heads % (parallel.tensor * size)]
+    heads = {model.heads, model.kv_heads, getattr(model, "global_kv_heads", None) or model.kv_heads}
+    whole = [size for size in sizes if not any(count % (parallel.tensor * size) for count in heads)]
     if not whole:
         return f"remove {' and '.join(found)}, or set parallel.context=1"
     fewer = f" and parallel.context={whole[0]}, which divides model.kv_heads={model.kv_heads}" if whole[0] < parallel.context else ""

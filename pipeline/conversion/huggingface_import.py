@@ -249,7 +249,7 @@ class ImportedWeights:
             if copy in self._names:
                 self._stored.setdefault(name, copy)
         mapping = registry.mapping_of(config)
-        self._unused, self._zeros = (*UNUSED, *mapping.ignored_weights), mapping.zero_weights
+        self._unused, self._zeros = (*UNUSED, *mapping.ignored_weights, *mapping.left_over_weights(config)), mapping.zero_weights
         self._computed = mapping.computed_weights
         self._entries_of: dict[str, list[StockTensor]] = {name: [] for name in self._shapes}
         for entry in self._entries:

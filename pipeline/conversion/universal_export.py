@@ -41,6 +41,11 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
     if config.objective != "causal" or any(entry.expert is not None or entry.stacked for entry in registry.stock_tensors(config)[0]):
         rule = f"is supported for dense decoders; model.family={config.family} is another model"
         raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
+    with torch.device("meta"):
+        fixed = [name for name, weight in registry.build(config).named_parameters() if not weight.requires_grad]
+    if fixed:
+        rule = f"has the moments of all weights, and {fixed[0]} of model.family={config.family} is not trained"
+        raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
     if adapter_of(weights.checkpoint) is not None:
         rule = f"has the moments of all weights, and {weights.path} those of adapters"
         raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the merged weights")

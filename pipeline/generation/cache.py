@@ -47,6 +47,7 @@ class KeyValueCache:
         self.layers: list[CachedAttention] = []
         self.recurrent: list[CachedMixing] = []
         self.tables: dict[int | None, PageTable] = {}
+        sources: dict[int | None, CachedAttention] = {}
         for block in blocks:
             attention = block.attention
             if attention is None:
@@ -64,6 +65,10 @@ class KeyValueCache:
             attention.core = layer  # type: ignore[assignment] # a Core
             if latent:
                 attention.absorb = True  # type: ignore[assignment] # an attribute, not a module
+            if getattr(attention, "reuses_keys", False):
+                layer.source = sources[window]
+                continue
+            sources[window] = layer
             self.layers.append(layer)
             self.tables.setdefault(limit, PageTable(rows, limit)).pools.append(layer)
 
@@ -166,16 +171,21 @@ class CachedAttention:
     Attributes:
         keys, values: (pages, PAGE, heads, width), None before the first pass.
         token_bytes: size of a slot.
+        source: the layer whose keys and values this one attends to (layers/shared_keys.py); itself for most layers.
+        joined: number of a group -> its keys and values before the present pass, where the pass overwrites them.
     """
 
     def __init__(self, cache: KeyValueCache, limit: int | None, core: Core, attention: nn.Module) -> None:
         self.cache, self.limit, self.core = cache, limit, core
         self.shared = isinstance(attention, LatentAttention)
         # Weights of this tensor rank: a latent is the same on all of them.
-        sources = (attention.key_value_down,) if isinstance(attention, LatentAttention) else (attention.key, attention.value)
-        self.token_bytes = sum(source.weight.shape[0] * source.weight.element_size() for source in sources)  # type: ignore[union-attr,operator,index,misc] # linear layers
+        key = attention.key_value_down if self.shared else attention.key
+        stored = [] if key is None else [key] if self.shared else [key, key if attention.value is None else attention.value]
+        self.token_bytes = sum(layer.weight.shape[0] * layer.weight.element_size() for layer in stored)  # type: ignore[union-attr,operator,index,misc] # linear layers
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
+        self.source = self
+        self.joined: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(
         self,
@@ -191,15 +201,9 @@ class CachedAttention:
         """See Core; k and v are those of the new tokens, (1, kv_heads, tokens, width)."""
         step = self.cache.step
         assert step is not None
-        if self.keys is None:
-            pages = self.cache.tables[self.limit].size
-            self.keys = k.new_zeros(pages, PAGE, k.shape[1], k.shape[3])
-            self.values = None if self.shared else v.new_zeros(pages, PAGE, v.shape[1], v.shape[3])
-        # New tokens overwrite the oldest ones of a ring: if there are many, the first of them still attend to those.
-        joined = {index: self._stored(index, group.before) for index, group in enumerate(step.groups) if self._joins(group)}
-        self._store(step, self.keys, k)
-        if self.values is not None:
-            self._store(step, self.values, v)
+        if self.source is self:
+            self._store_all(step, k, v)
+        joined = self.source.joined
         outputs = []
         for index, group in enumerate(step.groups):
             new_q, new_k, new_v = group.split(q), group.split(k), group.split(v)
@@ -210,11 +214,23 @@ class CachedAttention:
                 if index in joined:
                     keys, values = (torch.cat(pair, dim=2) for pair in zip(joined[index], (new_k, new_v), strict=True))
                 else:
-                    keys, values = self._stored(index, group.longest)
+                    keys, values = self.source._stored(index, group.longest)
                 over = group.mask(self.limit, mask, self.cache.bias, joined=index in joined)
                 output = attend(new_q, keys, values[..., : v.shape[3]], over, window=window, scale=scale, sinks=sinks)
             outputs.append(group.join(output))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _store_all(self, step: Pass, k: Tensor, v: Tensor) -> None:
+        """Store the keys and values of the new tokens."""
+        if self.keys is None:
+            pages = self.cache.tables[self.limit].size
+            self.keys = k.new_zeros(pages, PAGE, k.shape[1], k.shape[3])
+            self.values = None if self.shared else v.new_zeros(pages, PAGE, v.shape[1], v.shape[3])
+        # New tokens overwrite the oldest ones of a ring: if there are many, the first of them still attend to those.
+        self.joined = {index: self._stored(index, group.before) for index, group in enumerate(step.groups) if self._joins(group)}
+        self._store(step, self.keys, k)
+        if self.values is not None:
+            self._store(step, self.values, v)
 
     def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
         """See Pool."""

@@ -17,6 +17,8 @@ from pipeline.layers.rotary import RotaryTables, rotate
 
 #: Which rotary tables a layer uses: those of the model, those of its local layers (Gemma 3), or none (NoPE).
 Rope = Literal["global", "local", "none"]
+#: Keys (batch, kv_heads, keys, head_dim) and values (batch, kv_heads, keys, value_dim).
+KeysValues = tuple[Tensor, Tensor]
 
 
 class Core(Protocol):
@@ -123,19 +125,23 @@ def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Inputs of a block other than its activations; the same for all blocks of a forward pass.
+    """Inputs of a block other than its activations; the first four are the same for all blocks of a forward pass.
 
     Attributes:
         mask: mask of self-attention.
         rotary: cosine and sine tables of rotary position embeddings, None for families without them.
         local_rotary: the same for layers with rope="local", None for families without such layers.
         cross: mask of cross-attention.
+        layer_input: (batch, sequence, width), see layers/layer_inputs.py; None for a block without it.
+        keys_values: of the layer whose keys and values a block uses (layers/shared_keys.py), None for a block with its own.
     """
 
     mask: Mask = field(default_factory=Mask)
     rotary: RotaryTables | None = None
     local_rotary: RotaryTables | None = None
     cross: Mask = field(default_factory=lambda: Mask(causal=False))
+    layer_input: Tensor | None = None
+    keys_values: KeysValues | None = None
 
 
 class Attention(nn.Module):

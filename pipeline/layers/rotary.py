@@ -20,11 +20,14 @@ class Rotary(ComputedBuffers):
         max_positions: number of positions.
         theta: base of the wavelengths 2 pi theta^(2i / head_dim).
         scaling: scaling of the frequencies, None for none.
+        pairs: number of pairs that are rotated, the first ones; the frequency of the others is zero (Gemma 4). All when None.
     """
 
-    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None) -> None:
+    def __init__(
+        self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None = None, *, pairs: int | None = None
+    ) -> None:
         super().__init__()
-        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
+        self.head_dim, self.theta, self.scaling, self.pairs = head_dim, theta, scaling or RopeScaling(), pairs
         for name in ("cos", "sin"):
             self.register_buffer(name, torch.empty(max_positions, head_dim, dtype=torch.float32), persistent=False)
         self.cos: Tensor
@@ -34,7 +37,10 @@ class Rotary(ComputedBuffers):
     def compute_buffers(self, device: torch.device) -> None:
         """See ComputedBuffers."""
         positions = torch.arange(self.cos.shape[0], dtype=torch.float32, device="cpu")
-        angles = torch.outer(positions, frequencies(self.head_dim, self.theta, self.scaling))
+        per_position = frequencies(self.head_dim, self.theta, self.scaling)
+        if self.pairs is not None:
+            per_position[self.pairs :] = 0
+        angles = torch.outer(positions, per_position)
         cos, sin = angles.cos() * self.scaling.attention_scaling, angles.sin() * self.scaling.attention_scaling
         self.cos = cos.repeat(1, 2).to(device)
         self.sin = torch.cat((-sin, sin), dim=1).to(device)

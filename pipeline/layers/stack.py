@@ -203,9 +203,13 @@ class Stack(nn.Module):
             prepare_layer(block.attention, context.mask, shape, x.device)
         if self.embed is not None:
             x = self.embed(x, batch.get("positions"), batch.get("segments"))
+        return self.run_blocks(x, context), context
+
+    def run_blocks(self, x: Tensor, context: AttentionContext) -> Tensor:
+        """Return the output of the last block."""
         for block in self.blocks.values():
             x = block(x, context)
-        return x, context
+        return x
 
     def attention_context(self, batch: Batch) -> AttentionContext:
         """Return the context of all blocks: mask and rotary tables."""

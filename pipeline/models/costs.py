@@ -16,7 +16,7 @@ from pipeline.models.config import ModelConfig
 from pipeline.models.vectors import is_matrix
 
 #: Embedding tables: lookups, not matrix products.
-LOOKED_UP = ("embed.tokens.", "embed.positions.", "embed.segments.")
+LOOKED_UP = ("embed.tokens.", "embed.positions.", "embed.segments.", "embed.layer_inputs.embed.")
 #: Weights that are applied once per sequence, not per token: BERT's pooler and next-sentence head.
 ONCE = ("head.sentence.",)
 
@@ -96,5 +96,5 @@ def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int, *,
     if isinstance(layer, Attention):
         window = layer.window or sequence_length
         # Not causal, a window has as many tokens on the other side of the query.
-        return min(sequence_length, window if causal else 2 * window - 1) * config.heads * 2 * config.head_dim
+        return min(sequence_length, window if causal else 2 * window - 1) * config.heads * 2 * layer.head_dim
     return 0

@@ -36,7 +36,8 @@ def decoder(
     attention: Callable[[int], Mapping[str, Any] | nn.Module | None] = lambda _: {},
     mlp: Callable[[int], nn.Module | None] | None = None,
     block: Arguments = lambda _: {},
-    embed: Mapping[str, Any] | None = None,
+    block_class: type[Block] = Block,
+    embed: Mapping[str, Any] | Embedding | None = None,
     head: Mapping[str, Any] | nn.Module | None = None,
     final_norm: bool = True,
     stack: type[Stack] = Stack,
@@ -55,7 +56,8 @@ def decoder(
         attention: layer -> arguments of its Attention, without biases by default; or another module; None for none.
         mlp: layer -> its feed-forward, None for none; the gated one with SiLU for all when None.
         block: layer -> further arguments of its Block.
-        embed, head: further arguments of Embedding and OutputHead; or another head.
+        block_class: class of the blocks.
+        embed, head: further arguments of Embedding and OutputHead; or other modules.
         final_norm: whether there is a norm before the head.
         stack: class of the model.
         further: arguments of the stack.
@@ -88,16 +90,16 @@ def decoder(
             "mlp": feed_forward,
             "post_mlp_norm": norm_at("after", feed_forward),
         }
-        return Block(**{**modules, **block(layer)})
+        return block_class(**{**modules, **block(layer)})
 
-    if hasattr(config, "rope_theta"):
+    if hasattr(config, "rope_theta") and "rotary" not in further:
         scaling = RopeScaling(**rope.scaling(config)) if isinstance(config, rope.RopeConfig) else None
         dims = rotated_dims(config.head_dim, getattr(config, "partial_rotary_factor", 1.0))
         further = {"rotary": Rotary(dims, config.max_positions, config.rope_theta, scaling), **further}
     if hasattr(config, "rope_local_theta"):
         further = {"local_rotary": Rotary(config.head_dim, config.max_positions, config.rope_local_theta), **further}
     model = stack(
-        embed=Embedding(config.vocab_size, config.hidden, **(embed or {})),
+        embed=embed if isinstance(embed, Embedding) else Embedding(config.vocab_size, config.hidden, **(embed or {})),
         blocks=[block_of(layer) for layer in range(config.layers)],
         norm=norm_of(config.hidden) if final_norm else None,
         head=head if isinstance(head, nn.Module) else OutputHead(config.vocab_size, config.hidden, **(head or {})),

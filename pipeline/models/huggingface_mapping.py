@@ -86,6 +86,7 @@ class HuggingFaceMapping:
         separate_weights: our configuration -> patterns (fnmatch) of tensors that the class does not expect; they are exported to files of
             their own (mtp.safetensors), which the class does not read.
         ignored_weights: patterns (fnmatch) of tensors that files may contain and the class does not use.
+        left_over_weights: our configuration -> the same, of tensors that the class uses in other layers.
         mxfp4: whether files may hold stacks of matrices in MXFP4 (conversion/stock_weights.py).
         renamed: (regular expression, replacement) for weights whose names in files differ from those of the class.
         wrappers: classes whose model contains that of this one.
@@ -111,6 +112,7 @@ class HuggingFaceMapping:
     from_weights: Callable[[Any, StoredTensors], Any] = lambda config, _: config
     separate_weights: Callable[[Any], tuple[str, ...]] = lambda _: ()
     ignored_weights: tuple[str, ...] = ()
+    left_over_weights: Callable[[Any], tuple[str, ...]] = lambda _: ()
     mxfp4: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     wrappers: tuple[Wrapper, ...] = ()

@@ -60,6 +60,7 @@ _ENDS: dict[str, tuple[str, ...]] = {
     "row": ("output.weight", "down.weight"),
     "replicate": (
         *("output.bias", "down.bias", "positions.weight", "segments.weight", "project.weight", "shared_gate.weight", "router.bias"),
+        *("layer_input.gate.weight", "blocks.layer_scalar"),
         *(f"{name}.{kind}" for name in ("norm", "attention_norm", "cross_norm", "mlp_norm", "dense") for kind in ("weight", "bias")),
         *(f"{name}.weight" for name in ("post_attention_norm", "post_mlp_norm", "token_norm", "hidden_norm", "final_norm", "output_norm")),
     ),

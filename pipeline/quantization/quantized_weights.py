@@ -41,6 +41,9 @@ def check_model(config: ModelConfig, scheme: Scheme, kind: str) -> None:
     if getattr(config, "experts", 0):
         rule = f"is not supported for MoE models (model.family={config.family}): stock transformers stacks the experts of a layer"
         raise UserError.of("stage.quantize", kind, rule, fix)
+    if read := getattr(config, "beside_hidden_states", ""):
+        rule = f"computes one block after the other from its input, and blocks of model.family={config.family} also read {read}"
+        raise UserError.of("stage.quantize", kind, rule, fix)
     if any(row.transposed for row in quantized_rows(config)):
         rule = f"is not supported for model.family={config.family}: its stock class has Conv1D in place of linear layers"
         raise UserError.of("stage.quantize", kind, rule, fix)

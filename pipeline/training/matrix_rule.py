@@ -19,20 +19,9 @@ from pipeline.parallel.pieces import Piece
 #: Names of the hidden matrices within a block, of all families. Queries, keys and values are separate weights, and so are gates and up
 #: projections: none is fused. Of multi-head latent attention, each projection is a matrix, as in Moonlight (Liu et al. 2025).
 _IN_BLOCKS = (
-    *(
-        "query",
-        "key",
-        "group_query",
-        "group_key",
-        "value",
-        "attention.gate",
-        "output",
-        "query_down",
-        "query_up",
-        "key_value_down",
-        "key_value_up",
-    ),
-    *("mlp.gate", "mlp.up", "mlp.down", "mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
+    *("query", "key", "group_query", "group_key", "value", "attention.gate", "output", "query_down", "query_up", "key_value_down"),
+    *("key_value_up", "mlp.gate", "mlp.up", "mlp.down", "mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
+    *("layer_input.gate", "layer_input.project"),
 )
 _BLOCKS = ("blocks.*", "head.depths.*")
 #: Patterns of the names of matrices that Muon updates. Experts are a stack: a matrix for each.

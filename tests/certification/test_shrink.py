@@ -60,6 +60,8 @@ MODELS = (
         "minitron-8b",
         "gemma3-1b",
         "gemma3-270m",
+        "gemma4-e2b",
+        "gemma4-31b",
         "olmo2-32b",
         "olmo3-32b",
         "granite3-8b",
@@ -103,6 +105,7 @@ SIZES = {
     *("local_attention", "global_attn_every_n_layers"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_layers"),
     *("experts", "shared_experts", "top_k", "groups", "topk_group"),
+    *("global_head_width", "global_kv_heads", "kv_shared_layers", "layer_input_width"),
 }
 STEPS = 6
 

@@ -10,6 +10,8 @@ ZBV = ("parallel.schedule=zbv", "parallel.pipeline=2", "training.micro_batch_siz
 WSD = ("optimizer.schedule=wsd",)
 STAGE = "{until_step: 10, value: 30}"
 QWEN3_NEXT = "model=qwen3-next-tiny"
+GEMMA4 = "model=gemma4-tiny"
+GEMMA4_KEYS = (GEMMA4, "model.attention_k_eq_v=true", "model.global_kv_heads=2")
 DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
 
 
@@ -61,6 +63,28 @@ DEEPSEEK = ("model=deepseek-tiny", "model.layers=8", "model.dense_layers=0")
         ((QWEN3_NEXT, "model.linear_value_heads=6"), "model.linear_value_heads=6: must be a multiple of model.linear_key_heads=4"),
         ((QWEN3_NEXT, "model.partial_rotary_factor=0.1"), "model.partial_rotary_factor=0.1: rotates 3 of the 32 dims of a head"),
         ((QWEN3_NEXT,), None),
+        ((GEMMA4, "parallel.pipeline=2"), "parallel.pipeline=2: has stages that exchange hidden states, and blocks of model.family=gemma4"),
+        ((GEMMA4, "parallel.pipeline=2", "model.layer_input_width=0"), "also read keys of earlier layers (model.kv_shared_layers=2)"),
+        ((GEMMA4, "parallel.pipeline=2", "model.layer_input_width=0", "model.kv_shared_layers=0"), None),
+        (
+            (GEMMA4, "training.activation_checkpointing=selective", "training.activation_budget=99"),
+            "training.activation_budget=99.0: is chosen for each block alone",
+        ),
+        ((GEMMA4, "model.global_kv_heads=2"), "requires model.attention_k_eq_v=true"),
+        ((*GEMMA4_KEYS, "model.global_kv_heads=3"), "model.global_kv_heads=3: must divide model.heads=8"),
+        ((*GEMMA4_KEYS, "parallel.tensor=4"), "parallel.tensor=4: must divide model.global_kv_heads=2"),
+        (
+            (*GEMMA4_KEYS, "parallel.context=4", "parallel.context_kind=ulysses"),
+            "parallel.context=4: must divide model.global_kv_heads=2",
+        ),
+        ((*GEMMA4_KEYS, "optimizer.name=muon", "optimizer.muon_per_head=true"), "is not supported with model.global_kv_heads=2"),
+        ((GEMMA4, "optimizer.name=muon", "optimizer.muon_per_head=true"), None),
+        ((GEMMA4, "model.kv_shared_layers=3"), "model.kv_shared_layers=3: leaves no layer with keys and values of its own"),
+        ((GEMMA4, "model.kv_shared_layers=4"), "model.kv_shared_layers=4: leaves no layer with keys and values of its own"),
+        ((GEMMA4, "model.kv_shared_layers=4", "model.sliding_window_pattern=1"), "leaves no layer with keys and values of its own"),
+        ((GEMMA4, "model.global_head_width=33"), "model.global_head_width=33: is odd"),
+        ((GEMMA4, "model.rope_scaling=yarn"), "model.rope_scaling=yarn: is not supported by model.family=gemma4"),
+        ((GEMMA4, "optimizer.qk_clip=9"), "optimizer.qk_clip=9.0: has no effect on model.family=gemma4"),
         (("training.dpo_beta=0.2",), "training.dpo_beta=0.2: has no effect with the objective causal"),
         (("++lora.rank_pattern={a:2}",), "lora.rank_pattern={'a': 2}: has no effect with lora.rank=0"),
         (("++lora.alpha_pattern={a:2}",), "lora.alpha_pattern={'a': 2.0}: has no effect with lora.rank=0"),

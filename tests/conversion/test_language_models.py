@@ -11,11 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
 from pipeline.common.errors import UserError
 from pipeline.conversion.imported import folder_of
 from pipeline.conversion.original import read_original
-from pipeline.models import config_classes, registry
+from pipeline.models import config_classes, config_json, registry
 from tests.conversion.test_deepspeed_import import imported
 from tools.audit.small_models import randomize
 
@@ -267,3 +268,80 @@ def refuse(source: Path, content: dict[str, Any], message: str, folder: Path) ->
     (folder / "model.safetensors").symlink_to(source / "model.safetensors")
     with pytest.raises(UserError, match=re.escape(message)):
         imported(folder, folder / "run", "model=gpt-tiny")
+
+
+GEMMA4 = {
+    "text_config": {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "global_head_dim": 24,
+        "vocab_size": 300,
+        "vocab_size_per_layer_input": 300,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "max_position_embeddings": 64,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "final_logit_softcapping": 30.0,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    | {"num_hidden_layers": 1, "position_embedding_size": 64},
+    "audio_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [8, 4]},
+}
+
+
+def test_gemma_4_with_tensors_that_its_layers_do_not_use(tmp_path, caplog):
+    """The released files have keys and values of the layers that use those of others, and factors of the blocks other than one."""
+    caplog.set_level("INFO", "pipeline")
+    torch.manual_seed(0)
+    model = randomize(Gemma4ForConditionalGeneration(Gemma4Config(**GEMMA4)))
+    for number, block in enumerate(model.model.language_model.layers):
+        block.layer_scalar.fill_(0.7 + number / 10)
+    folder = tmp_path / "source"
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    layer = "model.language_model.layers.{}.self_attn.{}.weight"
+    unused = {layer.format(number, name): torch.ones(3) for number in (2, 3) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file(tensors | unused, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = imported(folder, tmp_path / "run", "model=gpt-tiny")
+    assert re.search(
+        r" \d+ of model\.audio_tower, \d+ of model\.embed_audio, \d+ of model\.embed_vision, \d+ of model\.vision_tower", caplog.text
+    )
+    ours = registry.build(ours_config(checkpoint))
+    tokens = torch.randint(5, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(checkpoint.tensor(name))
+        torch.testing.assert_close(ours.eval()(tokens), model(input_ids=tokens).logits, rtol=1e-5, atol=1e-5)
+    save_file(tensors | {layer.format(1, "v_norm"): torch.ones(3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.1\.self_attn\.v_norm\.weight \[3\] is not a weight of the model"):
+        imported(folder, tmp_path / "other", "model=gpt-tiny")
+
+
+GEMMA4_REFUSED = [
+    ({"enable_moe_block": True}, "enable_moe_block=True: is not supported by this family; only False is supported"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention=all: is not supported by this family"),
+    ({"vocab_size_per_layer_input": 200}, "vocab_size_per_layer_input=200: is not supported other than vocab_size=300"),
+    ({"rope_parameters": {"full_attention": {}, "sliding_attention": {}}}, "must have rope_type=default and rope_theta"),
+    ({"per_layer_config": {"0": {"head_dim": 24}}}, "must have head_dim and num_key_value_heads of the layers with full_attention"),
+    ({"per_layer_config": {"1": {"head_dim": 24}}}, "must have head_dim and num_key_value_heads of the layers with full_attention"),
+    ({"per_layer_config": {"1": {"sliding_window": 2}, "3": {"sliding_window": 2}}}, "must have head_dim and num_key_value_heads"),
+    ({"num_kv_shared_layers": 3}, "model.kv_shared_layers=3: leaves no layer with keys and values of its own"),
+    ({"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]}, "at a fixed interval"),
+    ({"attention_bias": True}, "attention_bias=True: is not supported"),
+]
+
+
+@pytest.mark.parametrize("changes, message", GEMMA4_REFUSED, ids=[message for _, message in GEMMA4_REFUSED])
+def test_what_gemma_4_cannot_have_is_refused(changes, message):
+    content = {"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **GEMMA4["text_config"]}
+    family, mapping = registry.find_mapping(content)
+    assert config_json.read(mapping, family.config, content).kv_shared_layers == 2
+    with pytest.raises(UserError, match=re.escape(message)):
+        config_json.read(mapping, family.config, {**content, **changes})

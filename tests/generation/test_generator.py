@@ -22,8 +22,8 @@ from tests.models.small_decoders import CONFIGS, OTHERS
 DECODERS = (
     *("apertus", "bloom-six-heads", "deepseek-yarn", "gemma3", "gpt", "gpt1", "llama-grouped", "mistral", "mixtral", "olmo2", "opt"),
     *("opt-projected", "qwen2.5", "qwen3", "smollm3", "granite", "olmo3", "olmoe", "phi3", "qwen3-moe", "gpt-neox"),
-    *("gemma2", "nemotron", "nemotron-h", "nemotron-h-dense", "granite-hybrid", "glm4-moe", "qwen3-next", "qwen3.5-moe", "gpt-oss"),
-    *OTHERS,
+    *("gemma2", "gemma4", "gemma4-keys", "nemotron", "nemotron-h", "nemotron-h-dense", "granite-hybrid", "glm4-moe", "qwen3-next"),
+    *("qwen3.5-moe", "gpt-oss", *OTHERS),
 )
 
 
@@ -128,7 +128,21 @@ def test_storage_of_a_token_is_key_heads_a_ring_or_a_latent(pair):
     }
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3", "qwen3-next", "nemotron-h"])
+def test_keys_and_values_that_layers_share_are_stored_once(pair):
+    """Three of six layers store keys and values of two heads: two in two pages of a ring, 16 columns, and one in three pages, 24."""
+    config, model, _ = pair("gemma4")
+    runner = Runner(model, POSITIONS)
+    promised = runner.bytes_of(20)
+    runner.start(1)
+    runner.prefill([0], prompts(config.vocab_size, 20))
+    assert len(runner.cache.layers) == 3
+    assert runner.cache.allocated == promised == 4 * PAGE * 2 * 2 * (2 * 2 * 16 + 3 * 24)
+    runner.detach()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-grouped", "mistral", "deepseek-yarn", "bloom-six-heads", "gemma3", "gemma4", "qwen3-next", "nemotron-h"]
+)
 def test_parts_of_prompts_beside_other_tokens_change_nothing(name, pair, monkeypatch):
     """Prompts are read five tokens at a time: rings overflow within a part, and rows that decode go on beside them."""
     config, model, _ = pair(name)

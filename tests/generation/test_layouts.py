@@ -21,7 +21,7 @@ T5 = T5Config(hidden=48, heads=4, ffn_hidden=96, vocab_size=301, max_positions=6
 #: A vocabulary that does not divide into two pieces.
 MODELS = {
     name: replace(CONFIGS[name], max_positions=60, vocab_size=301)
-    for name in ("gpt", "mistral", "deepseek-yarn", "bloom", "olmo2", "gpt-oss")
+    for name in ("gpt", "mistral", "deepseek-yarn", "bloom", "olmo2", "gpt-oss", "gemma4")
 }
 CASES = [*((name, "tensor") for name in MODELS), *((name, "pipeline") for name in ("gpt", "mistral", "deepseek-yarn")), ("t5", "tensor")]
 SAMPLING = Sampling(temperature=0.8, seed=4)

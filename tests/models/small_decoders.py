@@ -19,6 +19,10 @@ CONFIGS = {
     "gemma2": small("gemma2", "caps", window=8, layers=3),
     # local layers with another rotary base, and linear scaling in the global layer only
     "gemma3": small("gemma3", "linear", rope_factor=4.0, heads=4, kv_heads=2, tie_embeddings=True, head_width=16, query_pre_attn_scalar=24),
+    # inputs of the layers, and layers with keys and values of earlier ones, some of them local
+    "gemma4": small("gemma4", "shared", window=8),
+    # global layers with fewer, wider heads whose values are the keys
+    "gemma4-keys": small("gemma4", "keys as values", tie_embeddings=True),
     "gpt-neox": small("gpt_neox", "parallel"),
     "gpt-neox-sequential": small("gpt_neox", "sequential"),
     # rotary positions in half of the dims, biases and norms of queries and keys

@@ -94,9 +94,9 @@ def test_an_unsupported_feature_is_reported(mapping, key, value):
 @pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
 def test_unsupported_keys_and_values_of_a_wrong_type_are_refused_together(mapping):
     key = next(iter(mapping.keys))
-    text = refused({**stock(mapping), key: "many", "per_layer_config": {"0": {}}, "layer_types": None, "unread_key": 8})
+    text = refused({**stock(mapping), key: "many", "fusion_config": {"0": {}}, "layer_types": None, "unread_key": 8})
     assert f"config.json {key}=many: must be of type int" in text
-    assert "config.json per_layer_config={'0': {}}: is read by" in text
+    assert "config.json fusion_config={'0': {}}: is read by" in text
     assert "layer_types" not in text
     assert "unread_key" not in text
 

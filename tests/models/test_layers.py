@@ -28,6 +28,8 @@ from pipeline.models.families.mistral import MistralConfig
 from pipeline.models.families.olmo2 import Olmo2Config
 from pipeline.models.families.opt import OPTConfig
 from pipeline.models.families.smollm3 import SmolLM3Config
+from tools.audit.family_cases import FAMILIES as CASES
+from tools.audit.small_models import configuration
 
 GPT = GPTConfig(layers=3, hidden=32, heads=4, ffn_hidden=64, vocab_size=96, max_positions=24)
 LLAMA = LlamaConfig(layers=3, hidden=32, heads=4, kv_heads=2, ffn_hidden=48, vocab_size=96, max_positions=24)
@@ -214,6 +216,19 @@ def test_bf16_model_is_near_the_fp32_model(config):
     exact, bf16 = model_of(config)(tokens), model_of(config).bfloat16()(tokens)
     assert bf16.dtype == torch.bfloat16
     torch.testing.assert_close(bf16.float(), exact, rtol=0.05, atol=0.01)
+
+
+def test_initial_scores_of_gemma_4_are_those_of_other_families():
+    """The class does not divide its scores by sqrt(head_dim): the norms of queries and keys do it."""
+    config = configuration("gemma4", CASES["gemma4"].variants["shared"])
+    model = registry.build(config)
+    initialize(model, config, seed=1)
+    for layer in range(3):
+        attention = model.blocks[str(layer)].attention
+        factor = (attention.query_norm.weight[0] * attention.key_norm.weight[0]).item()
+        assert factor == pytest.approx(attention.head_dim**-0.5), layer
+    assert torch.equal(model.blocks["5"].attention.query_norm.weight, model.blocks["1"].attention.query_norm.weight)
+    assert all(block.layer_scalar.item() == 1 and not block.layer_scalar.requires_grad for block in model.blocks.values())
 
 
 @FAMILIES

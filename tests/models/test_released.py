@@ -115,6 +115,41 @@ RELEASED = {
         "transformers_version": "4.57.0.dev0", "video_token_id": 248057, "vision_config": {"depth": 27, "hidden_size": 1152},
         "vision_end_token_id": 248054, "vision_start_token_id": 248053}
     """,
+    "gemma4-e2b": """
+        {"architectures": ["Gemma4ForConditionalGeneration"], "audio_config": {"model_type": "gemma4_audio"}, "audio_token_id": 258881,
+        "boa_token_id": 256000, "boi_token_id": 255999, "dtype": "bfloat16", "eoa_token_id": 258883, "eoa_token_index": 258883,
+        "eoi_token_id": 258882, "eos_token_id": [1, 106], "image_token_id": 258880, "initializer_range": 0.02, "model_type": "gemma4",
+        "text_config": {"attention_bias": false, "attention_dropout": 0.0, "attention_k_eq_v": false, "bos_token_id": 2,
+        "enable_moe_block": false, "eos_token_id": 1, "final_logit_softcapping": 30.0, "global_head_dim": 512, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1536, "hidden_size_per_layer_input": 256, "initializer_range": 0.02,
+        "intermediate_size": 6144, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+        "full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention",
+        "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention",
+        "sliding_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention",
+        "sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+        "sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "sliding_attention", "sliding_attention",
+        "full_attention"], "max_position_embeddings": 131072, "model_type": "gemma4_text", "moe_intermediate_size": null,
+        "num_attention_heads": 8, "num_experts": null, "num_global_key_value_heads": null, "num_hidden_layers": 35,
+        "num_key_value_heads": 1, "num_kv_shared_layers": 20, "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters":
+        {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}, "sliding_window": 512, "tie_word_embeddings": true,
+        "top_k_experts": null, "use_bidirectional_attention": null, "use_cache": true, "use_double_wide_mlp": true, "vocab_size": 262144,
+        "vocab_size_per_layer_input": 262144}, "tie_word_embeddings": true, "transformers_version": "5.5.0", "video_token_id": 258884,
+        "vision_config": {"model_type": "gemma4_vision"}, "vision_soft_tokens_per_image": 280}
+    """,
+    # The same keys without those with the default of the class, and with per_layer_config, which later releases write.
+    "gemma4-31b": """
+        {"architectures": ["Gemma4ForConditionalGeneration"], "audio_config": null, "model_type": "gemma4", "text_config":
+        {"attention_k_eq_v": true, "final_logit_softcapping": 30.0, "hidden_size": 5376, "hidden_size_per_layer_input": 0,
+        "intermediate_size": 21504, "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_attention_heads": 32,
+        "num_hidden_layers": 60, "num_key_value_heads": 16, "per_layer_config": {"05": {"head_dim": 512, "num_key_value_heads": 4},
+        "11": {"head_dim": 512, "num_key_value_heads": 4}, "17": {"head_dim": 512, "num_key_value_heads": 4},
+        "23": {"head_dim": 512, "num_key_value_heads": 4}, "29": {"head_dim": 512, "num_key_value_heads": 4},
+        "35": {"head_dim": 512, "num_key_value_heads": 4}, "41": {"head_dim": 512, "num_key_value_heads": 4},
+        "47": {"head_dim": 512, "num_key_value_heads": 4}, "53": {"head_dim": 512, "num_key_value_heads": 4},
+        "59": {"head_dim": 512, "num_key_value_heads": 4}}, "sliding_window": 1024, "use_bidirectional_attention": "vision"},
+        "vision_config": {"model_type": "gemma4_vision"}}
+    """,
 }
 #: Files of tests/models/real_configs.py.
 MORE = (

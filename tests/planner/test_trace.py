@@ -19,6 +19,7 @@ from tests.world import causal, configured
 FAMILIES = (
     *("gpt-tiny", "llama-tiny", "mixtral-tiny", "bert-tiny", "t5-tiny", "bloom-tiny", "gemma3-tiny", "deepseek-tiny", "olmo2-tiny"),
     *("qwen3-moe-tiny", "gpt-neox-tiny", "gemma2-tiny", "glm4-moe-tiny", "qwen3-next-tiny", "gpt-oss-tiny", "nemotron-h-tiny"),
+    "gemma4-tiny",
 )
 ONE = ("stage=pretrain", "training.sequence_length=64", "training.micro_batch_size=2")
 
@@ -30,7 +31,7 @@ def sums(parts: list[Any]) -> tuple[float, int, Counter[tuple[str, str, float]]]
 
 
 #: The kinds of blocks: dense, with experts, of an encoder and a decoder, with latent attention, with linear attention.
-KINDS = {"llama-tiny", "mixtral-tiny", "t5-tiny", "deepseek-tiny", "qwen3-next-tiny"}
+KINDS = {"llama-tiny", "mixtral-tiny", "t5-tiny", "deepseek-tiny", "qwen3-next-tiny", "gemma4-tiny"}
 
 
 @pytest.mark.slow

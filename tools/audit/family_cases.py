@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tools.audit.numerics_cases import ALL, CONTEXT, DEEPSPEED, EXPERT, MUON_ROWS, NARROW, OPTIMIZER_ROWS, SOME, Model, model
+from tools.audit.numerics_cases import ALL, CONTEXT, DEEPSPEED, EXPERT, MUON_ROWS, NARROW, OPTIMIZER_ROWS, RECOMPUTED, SOME, Model, model
 
 #: Defaults of all variants, for the fields that a family has. The fields of a variant override them.
 SIZES = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 4, "ffn_hidden": 96, "vocab_size": 300, "max_positions": 40}
@@ -47,6 +47,9 @@ LATENT = dict(
 
 #: A small GLM-4.5, without MTP modules either.
 GROUPED = dict(layers=3, kv_heads=2, head_width=16, rope_theta=1e3, dense_layers=1, experts=8, expert_ffn_hidden=20, top_k=3, mtp_depth=0)
+
+#: A small Gemma 4.
+SMALL_GEMMA4 = dict(layers=6, kv_heads=2, head_width=16, global_head_width=24, window=6, sliding_window_pattern=2, layer_input_width=12)
 
 CLIP_LOW = "optimizer.gradient_clipping=0.1"  # for models with small gradients
 LOWER_STD = "model.init_std=0.5"  # with 1 attention is so peaked that gradients of queries differ by 3e-6 between fp32 and fp64
@@ -230,6 +233,51 @@ FAMILIES: dict[str, Cases] = {
         trained=("model.kv_heads=4", "model.head_width=8", "model.window=11", "model.rope_local_theta=100"),
         # Two rotary bases on every stage, and norms after the layers; with the ring, windows in some layers only.
         layouts=("tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"),
+    ),
+    "gemma4": Cases(
+        tiny="gemma4-tiny",
+        large="gemma4-e4b",
+        released={
+            # as transformers counts them, and a factor of each layer; without the encoders of images and speech
+            "gemma4-e2b": 4_628_569_344 + 35,
+            "gemma4-e4b": 7_463_013_376 + 42,
+            "gemma4-31b": 30_697_345_280 + 60,
+        },
+        variants={
+            "shared": SMALL_GEMMA4 | dict(kv_shared_layers=3, double_wide_mlp=True, final_logit_softcapping=2.0),
+            "keys as values": dict(layers=5, global_kv_heads=2, head_width=12, global_head_width=16, attention_k_eq_v=True, window=5)
+            | dict(sliding_window_pattern=2, layer_input_width=0, rope_theta=1e3, rope_local_theta=1e2, tie_embeddings=False)
+            | dict(rope_scaling="linear", rope_factor=4.0),
+            "both": SMALL_GEMMA4 | dict(kv_shared_layers=2, attention_k_eq_v=True, global_kv_heads=1, partial_rotary_factor=0.7),
+            "global": {
+                "layers": 1,
+                "window": 5,
+                "head_width": 16,
+                "global_head_width": 12,
+                "layer_input_width": 5,
+                "partial_rotary_factor": 1.0,
+            },
+        },
+        numerics={
+            "gemma4": model(
+                *("gemma4-tiny", "model.kv_heads=4", "model.head_width=8", "model.global_head_width=12", "model.layer_input_width=6"),
+                *("model.window=6", "model.rope_local_theta=100", HIGHER_EPS),
+                rows=(*(row for row in SOME + CONTEXT if row.pipeline == 1), *RECOMPUTED),
+            ),
+            "gemma4-dense": model(
+                *("gemma4-tiny", "model.kv_heads=8", "model.global_kv_heads=4", "model.attention_k_eq_v=true", "model.head_width=8"),
+                *("model.global_head_width=12", "model.layer_input_width=0", "model.kv_shared_layers=0", "model.double_wide_mlp=false"),
+                *("model.window=6", "model.rope_local_theta=100", "model.final_logit_softcapping=1.0", HIGHER_EPS),
+                rows=SOME + CONTEXT,
+            ),
+        },
+        options=[{}, {"kv_shared_layers": 1, "attention_k_eq_v": True, "sliding_window_pattern": 2}, {"layer_input_width": 0}],
+        trained=(
+            *("model.kv_heads=4", "model.head_width=8", "model.global_head_width=16", "model.window=11", "model.rope_local_theta=100"),
+            HIGHER_EPS,
+        ),
+        # Keys and values of an earlier layer with tensor ranks, on a ring, and recomputed.
+        layouts=("tensor=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3 training.activation_checkpointing=full"),
     ),
     "glm4_moe": Cases(
         tiny="glm4-moe-tiny",

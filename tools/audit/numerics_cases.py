@@ -101,6 +101,8 @@ ALL = (
     Row(2, 2, 1, more=("training.activation_checkpointing=full",)),
     Row(2, 2, 2, more=("training.activation_checkpointing=selective",)),
 )
+#: Layouts without a pipeline that compute activations again.
+RECOMPUTED = tuple(Row(2, 1, zero, more=(f"training.activation_checkpointing={mode}",)) for zero, mode in ((3, "full"), (1, "selective")))
 #: Layouts of DeepSpeed's engine.
 DEEPSPEED = tuple(Row(tensor, 1, zero, more=("parallel.engine=deepspeed",)) for tensor in (1, 2) for zero in (0, 1, 2, 3))
 #: Layouts of decoders with context parallelism.

@@ -107,3 +107,6 @@ def _muon(config: RunConfig) -> Iterator[Violation]:
     if config.optimizer.muon_per_head and getattr(config.model, "linear_layers", False):
         rule = f"is not supported for model.family={config.model.family}: the heads of its linear attention are others than model.heads"
         yield Violation("optimizer.muon_per_head", True, rule, "remove it")
+    if config.optimizer.muon_per_head and (heads := getattr(config.model, "global_kv_heads", None)):
+        rule = f"is not supported with model.global_kv_heads={heads}, other heads than those of the local layers"
+        yield Violation("optimizer.muon_per_head", True, rule, "remove it")

@@ -11,6 +11,9 @@ from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import RunConfig
 
+#: Numbers of key and value heads, of all layers or of some.
+KV_HEADS = ("kv_heads", "global_kv_heads")
+
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules between the layout, the model and the sequences."""
@@ -25,8 +28,8 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 def tensor(config: RunConfig) -> Iterator[Violation]:
     """Tensor parallelism splits heads, feed-forward layers and the sequence into equal pieces."""
     tensor, model = config.parallel.tensor, config.model
-    for name in ("heads", "kv_heads", "ffn_hidden"):
-        size = getattr(model, name)
+    for name in ("heads", *KV_HEADS, "ffn_hidden"):
+        size = getattr(model, name, None) or 0
         if size % tensor:
             rule = f"must divide model.{name}={size}"
             yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
@@ -117,8 +120,8 @@ def _context(config: RunConfig) -> Iterator[Violation]:
             tensor = f" x parallel.tensor={parallel.tensor}" if divisor != 2 * context else ""
             yield Violation(key, length, f"must be divisible by 2 x parallel.context={context}{tensor}", f"choose a multiple of {divisor}")
     if parallel.context_kind == "ulysses":
-        for name in ("heads", "kv_heads"):
-            heads = getattr(model, name)
+        for name in ("heads", *KV_HEADS):
+            heads = getattr(model, name, None) or 0
             if heads % (parallel.tensor * context):
                 rule = f"must divide model.{name}={heads} / parallel.tensor={parallel.tensor} (ulysses splits the heads)"
                 yield Violation("parallel.context", context, rule, "use fewer context ranks, or set parallel.context_kind=ring")
@@ -130,6 +133,9 @@ def pipeline(config: RunConfig) -> Iterator[Violation]:
     yield from _layers_per_stage(config)
     if parallel.pipeline == 1:
         return
+    if read := getattr(config.model, "beside_hidden_states", ""):
+        rule = f"has stages that exchange hidden states, and blocks of model.family={config.model.family} also read {read}"
+        yield Violation("parallel.pipeline", parallel.pipeline, rule, "set parallel.pipeline=1")
     per_rank, stages = stages_per_rank(config.parallel), parallel.pipeline * stages_per_rank(config.parallel)
     if config.model.layers < stages:
         rule = f"must be at least {stages}, the number of pipeline stages ({parallel.pipeline} ranks x {per_rank} per rank)"

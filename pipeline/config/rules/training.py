@@ -207,6 +207,9 @@ def _activation_budget(config: RunConfig) -> Iterator[Violation]:
     unsupported = {"encoder_blocks": "encoder-decoders", "experts": "MoE models: the number of rows of an expert is not known before"}
     for rule in (f"is not supported by {models}" for attribute, models in unsupported.items() if hasattr(config.model, attribute)):
         yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")
+    if read := getattr(config.model, "beside_hidden_states", ""):
+        rule = f"is chosen for each block alone, and blocks of model.family={config.model.family} read {read}"
+        yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")
 
 
 def _soft_cap(config: RunConfig) -> Iterator[Violation]:
