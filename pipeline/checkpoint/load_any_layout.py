@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.grown_weights import GrownWeights
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint, Run
 from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
@@ -27,7 +28,7 @@ def open_on_all_ranks(path: Path) -> Checkpoint:
         raise DamagedCheckpointError(error.violations) from error
 
 
-def load(checkpoint: Checkpoint | MergedWeights, fragments: list[Fragment]) -> None:
+def load(checkpoint: Checkpoint | MergedWeights | GrownWeights, fragments: list[Fragment]) -> None:
     """Read a checkpoint of any layout into this rank's fragments, in place; every rank calls this.
 
     Raises:

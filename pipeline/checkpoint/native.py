@@ -117,7 +117,7 @@ class Index:
         parts: of parts.npy; None in format 1.
         layout: of the job: "world_size", "zero_stage" and the sizes of the mesh axes.
         versions: of torch, deepspeed and this software ("commit").
-        parent: the checkpoint that this one comes from, "path", "step" and "how" (fork, merge, convert); None for the same run.
+        parent: the checkpoint that this one comes from, "path", "step", "how" (fork, merge, convert) and "growth"; None for the same run.
         format: 2, or 1.
     """
 

@@ -15,21 +15,30 @@ from pipeline.common.errors import UserError
 BASE_WEIGHTS, BASE_LR, BASE_BATCH = 108e6, 0.0047, 160 * 2048
 #: Width of a head, and the multiple to which the width of the feed-forward is rounded up; sequences to which a batch is rounded.
 HEAD_WIDTH, FFN_MULTIPLE, BATCH_MULTIPLE = 64, 64, 8
-#: Family whose weights are counted: dense, with gated feed-forwards.
-FAMILY = "llama"
+#: Families whose weights are counted: dense, and with experts in every block; both with gated feed-forwards.
+FAMILIES = ("llama", "mixtral")
 #: Ends of decays (WSD-S), as shares of the steps; the last one is the end of the run.
 HORIZONS = (0.25, 0.5, 1.0)
 
 
 def weights(model: Any) -> int:
-    """Return the number of weights of the matrices of all blocks, without embeddings and norms.
+    """Return the number of weights of the matrices of all blocks, without embeddings and norms; of the experts those of a token.
 
     Args:
-        model: sizes of a llama model, as a mapping.
+        model: sizes of a model of FAMILIES, as a mapping.
     """
-    width = model["head_width"] or model["hidden"] // model["heads"]
-    attention = 2 * model["hidden"] * width * (model["heads"] + model["kv_heads"])
-    return int(model["layers"] * (attention + 3 * model["hidden"] * model["ffn_hidden"]))
+    return _weights(model, model.get("top_k", 1))
+
+
+def total_weights(model: Any) -> int:
+    """Return the same number with all experts."""
+    return _weights(model, model.get("experts", 1))
+
+
+def _weights(model: Any, experts: int) -> int:
+    hidden = model["hidden"]
+    attention = 2 * (model.get("head_width") or hidden // model["heads"]) * (model["heads"] + model["kv_heads"])
+    return int(model["layers"] * hidden * (attention + 3 * experts * model["ffn_hidden"] + model.get("experts", 0)))
 
 
 def lr(count: float) -> float:
@@ -58,15 +67,15 @@ def resolve(name: str, argument: float = 1, *, _root_: Any) -> int | float:
 
     Args:
         name: hidden, ffn_hidden, tokens (ARGUMENT for each weight), batch, lr, or steps (ARGUMENT as a share of all).
-        argument: see name.
+        argument: see name; of ffn_hidden a factor, such as 0.5 for fine-grained experts.
 
     Raises:
         UserError: there is no such value, or the model is none of a ladder.
     """
     model, training = _root_.model, _root_.training
-    if model.family != FAMILY:
-        rule = f"the weights of a ladder (experiment=ladder) are counted for model.family={FAMILY}"
-        fix = "choose a model of this family, or set the values that refer to the ladder on the command line"
+    if model.family not in FAMILIES:
+        rule = f"the weights of a ladder (experiment=ladder) are counted for model.family={' and '.join(FAMILIES)}"
+        fix = "choose a model of one of them, or set the values that refer to the ladder on the command line"
         raise UserError.of("model.family", model.family, rule, fix)
     if not isinstance(model.layers, int) or model.layers < 1:
         raise UserError.of("model.layers", model.layers, "must be at least 1", "set a size of the ladder: model.layers=4")
@@ -76,7 +85,7 @@ def resolve(name: str, argument: float = 1, *, _root_: Any) -> int | float:
         case "hidden":
             return int(HEAD_WIDTH * model.layers)
         case "ffn_hidden":
-            return FFN_MULTIPLE * math.ceil(8 * model.hidden / (3 * FFN_MULTIPLE))
+            return FFN_MULTIPLE * math.ceil(8 * model.hidden * argument / (3 * FFN_MULTIPLE))
         case "tokens":
             return math.ceil(argument * weights(model))
         case "batch":

@@ -73,8 +73,15 @@ class CheckpointConfig:
         "another schedule, length or later data",
     )
     initialize_from: str | None = knob(
-        None, "run directory or checkpoint whose weights a new run starts from, without its optimizer state and its progress"
+        None,
+        "run directory or checkpoint whose weights a new run starts from, without its optimizer state and its progress; in pretraining "
+        "model= may be larger than its model",
     )
+    expert_noise: float = knob(0.0, "noise on experts that begin as copies, over the standard deviation of their weights", at_least=0)
+    expert_reinitialized: float = knob(
+        0.0, "share of the intermediate dims of experts that begin as copies that is drawn anew (Drop-Upcycling)", at_least=0, at_most=1
+    )
+    new_blocks: str = knob("interleaved", "where new blocks stand: evenly among the others, or behind", choices=("interleaved", "last"))
     async_save: str = knob(
         "auto",
         "write checkpoints beside training: the weights are copied to host memory during the next step, and a writer process of each node "

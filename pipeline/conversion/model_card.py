@@ -56,7 +56,8 @@ def _lines(weights: MergedWeights, model: ModelConfig) -> Iterator[str]:
     yield from ("", "## Training", "")
     parent = native.read_index(weights.path).parent if (weights.path / native.INDEX).is_file() else None
     if parent is not None:
-        yield f"It began with step {parent['step']} of {parent['path']} ({parent['how']})."
+        how = ", ".join(parent[key] for key in ("how", "growth") if key in parent)
+        yield f"It began with step {parent['step']} of {parent['path']} ({how})."
         yield ""
     if (last := next((line for line in reversed(measured) if "tokens" in line), None)) is not None:
         yield f"{last['tokens']:,} tokens up to step {last['step']:,}, training loss {last['loss']:.4f}."

@@ -13,6 +13,9 @@ from pipeline.models import config_json, registry, stock_keys
 #: Keys of an imported config.json that are not exported: about its files, or about code of its repository.
 _OF_THE_FILES = frozenset(("torch_dtype", "dtype", "quantization_config", "auto_map"))
 
+#: Sizes of a model that has grown: of its config.json only the tokens remain, as other keys may be lists with an entry for each block.
+_GROWN, _TOKENS = ("num_hidden_layers", "num_experts", "num_local_experts"), ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass(frozen=True)
 class Original:
@@ -57,6 +60,8 @@ class Original:
             exported: what the export writes for the model.
         """
         changed = {key for key, value in exported.items() if key not in self.mapped or self.mapped[key] != value}
+        if not changed.isdisjoint(_GROWN):
+            return {key: self.content[key] for key in _TOKENS if key in self.content} | exported
         changed |= {key for group in self.groups if not changed.isdisjoint(group) for key in group}
         stale = {alias for alias, key in self.aliases.items() if key in changed}
         stale |= {"num_labels", "problem_type"} if "id2label" in changed else set()  # of the labels before

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipeline.checkpoint import compatibility, load_any_layout, native
+from pipeline.checkpoint import compatibility, growth, load_any_layout, native
 from pipeline.checkpoint.fragments import Fragment, extract_fragment
+from pipeline.checkpoint.grown_weights import GrownWeights
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, check_base
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.native import TrainState
@@ -114,7 +115,11 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
         UserError: the checkpoint is of another model, or is corrupt; or lora.adapter is of another base.
     """
     has_other_head = _has_other_head(config, checkpoint)
-    compatibility.check_same_model(checkpoint, config, other_head=has_other_head, context_factor=config.training.context_factor)
+    grown = growth.of(config, checkpoint.path, checkpoint.config) if config.stage.name == "pretrain" else None
+    if grown is None:
+        compatibility.check_same_model(checkpoint, config, other_head=has_other_head, context_factor=config.training.context_factor)
+    else:
+        compatibility.check_tokenizer(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
     found = None if config.lora.adapter is None else _read_adapter(config, config.lora.adapter, checkpoint)
     fragments = trainer.engine.fragments()
     weights = [fragment for fragment in fragments if not is_adapter(fragment.piece.name)]
@@ -122,13 +127,15 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
         stored = {name for name in checkpoint.names() if not name.startswith("head.sentence.output.")}
         weights = [fragment for fragment in weights if fragment.piece.name in stored or not fragment.piece.name.startswith("head.")]
     base = MergedWeights(checkpoint, None if found is None else dataclasses.replace(found, layers={}))
-    load_any_layout.load(base, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
+    source = base if grown is None else GrownWeights(base, grown, config)
+    load_any_layout.load(source, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
     if found is not None:
         _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
     weight_averaging.begin(fragments)
     trainer.engine.loaded(0)
     dist.barrier()
-    log.info("starting with the weights of %s (step %d)", checkpoint.path, checkpoint.step)
+    larger = "" if grown is None else f", grown to a larger model: {grown.text}"
+    log.info("starting with the weights of %s (step %d)%s", checkpoint.path, checkpoint.step, larger)
     return TrainState()
 
 

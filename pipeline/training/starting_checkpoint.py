@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint import native
+from pipeline.checkpoint import growth, native
 from pipeline.checkpoint.native import Index
 from pipeline.common.errors import DamagedCheckpointError, UserError
 from pipeline.config import loss_weights, paths
@@ -96,7 +96,7 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
         begin: the checkpoint that it continues from, of its own or of checkpoint.fork; None for none.
 
     Raises:
-        UserError: a fork has no step to train.
+        UserError: a fork has no step to train, or as growth.of.
     """
     run_dir, settings, how = Path(config.run_dir), config.checkpoint, FORK
     if begin is None and settings.initialize_from is not None:
@@ -111,7 +111,8 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
     if how == FORK and step >= config.training.steps:
         rule = f"leaves no step to train: checkpoint.fork={begin} is of step {step}, which training.steps counts from the beginning"
         raise UserError.of("training.steps", config.training.steps, rule, f"set it to more than {step}")
-    return {"path": str(begin.resolve()), "step": step, "how": how}
+    grown = growth.of(config, begin, index.config) if how == INITIALIZE and config.stage.name == "pretrain" else None
+    return {"path": str(begin.resolve()), "step": step, "how": how} | ({} if grown is None else {"growth": grown.text})
 
 
 def first_step_of(parent: dict[str, Any] | None) -> int:

@@ -165,6 +165,10 @@ READ = {
     "precision.loss_scale_window": (8, ("precision=fp16",)),
     "precision.fp8_exclude_layers": (0, ("precision=fp8",)),
     "precision.fp8_experts": ("true", ("precision=fp8", "model=mixtral-tiny")),
+    **{
+        f"checkpoint.{name}": (value, ("checkpoint.initialize_from=x",))
+        for name, value in {"expert_noise": 0.1, "expert_reinitialized": 0.5, "new_blocks": "last"}.items()
+    },
     "optimizer.beta3": (0.5, ("optimizer=ademamix",)),
     "optimizer.alpha": (2, ("optimizer=ademamix",)),
     "optimizer.slow_warmup_steps": (7, ("optimizer=ademamix",)),

@@ -13,6 +13,7 @@ import yaml
 
 from pipeline.common.errors import UserError
 from pipeline.config import ladder
+from pipeline.models import registry
 from tests.helpers import load_tool
 from tests.world import configured
 from tools.audit.scaling_law import Law
@@ -54,10 +55,18 @@ def write(
     vocabulary: int = 512,
     family: str = "llama",
     optimizer: str = "adamw",
+    experts: dict[str, int] | None = None,
 ) -> None:
     """A run of the ladder whose losses are those of LAW times a factor, killed after a share of its steps."""
     heads = (hidden := width or 64 * layers) // 64
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads, "ffn_hidden": 176 * heads, "head_width": None}
+    sizes = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": heads,
+        "ffn_hidden": 176 * heads,
+        **(experts or {"head_width": None}),
+    }
     count = ladder.weights(sizes)
     batch = batch or ladder.sequences(count, 2048)
     steps = ladder.steps(20 * count, batch, 2048)
@@ -126,6 +135,24 @@ def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
     assert tool(tmp_path, "--aim", "5")[0] == 0
 
 
+def test_a_ladder_of_models_with_experts(tool, tmp_path):
+    """The law is one of the weights of a token; weights are those of the model; experts may be fine-grained."""
+    for layers in (4, 6, 8, 12):
+        write(tmp_path / "runs", layers, family="mixtral", experts={"experts": 8, "top_k": 2})
+    code, said = tool(tmp_path / "runs", "--flops", "1e20")
+    assert code == 0, said
+    assert "size that was left out: 0.00 %" in said
+    of_token, total = re.search(r"\(([\d.e+]+) weights of a token, about ([\d.e+]+) with all experts", said).groups()
+    sizes = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn_hidden": 176 * 12, "experts": 8, "top_k": 2}
+    assert float(total) / float(of_token) == pytest.approx(ladder.total_weights(sizes) / ladder.weights(sizes), rel=1e-3)
+    experts = ("model=mixtral-tiny", "model.layers=2", "model.experts=8", "model.top_k=4", "model.ffn_hidden=${ladder:ffn_hidden,0.5}")
+    model = configured("stage=pretrain", "experiment=ladder", *experts).model
+    assert (model.hidden, model.ffn_hidden) == (128, 192)
+    matrices = [weight for name, weight in registry.build(model).blocks.named_parameters() if weight.dim() > 1]
+    assert ladder.total_weights(vars(model)) == sum(weight.numel() for weight in matrices)
+    assert ladder.weights(vars(model)) == sum(weight.numel() // (2 if weight.dim() == 3 else 1) for weight in matrices)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -134,9 +161,10 @@ def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
         ({8: {"validated": False}}, r"/8: no validation loss at step [\d,]+, the end of a decay; train it with a training.validate_every"),
         ({8: {"vocabulary": 1024}}, "model.vocab_size: the runs have 1024, 512; one law does not hold for all of them"),
         ({8: {"optimizer": "lion"}}, "optimizer.name: the runs have adamw, lion; one law does not hold for all of them"),
-        ({8: {"family": "mixtral"}}, "/8: is of model.family=mixtral, and weights are counted for llama"),
+        ({8: {"family": "gpt"}}, "/8: is of model.family=gpt, and weights are counted for llama and mixtral"),
+        ({8: {"family": "mixtral", "experts": {"experts": 8, "top_k": 2}}}, "model.family: the runs have llama, mixtral; one law does not"),
     ],
-    ids=["two sizes", "not finished", "not validated", "other vocabulary", "other optimizer", "experts"],
+    ids=["two sizes", "not finished", "not validated", "other vocabulary", "other optimizer", "other family", "experts"],
 )
 def test_runs_that_allow_no_fit_are_refused(tool, tmp_path, changes, message):
     for layers in (4, 6, 12, *changes):
@@ -151,7 +179,10 @@ def test_runs_that_allow_no_fit_are_refused(tool, tmp_path, changes, message):
     ("settings", "message"),
     [
         (("model.layers=0",), "model.layers=0: must be at least 1"),
-        (("model=mixtral-tiny",), "model.family=mixtral: the weights of a ladder (experiment=ladder) are counted for model.family=llama"),
+        (
+            ("model=olmoe-tiny",),
+            "model.family=olmoe: the weights of a ladder (experiment=ladder) are counted for model.family=llama and mixtral",
+        ),
         (("training.token_budget=${ladder:tokens,abc}",), "ladder:tokens=abc: must be a number"),
         (("training.steps=${ladder:step}",), "ladder=step: must be one of hidden, ffn_hidden, tokens, batch, lr, steps"),
     ],

@@ -126,6 +126,12 @@ ROWS = (
         lambda config: config.evaluation.every > 0,
         "set evaluation.every to a number of steps",
     ),
+    Row(
+        "checkpoint.initialize_from",
+        _of("checkpoint", "expert_noise", "expert_reinitialized", "new_blocks"),
+        lambda config: config.checkpoint.initialize_from is not None and config.stage.name != "finetune",
+        "start stage=pretrain from the run of a smaller model",
+    ),
     Row("checkpoint.resume", ("checkpoint.skip_damaged",), lambda config: config.checkpoint.resume != "none", "set it to auto"),
     Row(
         "lora.rank",
