@@ -188,7 +188,7 @@ def test_negative_eigenvalues_double_beta():
     betas = {}
     for made in (doubled, plain):
         made.mix = lambda of, qkv, log_decay, beta, mask: (
-            betas.update({of.negative_eigenvalues: beta}) or mix(of, qkv, log_decay, beta, mask)
+            betas.update({of.negative_eigenvalues: beta}) or mix(of, qkv, log_decay, beta, mask=mask)
         )
         made(x)
     torch.testing.assert_close(betas[True], 2 * betas[False], rtol=0, atol=0)

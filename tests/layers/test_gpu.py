@@ -59,7 +59,7 @@ def test_what_is_refused_and_chosen(row):
     name, _, _, fp8, experts, shared, fused, _ = row
     cuda = torch.device("cuda", 0)
     assert [name in str(violation) for violation in float8._violations({}, "tensorwise", cuda)] == ([] if fp8 else [True])
-    some = {"blocks.0.mlp.experts": SimpleNamespace(gate=torch.empty(2, 64, 64))}
+    some = {"blocks.0.mlp.experts": SimpleNamespace(up=torch.empty(2, 64, 64))}
     assert [name in str(violation) for violation in float8._expert_violations(some, cuda)] == ([] if experts else [True])
     words = ("stage=pretrain", "model=llama-tiny", "parallel.tensor=8")
     config = configured(*words)
