@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part, unit_lower_inverse
-from pipeline.layers.gated_delta_net import GatedDeltaNet, mix
+from pipeline.layers.gated_delta_net import GatedDeltaNet
 from pipeline.layers.mask import Mask
+from pipeline.layers.recurrent import mix
 
 
 def inputs(length, *, dtype=torch.float32, strength=1.0):
