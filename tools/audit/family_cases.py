@@ -535,7 +535,7 @@ FAMILIES: dict[str, Cases] = {
             "nemotron_h": model("nemotron-h-tiny", *HYBRID, "model.layer_pattern=M-*-", "model.experts=0", rows=SOME + CONTEXT),
             "nemotron-h-moe": model("nemotron-h-tiny", *HYBRID, "model.layer_pattern=ME*-", ONE, rows=SOME[:2] + CONTEXT[:2] + EXPERT),
         },
-        options=[{"layer_pattern": "M*-"}, {"layer_pattern": "ME*-", "experts": 8}],
+        options=[{"layer_pattern": "M*-", "tie_embeddings": False}, {"layer_pattern": "ME*-", "experts": 8, "tie_embeddings": False}],
         trained=("model.kv_heads=4", "model.mamba_groups=2"),
         layouts=("tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring zero_stage=3"),
     ),
