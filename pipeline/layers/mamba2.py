@@ -27,8 +27,6 @@ class Mamba2(RecurrentLayer):
         head_dim: width of the values of a head.
         state: width of the queries and keys, the paper's state dimension.
         kernel: tokens that the convolution reads, with the present one.
-        bias: whether the projections have a bias.
-        conv_bias: whether the convolution has one.
         smallest_step: lower bound of the steps.
         eps: added to the mean square in the norm of the output.
     """
@@ -36,9 +34,6 @@ class Mamba2(RecurrentLayer):
     state_products = 2
     rule = staticmethod(chunked_state_space)
     rule_of_part = staticmethod(state_space_of_part)
-    group_query_conv_bias: nn.Parameter | None
-    group_key_conv_bias: nn.Parameter | None
-    value_conv_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -49,8 +44,6 @@ class Mamba2(RecurrentLayer):
         head_dim: int,
         state: int,
         kernel: int,
-        bias: bool = False,
-        conv_bias: bool = True,
         smallest_step: float = 0.0,
         eps: float = 1e-5,
     ) -> None:
@@ -59,21 +52,22 @@ class Mamba2(RecurrentLayer):
         width = heads * head_dim
         self.mix: Mixing = mix
         self.project: Projection = project
-        self.group_query = Linear(hidden, groups * state, bias=bias)
-        self.group_key = Linear(hidden, groups * state, bias=bias)
-        self.value = Linear(hidden, width, bias=bias)
-        self.gate = Linear(hidden, width, bias=bias)
-        self.decay = Linear(hidden, heads, bias=bias)
+        self.group_query = Linear(hidden, groups * state, bias=False)
+        self.group_key = Linear(hidden, groups * state, bias=False)
+        self.value = Linear(hidden, width, bias=False)
+        self.gate = Linear(hidden, width, bias=False)
+        self.decay = Linear(hidden, heads, bias=False)
         self.group_query_conv = nn.Parameter(torch.empty(groups * state, 1, kernel))
         self.group_key_conv = nn.Parameter(torch.empty(groups * state, 1, kernel))
         self.value_conv = nn.Parameter(torch.empty(width, 1, kernel))
-        for name, size in (("group_query", groups * state), ("group_key", groups * state), ("value", width)):
-            self.register_parameter(f"{name}_conv_bias", nn.Parameter(torch.empty(size)) if conv_bias else None)
+        self.group_query_conv_bias = nn.Parameter(torch.empty(groups * state))
+        self.group_key_conv_bias = nn.Parameter(torch.empty(groups * state))
+        self.value_conv_bias = nn.Parameter(torch.empty(width))
         self.decay_rate_log = nn.Parameter(torch.empty(heads))
         self.decay_bias = nn.Parameter(torch.empty(heads))
         self.skip = nn.Parameter(torch.empty(heads))
         self.group_norm: nn.Module = nn.RMSNorm(width, eps=eps) if groups == 1 else GroupRMSNorm(width, groups, eps=eps)
-        self.output = Linear(width, hidden, bias=bias)
+        self.output = Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Mix the tokens: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
@@ -92,10 +86,8 @@ class Mamba2(RecurrentLayer):
     def heads(self, inputs: Tensor, *gates: Tensor, segments: Tensor | None) -> tuple[Tensor, ...]:
         """See RecurrentLayer; the gate is the step of each head."""
         step = gates[0].transpose(1, 2)
-        biases: list[Tensor] = [
-            bias for bias in (self.group_query_conv_bias, self.group_key_conv_bias, self.value_conv_bias) if bias is not None
-        ]
-        mixed = F.silu(causal_convolution(inputs, torch.cat(self.convolutions()), segments, torch.cat(biases) if biases else None))
+        bias = torch.cat([self.group_query_conv_bias, self.group_key_conv_bias, self.value_conv_bias])
+        mixed = F.silu(causal_convolution(inputs, torch.cat(self.convolutions()), segments, bias))
         q, k, v = mixed.to(step.dtype).split([len(weight) for weight in self.convolutions()], dim=2)
         q, k, v = (x.unflatten(2, (-1, width)).transpose(1, 2) for x, width in ((q, self.key_dim), (k, self.key_dim), (v, self.value_dim)))
         log_decay = -self.decay_rate_log.to(step.dtype).exp()[:, None] * step

@@ -44,18 +44,9 @@ _ENDS: dict[str, tuple[str, ...]] = {
         *("attention.sinks", "encoder_bias.weight", "decoder_bias.weight"),
         *("query_up.weight", "key_value_up.weight"),  # of latents, which every tensor rank has whole
         # layers with a recurrent state: a rank has whole key heads, or groups, with the heads that share them
-        *(
-            "beta.weight",
-            "decay.weight",
-            "decay.bias",
-            "gate.bias",
-            "attention.decay_rate_log",
-            "attention.decay_bias",
-            "attention.skip",
-            "group_norm.weight",
-        ),
-        *(f"attention.{name}_conv{bias}" for name in ("query", "key", "value", "group_query", "group_key") for bias in ("", "_bias")),
-        *(f"group_{name}.{leaf}" for name in ("query", "key") for leaf in ("weight", "bias")),
+        *("beta.weight", "decay.weight", "group_query.weight", "group_key.weight", "group_norm.weight"),
+        *("attention.decay_rate_log", "attention.decay_bias", "attention.skip", "attention.query_conv", "attention.key_conv"),
+        *(f"attention.{name}_conv{bias}" for name in ("value", "group_query", "group_key") for bias in ("", "_bias")),
     ),
     "row": ("output.weight", "down.weight"),
     "replicate": (
