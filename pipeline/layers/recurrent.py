@@ -177,7 +177,8 @@ def causal_convolution(inputs: Tensor, weight: Tensor, segments: Tensor | None, 
 def chunks_of(x: Tensor, chunk: int) -> Tensor:
     """(batch, heads, sequence, ...) -> (batch, heads, chunks, chunk, ...), with zeros at the end: tokens that change nothing."""
     missing = -x.shape[2] % chunk
-    return F.pad(x, [0, 0] * (x.dim() - 3) + [0, missing]).unflatten(2, (-1, chunk))
+    # A padding by nothing would be a copy.
+    return (F.pad(x, [0, 0] * (x.dim() - 3) + [0, missing]) if missing else x).unflatten(2, (-1, chunk))
 
 
 def segment_chunks(segments: Tensor, chunk: int) -> Tensor:
