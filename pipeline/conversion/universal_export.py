@@ -25,6 +25,8 @@ from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import StockTensor
 
 _FORMAT = "deepspeed_universal"
+#: Families whose files have other names, or other tensors, than the parameters of their class.
+_OTHER_NAMES = ("nemotron_h", "olmo_hybrid")
 
 
 def tag(step: int) -> str:
@@ -40,6 +42,9 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
     """
     if config.objective != "causal" or any(entry.expert is not None or entry.stacked for entry in registry.stock_tensors(config)[0]):
         rule = f"is supported for dense decoders; model.family={config.family} is another model"
+        raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
+    if config.family in _OTHER_NAMES:
+        rule = f"is not supported for model.family={config.family}, whose files have other names than the parameters of its class"
         raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
     with torch.device("meta"):
         fixed = [name for name, weight in registry.build(config).named_parameters() if not weight.requires_grad]
