@@ -57,7 +57,7 @@ def of(config: RunConfig, path: Path, recorded: Mapping[str, Any]) -> Growth | N
     settings, factor = config.checkpoint, config.training.context_factor
     old = old if factor == 1 else extended(old, factor)
     copies, parts = _factors(new, old)
-    is_copied, noise, reinitialized = hasattr(new, "experts") and copies != 1, settings.expert_noise, settings.expert_reinitialized
+    is_copied, noise, reinitialized = bool(getattr(new, "experts", 0)) and copies != 1, settings.expert_noise, settings.expert_reinitialized
     if violations := [] if new == old else [*_different(new, old, path)] or [*_sizes(new, old, path)]:
         raise UserError(violations)
     if is_copied and copies > parts and not (noise or reinitialized):
@@ -97,8 +97,8 @@ def _width(model: Any) -> int:
 
 def _factors(new: Any, old: Any) -> tuple[int, int]:
     """Return Growth.copies and Growth.parts."""
-    copies = new.experts // old.experts if hasattr(new, "experts") and hasattr(old, "experts") else 0
-    return copies, max(1, _width(old) // _width(new)) if hasattr(new, "experts") else 1
+    copies = new.experts // old.experts if getattr(new, "experts", 0) and getattr(old, "experts", 0) else 0
+    return copies, max(1, _width(old) // _width(new)) if getattr(new, "experts", 0) else 1
 
 
 def _different(new: Any, old: Any, path: Path) -> Iterator[Violation]:
@@ -108,7 +108,7 @@ def _different(new: Any, old: Any, path: Path) -> Iterator[Violation]:
         yield Violation("model.family", new.family, rule, _FIX)
         return
     defaults = vars(type(new)()) | vars(type(old)())
-    for name in sorted(defaults.keys() - {*_SIZES, *_FREE, *(() if hasattr(old, "experts") else _PLACES)}):
+    for name in sorted(defaults.keys() - {*_SIZES, *_FREE, *(() if getattr(old, "experts", 0) else _PLACES)}):
         mine, theirs = (getattr(model, name, defaults[name]) for model in (new, old))
         if mine != theirs:
             yield Violation(f"model.{name}", mine, f"{path} was made with {theirs}", _FIX)
@@ -132,17 +132,17 @@ def _sizes(new: Any, old: Any, path: Path) -> Iterator[Violation]:
         if (value := getattr(old, name, alike)) != alike:
             rule = f"moves blocks to other places, and by model.{name}={value} what a block computes depends on its place"
             yield Violation("model.layers", new.layers, rule, f"keep model.layers={old.layers}, as {path} has")
-    has_experts = getattr(new, "has_experts", lambda _: hasattr(new, "experts"))
+    has_experts = getattr(new, "has_experts", lambda _: getattr(new, "experts", 0))
     if not all(map(has_experts, range(new.layers))) and new.ffn_hidden < old.ffn_hidden:
         yield Violation("model.ffn_hidden", new.ffn_hidden, f"{path} has more: {old.ffn_hidden}", "choose at least that width")
-    if not hasattr(new, "experts"):
+    if not getattr(new, "experts", 0):
         return
     key, width, before = "expert_ffn_hidden" if hasattr(new, "expert_ffn_hidden") else "ffn_hidden", _width(new), _width(old)
     copies, parts = _factors(new, old)
     if width < before and before % width:
         rule = f"is neither a part of the width {before} of {path} nor more: its function would not be kept"
         yield Violation(f"model.{key}", width, rule, f"choose a divisor of {before}, or at least {before}")
-    elif hasattr(old, "experts"):
+    elif getattr(old, "experts", 0):
         if new.experts % old.experts or new.top_k != old.top_k * copies or copies % parts:
             rule = f"with model.top_k={new.top_k} and experts of width {width} does not keep the function of {path}, which has "
             rule += f"model.experts={old.experts}, model.top_k={old.top_k} and width {before}"
@@ -152,6 +152,6 @@ def _sizes(new: Any, old: Any, path: Path) -> Iterator[Violation]:
         rule = f"makes each expert 1/{parts} of the feed-forward of {path}, whose function is kept if all parts process a token: "
         rule += f"model.experts={new.experts} and model.top_k={new.top_k} are not multiples of {parts}"
         yield Violation(f"model.{key}", width, rule, f"choose multiples of {parts}, or model.{key}={before}")
-    if not (hasattr(old, "experts") or getattr(new, "norm_topk_prob", True)):
+    if not (getattr(old, "experts", 0) or getattr(new, "norm_topk_prob", True)):
         rule = f"scales the feed-forwards of {path}: the weights of the experts of a token do not sum to one"
         yield Violation("model.norm_topk_prob", False, rule, "set it to true")

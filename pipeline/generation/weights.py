@@ -100,7 +100,7 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
     if getattr(draft, "linear_layers", 0):
         rule = f"is of family {draft.family}, whose linear attention has states that cannot remove refused tokens"
         violations.append(Violation("stage.draft", stage.draft, rule, "choose a draft model without linear attention"))
-    if expert > 1 and hasattr(draft, "experts"):
+    if expert > 1 and getattr(draft, "experts", False):
         rule = f"has experts, which parallel.expert={expert} shards in the target only"
         violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))
     if violations:

@@ -169,7 +169,7 @@ def add_settings(writer: GGUFWriter, config: Any, tokens: Tokens, *, name: str, 
         writer.add_layer_norm_rms_eps(config.norm_eps)
     else:
         writer.add_layer_norm_eps(config.norm_eps)
-    if hasattr(config, "experts"):
+    if getattr(config, "experts", 0):
         writer.add_expert_count(config.experts)
         writer.add_expert_used_count(config.top_k)
     if getattr(config, "window", None) is not None:

@@ -165,7 +165,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     parallel.expert = draw(st.sampled_from([size for size in range(1, 33) if experts % size == 0]))
     parallel.context = pick(1, 1, 2, 3, 4) if model.objective == "causal" and not getattr(model, "mtp_depth", 0) else 1
     parallel.context_kind, parallel.sequence_parallel = pick("ring", "ulysses"), draw(st.booleans())
-    whole = parallel.sequence_parallel and hasattr(model, "experts") and experts % (parallel.tensor * parallel.expert) == 0
+    whole = parallel.sequence_parallel and getattr(model, "experts", 0) and experts % (parallel.tensor * parallel.expert) == 0
     parallel.expert_tensor = pick(None, parallel.tensor, 1 if whole else None)
     parallel.pipeline, parallel.schedule = pick(1, 2, 3, 4, 7, 8), pick("1f1b", "interleaved", "zbv")
     parallel.schedule = parallel.schedule if parallel.pipeline > 1 else "1f1b"

@@ -24,7 +24,7 @@ def train(name: str, layout: str) -> Trained:
         tokens, batch = model.batch(config, step)
         tokens, *values = share(mine, tokens, *batch.values())
         batch = dict(zip(batch, values, strict=True))
-        if step == STEPS - 1 and not hasattr(config.model, "experts"):  # in training their loss has more terms
+        if step == STEPS - 1 and not getattr(config.model, "experts", 0):  # in training their loss has more terms
             validated.append(float(mean_loss(mine, tokens, batch)))
         loss, result = mine.train(tokens, batch, step=step)
         numbers.append((float(loss), float(result.gradient_norm), *(float(result.more[key]) for key in STATISTICS if key in result.more)))

@@ -24,6 +24,7 @@ from pipeline.training.muon import newton_schulz
 from tests.training.layouts import MODELS, text
 from tests.training.test_engine import _load_in_another
 from tests.world import configured, tiny, trainer
+from tools.audit.family_cases import FAMILIES
 
 MUON = "optimizer=muon"
 SMALL = (MUON, "model=llama-tiny", "model.layers=2", "model.kv_heads=2", "model.ffn_hidden=48", "training.micro_batch_size=4")
@@ -50,9 +51,8 @@ def _pieces(config: Any, world_size: int, rank: int) -> list[Any]:
 @pytest.mark.parametrize("family", sorted(registry.FAMILIES))
 def test_every_weight_of_every_family_has_a_rule(family):
     """The matrices of Muon are those of torch.nn.Linear and of experts in blocks; no other weight of two dimensions is one."""
-    name = "deepseek" if family == "deepseek_v3" else family.replace("_", "-")
     more = ("model.mtp_depth=1",) if family == "deepseek_v3" else ()
-    config, rule = _rule(f"model={name}-tiny", *more)
+    config, rule = _rule(f"model={FAMILIES[family].tiny}", *more)
     found = {piece.name: rule.matrices(piece.name, piece.full_shape) for piece in _pieces(config, 1, 0)}
     shapes = {piece.name: piece.full_shape for piece in _pieces(config, 1, 0)}
     for name, matrices in found.items():

@@ -94,7 +94,7 @@ def _expert_tensor(config: RunConfig) -> Iterator[Violation]:
 def _expert_padding(config: RunConfig) -> Iterator[Violation]:
     """Padded experts have the rows of a capacity; parts of tokens have equal sizes, and travel."""
     parallel = config.parallel
-    if parallel.expert_padding and not hasattr(config.model, "experts"):
+    if parallel.expert_padding and not getattr(config.model, "experts", 0):
         rule = f"requires an MoE model; model.family={config.model.family} has no experts"
         yield Violation("parallel.expert_padding", True, rule, "set it to false, or choose an MoE model (model=mixtral-8x7b)")
     elif parallel.expert_padding and getattr(config.model, "capacity_factor", None) is None:
