@@ -83,7 +83,9 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
         groups = tensor * min(model.mamba_groups // tensor, 2) if _has(model, "mamba_groups") else tensor
         heads = groups * min(model.mamba_heads // getattr(model, "mamba_groups", tensor), of_rank)
         sizes |= {"model.mamba_heads": heads} | ({"model.mamba_groups": groups} if _has(model, "mamba_groups") else {})
-        sizes |= {f"model.{name}": min(getattr(model, name), head_width) for name in ("mamba_head_dim", "mamba_state")}
+        # Granite requires heads that are together a multiple of the residual stream.
+        width = min(model.mamba_head_dim, head_width) if _has(model, "mamba_groups") else hidden // math.gcd(hidden, heads)
+        sizes |= {"model.mamba_head_dim": width, "model.mamba_state": min(model.mamba_state, head_width)}
     for name in ("ffn_hidden", "expert_ffn_hidden", "shared_ffn_hidden"):
         if _has(model, name):
             value, multiple = getattr(wanted, name), math.lcm(unit, EXPERT_UNIT) if name == of_experts else unit
