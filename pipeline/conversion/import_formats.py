@@ -16,6 +16,7 @@ from torch import nn
 from pipeline.checkpoint.native import TrainState
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError, collect_errors
+from pipeline.config import loss_weights
 from pipeline.conversion import (
     dcp_import,
     deepspeed_import,
@@ -183,6 +184,8 @@ def _described(home: Path) -> Described:
         lambda: config_json.read(mapping, family.config, content),
         lambda: mapping.training_settings(content),
     )
+    # A family that may have no experts has weights of their losses only with some.
+    training = {name: value for name, value in training.items() if name in loss_weights.defaults(model)}
     return Described(home / CONFIG, content, model, mapping, training)
 
 

@@ -234,6 +234,17 @@ def test_the_default_kinds_of_layers_of_a_hybrid(layers, interval):
     assert kinds == OlmoHybridConfig(**{**SMALL_HYBRID, "num_hidden_layers": layers}).layer_types
 
 
+def test_a_granite_without_experts_states_none_for_a_token():
+    """And the weight of their losses, which a model without experts does not have."""
+    family, mapping = registry.find_mapping({"architectures": ["GraniteMoeHybridForCausalLM"]})
+    content = {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": "auto", "layer_types": ["mamba", "attention"] * 16}
+    found = config_json.read(mapping, family.config, content)
+    assert (found.experts, found.layer_pattern, found.mamba_head_dim, found.loss_weights) == (0, "M*", 64, {})
+    assert mapping.config_json(found)["num_experts_per_tok"] == 0
+    with pytest.raises(UserError, match="num_experts_per_tok=0: must be a positive integer"):
+        config_json.read(mapping, family.config, content | {"num_local_experts": 8})
+
+
 def test_sections_of_rotary_positions_have_no_effect_on_text():
     """The rotation of Qwen 3.5 is that of its frequencies alone, whatever the sections are."""
     parameters = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}

@@ -32,7 +32,8 @@ def tensor(config: RunConfig) -> Iterator[Violation]:
         size = getattr(model, name, None) or 0
         if size % tensor:
             rule = f"must divide model.{name}={size}"
-            yield Violation("parallel.tensor", tensor, rule, "choose a common divisor of model.heads, model.kv_heads and model.ffn_hidden")
+            names = ", ".join(f"model.{name}" for name in ("heads", *KV_HEADS, "ffn_hidden") if getattr(model, name, None))
+            yield Violation("parallel.tensor", tensor, rule, f"choose a common divisor of {names}")
     if (heads := getattr(model, "linear_key_heads", 0)) % tensor:
         yield Violation("parallel.tensor", tensor, f"must divide model.linear_key_heads={heads}", "choose a divisor of it")
     for name in ("mamba_heads", "mamba_groups", "shared_ffn_hidden"):

@@ -146,6 +146,21 @@ def _write_widths(config: GraniteHybridConfig) -> dict[str, Any]:
     return {"mamba_d_head": config.mamba_head_dim, "mamba_expand": config.mamba_heads * config.mamba_head_dim // config.hidden}
 
 
+def _read_experts(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers of experts; without experts, files have 0 of each, and the second one has no effect."""
+    if (experts := content.get("num_local_experts", 8)) == 0 and not isinstance(experts, bool):
+        return {"experts": 0}
+    return {
+        "experts": positive("num_local_experts", experts),
+        "top_k": positive("num_experts_per_tok", content.get("num_experts_per_tok", 2)),
+    }
+
+
+def _write_experts(config: GraniteHybridConfig) -> dict[str, Any]:
+    """Return them."""
+    return {"num_local_experts": config.experts, "num_experts_per_tok": config.top_k if config.experts else 0}
+
+
 MAPPING = decoder_mapping(
     "GraniteMoeHybridForCausalLM",
     "granitemoehybrid",
@@ -153,8 +168,6 @@ MAPPING = decoder_mapping(
         **{key: (key, 1.0) for key in FACTORS},
         "intermediate_size": ("expert_ffn_hidden", 11008),
         "shared_intermediate_size": ("ffn_hidden", 1024),
-        "num_local_experts": ("experts", 8),
-        "num_experts_per_tok": ("top_k", 2),
         "mamba_n_heads": ("mamba_heads", 128),
         "mamba_d_state": ("mamba_state", 256),
         "mamba_d_conv": ("mamba_kernel", 4),
@@ -164,6 +177,7 @@ MAPPING = decoder_mapping(
     nested=(
         KeyGroup(("layer_types", "layers_block_type"), _write_layers, _read_layers),
         KeyGroup(("mamba_d_head", "mamba_expand", "time_step_limit"), _write_widths, _read_widths),
+        KeyGroup(("num_local_experts", "num_experts_per_tok"), _write_experts, _read_experts),
         KeyGroup(
             ("position_embedding_type",),
             lambda config: {"position_embedding_type": "rope" if config.rotary else "nope"},
