@@ -236,8 +236,13 @@ def test_the_default_kinds_of_layers_of_a_hybrid(layers, interval):
 
 def test_a_granite_without_experts_states_none_for_a_token():
     """And the weight of their losses, which a model without experts does not have."""
-    family, mapping = registry.find_mapping({"architectures": ["GraniteMoeHybridForCausalLM"]})
-    content = {"num_local_experts": 0, "num_experts_per_tok": 0, "mamba_d_head": "auto", "layer_types": ["mamba", "attention"] * 16}
+    family, mapping = registry.find_mapping({"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"})
+    content = {
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "layer_types": ["mamba", "attention"] * 16,
+    }
     found = config_json.read(mapping, family.config, content)
     assert (found.experts, found.layer_pattern, found.mamba_head_dim, found.loss_weights) == (0, "M*", 64, {})
     assert mapping.config_json(found)["num_experts_per_tok"] == 0
