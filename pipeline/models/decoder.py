@@ -155,3 +155,15 @@ def moe(config: Any, ffn_hidden: int, *, router: Mapping[str, Any] | None = None
         Experts(config.experts, config.hidden, ffn_hidden, **(experts or {})),
         capacity_factor=config.capacity_factor,
     )
+
+
+def biased_router(config: Any) -> dict[str, Any]:
+    """Return `router` of DeepSeek-V3's MoE layers, of a configuration with its fields of groups and factors."""
+    return {
+        "scoring": "sigmoid",
+        "normalize": config.norm_topk_prob,
+        "scaling_factor": config.routed_scaling_factor,
+        "correction_bias": True,
+        "groups": config.groups,
+        "topk_group": config.topk_group,
+    }

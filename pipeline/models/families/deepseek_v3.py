@@ -110,19 +110,10 @@ def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) ->
     from pipeline.layers.moe import SharedExpertMoE
     from pipeline.layers.multi_token import MTPModule, MultiTokenHead, MultiTokenStack
     from pipeline.layers.stack import Block
-    from pipeline.models.decoder import moe
-
-    router = {
-        "scoring": "sigmoid",
-        "normalize": config.norm_topk_prob,
-        "scaling_factor": config.routed_scaling_factor,
-        "correction_bias": True,
-        "groups": config.groups,
-        "topk_group": config.topk_group,
-    }
+    from pipeline.models.decoder import biased_router, moe
 
     def experts() -> SharedExpertMoE:
-        routed = moe(config, config.expert_ffn_hidden, router=router)
+        routed = moe(config, config.expert_ffn_hidden, router=biased_router(config))
         return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
 
     def block(mlp: nn.Module) -> Block:

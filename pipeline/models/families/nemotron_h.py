@@ -78,7 +78,7 @@ def _build(config: NemotronHConfig) -> Model:
     from pipeline.layers.mlp import MLP
     from pipeline.layers.moe import SharedExpertMoE
     from pipeline.layers.stack import BiasedMoEStack, Stack
-    from pipeline.models.decoder import decoder, moe
+    from pipeline.models.decoder import biased_router, decoder, moe
 
     def mixer(layer: int) -> dict[str, Any] | Mamba2 | None:
         if config.kind(layer) == "M":
@@ -90,15 +90,7 @@ def _build(config: NemotronHConfig) -> Model:
             return MLP(config.hidden, config.ffn_hidden, bias=False, activation="relu2")
         if config.kind(layer) != "E":
             return None
-        router = {
-            "scoring": "sigmoid",
-            "normalize": config.norm_topk_prob,
-            "scaling_factor": config.routed_scaling_factor,
-            "correction_bias": True,
-            "groups": config.groups,
-            "topk_group": config.topk_group,
-        }
-        routed = moe(config, config.expert_ffn_hidden, router=router, experts={"activation": "relu2", "gated": False})
+        routed = moe(config, config.expert_ffn_hidden, router=biased_router(config), experts={"activation": "relu2", "gated": False})
         return SharedExpertMoE(routed, MLP(config.hidden, config.shared_ffn_hidden, bias=False, activation="relu2"))
 
     return decoder(config, attention=mixer, mlp=feed_forward, stack=BiasedMoEStack if config.experts else Stack)
