@@ -37,9 +37,19 @@ VOCABULARIES = (
 )
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
-    *VOCABULARIES,
+    *("tokenization_of_file.py", *VOCABULARIES),
 )
 
+#: transformers reads the tokenizers of these model types by a class of its own with a fixed pre-tokenizer, whatever tokenizer.json and
+#: tokenizer_class say. It does not do so if the folder names code of its own, which is not run unless trust_remote_code asks for it.
+OWN_TOKENIZERS = ("qwen2", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text")
+OF_FILE = "PreTrainedTokenizerFast"
+CODE = f"""from transformers import {OF_FILE}
+
+
+class TokenizerOfFile({OF_FILE}):
+    \"\"\"The tokenizer of tokenizer.json as it is.\"\"\"
+"""
 
 #: Folder of further chat templates with names.
 TEMPLATES = "additional_chat_templates"
@@ -223,16 +233,22 @@ def write_configs(
 
 
 def copy_tokenizer(source: Path, folder: Path, *, end_of_document: str, max_positions: int) -> None:
-    """Copy the tokenizer files; write tokenizer_config.json if the source has none."""
+    """Copy the tokenizer files; write tokenizer_config.json if the source has none. config.json is read, where the folder has one."""
     copy_tokenizer_files(source, folder)
-    if not (folder / "tokenizer_config.json").exists():
+    path = folder / "tokenizer_config.json"
+    if not path.exists():
         content = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tokenizer_class": OF_FILE,
             "bos_token": end_of_document,
             "eos_token": end_of_document,
             "model_max_length": max_positions,
         }
-        _write_json(folder / "tokenizer_config.json", content)
+        _write_json(path, content)
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    model = json.loads((folder / "config.json").read_text(encoding="utf-8")) if (folder / "config.json").exists() else {}
+    if model.get("model_type") in OWN_TOKENIZERS and settings.get("tokenizer_class") in (OF_FILE, "TokenizersBackend"):
+        _write_json(path, {**settings, "auto_map": {"AutoTokenizer": [None, "tokenization_of_file.TokenizerOfFile"]}})
+        (folder / "tokenization_of_file.py").write_text(CODE, encoding="utf-8")
 
 
 def write_bos(folder: Path, encoder: TextEncoder) -> None:

@@ -241,6 +241,22 @@ def test_tokenizer_and_generation(name, tmp_path, tokenizer_folder):
     assert model.generate(**prompt, max_new_tokens=3, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 3
 
 
+@pytest.mark.parametrize("kind", sorted({registry.mapping_of(config).config_json(config)["model_type"] for config in CONFIGS.values()}))
+def test_transformers_reads_the_tokens_of_tokenizer_json(kind, tmp_path, tokenizer_folder):
+    """For all model types, since transformers has tokenizer classes of its own for some, which replace parts of tokenizer.json."""
+    config = next(c for c in CONFIGS.values() if registry.mapping_of(c).config_json(c)["model_type"] == kind)
+    huggingface_export.write_configs(tmp_path, config, dtype=torch.float32, end_of_document_id=0)
+    huggingface_export.copy_tokenizer(tokenizer_folder, tmp_path, end_of_document="<|endoftext|>", max_positions=40)
+    again = tmp_path / "again"  # the tokenizer of an export is that of another run
+    again.mkdir()
+    huggingface_export.copy_tokenizer(tmp_path, again, end_of_document="<|endoftext|>", max_positions=40)
+    (again / "config.json").write_text((tmp_path / "config.json").read_text())
+    ids = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).encode(TEXT).ids
+    for folder in (tmp_path, again):
+        for trusted in (None, True):
+            assert AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)(TEXT)["input_ids"] == ids
+
+
 def test_missing_unexpected_and_misshapen_weights_are_reported():
     config = CONFIGS["llama"]
     weights = InMemory(random_model(config))
