@@ -8,7 +8,7 @@ from pipeline.common.errors import Violation
 from pipeline.config import phases
 from pipeline.config.schema import RunConfig
 from pipeline.planner.plan import JobPlan, hardware_of, plan
-from pipeline.planner.search import CHOSEN, Choice, search, settings_of
+from pipeline.planner.search import CHOSEN, Choice, nearest
 
 
 def planned(config: RunConfig, world_size: int) -> JobPlan | None:
@@ -26,11 +26,11 @@ def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Vio
     """Return why a planned job is refused; None if it fits, its GPU is unknown, or cluster.check_memory is off."""
     if result is None or result.estimate.fits or not config.cluster.check_memory:
         return None
-    searched = search(config, world_size, hardware_of(config))
-    if nearest := nearest_layout(config, searched.choices):
-        fix = f"the nearest layout that fits: {' '.join((*nearest.settings, *restored(config, nearest)))}"
+    choice = nearest(config, world_size, hardware_of(config))
+    if choice is not None and choice.plan.estimate.fits:
+        fix = f"the nearest layout that fits: {' '.join((*choice.settings, *restored(config, choice)))}"
     else:
-        least = f" (the smallest layout needs {searched.smallest.plan.estimate.memory.total / 1e9:.1f} GB)" if searched.smallest else ""
+        least = "" if choice is None else f" (the smallest layout needs {choice.plan.estimate.memory.total / 1e9:.1f} GB)"
         fix = f"no layout of {world_size:,} ranks fits{least}: use more nodes, or GPUs with more memory"
     needs, has = result.estimate.memory.total / 1e9, result.hardware.memory_gb
     rule = f"the planned job does not fit: it needs {needs:.1f} GB on a GPU of {has:.1f} GB"
@@ -42,9 +42,3 @@ def restored(config: RunConfig, choice: Choice) -> list[str]:
     named = {word.partition("=")[0] for word in choice.settings}
     values = {key: [attrgetter(key)(job) for job in (config, choice.plan.config)] for key in CHOSEN if key not in named}
     return [f"{key}={'null' if new is None else new}" for key, (old, new) in values.items() if old != new]
-
-
-def nearest_layout(config: RunConfig, choices: list[Choice]) -> Choice | None:
-    """Return the layout that has the fewest other settings than the configuration; among these, the fastest."""
-    wanted = set(settings_of(config))
-    return min(choices, key=lambda choice: (len(wanted ^ set(choice.settings)), choice.step_time), default=None)

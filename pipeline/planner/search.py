@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import groupby, product
+from operator import attrgetter
 from typing import Any
 
 from pipeline.common.progress import Progress
@@ -140,11 +141,33 @@ def best_layout(config: RunConfig, nodes: int, hardware: Hardware, traces: Trace
     return result.choices[0] if result.choices else None
 
 
-def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None) -> SearchResult:
+def nearest(config: RunConfig, world_size: int, hardware: Hardware) -> Choice | None:
+    """Return the fastest of the layouts that fit with the fewest other values of the keys CHOSEN than the configuration.
+
+    More distant ones are only looked at if none of the nearer ones fits, since a search over all layouts of a large job takes minutes. If
+    none fits, the one with the least memory; None if none is legal.
+    """
+
+    def others(candidate: RunConfig) -> int:
+        return sum(attrgetter(key)(candidate) != attrgetter(key)(config) for key in CHOSEN)
+
+    traces, smallest = Traces(), []
+    for _, group in groupby(sorted(_candidates(config, world_size, hardware), key=others), key=others):
+        result = search(config, world_size, hardware, traces, list(group))
+        if result.choices:
+            return result.choices[0]
+        smallest += [result.smallest] if result.smallest else []
+    return min(smallest, key=lambda choice: choice.plan.estimate.memory.total, default=None)
+
+
+def search(
+    config: RunConfig, world_size: int, hardware: Hardware, traces: Traces | None = None, candidates: list[RunConfig] | None = None
+) -> SearchResult:
     """Search over tensor, pipeline, context, expert and data sizes, schedules, ZeRO stages, micro-batches and recomputation.
 
     Legal is what config/rules accepts. Candidates are ordered by a bound of their time from one traced micro-batch, the bubble of an
     even pipeline, and the bytes of gradients; the best ones are simulated, and the fastest pipelines also with equal numbers of layers.
+    `candidates` are all layouts unless they are given.
     """
     started, traces = time.perf_counter(), traces or Traces()
     if config.stage.name not in TRAINING_STAGES:
@@ -152,7 +175,7 @@ def search(config: RunConfig, world_size: int, hardware: Hardware, traces: Trace
     limit = hardware.memory_gb * 1e9
     bounded: list[tuple[float, int, RunConfig]] = []
     tight: list[tuple[float, int, RunConfig]] = []
-    candidates = list(_candidates(config, world_size, hardware))
+    candidates = list(_candidates(config, world_size, hardware)) if candidates is None else candidates
     with Progress(len(candidates), "search", "layouts", every=10) as progress:
         for index, candidate in enumerate(candidates):
             if not check.training_violations(candidate, world_size):

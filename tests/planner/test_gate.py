@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.planner import memory_check
 from pipeline.planner.plan import hardware_of, plan
-from pipeline.planner.search import Choice, search, settings_of
+from pipeline.planner.search import Choice, nearest, settings_of
 from tests.helpers import pipeline
 from tests.world import configured
 
@@ -27,10 +27,10 @@ def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     refused = memory_check.violation(config, 4, result)
     assert refused is not None
     assert "nearest layout that fits" in refused.fix
-    nearest = memory_check.nearest_layout(config, search(config, 4, hardware_of(config)).choices)
-    assert nearest is not None
-    assert " ".join(nearest.settings) in refused.fix
-    again = plan(nearest.plan.config, 4, hardware_of(config))
+    choice = nearest(config, 4, hardware_of(config))
+    assert choice is not None
+    assert " ".join(choice.settings) in refused.fix
+    again = plan(choice.plan.config, 4, hardware_of(config))
     assert again.estimate.fits
     anyway = replace(config, cluster=replace(config.cluster, check_memory=False))
     assert memory_check.violation(anyway, 4, result) is None
@@ -52,12 +52,12 @@ def test_the_nearest_layout_names_what_it_sets_back():
     """The user's line with these settings is the layout that fits."""
     words = ("stage=pretrain", "model=mixtral-tiny", *V100, "training.micro_batch_size=1")
     config = configured(*words, "parallel.expert=4", "training.activation_checkpointing=full")
-    nearest = configured(*words, "parallel.pipeline=2")
-    choice = Choice(plan(nearest, 4, hardware_of(nearest)), settings_of(nearest))
+    fitting = configured(*words, "parallel.pipeline=2")
+    choice = Choice(plan(fitting, 4, hardware_of(fitting)), settings_of(fitting))
     changes = [*choice.settings, *memory_check.restored(config, choice)]
     composed = configured(*words, "parallel.expert=4", "training.activation_checkpointing=full", *changes)
-    assert composed.parallel == nearest.parallel
-    assert composed.training == nearest.training
+    assert composed.parallel == fitting.parallel
+    assert composed.training == fitting.training
 
 
 def test_without_hardware_nothing_is_planned():
