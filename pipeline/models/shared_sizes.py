@@ -324,7 +324,7 @@ def window_violations(key: str, window: int | None, max_positions: int) -> Itera
     """Yield a violation if a sliding window is longer than the longest sequence; None means no window."""
     if window is not None and window > max_positions:
         rule = f"is longer than model.max_positions={max_positions}"
-        yield Violation(key, window, rule, f"shorten the window, or set {key}=null for full attention")
+        yield Violation(key, window, rule, f"set it to at most {max_positions}, which is full attention")
 
 
 def top_k_violations(top_k: int, experts: int) -> Iterator[Violation]:
