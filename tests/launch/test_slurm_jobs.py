@@ -342,7 +342,7 @@ def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tm
     run, log, python = tmp_path / "run", tmp_path / "log", tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.join(PYTHON)} "$@"\n')
     python.chmod(0o755)
-    steps = ["training.steps=60", "checkpoint.every=0", "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={run}"]
+    steps = ["training.steps=200", "checkpoint.every=0", "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={run}"]
     size = ("--nodes=2", "--ntasks-per-node=1", f"--export=ALL,PIPELINE_PYTHON={python}")
     number = sbatch(log, *size, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.pipeline=1", *steps)
     after = sbatch(tmp_path / "after", f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes", "--wrap=true")
@@ -354,7 +354,7 @@ def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tm
     text = succeeded(number, log)
     assert text.count("requeueing job") == 1
     assert text.count("the same command continues") == 1
-    assert [line["step"] for line in training_steps(run)] == list(range(1, 61))
+    assert [line["step"] for line in training_steps(run)] == list(range(1, 201))
     assert json.loads((run / "manifest.json").read_text())["totals"]["job"] == str(number)
     assert ended(after)["JobState"] == "COMPLETED"
 
