@@ -5,12 +5,13 @@ Yang et al. 2022 (https://arxiv.org/abs/2203.03466), for Adam; Muon below. With 
     weight                                    initial standard deviation   learning rate   table
     embeddings, norms, biases                 1                            1               3 and 8, "input weights & all biases"
     matrices of the blocks                    1 / sqrt(m)                  1 / m           3 and 8, "hidden weights"
-    output head                               1 / m                        1 / m           3, "output weights"
+    output head, routers of experts           1 / m                        1 / m           3, "output weights"
     output head, tied to the embedding        1, logits times 1 / m        1               8, "output weights"
 
 These are factors of what the standard parametrization has. Scores of attention are divided by the width d of a head instead of its square
-root (their definition 4.1). With CompleteP (Dey et al. 2025, https://arxiv.org/abs/2505.01618, table 1, alpha = 1), outputs of attention
-and feed-forward are multiplied by base depth / depth, and initial values do not depend on the depth.
+root (their definition 4.1). The experts of a layer grow in width, not in number (Malasnicki et al. 2025, https://arxiv.org/abs/2508.09752),
+so that a router has as many outputs at every width. With CompleteP (Dey et al. 2025, https://arxiv.org/abs/2505.01618, table 1, alpha = 1),
+outputs of attention and feed-forward are multiplied by base depth / depth, and initial values do not depend on the depth.
 
 Models have no multipliers, so that stock classes compute the same logits from the same weights. A weight W with a multiplier c is the
 weight V = c W, whose initial standard deviation and learning rate in Adam are c times those of W (lemma J.1 of Yang et al.): both are
@@ -29,17 +30,18 @@ rate is 1 / sqrt(m). Its update does not depend on the size of the gradient, so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Constant, Init
+from pipeline.models.config import Sizes
 
 
 @dataclass(frozen=True)
-class MupConfig:
+class MupConfig(Sizes):
     """Fields of such a family: the sizes of the base model, at which muP equals the standard parametrization."""
 
     parametrization: str = knob(
@@ -60,17 +62,17 @@ class MupConfig:
         at_least=1,
     )
 
-
-def mup_violations(config: MupConfig) -> Iterator[Violation]:
-    """Yield the rules between these fields that are violated."""
-    if config.parametrization == "mup" and config.mup_base_width is None:
-        rule = "is required with model.parametrization=mup"
-        yield Violation("model.mup_base_width", None, rule, "set it to model.hidden of the model whose learning rate was tuned")
-    if config.parametrization == "standard":
-        for name in ("mup_base_width", "mup_base_head_width", "mup_base_depth"):
-            if (value := getattr(config, name)) is not None:
+    def violations(self) -> list[Violation]:
+        """See Sizes."""
+        found = super().violations()
+        if self.parametrization == "mup" and self.mup_base_width is None:
+            rule = "is required with model.parametrization=mup"
+            found.append(Violation("model.mup_base_width", None, rule, "set it to model.hidden of the model whose learning rate was tuned"))
+        for name in ("mup_base_width", "mup_base_head_width", "mup_base_depth") if self.parametrization == "standard" else ():
+            if (value := getattr(self, name)) is not None:
                 rule = "has no effect with model.parametrization=standard"
-                yield Violation(f"model.{name}", value, rule, "set model.parametrization=mup, or leave it out")
+                found.append(Violation(f"model.{name}", value, rule, "set model.parametrization=mup, or leave it out"))
+        return found
 
 
 def initial(recipe: Callable[[Any, str], float | None]) -> Callable[[Any, str], Init]:
@@ -118,9 +120,9 @@ def _factors(config: Any, name: str) -> tuple[float, float]:
     if config.parametrization == "standard" or layer.endswith(".lora"):
         return 1.0, 1.0
     width = config.hidden / config.mup_base_width
-    if layer == "head":
+    if layer == "head" or layer.endswith(".router"):
         return 1 / width, 1 / width
-    multiplier, depth = _multiplier(config, layer, width)
+    multiplier, depth = _multiplier(config, name if layer.endswith(".experts") else layer, width)
     if leaf == "bias" or layer.endswith("norm") or layer.startswith("embed."):
         return multiplier, multiplier
     return multiplier * depth / math.sqrt(width), multiplier / width
@@ -133,6 +135,6 @@ def _multiplier(config: Any, layer: str, width: float) -> tuple[float, float]:
     scores = ".attention.query_norm" if getattr(config, "query_key_norm", False) else ".attention.query"
     if layer.endswith(scores) and config.mup_base_head_width is not None:
         return math.sqrt(config.mup_base_head_width / config.head_dim), 1.0
-    if layer.endswith((".attention.output", ".mlp.down")) and config.mup_base_depth is not None:
+    if layer.endswith((".attention.output", ".mlp.down", ".experts.down")) and config.mup_base_depth is not None:
         return config.mup_base_depth / config.layers, math.sqrt(config.layers / config.mup_base_depth)
     return 1.0, 1.0

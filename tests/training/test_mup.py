@@ -13,6 +13,7 @@ from pipeline.certification.shrink_model import shrink_model
 from pipeline.checkpoint import native
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
+from pipeline.config import loss_weights
 from pipeline.config.rules import check as rules
 from pipeline.layers.init import initial_tensor
 from pipeline.models import registry
@@ -58,6 +59,9 @@ CASES = {
     "llama-everything": Case(("model=llama-tiny", "model.kv_heads=2", "model.attention_bias=true"), head_width=2, depth=1),
     "llama-tied": Case(("model=llama-tiny", "model.kv_heads=2", "model.tie_embeddings=true", "model.query_key_norm=true"), head_width=4),
     "gpt": Case(("model=gpt-tiny",), head_width=4, depth=2),
+    "experts": Case(
+        ("model=qwen3-moe-tiny", "model.kv_heads=2", "model.head_width=8", "model.expert_ffn_hidden=24", "training.balance_loss=0"), depth=2
+    ),
     "muon": Case(("model=llama-tiny", "model.kv_heads=2"), head_width=4, depth=2, muon="match_rms_adamw"),
     "muon-original": Case(("model=llama-tiny", "model.kv_heads=2", "model.tie_embeddings=true"), depth=2, muon="original"),
 }
@@ -111,6 +115,7 @@ def from_the_table(name: str) -> dict[str, torch.Tensor]:
     case, config = CASES[name], configured(*CASES[name].words)
     sizes, m = config.model, 4
     model = registry.build(sizes)
+    model.set_loss_weights(dict.fromkeys(loss_weights.defaults(sizes), 0.0))
     matrices: list[Matrix] = []
     depth, scores = case.depth / sizes.layers, math.sqrt(case.head_width) / sizes.head_dim
     model.head.factor = 1 / m
@@ -118,19 +123,21 @@ def from_the_table(name: str) -> dict[str, torch.Tensor]:
         block.attention.scale = scores
         for layer in (block.attention, block.mlp):
             layer.register_forward_hook(lambda _module, _inputs, output: output * depth)
+        if hasattr(block.mlp, "router"):
+            block.mlp.router.register_forward_pre_hook(lambda _module, inputs: (inputs[0] / m,))
     groups = []
     for weight, parameter in model.named_parameters():
-        hidden = weight.startswith("blocks.") and parameter.dim() == 2
+        hidden = weight.startswith("blocks.") and parameter.dim() > 1 and not weight.endswith("router.weight")
         std = sizes.init_std * (0.5 if weight == "embed.positions.weight" else 1)
-        if weight.endswith(("attention.output.weight", "mlp.down.weight")):
+        if weight.endswith(("attention.output.weight", "mlp.down.weight", "experts.down")):
             std /= math.sqrt(2 * case.depth)
-        if parameter.dim() == 2:
+        if parameter.dim() > 1:
             drawn = initial_tensor(weight, parameter.shape, 1.0, config.training.seed)
             parameter.data.copy_(drawn * std / (math.sqrt(m) if hidden else 1))
         else:
             parameter.data.fill_(0.0 if weight.endswith("bias") else 1.0)
         rate = 1 / m if hidden else 1
-        groups.append({"params": [parameter], "rate": rate, "weight_decay": 2 / rate if parameter.dim() == 2 else 0})
+        groups.append({"params": [parameter], "rate": rate, "weight_decay": 2 / rate if parameter.dim() > 1 else 0})
         if case.muon and hidden:
             matrices.append(Matrix(parameter, case.muon, 1 if case.muon == "original" else 1 / math.sqrt(m)))
             groups.pop()
@@ -147,10 +154,16 @@ def from_the_table(name: str) -> dict[str, torch.Tensor]:
         model.zero_grad()
     folded = {"norm": 1 / m} if sizes.tie_embeddings else {"head": 1 / m}
     scaled = "query_norm" if getattr(sizes, "query_key_norm", False) else "attention.query"
-    folded |= {scaled: scores * math.sqrt(sizes.head_dim), "attention.output": depth, "mlp.down": depth}
+    folded |= {
+        scaled: scores * math.sqrt(sizes.head_dim),
+        "attention.output": depth,
+        "mlp.down": depth,
+        "experts.down": depth,
+        "router": 1 / m,
+    }
     found = {}
     for weight, parameter in model.named_parameters():
-        layer = weight.rpartition(".")[0]
+        layer = weight.removesuffix(".weight").removesuffix(".bias")
         factor = next((c for part, c in folded.items() if layer == part or layer.endswith(f".{part}")), 1.0)
         found[weight] = parameter.detach() * factor
     return found
@@ -168,6 +181,7 @@ LAYOUTS = {
     "llama-everything": ("zero_stage=0", "zero_stage=1", "zero_stage=3 offload=optimizer", "tensor=2", "pipeline=2 schedule=interleaved"),
     "llama-tied": ("pipeline=2",),
     "gpt": ("pipeline=2",),
+    "experts": ("zero_stage=1", "expert=2"),
     "muon": ("zero_stage=1",),
     "muon-original": ("tensor=2",),
 }
@@ -284,7 +298,7 @@ def test_the_export_of_a_run_has_its_logits(tokenizer, trained):
         ),
         (
             ("model=mistral-tiny", "model.parametrization=mup"),
-            "model.parametrization=mup: no such key in this model; the families gpt, llama have it",
+            "model.parametrization=mup: no such key in this model; the families gpt, llama, qwen3_moe have it",
         ),
     ],
 )

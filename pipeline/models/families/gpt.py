@@ -29,7 +29,7 @@ class GPTConfig(mup.MupConfig, LayerNormConfig, family="gpt"):
     def violations(self) -> list[Violation]:
         """See Sizes."""
         windows = window_violations("model.banded_window", self.banded_window, self.max_positions)
-        return [*super().violations(), *windows, *mup.mup_violations(self)]
+        return [*super().violations(), *windows]
 
 
 def _build(config: GPTConfig) -> Model:

@@ -32,7 +32,7 @@ class LlamaConfig(mup.MupConfig, RotaryDecoderConfig, family="llama"):
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        violations = [*super().violations(), *mup.mup_violations(self)]
+        violations = super().violations()
         if self.qkv_bias and self.attention_bias:
             rule = "adds biases to the query, key and value projections, which model.attention_bias=true has already"
             violations.append(Violation("model.qkv_bias", True, rule, "set one of the two to false"))

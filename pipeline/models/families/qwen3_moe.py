@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import scaled_residual
+from pipeline.models import mup
 from pipeline.models.decoder_mapping import ATTENTION, BALANCE_LOSS, EXPERT_KEYS, EXPERTS, MLP, NORMS, decoder_mapping, decoder_table
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, KeyGroup, Table, refusal
@@ -18,9 +19,8 @@ from pipeline.models.shared_sizes import RotaryMoEConfig, is_marked
 
 
 @dataclass(frozen=True)
-class Qwen3MoeConfig(
+class SparseBlocksConfig(
     RotaryMoEConfig,
-    family="qwen3_moe",
     layers=48,
     hidden=2048,
     kv_heads=4,
@@ -32,7 +32,7 @@ class Qwen3MoeConfig(
     norm_eps=1e-6,
     rope_theta=1e6,
 ):
-    """Qwen 3's attention, with norms of queries and keys, and many fine-grained experts; some blocks may be dense."""
+    """Fields of a decoder with norms of queries and keys, and with many fine-grained experts; some blocks may be dense."""
 
     query_key_norm: ClassVar[bool] = True
 
@@ -56,6 +56,11 @@ class Qwen3MoeConfig(
         others = [block for block in self.dense_blocks if not 0 <= block < self.layers]
         wrong = [Violation("model.dense_blocks", self.dense_blocks, rule, f"remove {others}")] if others else []
         return [*super().violations(), *wrong]
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(mup.MupConfig, SparseBlocksConfig, family="qwen3_moe"):
+    """Qwen 3's attention and such experts."""
 
 
 def _build(config: Qwen3MoeConfig) -> Model:
@@ -119,4 +124,4 @@ MAPPING = decoder_mapping(
 )
 
 # Initial weights: GPT-2's recipe; the Qwen team published none.
-FAMILY = Family(config=Qwen3MoeConfig, build=_build, initial_std=scaled_residual, huggingface=(MAPPING,))
+FAMILY = Family(config=Qwen3MoeConfig, build=_build, initial_std=mup.initial(scaled_residual), rate=mup.rate, huggingface=(MAPPING,))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class Qwen3NextConfig(
     PartialRotaryConfig,
     LinearAttentionConfig,
-    qwen3_moe.Qwen3MoeConfig,
+    qwen3_moe.SparseBlocksConfig,
     family="qwen3_next",
     partial_rotary_factor=0.25,
     experts=512,
