@@ -14,14 +14,17 @@ from torch import Tensor, nn
 
 #: Width of a head at every width, of the feed-forward over that of the residual stream, and bytes of text that are read at most.
 HEAD_WIDTH, FEED_FORWARD, TEXT = 16, 4, 8_000_000
-#: Kinds of activations, in the order of the forward pass; those of blocks are measured over all blocks.
-KINDS = ("embedding", "queries", "attention", "feed-forward", "residual stream", "final norm", "logits")
+#: Kinds of activations, in the order of the forward pass; those of blocks are measured over all blocks. Without experts there is no router.
+KINDS = ("embedding", "queries", "attention", "router", "feed-forward", "residual stream", "final norm", "logits")
+#: Kinds whose initial values vanish with the width in muP: only their change counts.
+VANISHING = ("router", "logits")
 
 
-def settings(width: int, base: int, parametrization: str, lr: float, seed: int, steps: int, sequences: int) -> list[str]:
+def settings(model: str, width: int, base: int, parametrization: str, lr: float, seed: int, steps: int, sequences: int) -> list[str]:
     """Return the model and the training of a width, with a warm-up over a tenth of the steps.
 
     Args:
+        model: a small one with muP.
         width: model.hidden.
         base: width of the base model.
         parametrization: standard or mup.
@@ -41,7 +44,7 @@ def settings(width: int, base: int, parametrization: str, lr: float, seed: int, 
         f"training.seed={seed}",
     )
     rate = (f"optimizer.lr={lr}", f"optimizer.warmup_steps={max(1, steps // 10)}")
-    return ["stage=pretrain", "model=llama-tiny", "precision=fp32", "parallel.zero_stage=0", *sizes, *mup, *text, *batch, *rate]
+    return ["stage=pretrain", f"model={model}", "precision=fp32", "parallel.zero_stage=0", *sizes, *mup, *text, *batch, *rate]
 
 
 @cache
@@ -95,17 +98,18 @@ def _activations(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     kept: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
 
     def keep(kind: str) -> Callable[..., None]:
-        return lambda _module, _inputs, output: kept[kind].append(output.flatten().clone())
+        return lambda _module, _inputs, output: kept[kind].append((output.logits if kind == "router" else output).flatten().clone())
 
     modules: list[tuple[str, nn.Module]] = [("embedding", model.embed), ("final norm", model.norm), ("logits", model.head)]
     for block in model.blocks.values():
         modules += [("queries", block.attention.query), ("attention", block.attention), ("feed-forward", block.mlp)]
+        modules += [("router", block.mlp.router)] if hasattr(block.mlp, "router") else []
         modules.append(("residual stream", block))
     hooks = [module.register_forward_hook(keep(kind)) for kind, module in modules]
     model(tokens)
     for hook in hooks:
         hook.remove()
-    return {kind: torch.cat(values) for kind, values in kept.items()}
+    return {kind: torch.cat(values) for kind, values in kept.items() if values}
 
 
 def final_loss(config: Any, steps: int) -> float:
