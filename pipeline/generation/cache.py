@@ -54,7 +54,6 @@ class KeyValueCache:
                 continue
             assert isinstance(attention, nn.Module)
             if isinstance(attention, RecurrentLayer):
-                assert lookahead == 1, "a state cannot remove tokens"
                 self.recurrent.append(CachedMixing(self, attention))
                 continue
             latent = isinstance(attention, LatentAttention)
@@ -130,7 +129,12 @@ class KeyValueCache:
         return self.step
 
     def truncate(self, lengths: Tensor) -> None:
-        """Remove the last tokens of the rows; lengths is int64 (rows,), at most `lookahead` less than before."""
+        """Remove the last tokens of the rows; lengths is int64 (rows,), at most `lookahead` less than before.
+
+        With a recurrent state, they are tokens of the last pass, in which the row had at most `lookahead`.
+        """
+        for layer in self.recurrent:
+            layer.remove(self.lengths - lengths)
         self.lengths = lengths.clone()
 
     def clear(self, rows: Sequence[int]) -> None:

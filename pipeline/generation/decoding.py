@@ -48,7 +48,6 @@ def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int
     if model.objective in ("masked", "classification"):
         rule = f"is of family {model.family}, which does not predict the next token"
         raise UserError.of("stage.checkpoint", run_dir, rule, "choose a checkpoint of a decoder, such as llama or gpt")
-    check_speculative(stage, model)
     if not isinstance(model, EncoderDecoderSizes):
         return
     if stage.engine == "vllm":
@@ -60,18 +59,6 @@ def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int
     if stage.prompt_lookup:
         rule = f"is not supported by family {model.family}; speculative decoding requires a decoder"
         raise UserError.of("stage.prompt_lookup", True, rule, "set it to false")
-
-
-def check_speculative(stage: Generate, config: ModelConfig) -> None:
-    """Refuse speculative decoding with a model that cannot remove tokens from its cache: a state does not return to that of fewer tokens.
-
-    Raises:
-        UserError: the model has linear attention.
-    """
-    if _is_speculative(stage) and getattr(config, "linear_layers", False):
-        key, value, off = ("stage.prompt_lookup", True, "false") if stage.draft is None else ("stage.draft", stage.draft, "null")
-        rule = f"is not supported with linear attention (model.family={config.family}): its states cannot remove refused tokens"
-        raise UserError.of(key, value, rule, f"set {key}={off}")
 
 
 def stopping(stage: Generate, checkpoint: Path, tokenizer: Path, ends: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Stopping:

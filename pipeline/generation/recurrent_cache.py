@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.generation.passes import Pass
+from pipeline.generation.passes import Group, Pass
 from pipeline.layers.mask import Mask
 from pipeline.layers.recurrent import RecurrentLayer, RecurrentState
 
@@ -17,10 +17,12 @@ class Rows(Protocol):
 
     Attributes:
         rows: number of sequences.
+        lookahead: maximum number of tokens that can be removed again.
         step: the present pass.
     """
 
     rows: int
+    lookahead: int
     step: Pass | None
 
 
@@ -32,16 +34,19 @@ class CachedMixing:
 
     Attributes:
         state: of all rows, None before the first pass. Those of rows without tokens are not read.
-        row_bytes: size of the state of a row.
+        row_bytes: size of the state of a row, and of what removes tokens from it.
     """
 
     def __init__(self, cache: Rows, layer: RecurrentLayer) -> None:
-        self.cache = cache
+        self.cache, self.layer = cache, layer
         self.state: RecurrentState | None = None
+        # Groups of the last pass, their inputs, and the states before them, where tokens can be removed again.
+        self._removable: list[tuple[Group, list[Tensor], RecurrentState]] = []
         convolutions = layer.convolutions()
-        inputs = sum(map(len, convolutions)) * (layer.kernel - 1) * convolutions[0].element_size()
+        token = sum(map(len, convolutions)) * convolutions[0].element_size()
         wide = torch.promote_types(convolutions[0].dtype, torch.float32)
-        self.row_bytes = inputs + len(layer.decay_bias) * layer.key_dim * layer.value_dim * wide.itemsize
+        state = token * (layer.kernel - 1) + len(layer.decay_bias) * layer.key_dim * layer.value_dim * wide.itemsize
+        self.row_bytes = state if cache.lookahead == 1 else 2 * state + token * cache.lookahead
         layer.mix = self
 
     @property
@@ -54,14 +59,38 @@ class CachedMixing:
         step = self.cache.step
         assert step is not None
         outputs = []
+        self._removable = []
         for group in step.groups:
             parts = [group.split(x.unsqueeze(1)).squeeze(1) for x in (inputs, *gates)]
             rows = group.rows.to(inputs.device)
-            output, state = layer.advance(*parts, state=None if group.fresh else self._of(rows))
+            before = None if group.fresh else self._of(rows)
+            output, state = layer.advance(*parts, state=before)
             self._store(rows, state)
+            if before is not None and group.count <= self.cache.lookahead > 1:
+                self._removable.append((group, parts, before))
             outputs.append(group.join(output.flatten(2).unsqueeze(1)).squeeze(1))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return joined.unflatten(2, (-1, layer.value_dim))
+
+    @torch.inference_mode()
+    def remove(self, counts: Tensor) -> None:
+        """Remove the last tokens of the rows, tokens of the last pass: the state before it is advanced by those that remain.
+
+        Args:
+            counts: int64 (rows,), how many tokens of each row, on the CPU.
+        """
+        left = counts.clone()
+        for group, parts, before in self._removable:
+            removed, left[group.rows] = counts[group.rows], 0
+            for count in sorted({*removed.tolist()} - {0}):
+                members, kept = (removed == count).nonzero().squeeze(1), group.count - count
+                assert kept >= 0, "tokens of an earlier pass"
+                state = RecurrentState(before.inputs[members], before.memory[members])
+                if kept:
+                    _, state = self.layer.advance(*(part[members, :kept] for part in parts), state=state)
+                self._store(group.rows[members].to(state.memory.device), state)
+        assert not left.any(), "tokens of an earlier pass"
+        self._removable = []
 
     def keep(self, rows: Tensor) -> None:
         """As KeyValueCache.keep."""

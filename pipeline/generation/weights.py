@@ -98,8 +98,8 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
                 Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
             )
     if getattr(draft, "linear_layers", 0):
-        rule = f"is of family {draft.family}, whose linear attention has states that cannot remove refused tokens"
-        violations.append(Violation("stage.draft", stage.draft, rule, "choose a draft model without linear attention"))
+        rule = f"is of family {draft.family}, whose recurrent states cannot remove the tokens of several passes"
+        violations.append(Violation("stage.draft", stage.draft, rule, "choose a draft model without recurrent layers"))
     if expert > 1 and getattr(draft, "experts", False):
         rule = f"has experts, which parallel.expert={expert} shards in the target only"
         violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))

@@ -84,7 +84,7 @@ class _Stored:
         wanted, plain, fallback = (GGMLQuantizationType[type_] for type_ in (_TYPES[kind][0], "F32", "F16"))
         self.rows: list[tuple[gguf_layout.Row, tuple[int, ...], Any]] = []
         for row in gguf_layout.rows(config):
-            shape = row.tensor.shape(self._shapes(row))
+            shape = row.shape(self._shapes(row))
             blocked = kind.startswith("q") and shape[-1] % 32 != 0
             self.rows.append((row, shape, plain if len(shape) == 1 or row.is_plain else fallback if blocked else wanted))
         self._byte_shapes = [quant_shape_to_byte_shape(shape, type_) for _, shape, type_ in self.rows]
@@ -108,16 +108,16 @@ class _Stored:
             value = row.to_file(parts)
             data = np.frombuffer(buffer_of(value), np.uint8) if type_.name in _DTYPES else quantize(value.numpy(), type_).view(np.uint8)
             writer.write_tensor_data(data)
-            of_bytes = type_.name not in _DTYPES or row.shifted
+            of_bytes = type_.name not in _DTYPES or row.change is not None
             written(row.name, digest_of([torch.from_numpy(data.reshape(-1).copy())] if of_bytes else parts), data.nbytes)
         writer.close()
         return None, None
 
     def read(self, path: Path) -> Iterator[tuple[str, str]]:
-        """Yield what gguf finds in the file; a rounded or a shifted tensor as its bytes."""
+        """Yield what gguf finds in the file; a rounded or a changed tensor as its bytes."""
         stored = _File(path)
         for row, _, type_ in self.rows:
-            if type_.name not in _DTYPES or row.shifted:
+            if type_.name not in _DTYPES or row.change is not None:
                 yield row.name, digest_of([torch.from_numpy(stored.bytes_of(row.name))])
                 continue
             yield row.name, digest_of(row.from_file(stored.plain(row.name), self._shapes(row)))

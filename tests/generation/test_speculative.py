@@ -6,9 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pipeline.common.errors import UserError
-from pipeline.config.stages import Generate
-from pipeline.generation.decoding import check_model
 from pipeline.generation.generator import Completion, Generator, Stopping
 from pipeline.generation.proposers import DraftModel, PromptLookup
 from pipeline.generation.runner import Runner
@@ -17,7 +14,6 @@ from pipeline.generation.speculative import SpeculativeGenerator
 from pipeline.models.families.gpt import GPTConfig
 from tests.conversion.test_huggingface_export import random_model
 from tests.generation.conftest import POSITIONS, prompts
-from tests.models.small_decoders import CONFIGS
 
 
 def generator_of(model, proposer, sampling, stopping, *, tokens=3, positions=POSITIONS, batch_size=4, logprobs=False):
@@ -37,18 +33,28 @@ def noisy(model, scale: float):
     return found
 
 
-@pytest.mark.parametrize(
-    "setting, message", [({"prompt_lookup": True}, "stage.prompt_lookup=True"), ({"draft": "runs/small"}, "stage.draft=runs/sma")]
-)
-def test_states_that_cannot_remove_tokens_are_refused(setting, message):
-    """Linear attention keeps one state for each sequence; without speculative decoding, the model generates."""
-    check_model(CONFIGS["qwen3-next"], Generate(), "runs/7b", 1)
-    with pytest.raises(UserError, match=message):
-        check_model(CONFIGS["qwen3-next"], Generate(**setting), "runs/7b", 1)
+class Known(PromptLookup):
+    """Proposes the completions, with a wrong token at every third place."""
+
+    def __init__(self, completions: dict[int, Completion]) -> None:
+        super().__init__()
+        self.completions = completions
+
+    def propose(self, held, counts, numbers, seen):  # noqa: ARG002 - of Proposer
+        guesses = []
+        for each, count in zip(held, counts, strict=True):
+            start = 0 if each is None else len(each.tokens)
+            right = [] if each is None else self.completions[each.index].tokens[start : start + count]
+            guesses.append(([token if (start + place) % 3 else token + 1 for place, token in enumerate(right)], None))
+        return guesses
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("llama-grouped", "lookup"), ("mistral", "draft"), ("mistral", "lookup"), ("deepseek-yarn", "lookup")]
+    "name, kind",
+    [
+        *[("llama-grouped", "lookup"), ("mistral", "draft"), ("mistral", "lookup"), ("deepseek-yarn", "lookup")],
+        *[("qwen3-next", "known"), ("nemotron-h", "known"), ("granite-hybrid", "known"), ("granite-hybrid", "lookup")],
+    ],
 )
 def test_greedy_completions_do_not_change(name, kind, pair):
     """Full rings, rejected and accepted tokens, rows that end at different times and take new prompts."""
@@ -58,7 +64,9 @@ def test_greedy_completions_do_not_change(name, kind, pair):
     stopping = Stopping(24)
     expected = {each.index: each for each in Generator(plain, Sampling(), stopping, batch_size=3, logprobs=True).run(enumerate(given))}
     plain.detach()
-    proposer = PromptLookup() if kind == "lookup" else DraftModel(Runner(noisy(model, 0.01), POSITIONS, lookahead=4), Sampling())
+    proposer = PromptLookup() if kind == "lookup" else Known(expected)
+    if kind == "draft":
+        proposer = DraftModel(Runner(noisy(model, 0.01), POSITIONS, lookahead=4), Sampling())
     generator = generator_of(model, proposer, Sampling(), stopping, batch_size=3, logprobs=True)
     found = {each.index: each for each in generator.run(enumerate(given))}
     generator.runner.detach()

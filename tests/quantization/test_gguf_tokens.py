@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xllamacpp
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from pipeline.common.errors import UserError
@@ -21,6 +19,7 @@ from pipeline.quantization import gguf_file
 from pipeline.quantization.gguf_tokens import read_tokens
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
+from tests.quantization.llama_cpp import LlamaCpp
 
 BEGIN, END = "<|begin|>", "<|endoftext|>"
 TEXTS = [
@@ -52,34 +51,6 @@ SAMPLE = [
     "the quick brown fox jumps over the lazy dog and it's 2026 now, we'll see",
     "Die Straße ist naß und der Wald steht schwarz",
 ]
-
-
-class LlamaCpp:
-    """llama.cpp, in the library of its Python package, by its C interface."""
-
-    class _Parameters(ctypes.Structure):  # llama_model_params, of which no field is read; it is smaller
-        _fields_ = (("content", ctypes.c_char * 512),)
-
-    def __init__(self, path: Path) -> None:
-        (library,) = Path(xllamacpp.__file__).parent.glob("*.so")
-        self._llama: Any = ctypes.CDLL(str(library))
-        self._log = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(lambda *_: None)
-        self._llama.llama_log_set(self._log, None)
-        self._llama.llama_model_default_params.restype = self._Parameters
-        self._llama.llama_model_load_from_file.argtypes = [ctypes.c_char_p, self._Parameters]
-        pointer, integers = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
-        self._llama.llama_model_load_from_file.restype = self._llama.llama_model_get_vocab.restype = pointer
-        self._llama.llama_model_get_vocab.argtypes = [pointer]
-        self._llama.llama_tokenize.argtypes = [pointer, ctypes.c_char_p, ctypes.c_int32, integers, ctypes.c_int32, *[ctypes.c_bool] * 2]
-        model = self._llama.llama_model_load_from_file(str(path).encode(), self._llama.llama_model_default_params())
-        assert model, "llama.cpp does not read the file"
-        self._vocabulary = self._llama.llama_model_get_vocab(model)
-
-    def tokens(self, text: str) -> list[int]:
-        """The ids of a text with special tokens, those that it spells and those that are added."""
-        content = text.encode()
-        ids = (ctypes.c_int32 * (len(content) + 8))()
-        return ids[: self._llama.llama_tokenize(self._vocabulary, content, len(content), ids, len(ids), True, True)]
 
 
 def trained(split: str = "llama3", digits: str = "keep") -> Tokenizer:
