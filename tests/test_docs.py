@@ -6,7 +6,9 @@ import functools
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.config_classes import CONFIG_CLASSES
-from tests.helpers import ROOT, pipeline
+from tests.helpers import ROOT, environment, free_port, pipeline
 from tests.world import configured
 
 #: Where is what, on one page.
@@ -31,6 +33,7 @@ DOCUMENTS = [
     ROOT / ".github/CONTRIBUTING.md",
     ROOT / "tools/README.md",
     MAP,
+    ROOT / "conf/README.md",
     ROOT / "tools/audit/README.md",
     ROOT / "tools/bench/README.md",
     ROOT / "tools/study/README.md",
@@ -165,6 +168,77 @@ def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
 def test_the_mistake_is_answered_as_shown() -> None:
     shown = re.search(r"^    \$ python -m pipeline (.*)\n((?:    .+\n)+)", README, re.MULTILINE)
     assert pipeline(*shown[1].split(), expect=2) == re.sub("^    ", "", shown[2], flags=re.MULTILINE)
+
+
+#: Section of the tutorial -> its blocks of commands, each with the lines that are shown below it.
+TUTORIAL = {
+    section.partition("\n")[0]: re.findall(r"```bash\n(.*?)```\n\n?((?:    [^\n]*\n|\n(?=    ))*)", section, re.DOTALL)
+    for section in (ROOT / "conf/README.md").read_text(encoding="utf-8").split("\n## ")
+}
+SLURM, SITE = "The same on Slurm", "64 GPUs of a site"
+
+
+def follow(section: str, folder: Path, **variables: str) -> None:
+    """Run the commands of a section in a folder; they succeed, and print the lines that are shown, in this order, with other numbers."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    for commands, shown in TUTORIAL[section]:
+        words = ["bash", "-ec" if section != SITE else "-c", commands]  # tools/doctor is right to fail on a machine that is not the site
+        more = environment(PATH=path, PYTHONUNBUFFERED="1", **variables)
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(words, cwd=folder, env=more, text=True, timeout=1200, check=False, **streams)
+        printed = re.sub(r"^\d\d:\d\d:\d\d ", "", done.stdout, flags=re.MULTILINE)
+        assert done.returncode == 0, f"{commands}\n{printed}"
+        place = 0
+        for line in filter(lambda line: line not in ("", "..."), map(str.strip, shown.splitlines())):
+            found = re.compile(rf"^ *{form(line)} *$", re.MULTILINE).search(printed, place)
+            assert found, f"not printed, or not in this order: {line}\n{commands}\n{printed}"
+            place = found.end()
+
+
+def form(line: str) -> str:
+    """A line with any numbers, widths of columns, NAMEs, and text in place of `...`."""
+    text = re.sub(r"\d[\d,.:]*(?:e[+-]\d+)?", "7", line)
+    return re.escape(text).replace("7", r"\d[\d,.:]*(?:e[+-]\d+)?").replace("NAME", r"\S+").replace(r"\.\.\.", ".*").replace(r"\ ", " +")
+
+
+@pytest.fixture(scope="module")
+def walked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which somebody has followed the tutorial up to Slurm."""
+    folder = tmp_path_factory.mktemp("tutorial")
+    for name in ("conf", "pipeline", "slurm", "tools"):
+        (folder / name).symlink_to(ROOT / name)
+    for section in TUTORIAL:
+        if section not in (SLURM, SITE):
+            follow(section, folder)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.world
+def test_the_tutorial(walked: Path) -> None:
+    answers = (walked / "village/chat/generated/completions.jsonl").read_text()
+    assert "Clara sells roses." in answers
+    assert "Anna verkauft Brot." in answers
+    assert sum(len(blocks) for section, blocks in TUTORIAL.items() if section not in (SLURM, SITE)) == 10
+
+
+@pytest.mark.long
+def test_the_tutorial_on_a_site(walked: Path) -> None:
+    follow(SITE, walked)
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_the_tutorial_on_slurm(walked: Path) -> None:
+    path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+    if os.geteuid() != 0 or not all(shutil.which(name, path=path) for name in ("slurmctld", "munged")):
+        pytest.skip("requires root, and the packages slurm-wlm and munge")
+    with tempfile.TemporaryDirectory() as base:
+        variables = {"DEVCLUSTER_BASE": base, "DEVCLUSTER_PORT": str(free_port())}
+        try:
+            follow(SLURM, walked, **variables)
+        finally:
+            subprocess.run([ROOT / "tools/devcluster", "stop"], env=environment(**variables), check=True)
 
 
 def test_tools_have_the_options_shown() -> None:

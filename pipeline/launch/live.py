@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,7 +88,7 @@ def corrected(cluster: ClusterConfig) -> ClusterConfig:
     """
     if not cluster.queues:
         return cluster
-    partitions, qos = _asked()
+    partitions, qos = asked()
     other = {queue.partition for queue in cluster.queues if queue.partition} - set(partitions)
     if partitions and other:
         _warn(f"the Slurm here has no partition {', '.join(sorted(other))}: its limits are not those of cluster={cluster.name}")
@@ -98,7 +100,7 @@ def corrected(cluster: ClusterConfig) -> ClusterConfig:
 
 
 @functools.cache
-def _asked() -> tuple[dict[str, QueueLimits], dict[str, QueueLimits]]:
+def asked() -> tuple[dict[str, QueueLimits], dict[str, QueueLimits]]:
     """The limits of partitions and QoS; empty where Slurm is not installed or does not answer."""
     commands = {
         "scontrol": ["scontrol", "--all", "show", "partition", "--oneliner"],
@@ -112,6 +114,34 @@ def _asked() -> tuple[dict[str, QueueLimits], dict[str, QueueLimits]]:
             log.debug("the limits of cluster.queues are not compared: %s", error)
             printed[name] = ""
     return parse_partitions(printed["scontrol"]), parse_qos(printed["sacctmgr"])
+
+
+def node(cluster: ClusterConfig) -> dict[str, str]:
+    """Return the fields of a node of a cluster's partition, or else of one with GPUs or of the default one; SlurmError: no answer."""
+    rows = [line.split("|") for line in slurm.command(["sinfo", "--noheader", "--format=%P|%N|%G"], timeout=TIMEOUT).splitlines()]
+    name = cluster.partition or next((queue.partition for queue in cluster.queues), None)
+    rows = sorted((row for row in rows if name in (None, row[0].rstrip("*"))), key=lambda row: ("gpu" not in row[2], "*" not in row[0]))
+    nodes = slurm.hosts(rows[0][1]) if rows else []
+    return slurm.parse_facts(slurm.command(["scontrol", "show", "node", "--oneliner", nodes[0]], timeout=TIMEOUT)) if nodes else {}
+
+
+def gpus(fields: Mapping[str, str]) -> int:
+    """Return the number of GPUs of a node from its fields, such as Gres=gpu:a100:4(S:0-1)."""
+    return sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", fields.get("Gres", ""))))
+
+
+def lacking(cluster: ClusterConfig, name: str, fields: Mapping[str, str]) -> list[str]:
+    """Return what the file of a cluster lacks, as its lines, by its name in Slurm and the fields of a node."""
+    number, cores, default = gpus(fields), int(fields.get("CPUEfctv") or fields.get("CPUTot") or 0), ClusterConfig()
+    limits = [{"partition": name} | dataclasses.asdict(each) for name, each in asked()[0].items() if cluster.partition in (None, name)]
+    known = [{key: value for key, value in each.items() if value is not None} for each in limits]
+    found = {"name": name, "queues": json.dumps(known), "gpus_per_node": number, "tasks_per_node": number, "cores": cores}
+    found |= {
+        "cpus_per_task": cores // number if number else 0,
+        "memory": f"{fields.get('RealMemory')}M",
+        "architecture": fields.get("Arch"),
+    }
+    return [f"{key}: {value}" for key, value in found.items() if value and getattr(cluster, key) == getattr(default, key)]
 
 
 @functools.cache

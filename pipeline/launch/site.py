@@ -115,14 +115,14 @@ def prepare(config: RunConfig | None) -> None:
         return
     cluster = config.cluster
     if _setup_lines(cluster) and os.environ.get(READY) != cluster.name:
-        os.environ.update(_variables_after(cluster) | {READY: cluster.name})
+        os.environ.update(variables_after(cluster) | {READY: cluster.name})
     if config.stage.name in GPU_STAGES and cluster.fabric and os.environ.get("FI_PROVIDER") == "tcp":
         del os.environ["FI_PROVIDER"]  # slurm/sites/local.sh sets it for MPI, and NCCL over libfabric would use TCP as well
     os.environ.update(cluster.environment)
     complete(os.environ, config)
 
 
-def _variables_after(cluster: ClusterConfig) -> dict[str, str]:
+def variables_after(cluster: ClusterConfig) -> dict[str, str]:
     """The variables of a shell that has run the modules and lines; the Python of an active virtual environment stays the first one."""
     script = ["set -eo pipefail", "exec 3>&1 1>&2", *_setup_lines(cluster)]
     script += ['if [ -n "${VIRTUAL_ENV:-}" ]; then PATH="$VIRTUAL_ENV/bin:$PATH"; fi', "env -0 >&3"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
@@ -61,6 +62,23 @@ def space(folder: Path) -> dict[str, Any]:
         "total_gb": round(state.f_blocks * state.f_frsize / 1e9, 6),
         "free_inodes": state.f_favail if state.f_files else None,
     }
+
+
+def without_locks(file: Path) -> str:
+    """Return why locks of a file would admit two jobs to a folder; empty if they do not."""
+    with open(file, "r+b") as first, open(file, "r+b") as second:
+        try:
+            for lock in (fcntl.lockf, fcntl.flock):
+                lock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.strerror or str(error)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            mounts = [line.split() for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+            mount = max((words for words in mounts if file.resolve().is_relative_to(words[1])), key=lambda words: len(words[1]))
+            return "hold on one node only (mount option localflock)" if "localflock" in mount[3].split(",") else ""
+        return "two processes hold the same one"
 
 
 def exceeded_quotas(folder: Path) -> list[str]:

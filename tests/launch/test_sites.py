@@ -167,7 +167,7 @@ def test_limits_that_slurm_tells_replace_those_of_the_file() -> None:
 
 def test_the_slurm_of_another_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Frontier has a partition named batch, as many machines have, and one named extended."""
-    monkeypatch.setattr(live, "_asked", lambda: (live.parse_partitions(PARTITIONS), {}))
+    monkeypatch.setattr(live, "asked", lambda: (live.parse_partitions(PARTITIONS), {}))
     assert live.corrected(at("frontier")) == at("frontier")
     assert "the Slurm here has no partition extended: its limits are not those of cluster=frontier" in caplog.text
 

@@ -118,8 +118,9 @@ def _supervised(config: RunConfig) -> Iterator[Violation]:
     if data.infill.rate > 0:
         yield Violation("data.infill.rate", data.infill.rate, "reorders documents, and answers have an order", "set it to 0")
     if data.blend:
-        rule = "blends token shards; fine-tuning reads data.instructions"
-        yield Violation("data.blend", ", ".join(sorted(data.blend)), rule, "leave it empty")
+        rule, named = "blends token shards; fine-tuning reads data.instructions", sorted(data.blend)
+        fix = f"leave it out; where a file sets it, add {' '.join(f'~data.blend.{name}' for name in named)} to the command"
+        yield Violation("data.blend", ", ".join(named), rule, fix)
     if training.sequence_warmup:
         rule = "splits samples, and examples are not split"
         yield Violation("training.sequence_warmup", f"{len(training.sequence_warmup)} entries", rule, "leave it empty")
