@@ -15,8 +15,8 @@ from pipeline.common.errors import UserError
 BASE_WEIGHTS, BASE_LR, BASE_BATCH = 108e6, 0.0047, 160 * 2048
 #: Width of a head, and the multiple to which the width of the feed-forward is rounded up; sequences to which a batch is rounded.
 HEAD_WIDTH, FFN_MULTIPLE, BATCH_MULTIPLE = 64, 64, 8
-#: Families whose weights are counted: dense, and with experts in every block; both with gated feed-forwards.
-FAMILIES = ("llama", "mixtral")
+#: Families whose weights are counted: dense, with experts in every block, and with those of qwen3_moe; all with gated feed-forwards.
+FAMILIES = ("llama", "mixtral", "qwen3_moe")
 #: Ends of decays (WSD-S), as shares of the steps; the last one is the end of the run.
 HORIZONS = (0.25, 0.5, 1.0)
 
@@ -36,9 +36,12 @@ def total_weights(model: Any) -> int:
 
 
 def _weights(model: Any, experts: int) -> int:
-    hidden = model["hidden"]
+    hidden, layers, interval = model["hidden"], model["layers"], model.get("expert_interval", 1)
     attention = 2 * (model.get("head_width") or hidden // model["heads"]) * (model["heads"] + model["kv_heads"])
-    return int(model["layers"] * hidden * (attention + 3 * experts * model["ffn_hidden"] + model.get("experts", 0)))
+    dense = 3 * model["ffn_hidden"]
+    routed = 3 * experts * model.get("expert_ffn_hidden", model["ffn_hidden"]) + model.get("experts", 0)
+    sparse = len(set(range(interval - 1, layers, interval)) - set(model.get("dense_blocks", ())))
+    return int(hidden * (layers * attention + sparse * routed + (layers - sparse) * dense))
 
 
 def lr(count: float) -> float:
@@ -74,7 +77,7 @@ def resolve(name: str, argument: float = 1, *, _root_: Any) -> int | float:
     """
     model, training = _root_.model, _root_.training
     if model.family not in FAMILIES:
-        rule = f"the weights of a ladder (experiment=ladder) are counted for model.family={' and '.join(FAMILIES)}"
+        rule = f"the weights of a ladder (experiment=ladder) are counted for model.family={', '.join(FAMILIES)}"
         fix = "choose a model of one of them, or set the values that refer to the ladder on the command line"
         raise UserError.of("model.family", model.family, rule, fix)
     if not isinstance(model.layers, int) or model.layers < 1:

@@ -148,9 +148,11 @@ def test_a_ladder_of_models_with_experts(tool, tmp_path):
     experts = ("model=mixtral-tiny", "model.layers=2", "model.experts=8", "model.top_k=4", "model.ffn_hidden=${ladder:ffn_hidden,0.5}")
     model = configured("stage=pretrain", "experiment=ladder", *experts).model
     assert (model.hidden, model.ffn_hidden) == (128, 192)
-    matrices = [weight for name, weight in registry.build(model).blocks.named_parameters() if weight.dim() > 1]
-    assert ladder.total_weights(vars(model)) == sum(weight.numel() for weight in matrices)
-    assert ladder.weights(vars(model)) == sum(weight.numel() // (2 if weight.dim() == 3 else 1) for weight in matrices)
+    some_blocks = ("model=qwen3-moe-tiny", "model.layers=5", "model.experts=8", "model.top_k=4", "model.dense_blocks=[1]")
+    for sizes in (model, configured("stage=pretrain", *some_blocks).model):
+        matrices = [weight for name, weight in registry.build(sizes).blocks.named_parameters() if weight.dim() > 1]
+        assert ladder.total_weights(vars(sizes)) == sum(weight.numel() for weight in matrices)
+        assert ladder.weights(vars(sizes)) == sum(weight.numel() // (2 if weight.dim() == 3 else 1) for weight in matrices)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_a_ladder_of_models_with_experts(tool, tmp_path):
         ({8: {"validated": False}}, r"/8: no validation loss at step [\d,]+, the end of a decay; train it with a training.validate_every"),
         ({8: {"vocabulary": 1024}}, "model.vocab_size: the runs have 1024, 512; one law does not hold for all of them"),
         ({8: {"optimizer": "lion"}}, "optimizer.name: the runs have adamw, lion; one law does not hold for all of them"),
-        ({8: {"family": "gpt"}}, "/8: is of model.family=gpt, and weights are counted for llama and mixtral"),
+        ({8: {"family": "gpt"}}, "/8: is of model.family=gpt, and weights are counted for llama, mixtral, qwen3_moe"),
         ({8: {"family": "mixtral", "experts": {"experts": 8, "top_k": 2}}}, "model.family: the runs have llama, mixtral; one law does not"),
     ],
     ids=["two sizes", "not finished", "not validated", "other vocabulary", "other optimizer", "other family", "experts"],
@@ -181,7 +183,7 @@ def test_runs_that_allow_no_fit_are_refused(tool, tmp_path, changes, message):
         (("model.layers=0",), "model.layers=0: must be at least 1"),
         (
             ("model=olmoe-tiny",),
-            "model.family=olmoe: the weights of a ladder (experiment=ladder) are counted for model.family=llama and mixtral",
+            "model.family=olmoe: the weights of a ladder (experiment=ladder) are counted for model.family=llama, mixtral, qwen3_moe",
         ),
         (("training.token_budget=${ladder:tokens,abc}",), "ladder:tokens=abc: must be a number"),
         (("training.steps=${ladder:step}",), "ladder=step: must be one of hidden, ffn_hidden, tokens, batch, lr, steps"),
