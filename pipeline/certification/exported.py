@@ -75,8 +75,11 @@ TOLERANCE = 1e-4
 SMALL = 1e-4
 #: Sequences, and tokens of each at most.
 SEQUENCES, LENGTH = 2, 32
-#: The gated delta rule in a module of transformers, in chunks and token by token.
-_CHUNKED, _RECURRENT = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+#: The delta rule in chunks in a module of transformers -> the same token by token.
+_RULES = {
+    "torch_chunk_gated_delta_rule": "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
+}
 
 
 def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tuple[str, float]]:
@@ -128,14 +131,14 @@ def _token_by_token(stock: nn.Module) -> Iterator[None]:
     In chunks, the gradients of strong decays are differences of larger numbers, and in fp32 mostly their rounding errors.
     """
     module = sys.modules[type(stock).__module__]
-    chunked = getattr(module, _CHUNKED, None)
-    if chunked is not None:
-        setattr(module, _CHUNKED, getattr(module, _RECURRENT))
+    chunked = {name: getattr(module, name) for name in _RULES if hasattr(module, name)}
+    for name in chunked:
+        setattr(module, name, getattr(module, _RULES[name]))
     try:
         yield
     finally:
-        if chunked is not None:
-            setattr(module, _CHUNKED, chunked)
+        for name, function in chunked.items():
+            setattr(module, name, function)
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor) -> Tensor:

@@ -76,6 +76,9 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
     if getattr(model, "embed_width", None) is not None:
         sizes["model.embed_width"] = hidden if model.embed_width == wanted.hidden else max(1, 3 * hidden // 4)
     of_experts = "expert_ffn_hidden" if _has(model, "expert_ffn_hidden") else "ffn_hidden" if _has(model, "experts") else ""
+    if _has(model, "linear_heads"):
+        heads = tensor * min(model.linear_heads // tensor, 2 if head_width < FP8_WIDTH else FP8_WIDTH)
+        sizes |= {"model.linear_heads": heads, "model.linear_head_dim": min(model.linear_head_dim, head_width)}
     if _has(model, "linear_key_heads"):
         sizes |= _linear(model, tensor, head_width)
     if _has(model, "mamba_heads"):

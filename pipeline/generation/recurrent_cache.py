@@ -45,7 +45,7 @@ class CachedMixing:
         convolutions = layer.convolutions()
         token = sum(map(len, convolutions)) * convolutions[0].element_size()
         wide = torch.promote_types(convolutions[0].dtype, torch.float32)
-        state = token * (layer.kernel - 1) + len(layer.decay_bias) * layer.key_dim * layer.value_dim * wide.itemsize
+        state = token * (layer.kernel - 1) + len(layer.decay_rate_log) * layer.key_dim * layer.value_dim * wide.itemsize
         self.row_bytes = state if cache.lookahead == 1 else 2 * state + token * cache.lookahead
         layer.mix = self
 

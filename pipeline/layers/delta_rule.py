@@ -4,6 +4,8 @@ Each head has a state S, a matrix (key_dim, value_dim) that maps keys to values.
 
     S <- a S,    S <- S + b k (v - k^T S),    o = q^T S        (a = exp(log_decay), b = beta)
 
+The decay is a number, or one for each row of S: a is then a diagonal matrix (Kimi Team 2025, https://arxiv.org/abs/2510.26692, section 3).
+
 Within a chunk, all corrections are the solution of one triangular system, and only the states between the chunks are computed one after
 the other. `u` and `w` below are the paper's: the corrections are u - w S with the state S before the chunk.
 
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pipeline.layers.recurrent import StateBefore, chunks_of, decays_between, segment_chunks
 from pipeline.layers.uncompiled import uncompiled
@@ -45,7 +48,7 @@ def chunked_delta_rule(
         q: (batch, heads, sequence, key_dim), scaled.
         k: (batch, heads, sequence, key_dim), of length one.
         v: (batch, heads, sequence, value_dim).
-        log_decay: (batch, heads, sequence), at most 0.
+        log_decay: (batch, heads, sequence, 1), or (batch, heads, sequence, key_dim) for a decay of each row of the state; at most 0.
         beta: (batch, heads, sequence), from 0 to 2; above 1 the correction reverses the sign of what the state returns.
         segments: int (batch, sequence), not decreasing: the state is reset where it changes. None for no reset.
         state: (batch, heads, key_dim, value_dim), before the first token; zero when None.
@@ -111,7 +114,7 @@ class _Solved(NamedTuple):
         scores: (..., chunk, chunk), between queries and keys.
         q_before: (..., chunk, key_dim), the queries that read the state.
         k_to_end: (..., key_dim, chunk), the keys that change it.
-        across: (..., 1, 1), the decay of the state.
+        across: (..., 1 or key_dim, 1), the decay of the state.
     """
 
     u: Tensor
@@ -138,25 +141,63 @@ def _solve(
 ) -> _Solved:
     """Solve the systems of all chunks; arguments as in delta_rule_of_part."""
     chunk = min(CHUNK if chunk is None else chunk, q.shape[2])
-    q, k, v = (chunks_of(x, chunk) for x in (q, k, v))
-    log_decay, beta = (chunks_of(x, chunk) for x in (log_decay, beta))
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
-    before = log_decay.cumsum(dim=3).exp()  # the decay from the start of the chunk
-    across = before[..., -1]
+    by_row = log_decay.shape[3] > 1
+    if by_row:
+        chunk = 1 << (chunk - 1).bit_length()  # it is divided into halves
+    q, k, v, log_decay, beta = (chunks_of(x, chunk) for x in (q, k, v, log_decay, beta.unsqueeze(3)))
+    apart = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
+    before, to_end = log_decay.cumsum(dim=3).exp(), _sums_after(log_decay).exp()  # the decays from the start of the chunk, and to its end
+    across = before[..., -1, :]
     if segments is not None:
-        parts = segment_chunks(segments, chunk)
-        earliest = parts[:, :, :1, 0] if segment_before is None else segment_before[:, None, None]
-        first = torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
-        later = later | (parts.unsqueeze(4) != parts.unsqueeze(3))
-        before = before * (parts == first.unsqueeze(3))
-        across = across * (parts[..., -1] == first)
-    between = decays_between(log_decay, later)
-    to_end = between[..., -1, :]
-    k_beta = k * beta.unsqueeze(4)
-    inverse = unit_lower_inverse((k_beta @ k.transpose(3, 4) * between).tril(-1))
-    u, w = inverse @ (v * beta.unsqueeze(4)), inverse @ (k_beta * before.unsqueeze(4))
-    scores = q @ k.transpose(3, 4) * between
-    return _Solved(u, w, scores, q * before.unsqueeze(4), (k * to_end.unsqueeze(4)).transpose(3, 4), across[..., None, None])
+        parts, first = segment_chunks(segments, chunk, segment_before)
+        apart = apart | (parts.unsqueeze(4) != parts.unsqueeze(3))
+        before = before * (parts == first.unsqueeze(3)).unsqueeze(4)
+        to_end = to_end * (parts == parts[..., -1:]).unsqueeze(4)
+        across = across * (parts[..., -1] == first).unsqueeze(3)
+    k_beta = k * beta
+    if by_row:
+        scores, overlaps = (x.masked_fill(apart, 0) for x in decayed_products(q, k_beta, k, log_decay))
+    else:
+        between = decays_between(log_decay.squeeze(4), apart)
+        scores, overlaps = (x @ k.transpose(3, 4) * between for x in (q, k_beta))
+    inverse = unit_lower_inverse(overlaps.tril(-1))
+    u, w = inverse @ (v * beta), inverse @ (k_beta * before)
+    return _Solved(u, w, scores, q * before, (k * to_end).transpose(3, 4), across.unsqueeze(4))
+
+
+def decayed_products(q: Tensor, k_beta: Tensor, k: Tensor, log_decay: Tensor) -> list[Tensor]:
+    """Return the products of the rows of q, and of k_beta, with keys that have decayed since, (..., i, j); 0 for later keys j > i.
+
+    That is the sum over c of q_ic k_jc exp(the sum of log_decay_c after j up to i). As a product of two matrices, it needs a point in time
+    between j and i: with one before both, a factor overflows. Of blocks of 2, 4, 8, ... tokens, the rows of the later half meet the keys of
+    the earlier half at the middle, and no factor is above 1. All blocks are computed at once, by products of full matrices: a GPU computes
+    those faster than products of many small blocks.
+
+    The decayed rows of all levels are 5 log2(n) tensors of the size of q: the backward pass computes them again, level by level.
+
+    Args:
+        q, k_beta, k, log_decay: (..., n, key_dim), where n is a power of two.
+    """
+    products = [(x * k).sum(dim=-1).diag_embed() for x in (q, k_beta)]
+    for level in range((k.shape[-2] - 1).bit_length()):
+        found = checkpoint(_between_halves, q, k_beta, k, log_decay, level, use_reentrant=False, preserve_rng_state=False)
+        products = [one + other for one, other in zip(products, found, strict=True)]
+    return products
+
+
+def _between_halves(q: Tensor, k_beta: Tensor, k: Tensor, log_decay: Tensor, level: int) -> tuple[Tensor, Tensor]:
+    """Return such products of the later half of each block of 2^(level + 1) tokens with its earlier half, (..., n, n), and zeros."""
+    early, late = log_decay.unflatten(-2, (-1, 2, 1 << level)).unbind(-3)
+    none, until, since = torch.zeros_like(early), _sums_after(early).exp(), late.cumsum(dim=-2).exp()
+    until, since = (torch.stack(halves, dim=-3).flatten(-4, -2) for halves in ((until, none), (none, since)))
+    index = torch.arange(k.shape[-2], device=k.device)
+    keys, of_block = (k * until).transpose(-1, -2), (index[:, None] ^ index) >> level == 1
+    return (q * since) @ keys * of_block, (k_beta * since) @ keys * of_block
+
+
+def _sums_after(x: Tensor) -> Tensor:
+    """Return the sums over the later tokens, (..., tokens, width): differences of sums from the start round by the largest."""
+    return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(dim=-2).flip(-2)
 
 
 def unit_lower_inverse(lower: Tensor) -> Tensor:

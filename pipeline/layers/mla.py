@@ -21,8 +21,8 @@ class LatentAttention(nn.Module):
     head, and the latent as its value.
 
     Queries and keys have qk_nope_head_dim dims without positions and qk_rope_head_dim dims that are rotated; all heads share the rotated
-    dims of the keys. The released weights rotate interleaved pairs (2i, 2i + 1). The number of heads is taken from the shape of the
-    projections' output.
+    dims of the keys. The released weights rotate interleaved pairs (2i, 2i + 1). Without rotary tables in the context, no dims are rotated
+    (Kimi Linear). The number of heads is taken from the shape of the projections' output.
 
     Args:
         hidden: width of the residual stream.
@@ -77,9 +77,9 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = _split_heads(self.query_up(latent), self.qk_nope_head_dim, self.qk_rope_head_dim)
         latent, k_rope = self.key_value_down(x).split([self.kv_lora_rank, self.qk_rope_head_dim], dim=2)
         latent = self.key_value_norm(latent)
-        q_rope, k_rope = deinterleave(q_rope), deinterleave(k_rope).unsqueeze(1)
+        k_rope = k_rope.unsqueeze(1)
         if context.rotary is not None:
-            q_rope, k_rope = rotate(q_rope, context.rotary), rotate(k_rope, context.rotary)
+            q_rope, k_rope = (rotate(deinterleave(x), context.rotary) for x in (q_rope, k_rope))
         attend = self._attend_to_latents if self.absorb else self._attend
         return self.output(attend(q_nope, q_rope, latent, k_rope, context.mask).transpose(1, 2).flatten(2))
 

@@ -40,7 +40,7 @@ class Mixing(Protocol):
     Args:
         layer: the layer, whose convolutions are applied.
         inputs: (batch, sequence, channels), the inputs of all convolutions side by side.
-        gates: the other inputs, each (batch, sequence, heads).
+        gates: the other inputs, each (batch, sequence, width).
         mask: whose documents are independent of each other.
 
     Returns:
@@ -59,7 +59,7 @@ class RecurrentLayer(nn.Module):
         kernel: tokens that a convolution reads, with the present one.
         key_dim, value_dim: rows and columns of the matrix of a head.
         state_products: products of a head's matrix with a vector, or of two vectors as such a matrix, of a token.
-        decay_bias: (heads,), added to the inputs of the decays.
+        decay_rate_log: (heads,), logarithms of factors of the decays.
         rule: `heads` -> outputs (batch, heads, sequence, value_dim) and the state after the last token; it also takes `segments` and
             `state`, as chunked_delta_rule does.
         rule_of_part: `heads` and a StateBefore -> outputs; it also takes `segments` and `segment_before`, as delta_rule_of_part does.
@@ -70,7 +70,7 @@ class RecurrentLayer(nn.Module):
     key_dim: int
     value_dim: int
     state_products: int
-    decay_bias: nn.Parameter
+    decay_rate_log: nn.Parameter
     rule: Callable[..., tuple[Tensor, Tensor]]
     rule_of_part: Callable[..., Tensor]
     mix: Mixing
@@ -181,10 +181,18 @@ def chunks_of(x: Tensor, chunk: int) -> Tensor:
     return (F.pad(x, [0, 0] * (x.dim() - 3) + [0, missing]) if missing else x).unflatten(2, (-1, chunk))
 
 
-def segment_chunks(segments: Tensor, chunk: int) -> Tensor:
-    """(batch, sequence) -> (batch, 1, chunks, chunk); the tokens at the end are of the last segment."""
+def segment_chunks(segments: Tensor, chunk: int, segment_before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the segments of the tokens of each chunk, (batch, 1, chunks, chunk), and that of the state before it, (batch, 1, chunks).
+
+    Args:
+        segments: (batch, sequence); the tokens at the end of the last chunk are of the last segment.
+        chunk: tokens of a chunk.
+        segment_before: (batch,), of the state before the sequence; that of the first token when None.
+    """
     missing = -segments.shape[1] % chunk
-    return torch.cat([segments, segments[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk)).unsqueeze(1)
+    parts = torch.cat([segments, segments[:, -1:].expand(-1, missing)], dim=1).unflatten(1, (-1, chunk)).unsqueeze(1)
+    earliest = parts[:, :, :1, 0] if segment_before is None else segment_before[:, None, None]
+    return parts, torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)
 
 
 def decays_between(log_decay: Tensor, apart: Tensor) -> Tensor:

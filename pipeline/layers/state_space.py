@@ -126,9 +126,7 @@ def _compute(
     apart = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).triu(1)
     before, across = log_decay.cumsum(dim=3).exp(), log_decay.sum(dim=3)
     if segments is not None:
-        parts = segment_chunks(segments, chunk)
-        earliest = parts[:, :, :1, 0] if segment_before is None else segment_before[:, None, None]
-        first = torch.cat([earliest, parts[:, :, :-1, -1]], dim=2)  # the segment of the state before each chunk
+        parts, first = segment_chunks(segments, chunk, segment_before)
         apart = apart | (parts.unsqueeze(4) != parts.unsqueeze(3))
         before = before * (parts == first.unsqueeze(3))
         across = across.masked_fill(parts[..., -1] != first, -torch.inf)

@@ -90,7 +90,7 @@ def _score_width(layer: nn.Module, config: ModelConfig, sequence_length: int, *,
     """
     if isinstance(layer, RecurrentLayer):
         convolutions = sum(weight.numel() for weight in layer.convolutions())
-        return convolutions + layer.state_products * len(layer.decay_bias) * layer.key_dim * layer.value_dim
+        return convolutions + layer.state_products * len(layer.decay_rate_log) * layer.key_dim * layer.value_dim
     if isinstance(layer, LatentAttention):
         return sequence_length * config.heads * (config.head_dim + layer.v_head_dim)
     if isinstance(layer, Attention):

@@ -15,9 +15,9 @@ from pipeline.models.unsupported import nearest
 #: The families; each is a file of families/.
 NAMES = (
     *("apertus", "bert", "bloom", "deepseek_v3", "exaone4", "gemma2", "gemma3", "gemma4", "glm4_moe", "gpt", "gpt1"),
-    *("gpt_neox", "gpt_oss", "granite", "granite_hybrid", "llama", "mistral", "mixtral", "modernbert", "nemotron"),
-    *("nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi3", "qwen3_5", "qwen3_5_moe", "qwen3_moe"),
-    *("qwen3_next", "roberta", "smollm3", "t5", "transformer"),
+    *("gpt_neox", "gpt_oss", "granite", "granite_hybrid", "kimi_linear", "llama", "mistral", "mixtral", "modernbert"),
+    *("nemotron", "nemotron_h", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "phi3", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_moe", "qwen3_next", "roberta", "smollm3", "t5", "transformer"),
 )
 FAMILIES: dict[str, Family] = {name: import_module(f"pipeline.models.families.{name}").FAMILY for name in NAMES}
 #: family -> its configuration dataclass

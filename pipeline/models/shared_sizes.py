@@ -156,8 +156,36 @@ class RotaryMoEConfig(RotaryDecoderConfig, ExpertsConfig):
 
 
 @dataclass(frozen=True)
-class SharedExpertsConfig(Sizes):
-    """Fields of a decoder with DeepSeek-V3's MoE layers and MTP modules. Families add theirs."""
+class LayerPatternConfig(Sizes):
+    """Field of a decoder with several kinds of blocks, in any order."""
+
+    layer_pattern: str = knob("M*", "the kind of each block, from the first one on; repeated if there are more blocks")
+
+    def kind(self, block: int) -> str:
+        """Kind of a block, a letter of layer_pattern."""
+        return self.layer_pattern[block % len(self.layer_pattern)]
+
+    def blocks_of(self, kind: str) -> list[int]:
+        """Return the blocks of a kind, counted from 0."""
+        return [block for block in range(cast(Any, self).layers) if self.kind(block) == kind]
+
+    def pattern_violations(self, kinds: str) -> list[Violation]:
+        """Return the violation of the pattern, `kinds` being the letters of the family."""
+        if self.layer_pattern and set(self.layer_pattern) <= set(kinds):
+            return []
+        rule = f"must consist of the letters {' '.join(kinds)}"
+        return [Violation("model.layer_pattern", self.layer_pattern, rule, "choose a letter for each block")]
+
+
+def shortest_pattern(letters: str) -> str:
+    """Return the shortest start of a text that gives all of it when it is repeated."""
+    lengths = range(1, len(letters) + 1)
+    return next(letters[:length] for length in lengths if all(letters[i] == letters[i % length] for i in range(len(letters))))
+
+
+@dataclass(frozen=True)
+class BiasedExpertsConfig(Sizes):
+    """Fields of a decoder with DeepSeek-V3's MoE layers. Families add theirs."""
 
     layers: int = knob(61, "decoder blocks", at_least=1, at_most=2000)
     dense_layers: int = knob(3, "first blocks with a dense feed-forward instead of experts", at_least=0)
@@ -171,16 +199,11 @@ class SharedExpertsConfig(Sizes):
     topk_group: int = knob(4, "groups that a token's experts are selected from", at_least=1)
     norm_topk_prob: bool = knob(True, "normalize the weights of a token's experts to sum to routed_scaling_factor")
     routed_scaling_factor: float = knob(2.5, "factor of the routed experts' weights", above=0)
-    mtp_depth: int = knob(1, "MTP modules: further tokens that training predicts after the next one", unit="tokens", at_least=0)
 
     @property
     def loss_weights(self) -> dict[str, float]:
         """Training settings of these families and their defaults."""
-        return {"balance_loss": 0.0001, "bias_update_speed": 0.001} | ({"mtp_loss": 0.3} if self.mtp_depth else {})
-
-    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see layout.reused_weights
-        """Return which weights a pipeline stage uses at several depths: in the last one the embedding; None for none."""
-        return f"the embedding in model.mtp_depth={self.mtp_depth} MTP modules" if last and self.mtp_depth > 1 else None
+        return {"balance_loss": 0.0001, "bias_update_speed": 0.001}
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
@@ -201,6 +224,22 @@ class SharedExpertsConfig(Sizes):
             rule = f"is more than the number of experts in model.topk_group={self.topk_group} of model.groups={self.groups}"
             violations.append(Violation("model.top_k", self.top_k, rule, "choose fewer, or more groups"))
         return violations
+
+
+@dataclass(frozen=True)
+class SharedExpertsConfig(BiasedExpertsConfig):
+    """Fields of such a decoder with MTP modules."""
+
+    mtp_depth: int = knob(1, "MTP modules: further tokens that training predicts after the next one", unit="tokens", at_least=0)
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """Training settings of these families and their defaults."""
+        return super().loss_weights | ({"mtp_loss": 0.3} if self.mtp_depth else {})
+
+    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see layout.reused_weights
+        """Return which weights a pipeline stage uses at several depths: in the last one the embedding; None for none."""
+        return f"the embedding in model.mtp_depth={self.mtp_depth} MTP modules" if last and self.mtp_depth > 1 else None
 
 
 @dataclass(frozen=True)

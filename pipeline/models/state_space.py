@@ -4,47 +4,30 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import Constant, Init, InverseSoftplus, LogOfUniform, scaled_residual
-from pipeline.models.config import Sizes
 from pipeline.models.huggingface_mapping import StockTensor, tensors
+from pipeline.models.shared_sizes import LayerPatternConfig
 
 if TYPE_CHECKING:
     from pipeline.layers.mamba2 import Mamba2
 
 
 @dataclass(frozen=True)
-class StateSpaceConfig(Sizes):
+class StateSpaceConfig(LayerPatternConfig):
     """Fields of a decoder with Mamba-2 layers in some blocks."""
 
-    layer_pattern: str = knob("M*", "the kind of each block, from the first one on; repeated if there are more blocks")
     mamba_heads: int = knob(128, "heads of a Mamba-2 layer", at_least=1)
     mamba_head_dim: int = knob(64, "width of a head of a Mamba-2 layer", at_least=1)
     mamba_state: int = knob(128, "width of the queries and keys of a Mamba-2 layer (the paper's C and B), its state dimension", at_least=1)
     mamba_kernel: int = knob(4, "tokens that the convolutions of a Mamba-2 layer read, with the present one", at_least=1)
 
-    def kind(self, block: int) -> str:
-        """Kind of a block, a letter of layer_pattern."""
-        return self.layer_pattern[block % len(self.layer_pattern)]
-
-    def blocks_of(self, kind: str) -> list[int]:
-        """Return the blocks of a kind, counted from 0."""
-        return [block for block in range(cast(Any, self).layers) if self.kind(block) == kind]
-
     @property
     def linear_layers(self) -> int:
         """Number of layers with a recurrent state."""
         return len(self.blocks_of("M"))
-
-    def pattern_violations(self, kinds: str) -> list[Violation]:
-        """Return the violation of the pattern, `kinds` being the letters of the family."""
-        if self.layer_pattern and set(self.layer_pattern) <= set(kinds):
-            return []
-        rule = f"must consist of the letters {' '.join(kinds)}"
-        return [Violation("model.layer_pattern", self.layer_pattern, rule, "choose a letter for each block")]
 
 
 def mamba(config: Any, groups: int, **options: Any) -> Mamba2:
@@ -87,9 +70,3 @@ def mamba_tensors(mixer: str) -> tuple[StockTensor, ...]:
         *tensors(f"{mixer}.norm", f"{ours}.group_norm"),
         *tensors(f"{mixer}.out_proj", f"{ours}.output"),
     )
-
-
-def shortest_pattern(letters: str) -> str:
-    """Return the shortest start of a text that gives all of it when it is repeated."""
-    lengths = range(1, len(letters) + 1)
-    return next(letters[:length] for length in lengths if all(letters[i] == letters[i % length] for i in range(len(letters))))

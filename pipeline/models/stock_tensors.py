@@ -37,7 +37,7 @@ class StockTensor:
         groups: that number, set by `for_config`.
         expert: the Hugging Face tensor is this index of dim 0 of our weight, a stack of experts.
         stacked: our weights and the Hugging Face tensor are stacks of experts along dim 0: all else is said of each expert.
-        added_dim: the Hugging Face tensor has a further dim 0 of size 1.
+        added_dims: how many dims of size 1 the Hugging Face tensor has before those of our weight, and after them.
         part_of: a parameter of the class whose rows are those of this tensor and of the other ones with the same entry; files may hold the
             parameter, or divide its rows in other places. Empty for none.
         constant: the Hugging Face tensor is this number, in every model of the class; we have no such weight, and `names` is empty.
@@ -50,7 +50,7 @@ class StockTensor:
     groups: int = 1
     expert: int | None = None
     stacked: bool = False
-    added_dim: bool = False
+    added_dims: tuple[int, int] = (0, 0)
     part_of: str = ""
     constant: float | None = None
 
@@ -86,7 +86,8 @@ class StockTensor:
             grouped = [matrix.unflatten(dim, (self.groups, -1)) for matrix in matrices]
             matrices = [torch.cat(grouped, dim=dim + 1).flatten(dim, dim + 1)]
         fused = matrices[0] if len(matrices) == 1 else torch.cat(matrices, dim=dim)
-        fused = fused[None] if self.added_dim else fused
+        before, after = self.added_dims
+        fused = fused[(None,) * before + (...,) + (None,) * after]
         return fused.transpose(-2, -1).contiguous() if self.transposed else fused.contiguous()
 
     def from_hf(self, tensor: Tensor, shapes: Sequence[Shape]) -> list[Tensor]:
@@ -96,7 +97,8 @@ class StockTensor:
             tensor: the Hugging Face tensor, of the shape that `shape` returns.
             shapes: shapes of our weights; for the tensor of an expert, the returned tensors are one index of them along dim 0.
         """
-        fused = tensor.transpose(-2, -1) if self.transposed else tensor[0] if self.added_dim else tensor
+        before, after = self.added_dims
+        fused = tensor.transpose(-2, -1) if self.transposed else tensor.view(tensor.shape[before : tensor.dim() - after])
         dim = int(self.stacked)
         sizes = [shape[dim] for shape in self._matrices(shapes)]
         if self.groups > 1:
@@ -111,7 +113,8 @@ class StockTensor:
         matrices = self._matrices(shapes)
         dim = int(self.stacked)
         fused = (*matrices[0][:dim], sum(matrix[dim] for matrix in matrices), *matrices[0][dim + 1 :])
-        return (*fused[:-2], *fused[:-3:-1]) if self.transposed else (1, *fused) if self.added_dim else fused
+        before, after = self.added_dims
+        return (*fused[:-2], *fused[:-3:-1]) if self.transposed else (1,) * before + fused + (1,) * after
 
     def _matrices(self, shapes: Sequence[Shape]) -> list[Shape]:
         """Return the shapes of what the Hugging Face tensor contains: our weights, or one expert of each."""

@@ -44,7 +44,8 @@ _ENDS: dict[str, tuple[str, ...]] = {
         *("attention.sinks", "encoder_bias.weight", "decoder_bias.weight"),
         *("query_up.weight", "key_value_up.weight"),  # of latents, which every tensor rank has whole
         # layers with a recurrent state: a rank has whole key heads, or groups, with the heads that share them
-        *("beta.weight", "decay.weight", "group_query.weight", "group_key.weight", "group_norm.weight"),
+        *("beta.weight", "decay.weight", "decay_up.weight", "gate_up.weight"),
+        *("group_query.weight", "group_key.weight", "group_norm.weight"),
         *("attention.decay_rate_log", "attention.decay_bias", "attention.skip", "attention.query_conv", "attention.key_conv"),
         *(f"attention.{name}_conv{bias}" for name in ("value", "group_query", "group_key") for bias in ("", "_bias")),
     ),
@@ -57,7 +58,7 @@ _ENDS: dict[str, tuple[str, ...]] = {
     ),
     "partial": (
         *("query_norm.weight", "key_norm.weight", "attention.output_norm.weight"),  # applied to each rank's own heads
-        *("query_down.weight", "key_value_down.weight", "key_value_norm.weight"),
+        *("query_down.weight", "key_value_down.weight", "key_value_norm.weight", "decay_down.weight", "gate_down.weight"),
         *("router.weight", "router.logit_bias", "activation.alpha_p", "activation.alpha_n"),
         *(f"sentence.{name}.{kind}" for name in ("dense", "output") for kind in ("weight", "bias")),
     ),

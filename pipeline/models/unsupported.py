@@ -27,7 +27,6 @@ NEAREST: dict[str, tuple[str, str]] = {
     "GraniteMoeForCausalLM": ("GraniteForCausalLM", "has experts"),
     "GraniteMoeSharedForCausalLM": ("GraniteForCausalLM", "has experts"),
     "KimiK25ForConditionalGeneration": ("DeepseekV3ForCausalLM", f"{_IMAGES} is Kimi K2, of DeepseekV3ForCausalLM"),
-    "KimiLinearForCausalLM": ("DeepseekV3ForCausalLM", "has linear attention in most layers"),
     "Llama4ForCausalLM": ("LlamaForCausalLM", "has experts, and attention in chunks"),
     "Llama4ForConditionalGeneration": ("LlamaForCausalLM", "has experts, and attention in chunks, and also reads images"),
     "MT5ForConditionalGeneration": ("T5ForConditionalGeneration", "is T5 1.1 under another name, which is not verified here"),

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pipeline.common.errors import UserError
 from pipeline.config.run_parts import LayoutConfig
-from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.gated_delta_net import DeltaRuleLayer
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.meta_attention import meta_core
 from pipeline.layers.moe import moe_layers
@@ -74,7 +74,7 @@ def kind_of(operation: Any) -> Kind | None:
 
 def _breaks(block: nn.Module) -> bool:
     """Return whether a block has a graph break: linear attention, or MoE layers whose experts have as many rows as the router gives."""
-    return any(not moe.parts for moe in moe_layers(block)) or any(isinstance(module, GatedDeltaNet) for module in block.modules())
+    return any(not moe.parts for moe in moe_layers(block)) or any(isinstance(module, DeltaRuleLayer) for module in block.modules())
 
 
 def stays_eager(block: nn.Module, mode: str) -> bool:

@@ -23,7 +23,7 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.experts import Experts
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
-from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor, position_weights
@@ -132,6 +132,8 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
             groups: list[tuple[Linear, ...]] = [(module.query, module.key, module.value, *gates), (module.key, module.value)]
         elif isinstance(module, GatedDeltaNet):
             groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
+        elif isinstance(module, KimiDeltaAttention):
+            groups = [(module.query, module.key, module.value, module.beta, module.decay_down, module.gate_down)]
         elif isinstance(module, Mamba2):
             groups = [(module.group_query, module.group_key, module.value, module.gate, module.decay)]
         elif isinstance(module, GatedMLP):

@@ -21,7 +21,7 @@ from pipeline.parallel.pieces import Piece
 _IN_BLOCKS = (
     *("query", "key", "group_query", "group_key", "value", "attention.gate", "output", "query_down", "query_up", "key_value_down"),
     *("key_value_up", "mlp.gate", "mlp.up", "mlp.down", "mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
-    *("layer_input.gate", "layer_input.project"),
+    *("layer_input.gate", "layer_input.project", "decay_down", "decay_up", "gate_down", "gate_up"),
 )
 _BLOCKS = ("blocks.*", "head.depths.*")
 #: Patterns of the names of matrices that Muon updates. Experts are a stack: a matrix for each.

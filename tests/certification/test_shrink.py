@@ -100,7 +100,7 @@ SIZES = {
     ),
     *("expert_interval", "dense_blocks", "full_attention_interval", "shared_ffn_hidden", "partial_rotary_factor"),
     *("layer_pattern", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state"),
-    *("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim"),
+    *("linear_key_heads", "linear_value_heads", "linear_key_dim", "linear_value_dim", "linear_heads", "linear_head_dim"),
     *("window", "sliding_window_pattern", "no_rope_layer_interval", "encoder_layers", "embed_width", "buckets", "max_distance"),
     *("local_attention", "global_attn_every_n_layers"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "dense_layers"),

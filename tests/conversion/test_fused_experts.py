@@ -15,6 +15,8 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -49,6 +51,17 @@ MODELS: dict[str, Callable[[], Any]] = {
         Qwen3_5MoeTextConfig(**SIZES, **LINEAR, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=18)
     ),
     "deepseek": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **HEADS, **EXPERTS})),
+    "kimi-linear": lambda: KimiLinearForCausalLM(
+        KimiLinearConfig(
+            **{**SIZES, **HEADS, "pad_token_id": None},
+            num_experts=4,
+            num_experts_per_token=2,
+            moe_intermediate_size=18,
+            linear_num_heads=3,
+            linear_head_dim=8,
+            layer_types=["full_attention", "linear_attention"],
+        )
+    ),
 }
 
 

@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 
 from pipeline.layers.attention import Attention, AttentionContext
 from pipeline.layers.delta_rule import chunked_delta_rule, delta_rule_of_part, unit_lower_inverse
-from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from pipeline.layers.mask import Mask
 from pipeline.layers.recurrent import mix
 
+DECAYS = pytest.mark.parametrize("decays", [1, 6], ids=["a decay for each head", "for each row of the state"])
 
-def inputs(length, *, dtype=torch.float32, strength=1.0):
-    """Queries, keys, values, logarithms of decays and betas of 3 heads."""
+
+def inputs(length, *, dtype=torch.float32, strength=1.0, decays=1):
+    """Queries, keys, values, logarithms of decays (1 or 6 for each head) and betas of 3 heads."""
     generator = torch.Generator().manual_seed(length)
     q, k, v = (torch.randn(2, 3, length, width, generator=generator, dtype=torch.float64) for width in (6, 6, 5))
-    decay, beta = (torch.rand(2, 3, length, generator=generator, dtype=torch.float64) for _ in range(2))
+    decay, beta = (torch.rand(2, 3, length, *more, generator=generator, dtype=torch.float64) for more in ([decays], []))
     given = (F.normalize(q, dim=3), F.normalize(k, dim=3), v, -strength * decay, beta)
     return [x.to(dtype).requires_grad_() for x in given]
 
@@ -32,7 +34,7 @@ def recurrence(q, k, v, log_decay, beta, *, segments=None, state=None):
     for t in range(q.shape[2]):
         if segments is not None and t:
             memory = memory * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
-        memory = memory * log_decay[:, :, t, None, None].exp()
+        memory = memory * log_decay[:, :, t, :, None].exp()
         key, value = k[:, :, t, :, None], v[:, :, t, None, :]
         memory = memory + beta[:, :, t, None, None] * key @ (value - key.transpose(2, 3) @ memory)
         outputs.append(q[:, :, t, None, :] @ memory)
@@ -57,9 +59,10 @@ def test_inverses_in_fp32_are_those_in_fp64(size, keys, beta):
 @pytest.mark.parametrize("length, chunk", [(1, 64), (7, 64), (64, 64), (150, 64), (33, 8), (20, 1)])
 @pytest.mark.parametrize("strength", [0.1, 30.0], ids=["weak decay", "strong decay"])
 @pytest.mark.parametrize("kind", ["alone", "segments", "state", "negative eigenvalues"])
-def test_chunks_equal_the_recurrence(length, chunk, strength, kind):
+@DECAYS
+def test_chunks_equal_the_recurrence(length, chunk, strength, kind, decays):
     """Outputs, the last state, and all gradients, in fp64."""
-    given = inputs(length, dtype=torch.float64, strength=strength)
+    given = inputs(length, dtype=torch.float64, strength=strength, decays=decays)
     options = {}
     if kind == "negative eigenvalues":
         given[4] = (2 * given[4].detach()).requires_grad_()
@@ -77,31 +80,35 @@ def test_chunks_equal_the_recurrence(length, chunk, strength, kind):
 
 
 @pytest.mark.parametrize("largest_beta", [1, 2])
-def test_chunks_equal_the_recurrence_in_fp32(largest_beta):
-    given = inputs(300)
+@pytest.mark.parametrize("strength", [0.01, 1.0, 30.0])
+@DECAYS
+def test_chunks_equal_the_recurrence_in_fp32(largest_beta, strength, decays):
+    given = inputs(300, strength=strength, decays=decays)
     given[4] = largest_beta * given[4]
     torch.testing.assert_close(chunked_delta_rule(*given), recurrence(*given), rtol=1e-5, atol=1e-5)
 
 
-def test_gradients_of_strong_decays_are_precise_in_fp32():
+@DECAYS
+def test_gradients_of_strong_decays_are_precise_in_fp32(decays):
     """They are small beside those of the products of a token with itself, which no decay changes."""
     found = {}
     for dtype in (torch.float32, torch.float64):
-        q, k, v, _, beta = inputs(16, dtype=dtype)
-        log_decay = torch.full_like(beta, -8.0, requires_grad=True)
+        q, k, v, log_decay, beta = inputs(16, dtype=dtype, decays=decays)
+        log_decay = torch.full_like(log_decay, -8.0, requires_grad=True)
         outputs, _ = chunked_delta_rule(q, k, v, log_decay, beta)
         (found[dtype],) = torch.autograd.grad(outputs.square().sum(), log_decay)
     precise = found[torch.float64]
     assert (found[torch.float32] - precise).norm() < 1e-6 * precise.norm()
 
 
-def test_decays_after_a_strong_one_are_precise_in_fp32():
+@DECAYS
+def test_decays_after_a_strong_one_are_precise_in_fp32(decays):
     """The sum from the start of a chunk is large, and rounds by more than those of the tokens after the strong decay."""
     found = {}
     for dtype in (torch.float32, torch.float64):
-        q, k, v, log_decay, beta = inputs(64, dtype=dtype)
+        q, k, v, log_decay, beta = inputs(64, dtype=dtype, decays=decays)
         with torch.no_grad():
-            log_decay[..., 1] = -500.0
+            log_decay[..., 1, :] = -500.0
         outputs, _ = chunked_delta_rule(q, k, v, log_decay, beta)
         found[dtype] = (outputs, *torch.autograd.grad(outputs.square().sum(), (q, k, v, log_decay, beta)))
     for rounded, precise in zip(found[torch.float32], found[torch.float64], strict=True):
@@ -132,10 +139,11 @@ def parts_of(given, cuts, segments, chunk):
     chunk=st.sampled_from([1, 4, 16, 64]),
     strength=st.sampled_from([0.01, 1.0, 30.0]),
     resets=st.sampled_from([None, 0.02, 0.3]),
+    decays=st.sampled_from([1, 6]),
 )
-def test_parts_equal_the_sequence(length, cuts, chunk, strength, resets):
+def test_parts_equal_the_sequence(length, cuts, chunk, strength, resets, decays):
     """However a sequence is divided: outputs and gradients, which reach the parts before through their maps."""
-    given, segments = inputs(length, dtype=torch.float64, strength=strength), None
+    given, segments = inputs(length, dtype=torch.float64, strength=strength, decays=decays), None
     if resets is not None:
         segments = (torch.rand(2, length, generator=torch.Generator().manual_seed(1)) < resets).cumsum(dim=1)
     expected = chunked_delta_rule(*given, segments=segments)[0]
@@ -146,13 +154,17 @@ def test_parts_equal_the_sequence(length, cuts, chunk, strength, resets):
 
 
 @pytest.mark.parametrize("strength", [0.01, 1.0])
-def test_parts_equal_the_recurrence_in_fp32(strength):
-    given = inputs(512, strength=strength)
+@DECAYS
+def test_parts_equal_the_recurrence_in_fp32(strength, decays):
+    given = inputs(512, strength=strength, decays=decays)
     torch.testing.assert_close(parts_of(given, range(64, 512, 64), None, 64), recurrence(*given)[0], rtol=1e-5, atol=1e-5)
 
 
 def layer(*, key_heads=2, value_heads=4, **options):
-    made = GatedDeltaNet(12, key_heads, value_heads, key_dim=5, value_dim=3, kernel=4, **options)
+    return randomized(GatedDeltaNet(12, key_heads, value_heads, key_dim=5, value_dim=3, kernel=4, **options))
+
+
+def randomized(made):
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -164,9 +176,14 @@ def hidden(length, rows=2):
     return torch.randn(rows, length, 12, generator=torch.Generator().manual_seed(5))
 
 
-def test_documents_are_independent_of_each_other():
+def kimi(*, heads=3):
+    return randomized(KimiDeltaAttention(12, heads, 4, kernel=4))
+
+
+@pytest.mark.parametrize("made_of", [layer, kimi])
+def test_documents_are_independent_of_each_other(made_of):
     """Each document of a packed row has the outputs and gradients that it has alone, over chunk boundaries and in the convolution."""
-    made, x = layer().double(), hidden(150, rows=1).double().requires_grad_()
+    made, x = made_of().double(), hidden(150, rows=1).double().requires_grad_()
     lengths = [1, 2, 60, 70, 17]
     documents = torch.arange(5).repeat_interleave(torch.tensor(lengths))[None]
     packed = made(x, None, AttentionContext(Mask(documents=documents)))
@@ -175,6 +192,24 @@ def test_documents_are_independent_of_each_other():
     grads = [torch.autograd.grad(y.square().sum(), [x, *made.parameters()]) for y in (packed, alone)]
     torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
     assert not torch.allclose(packed, made(x), atol=1e-2)
+
+
+def test_the_backward_pass_keeps_no_decayed_keys_of_chunks():
+    """What is saved for decays of rows is at most a tenth more than for one decay of a head; unsaved, it would be several times as much."""
+    saved = {}
+    for decays in (1, 16):
+        q, k, v = (torch.rand(1, 2, 256, 16, requires_grad=True) for _ in range(3))
+        log_decay, beta = torch.rand(1, 2, 256, decays, requires_grad=True), torch.rand(1, 2, 256, requires_grad=True)
+        kept = {}
+
+        def keep(x, kept=kept):
+            kept[x.untyped_storage().data_ptr()] = x  # alive, so that no other one has its address
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            chunked_delta_rule(q, k, v, -log_decay, beta)
+        saved[decays] = sum(x.untyped_storage().nbytes() for x in kept.values())
+    assert saved[16] < 1.15 * saved[1]
 
 
 def test_one_document_is_the_sequence():
@@ -195,19 +230,21 @@ def test_negative_eigenvalues_double_beta():
     torch.testing.assert_close(betas[True], 2 * betas[False], rtol=0, atol=0)
     key = F.normalize(torch.randn(1, 1, 1, 5, generator=torch.Generator().manual_seed(0)), dim=3)
     state, one = torch.randn(1, 1, 5, 3, generator=torch.Generator().manual_seed(1)), torch.ones(1, 1, 1)
-    _, after = chunked_delta_rule(key, key, torch.zeros(1, 1, 1, 3), 0 * one, 2 * one, state=state)
+    _, after = chunked_delta_rule(key, key, torch.zeros(1, 1, 1, 3), 0 * one.unsqueeze(3), 2 * one, state=state)
     torch.testing.assert_close(key @ after, -key @ state, rtol=1e-5, atol=1e-6)
 
 
-def test_heads_of_a_slice_are_those_of_the_layer():
+@pytest.mark.parametrize(
+    "whole, half", [(layer(key_heads=2, value_heads=6), layer(key_heads=1, value_heads=3)), (kimi(heads=4), kimi(heads=2))]
+)
+def test_heads_of_a_slice_are_those_of_the_layer(whole, half):
     """The rows of whole key heads with their value heads are a layer; outputs of the slices add up, as under tensor parallelism."""
-    whole, x = layer(key_heads=2, value_heads=6).double(), hidden(20).double()
+    whole, half, x = whole.double(), half.double(), hidden(20).double()
     total = torch.zeros_like(x)
     for part in range(2):
-        half = layer(key_heads=1, value_heads=3).double()
         with torch.no_grad():
             for (name, target), source in zip(half.named_parameters(), whole.parameters(), strict=True):
-                dim = None if name == "output_norm.weight" else 1 if name == "output.weight" else 0
+                dim = None if "norm" in name or "down" in name else 1 if name == "output.weight" else 0
                 target.copy_(source if dim is None else source.chunk(2, dim=dim)[part])
         total = total + half(x)
     torch.testing.assert_close(total, whole(x), rtol=1e-9, atol=1e-10)

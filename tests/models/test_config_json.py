@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers
-from transformers import OlmoHybridConfig, OlmoHybridForCausalLM, Qwen3_5TextConfig
+from transformers import KimiLinearConfig, OlmoHybridConfig, OlmoHybridForCausalLM, Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
 
 from pipeline.common.errors import UserError
@@ -232,6 +232,64 @@ def test_the_default_kinds_of_layers_of_a_hybrid(layers, interval):
     assert config.full_attention_interval == interval
     kinds = registry.mapping_of(config).config_json(config)["layer_types"]
     assert kinds == OlmoHybridConfig(**{**SMALL_HYBRID, "num_hidden_layers": layers}).layer_types
+
+
+KIMI = {"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    "keys, pattern, dense",
+    [
+        ({}, "K", 1),
+        ({"num_hidden_layers": 6}, "KKKK*", 1),  # the default of the class
+        ({"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3]}}, "KKK*", 1),
+        ({"linear_attn_config": {"full_attn_layers": [2, 4], "kda_layers": [3, 1]}, "first_k_dense_replace": 9}, "K*", 4),
+        ({"linear_attn_config": {"kda_layers": [1, 2, 3], "head_dim": 8}, "first_k_dense_replace": 0}, "K", 0),
+        (
+            {
+                "layer_types": [LINEAR, GLOBAL, GLOBAL, LINEAR],
+                "linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "num_heads": 3},
+            },
+            "K**",
+            1,
+        ),
+        ({"mlp_layer_types": ["dense", "dense", "sparse", "sparse"], "first_k_dense_replace": 1}, "K", 2),
+    ],
+)
+def test_the_kinds_of_layers_of_kimi_linear(keys, pattern, dense):
+    """As in KimiLinearConfig."""
+    stock, config = KimiLinearConfig(**copy.deepcopy({**KIMI, **keys})), read({**KIMI, **keys})
+    assert (config.layer_pattern, config.dense_layers) == (pattern, dense)
+    assert [config.is_full(layer) for layer in range(config.layers)] == [kind == GLOBAL for kind in stock.layer_types]
+    assert [layer < dense for layer in range(config.layers)] == [kind == "dense" for kind in stock.mlp_layer_types]
+    assert (config.linear_heads, config.linear_head_dim) == (stock.linear_num_heads, stock.linear_head_dim)
+    assert read(registry.mapping_of(config).config_json(config)) == config
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"linear_attn_config": None}, "linear_attn_config=None: must be an object"),
+        ({"linear_attn_config": {"gate_lower_bound": -5.0}}, "linear_attn_config.gate_lower_bound=-5.0: is not supported by this family"),
+        ({"linear_attn_config": {"head_dim": None}}, "linear_attn_config.head_dim=None: must be a positive integer"),
+        ({"linear_num_heads": 0}, "linear_num_heads=0: must be a positive integer"),
+        *(
+            ({"linear_attn_config": dict(zip(("full_attn_layers", "kda_layers"), places, strict=True))}, "must have each number from 1 to")
+            for places in (([4], [1, 2]), ([4], [1, 2, 3, 4]), ([0], [1, 2, 3]), ([4], None), (["4"], [1, 2, 3]))
+        ),
+        ({"layer_types": [LINEAR, GLOBAL]}, "must be a list of num_hidden_layers=4 entries, linear_attention or full_attention"),
+        ({"layer_types": [LINEAR] * 3 + ["sliding_attention"]}, "must be a list of num_hidden_layers=4 entries"),
+        ({"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "dense ones followed by sparse ones"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace=None: must be an integer"),
+        ({"mla_use_nope": False}, "mla_use_nope=False: is not supported by this family"),
+        ({"num_experts": 8, "num_local_experts": 6}, "num_local_experts=6: is another name of num_experts=8, and they differ"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads=8: must be 32 in this family"),
+        ({"hidden_act": "situ"}, "hidden_act=situ"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+    ],
+)
+def test_what_kimi_linear_cannot_honor_is_refused(keys, message):
+    assert message in refused({**KIMI, **keys})
 
 
 def test_a_granite_without_experts_states_none_for_a_token():

@@ -14,8 +14,8 @@ FOLDER = ROOT / "pipeline" / "models" / "families"
 README = (ROOT / "pipeline" / "models" / "README.md").read_text(encoding="utf-8")
 #: Families other than decoders with Llama's names, or with layers of their own, whose files may be longer.
 LONG = {
-    *("bert", "deepseek_v3", "gemma4", "gpt_oss", "granite_hybrid", "modernbert", "nemotron_h", "olmo_hybrid", "qwen3_next", "t5"),
-    "transformer",
+    *("bert", "deepseek_v3", "gemma4", "gpt_oss", "granite_hybrid", "kimi_linear", "modernbert", "nemotron_h", "olmo_hybrid"),
+    *("qwen3_next", "t5", "transformer"),
 }
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.layers import document_segments
 from pipeline.layers.attention import AttentionContext, plain, sdpa
-from pipeline.layers.gated_delta_net import GatedDeltaNet
+from pipeline.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from pipeline.layers.mamba2 import Mamba2
 from pipeline.layers.mask import Mask
 from pipeline.layers.position_bias import AlibiSlopes
@@ -106,8 +106,10 @@ def test_attention_over_sharded_sequences_equals_the_reference(world, kind, rank
 
 
 def _linear(kernel: int, dtype: torch.dtype = torch.float64, kind: str = "delta rule") -> RecurrentLayer:
-    """A layer with linear attention, or Mamba-2."""
+    """A layer with linear attention, of one decay for each head or several, or Mamba-2."""
     layer: RecurrentLayer = GatedDeltaNet(12, 2, 4, key_dim=5, value_dim=3, kernel=kernel)
+    if kind == "kimi":
+        layer = KimiDeltaAttention(12, 3, 4, kernel=kernel)
     if kind == "mamba":
         layer = Mamba2(12, 4, 2, head_dim=3, state=5, kernel=kernel)
     layer = layer.to(dtype)
@@ -150,7 +152,7 @@ def _linear_gaps(kind: str, ranks: int, case: dict) -> list[float]:
 @given(
     case=st.fixed_dictionaries(
         {
-            "layer": st.sampled_from(["delta rule", "mamba"]),
+            "layer": st.sampled_from(["delta rule", "kimi", "mamba"]),
             "half": st.sampled_from([1, 2, 3, 9, 70]),  # parts that are shorter than the convolution, and longer than a chunk
             "kernel": st.sampled_from([1, 2, 4]),
             "ends": st.sampled_from([0.0, 0.02, 0.2, 0.6]),

@@ -41,9 +41,12 @@ GRANITE = dict(mamba_heads=4, mamba_head_dim=12, mamba_state=10, logits_scaling=
 )
 NARROW_STATE = ("model.mamba_heads=8", "model.mamba_head_dim=8", "model.mamba_state=8")
 #: A small DeepSeek-V3: one dense block and two MoE blocks. The stock class has no multi-token prediction.
-LATENT = dict(
-    layers=3, dense_layers=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10, mtp_depth=0
+LATENT_EXPERTS = dict(
+    layers=3, dense_layers=1, q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10
 ) | dict(experts=8, shared_experts=2, expert_ffn_hidden=20, top_k=3, groups=4, topk_group=2)
+LATENT = {**LATENT_EXPERTS, "mtp_depth": 0}
+#: A small Kimi Linear.
+KIMI = {**LATENT_EXPERTS, "q_lora_rank": None, "linear_heads": 4, "linear_head_dim": 12}
 
 #: A small GLM-4.5, without MTP modules either.
 GROUPED = dict(layers=3, kv_heads=2, head_width=16, rope_theta=1e3, dense_layers=1, experts=8, expert_ffn_hidden=20, top_k=3, mtp_depth=0)
@@ -414,6 +417,24 @@ FAMILIES: dict[str, Cases] = {
         trained=("model.kv_heads=4", "model.experts=0"),
         layouts=("tensor=2 pipeline=2 zero_stage=1",),
     ),
+    "kimi_linear": Cases(
+        tiny="kimi-linear-tiny",
+        released={"kimi-linear-48b-a3b": 49_122_681_728},  # computed from config.json
+        variants={
+            "plain": {**KIMI, "layers": 4, "layer_pattern": "KK*"},
+            "direct": KIMI
+            | dict(layer_pattern="*K", dense_layers=0, linear_heads=3, linear_head_dim=10, linear_kernel=3, q_lora_rank=24)
+            | dict(norm_topk_prob=False, groups=1, topk_group=1, routed_scaling_factor=1.5, shared_experts=1),
+            "dense": {**KIMI, "layer_pattern": "K*", "dense_layers": 3, "norm_eps": 1e-3},
+        },
+        numerics={
+            "kimi_linear": model("kimi-linear-tiny", "model.linear_head_dim=8", ONE, HIGHER_EPS, rows=SOME + CONTEXT + EXPERT),
+        },
+        options=[{"tie_embeddings": False}, {"layer_pattern": "KK*", "q_lora_rank": 96, "dense_layers": 2, "tie_embeddings": False}],
+        trained=("model.linear_head_dim=8",),
+        # Decays and gates of low rank, and states whose rows decay, on other ranks and stages.
+        layouts=("tensor=2 pipeline=2 zero_stage=1", "context=2 context_kind=ring tensor=2 zero_stage=3"),
+    ),
     "llama": Cases(
         tiny="llama-tiny",
         large="llama3-8b",
@@ -777,7 +798,15 @@ FAMILIES: dict[str, Cases] = {
 }
 
 #: Tolerance of the absolute difference of two logits. fp32 sums differ in their order; some families have more of them.
-TOLERANCE = {"mixtral": 1e-4, "deepseek_v3": 1e-4, "qwen3_next": 1e-4, "qwen3_5": 1e-4, "qwen3_5_moe": 1e-4, "olmo_hybrid": 1e-4}
+TOLERANCE = {
+    "mixtral": 1e-4,
+    "deepseek_v3": 1e-4,
+    "qwen3_next": 1e-4,
+    "qwen3_5": 1e-4,
+    "qwen3_5_moe": 1e-4,
+    "olmo_hybrid": 1e-4,
+    "kimi_linear": 1e-4,
+}
 DEFAULT_TOLERANCE = 1e-5
 
 MUON = "optimizer.name=muon"

@@ -15,6 +15,7 @@ from pipeline.common.errors import Violation
 from pipeline.common.knobs import knob
 from pipeline.layers.recipes import single_std
 from pipeline.models import rope
+from pipeline.models.config import Sizes
 from pipeline.models.config_json_keys import ROPE
 from pipeline.models.decoder_mapping import LAYER
 from pipeline.models.family import Family, Model
@@ -35,12 +36,14 @@ from pipeline.models.shared_sizes import SharedExpertsConfig
 if TYPE_CHECKING:
     from torch import nn
 
+    from pipeline.layers.mla import LatentAttention
+    from pipeline.layers.moe import SharedExpertMoE
     from pipeline.layers.rotary import Rotary
 
 
 @dataclass(frozen=True)
-class DeepseekV3Config(SharedExpertsConfig, rope.RopeConfig, family="deepseek_v3"):
-    """Multi-head latent attention, dense blocks followed by blocks with shared and fine-grained routed experts, multi-token prediction."""
+class LatentAttentionConfig(Sizes):
+    """Fields of a decoder with multi-head latent attention. Families add theirs."""
 
     hidden: int = knob(7168, "width of the residual stream", at_least=1)
     heads: int = knob(128, "attention heads", at_least=1)
@@ -70,6 +73,11 @@ class DeepseekV3Config(SharedExpertsConfig, rope.RopeConfig, family="deepseek_v3
         """Training objective: next-token prediction."""
         return "causal"
 
+
+@dataclass(frozen=True)
+class DeepseekV3Config(LatentAttentionConfig, SharedExpertsConfig, rope.RopeConfig, family="deepseek_v3"):
+    """Multi-head latent attention, dense blocks followed by blocks with shared and fine-grained routed experts, multi-token prediction."""
+
     def violations(self) -> list[Violation]:
         """See Sizes."""
         violations = super().violations()
@@ -79,26 +87,31 @@ class DeepseekV3Config(SharedExpertsConfig, rope.RopeConfig, family="deepseek_v3
         return violations
 
 
-def _build(config: DeepseekV3Config) -> Model:
+def latent_attention(config: LatentAttentionConfig, **further: Any) -> LatentAttention:
+    """Build the attention of a layer; `further` are other arguments of LatentAttention."""
     from pipeline.layers.mla import LatentAttention
+
+    widths = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return LatentAttention(config.hidden, config.heads, **{name: getattr(config, name) for name in widths}, **further)
+
+
+def shared_expert_moe(config: Any) -> SharedExpertMoE:
+    """Build a MoE layer of a BiasedExpertsConfig."""
+    from pipeline.layers.mlp import GatedMLP
+    from pipeline.layers.moe import SharedExpertMoE
+    from pipeline.models.decoder import biased_router, moe
+
+    routed = moe(config, config.expert_ffn_hidden, router=biased_router(config))
+    return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
+
+
+def _build(config: DeepseekV3Config) -> Model:
     from pipeline.layers.rope_scaling import RopeScaling
     from pipeline.layers.rotary import Rotary
 
     scaling = RopeScaling(**rope.scaling(config))
-
-    def attention() -> LatentAttention:
-        return LatentAttention(
-            config.hidden,
-            config.heads,
-            q_lora_rank=config.q_lora_rank,
-            kv_lora_rank=config.kv_lora_rank,
-            qk_nope_head_dim=config.qk_nope_head_dim,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            v_head_dim=config.v_head_dim,
-            score_factor=scaling.score_factor,
-        )
-
-    return assemble(config, attention, Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling))
+    rotary = Rotary(config.qk_rope_head_dim, config.max_positions, config.rope_theta, scaling)
+    return assemble(config, lambda: latent_attention(config, score_factor=scaling.score_factor), rotary)
 
 
 def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) -> Model:
@@ -107,14 +120,8 @@ def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) ->
 
     from pipeline.layers.embedding import Embedding, OutputHead
     from pipeline.layers.mlp import GatedMLP
-    from pipeline.layers.moe import SharedExpertMoE
     from pipeline.layers.multi_token import MTPModule, MultiTokenHead, MultiTokenStack
     from pipeline.layers.stack import Block
-    from pipeline.models.decoder import biased_router, moe
-
-    def experts() -> SharedExpertMoE:
-        routed = moe(config, config.expert_ffn_hidden, router=biased_router(config))
-        return SharedExpertMoE(routed, GatedMLP(config.hidden, config.shared_experts * config.expert_ffn_hidden, bias=False))
 
     def block(mlp: nn.Module) -> Block:
         return Block(
@@ -125,12 +132,12 @@ def assemble(config: Any, attention: Callable[[], nn.Module], rotary: Rotary) ->
         )
 
     embed = Embedding(config.vocab_size, config.hidden)
-    depths = [MTPModule(config.hidden, config.norm_eps, block(experts())) for _ in range(config.mtp_depth)]
+    depths = [MTPModule(config.hidden, config.norm_eps, block(shared_expert_moe(config))) for _ in range(config.mtp_depth)]
     model = MultiTokenStack(
         embed=embed,
         blocks=[
             *(block(GatedMLP(config.hidden, config.ffn_hidden, bias=False)) for _ in range(config.dense_layers)),
-            *(block(experts()) for _ in range(config.layers - config.dense_layers)),
+            *(block(shared_expert_moe(config)) for _ in range(config.layers - config.dense_layers)),
         ],
         norm=nn.RMSNorm(config.hidden, eps=config.norm_eps),
         head=MultiTokenHead(OutputHead(config.vocab_size, config.hidden), embed, depths),
@@ -151,7 +158,7 @@ def _mtp_modules(config: Any) -> Iterator[tuple[int, int]]:
     return ((config.layers + index, index) for index in range(config.mtp_depth))
 
 
-def _attention(module: str, config: Any) -> tuple[StockTensor, ...]:
+def latent_tensors(module: str, config: Any) -> tuple[StockTensor, ...]:
     """Return the tensors of the attention and the norms of a block, which is `module` in our model."""
     hf, ours = f"{LAYER}.self_attn", f"{module}.attention"
     low_rank = (
@@ -291,7 +298,7 @@ MAPPING = HuggingFaceMapping(
     ignored_weights=COPIES,
     from_weights=without_missing_modules,
     separate_weights=unexpected_modules(61),
-    table=lambda config: table(config, _attention),
+    table=lambda config: table(config, latent_tensors),
 )
 
 # Initial weights: Section 4.2 of the paper, with 0.006.

@@ -16,8 +16,8 @@ from pipeline.models.decoder_mapping import BALANCE_LOSS, INPUT_NORM, LAYER, OUT
 from pipeline.models.families.granite import FACTORS, GraniteConfig
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, KeyGroup, StockTensor, Table, positive, refusal, tensors
-from pipeline.models.shared_sizes import ExpertsConfig
-from pipeline.models.state_space import StateSpaceConfig, mamba, mamba_std, mamba_tensors, shortest_pattern
+from pipeline.models.shared_sizes import ExpertsConfig, shortest_pattern
+from pipeline.models.state_space import StateSpaceConfig, mamba, mamba_std, mamba_tensors
 from pipeline.models.tensor_parallel_roles import WITH_ONE_GROUP
 
 if TYPE_CHECKING:

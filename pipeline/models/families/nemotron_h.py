@@ -17,8 +17,8 @@ from pipeline.layers.recipes import Init
 from pipeline.models.config_json_keys import number
 from pipeline.models.family import Family, Model
 from pipeline.models.huggingface_mapping import BlockTensors, HuggingFaceMapping, KeyGroup, StockTensor, Table, positive, refusal, tensors
-from pipeline.models.shared_sizes import ExpertsConfig, WideHeadConfig
-from pipeline.models.state_space import StateSpaceConfig, mamba, mamba_std, mamba_tensors, shortest_pattern
+from pipeline.models.shared_sizes import ExpertsConfig, WideHeadConfig, shortest_pattern
+from pipeline.models.state_space import StateSpaceConfig, mamba, mamba_std, mamba_tensors
 
 if TYPE_CHECKING:
     from torch import nn

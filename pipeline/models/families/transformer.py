@@ -182,7 +182,7 @@ MAPPING = HuggingFaceMapping(
         *_attention("decoder", "encoder_attn", "cross"),
         *_feed_forward("decoder"),
         *tensors("lm_head", "head"),
-        *((StockTensor("final_logits_bias", ("head.bias",), added_dim=True),) if config.output_bias else ()),
+        *((StockTensor("final_logits_bias", ("head.bias",), added_dims=(1, 0)),) if config.output_bias else ()),
     ),
 )
 
