@@ -26,7 +26,7 @@ from pipeline.models.huggingface_mapping import StockTensor
 
 _FORMAT = "deepspeed_universal"
 #: Families whose files have other names, or other tensors, than the parameters of their class.
-_OTHER_NAMES = ("nemotron_h", "olmo_hybrid")
+_OTHER_NAMES = ("kimi_linear", "nemotron_h", "olmo_hybrid")
 
 
 def tag(step: int) -> str:

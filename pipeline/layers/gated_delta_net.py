@@ -146,9 +146,13 @@ class GatedDeltaNet(DeltaRuleLayer):
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Mix the tokens: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
         mask = mask_of(memory, context)
-        *inputs, gate, beta, decay = self.project(x, self.query, self.key, self.value, self.gate, self.beta, self.decay)
+        *inputs, gate, beta, decay = self.project(x, *self.projections())
         beta = 2 * beta.sigmoid() if self.negative_eigenvalues else beta.sigmoid()
         return self._mixed(inputs, decay, beta, gate, mask, F.silu)
+
+    def projections(self) -> tuple[Linear, ...]:
+        """See RecurrentLayer."""
+        return self.query, self.key, self.value, self.gate, self.beta, self.decay
 
 
 class KimiDeltaAttention(DeltaRuleLayer):
@@ -175,9 +179,12 @@ class KimiDeltaAttention(DeltaRuleLayer):
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Mix the tokens: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
         mask = mask_of(memory, context)
-        layers = (self.query, self.key, self.value, self.beta, self.decay_down, self.gate_down)
-        *inputs, beta, decay, gate = self.project(x, *layers)
+        *inputs, beta, decay, gate = self.project(x, *self.projections())
         return self._mixed(inputs, self.decay_up(decay), beta.sigmoid(), self.gate_up(gate), mask, torch.sigmoid)
+
+    def projections(self) -> tuple[Linear, ...]:
+        """See RecurrentLayer."""
+        return self.query, self.key, self.value, self.beta, self.decay_down, self.gate_down
 
 
 def _unit(x: Tensor) -> Tensor:

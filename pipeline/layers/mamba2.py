@@ -72,12 +72,16 @@ class Mamba2(RecurrentLayer):
     def forward(self, x: Tensor, memory: Tensor | None = None, context: AttentionContext | None = None) -> Tensor:
         """Mix the tokens: (batch, sequence, hidden) -> (batch, sequence, hidden); memory must be None."""
         mask = mask_of(memory, context)
-        q, k, v, gate, decay = self.project(x, self.group_query, self.group_key, self.value, self.gate, self.decay)
+        q, k, v, gate, decay = self.project(x, *self.projections())
         wide = torch.promote_types(x.dtype, torch.float32)
         step = F.softplus(decay.to(wide) + self.decay_bias.to(wide)).clamp(min=self.smallest_step)
         outputs = self.mix(self, torch.cat([q, k, v], dim=2), step, mask=mask)
         gated = outputs.flatten(2).to(wide) * F.silu(gate.to(wide))
         return self.output(self.group_norm(gated).to(x.dtype))
+
+    def projections(self) -> tuple[Linear, ...]:
+        """See RecurrentLayer."""
+        return self.group_query, self.group_key, self.value, self.gate, self.decay
 
     def convolutions(self) -> list[Tensor]:
         """See RecurrentLayer."""

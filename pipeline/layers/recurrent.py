@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.layers.attention import AttentionContext
+from pipeline.layers.linear import Linear
 from pipeline.layers.mask import Mask
 
 #: (transition, state after a part that begins with zeros) -> the state before the part
@@ -74,6 +75,10 @@ class RecurrentLayer(nn.Module):
     rule: Callable[..., tuple[Tensor, Tensor]]
     rule_of_part: Callable[..., Tensor]
     mix: Mixing
+
+    def projections(self) -> tuple[Linear, ...]:
+        """Return the linear layers of the input, which may be computed as one."""
+        raise NotImplementedError
 
     def convolutions(self) -> list[Tensor]:
         """Return the weights of the convolutions, each (channels, 1, kernel)."""

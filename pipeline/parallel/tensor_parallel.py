@@ -23,11 +23,9 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.embedding import Embedding, OutputHead
 from pipeline.layers.experts import Experts
 from pipeline.layers.fake_quantization import FakeQuantizedLinear
-from pipeline.layers.gated_delta_net import GatedDeltaNet, KimiDeltaAttention
 from pipeline.layers.linear import Linear, Projection, project
 from pipeline.layers.lora import LoRAExperts, LoRALinear, LowRank, dropout_of
 from pipeline.layers.loss import linear_cross_entropy, mean_factor, position_weights
-from pipeline.layers.mamba2 import Mamba2
 from pipeline.layers.mask import capped
 from pipeline.layers.masked_head import NextSentenceHead
 from pipeline.layers.mlp import MLP, GatedMLP
@@ -130,12 +128,8 @@ def joint_layers(model: nn.Module) -> Iterator[tuple[Linear, ...]]:
         if isinstance(module, Attention):
             gates = [] if module.gate is None else [module.gate]
             groups: list[tuple[Linear, ...]] = [(module.query, module.key, module.value, *gates), (module.key, module.value)]
-        elif isinstance(module, GatedDeltaNet):
-            groups = [(module.query, module.key, module.value, module.gate, module.beta, module.decay)]
-        elif isinstance(module, KimiDeltaAttention):
-            groups = [(module.query, module.key, module.value, module.beta, module.decay_down, module.gate_down)]
-        elif isinstance(module, Mamba2):
-            groups = [(module.group_query, module.group_key, module.value, module.gate, module.decay)]
+        elif isinstance(module, RecurrentLayer):
+            groups = [module.projections()]
         elif isinstance(module, GatedMLP):
             groups = [(module.gate, module.up)]
         else:
