@@ -19,6 +19,8 @@ from pipeline.launch import job, live, slurm, submission
 SECONDS = 10.0  # for an answer
 #: Plugin of Slurm that usually starts an MPI library, by what its version begins with.
 PLUGINS = {"Open MPI": "pmix", "CRAY": "cray_shasta", "ParaStation": "pspmix", "Intel": "pmi2", "MVAPICH": "pmi2", "MPICH": "pmi2"}
+#: Beginnings of the states of nodes that take no jobs.
+DOWN = ("drain", "down", "fail", "inval", "maint", "power", "unknown")
 Row = dict[str, str]
 
 
@@ -52,7 +54,7 @@ def rows(config: RunConfig) -> Iterator[Row]:
         ask("sacct", "--noheader", "--allocations")
         yield row("accounting", "sacct answers")
     except slurm.SlurmError as error:
-        yield row("accounting", error, "warning", "runs record their node-hours themselves; limits of QoS are those of queues")
+        yield row("accounting", f"{error}; runs record their node-hours themselves, and limits of QoS are those of queues")
     cluster, (known, qos) = config.cluster, live.asked()
     missing = {cluster.partition, *(queue.partition for queue in cluster.queues)} - {None, *known}
     differences = [] if missing else live.with_limits(cluster, known, qos)[1]
@@ -60,12 +62,21 @@ def rows(config: RunConfig) -> Iterator[Row]:
     text += "; ".join(differences) or ", ".join(f"{name} ({each.max_time or 'no limit'})" for name, each in known.items())
     bad = "failure" if missing else differences and "warning"
     yield row("partitions", text, bad, f"correct queues and partition of cluster={cluster.name}")
+    down, names = [], {cluster.partition, *(queue.partition for queue in cluster.queues)} - {None}
+    states = [line.split("|") for line in ask("sinfo", "--noheader", "--format=%R|%a|%T|%D").splitlines()]
+    states = [each for each in states if not names or each[0] in names]
+    if not any(up == "up" and not state.startswith(DOWN) for _, up, state, _ in states):
+        down = [f"{count} {state} in {name} ({up})" for name, up, state, count in states]
+    text = f"no node is up: {', '.join(down)}" if down else "some are up"
+    yield row("nodes", text, down and "failure", "wait, or choose another partition; sinfo -R has the reasons of the site")
     script = job.render(job.Job("doctor", "pretrain", (), Path.cwd(), "/dev/null"), live.corrected(cluster))
     found = [*submission.absent(), *job.not_given(cluster)] or list(submission.rejected([script]).values())
-    yield from refused("sbatch", found) or [row("sbatch", "takes a training job (--test-only)")]
+    if not down:
+        yield from refused("sbatch", found) or [row("sbatch", "takes a training job (--test-only)")]
     fields, wanted = live.node(cluster), cluster.gpus_per_node
     text, fix = f"{fields.get('NodeName')} has {fields.get('Gres')}", "correct it, or set it to 0 with cluster.sbatch=[--gres=NAME:NUMBER]"
-    yield row("GRES", f"{text}, cluster.gpus_per_node={wanted}", wanted not in (0, live.gpus(fields)) and "failure", fix)
+    if fields:
+        yield row("GRES", f"{text}, cluster.gpus_per_node={wanted}", wanted not in (0, live.gpus(fields)) and "failure", fix)
     numbers = {key: int(text) for key, text in {**settings(), **fields}.items() if text.isdecimal()}
     whole, of_core = numbers.get("RealMemory", 0), numbers.get("DefMemPerCPU", 0) * cluster.tasks_per_node * cluster.cpus_per_task
     given = cluster.memory or f"{numbers.get('DefMemPerNode') or of_core or whole} MB"

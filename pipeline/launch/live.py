@@ -138,7 +138,7 @@ def lacking(cluster: ClusterConfig, name: str, fields: Mapping[str, str]) -> lis
     found = {"name": name, "queues": json.dumps(known), "gpus_per_node": number, "tasks_per_node": number, "cores": cores}
     found |= {
         "cpus_per_task": cores // number if number else 0,
-        "memory": f"{fields.get('RealMemory')}M",
+        "memory": f"{fields['RealMemory']}M" if "RealMemory" in fields else None,
         "architecture": fields.get("Arch"),
     }
     return [f"{key}: {value}" for key, value in found.items() if value and getattr(cluster, key) == getattr(default, key)]
