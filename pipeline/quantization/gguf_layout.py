@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.common.errors import UserError, Violation
+from pipeline.layers.gated_delta_net import LENGTH_EPS
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.shared_sizes import DecoderConfig, rotated_dims
@@ -73,9 +75,10 @@ _LINEAR = {
     "full_attention_interval": "full_attention_interval",
 }
 # What llama.cpp takes for granted in them.
-_ONE_WIDTH = {"rope_scaling": "none", "linear_value_dim": lambda config: config.linear_key_dim}
+# llama.cpp has one eps for the norms of the stream and for the lengths of queries and keys.
+_ONE_WIDTH = {"rope_scaling": "none", "norm_eps": LENGTH_EPS, "linear_value_dim": lambda config: config.linear_key_dim}
 _EXPERTS = {"norm_topk_prob": True, "expert_interval": 1, "dense_blocks": []}
-_TWICE = {"rope_scaling": "none", "mamba_head_dim": lambda config: 2 * config.hidden // config.mamba_heads}
+_TWICE = {"rope_scaling": "none", "mamba_head_dim": lambda config: Fraction(2 * config.hidden, config.mamba_heads)}
 #: Hugging Face class -> architecture. transformers does not read the width of heads of Qwen 3, nor vocabulary and positions of GPT-2.
 ARCHITECTURES = {
     "LlamaForCausalLM": Architecture("llama", "llama", _PLAIN, neighbors=True),
