@@ -111,9 +111,9 @@ def training_steps(run: Path) -> list[dict[str, Any]]:
 
 
 def test_the_doctor_on_a_login_node() -> None:
-    """It finds what this Slurm lacks, and nothing else; what it prints for the file of the site is right."""
+    """It finds nothing wrong with this Slurm; what it prints for the file of the site is right."""
     found = json.loads(tool("doctor", "--json", "cluster=devcluster"))
-    assert {row["check"] for row in found["rows"] if row["status"] != "ok"} == {"accounting"}
+    assert {row["check"] for row in found["rows"] if row["status"] != "ok"} == set(), found
     assert {row["check"] for row in found["rows"]} > {"Slurm", "partitions", "sbatch", "GRES", "memory", "MPI"}
     assert {'queues: [{"partition": "batch", "max_nodes": 4}]', "gpus_per_node: 2", "cores: 4"} <= set(found["site"])
 
