@@ -82,13 +82,11 @@ class _Freed:
     """Memory that was freed while work of other streams was not known to have ended.
 
     Attributes:
-        stream: for whose work the allocator hands it out.
         size: bytes.
         site: that freed it.
         users: the work.
     """
 
-    stream: int
     size: int
     site: str
     users: list[Last]
@@ -105,7 +103,7 @@ class _Order:
         self._memory = MemoryMap()
         self._blocks: dict[int, Allocate] = {}
         self._recorded: defaultdict[int, set[int]] = defaultdict(set)
-        self._freed: list[_Freed] = []
+        self._freed: defaultdict[int, list[_Freed]] = defaultdict(list)  # by the stream for whose work the allocator hands it out
 
     def issue(self, entry: Entry) -> None:
         """The host issues the next entry."""
@@ -178,15 +176,15 @@ class _Order:
             self._memory.handed_out(Access(entry.address, entry.address + entry.size))
         clock = _joined(self._clocks[entry.stream], self._host)
         kept = []
-        for freed in self._freed:
+        for freed in self._freed[entry.stream]:
             users = [user for user in freed.users if clock.get(user.work.stream, 0) < user.tick]
-            if users and freed.stream == entry.stream and entry.size <= freed.size:
+            if users and entry.size <= freed.size:
                 for user in users:
                     after = Last(Work(entry.time, "kernel", "an allocation", entry.stream, entry.site), 0)
                     self._add("freed while used", user, after, freed.site, freed.size)
             elif users:
-                kept.append(_Freed(freed.stream, freed.size, freed.site, users))
-        self._freed = kept
+                kept.append(_Freed(freed.size, freed.site, users))
+        self._freed[entry.stream] = kept
 
     def _free(self, entry: Free) -> None:
         """Memory goes back: work of other streams that nothing has waited for may still use it."""
@@ -202,7 +200,7 @@ class _Order:
         clock = _joined(self._clocks[block.stream], self._host)
         users = [last for last in left if clock.get(last.work.stream, 0) < last.tick]
         if users:
-            self._freed.append(_Freed(block.stream, block.size, entry.site, users))
+            self._freed[block.stream].append(_Freed(block.size, entry.site, users))
 
 
 def _join(clock: _Clock, other: _Clock) -> None:

@@ -73,6 +73,8 @@ def test_a_buffer_that_is_freed_while_another_stream_uses_it() -> None:
     assert only([*use, allocate(2)]).kind == "freed while used", "the allocator could have handed out the same memory"
     assert races([*use, *after(7, 0, 9), *reuse]) == [], "waited for before anything is allocated"
     assert races([*use, allocate(2, stream=7)]) == [], "another stream does not get the memory"
+    waited = [*use, *after(7, 3, 9), allocate(2, stream=3), allocate(4)]
+    assert only(waited).kind == "freed while used", "that another stream has waited is no help for this one"
     recorded = [*use[:-1], RecordStream(0, SIZE, 7, ""), use[-1]]
     assert races(recorded + reuse) == []
 
