@@ -4,6 +4,7 @@ import pycld2
 import pytest
 
 from pipeline.common import languages
+from pipeline.common.errors import UserError
 from pipeline.common.languages import TABLE
 from pipeline.data.clean.counts import STOP_WORDS
 from pipeline.data.clean.document_batch import DocumentBatch
@@ -125,3 +126,12 @@ def test_the_report_counts_what_cleaning_dropped_of_every_language():
     made = shard_report.html(built)
     assert "Cleaning drops 75.0 % of the documents in <b>dz</b>: gopher: mean word length (75.0 %)" in made
     assert "documents in <b>en</b>" not in made
+
+
+def test_without_cld2_only_cleaning_that_identifies_languages_is_refused(monkeypatch):
+    """As on aarch64, where its package must be compiled."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert clean([PROSE], config("repair", "length"))[0] == [PROSE]
+    for settings in (config("repair", "gopher"), config("length", length={"by_language": {"ko": {"least": 1}}})):
+        with pytest.raises(UserError, match=r"clean.language.model=null: CLD2 \(pycld2\), by which (gopher|length) of clean.steps"):
+            clean([PROSE], settings)

@@ -352,7 +352,7 @@ def test_a_job_whose_time_ends_is_requeued_until_it_is_complete(tokens: Path, tm
     python.chmod(0o755)
     steps = ["training.steps=200", "checkpoint.every=0", "parallel.zero_stage=0", f"data.tokens={tokens}", f"run_dir={run}"]
     size = ("--nodes=2", "--ntasks-per-node=1", f"--export=ALL,PIPELINE_PYTHON={python}")
-    number = sbatch(log, *size, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.pipeline=1", *steps)
+    number = sbatch(log, *size, "slurm/pretrain.sbatch", *MODEL, *TRAINING, "parallel.tensor=1", "parallel.pipeline=1", *steps)
     after = sbatch(tmp_path / "after", f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes", "--wrap=true")
     for _ in range(2400):
         if (run / "metrics.jsonl").is_file() and len(training_steps(run)) > 5:

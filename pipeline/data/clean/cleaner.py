@@ -46,9 +46,6 @@ class Change(NamedTuple):
 Dropped = Callable[[Document, str, str, str, str], None]
 """Receives a dropped document: (document, step, reason, its text before that step, its language)."""
 
-_IDENTIFYING = frozenset({"language", "gopher", "c4", "fineweb"})
-"""Steps that identify languages. With one of them, the language of what earlier steps drop is identified as well, for the counts."""
-
 EXAMPLES = 5
 """Examples per reason: the documents whose identity has the lowest hash, independent of the number of ranks."""
 
@@ -129,7 +126,7 @@ class Cleaner:
     def __init__(self, config: CleanConfig) -> None:
         self._detector = language.detector(config)
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
-        self._tag, self._identify = config.mode == "tag", not _IDENTIFYING.isdisjoint(config.steps)
+        self._tag, self._identify = config.mode == "tag", not language.IDENTIFYING.isdisjoint(config.steps)
         self.notes: dict[str, dict[str, int]] = {name: step.notes for name, step in self._steps if hasattr(step, "notes")}
         kinds = config.personal.kinds if "personal" in config.steps else []
         self._shown_as = partial(pii_masking.mask, kinds=kinds)

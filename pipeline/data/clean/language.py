@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
-import pycld2
 
 from pipeline.common import languages
 from pipeline.common.errors import UserError
@@ -24,6 +24,8 @@ SAMPLE_CHARACTERS = (600, 10_000)
 """Sample sizes, taken from the middle of a text because its ends are often headings and imprints. The time grows with the length; the
 larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
 CLEAR = 0.8
+IDENTIFYING = frozenset({"language", "gopher", "c4", "fineweb"})
+"""Steps that identify languages. With one of them, the language of what earlier steps drop is identified as well, for the counts."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
 
 
@@ -52,7 +54,7 @@ class Detector(ABC):
 
 
 class Cld2(Detector):
-    """The built-in one."""
+    """The built-in one, by pycld2, for which not every machine has a wheel."""
 
     def detect(self, samples: Sequence[str]) -> list[Language]:
         """See Detector."""
@@ -114,9 +116,14 @@ def detector(clean: CleanConfig) -> Detector:
     """Return the detector that a configuration chooses.
 
     Raises:
-        UserError: its file cannot be read, or it does not know a language of the configuration.
+        UserError: its file cannot be read, or it does not know a language of the configuration; CLD2 is required and not installed.
     """
     if clean.language.model is None:
+        identifying = [step for step in clean.steps if step in IDENTIFYING or getattr(getattr(clean, step), "by_language", {})]
+        if identifying and importlib.util.find_spec("pycld2") is None:
+            rule = f"CLD2 (pycld2), by which {', '.join(identifying)} of clean.steps identify languages, is not installed"
+            fix = "name a file (OpenLID, GlotLID, lid.176), or compile it, which requires a C++ compiler: pip install pycld2"
+            raise UserError.of("clean.language.model", "null", rule, fix)
         return Cld2()
     found = FastTextDetector(clean.language.model)
     codes = [("clean.language.keep", code) for code in clean.language.keep]
@@ -136,6 +143,8 @@ def _language(code: str) -> str:
 
 def _cld2(sample: str) -> Language:
     """The first result of CLD2."""
+    import pycld2
+
     try:
         _, _, detected = pycld2.detect(sample)
     except pycld2.error:
