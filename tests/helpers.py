@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,14 @@ def load_tool(name: str) -> ModuleType:
     module = sys.modules[loader.name] = module_from_spec(spec)  # dataclasses look their module up
     loader.exec_module(module)
     return module
+
+
+def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases of a test, tuples if it has several parameters: one of so many is in the default tier, tools/test --all has all of them."""
+    return [
+        case if number % count == 0 else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long)
+        for number, case in enumerate(cases)
+    ]
 
 
 def program(name: str) -> str:

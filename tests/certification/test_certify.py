@@ -85,6 +85,7 @@ def test_a_layout_that_equals_the_plain_loop(certify) -> None:
     assert written["versions"]["torch"].startswith(torch.__version__.partition("+")[0])
 
 
+@pytest.mark.long
 def test_a_job_that_trains_some_weights_only(certify) -> None:
     words = ("parallel.tensor=2", "stage.world_size=4", "training.frozen=[blocks.0.mlp.*, embed.*]", "stage.skip=[state,data,shapes]")
     code, printed, written = certify(*JOB, *words)
@@ -110,6 +111,7 @@ PHASES = (
 FEW_PARTS = "stage.skip=[bounds,copies,state,validation,data,shapes]"
 
 
+@pytest.mark.long
 def test_phases_and_the_changes_between_them(certify) -> None:
     code, printed, written = certify(*PHASES, FEW_PARTS)
     assert code == 0, printed
@@ -156,6 +158,7 @@ def test_moments_in_bf16_are_compared_in_the_precision_of_the_job(certify, preci
     assert ("optimizer.state_dtype" in " ".join(written["parts"]["precision"]["not_covered"])) == (precision == "fp32")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["muon", pytest.param("lion", marks=pytest.mark.long)])
 def test_a_wrong_gradient_of_another_optimizer_is_not_certified(certify, name: str) -> None:
     code, printed, _ = certify(*JOB, *TWO_RANKS, f"optimizer={name}", fault=faults.wrong_gradient_of_one_piece)
@@ -175,12 +178,17 @@ def test_a_wrong_gradient_of_another_optimizer_is_not_certified(certify, name: s
             r"- begins at step 1, backward, blocks.1.attention.query.weight, tensor rank 0: 1.0e-02\n",
             marks=pytest.mark.long,
         ),
-        (
+        pytest.param(
             faults.clipped_on_one_tensor_rank,
             rf"copies: fp32: step 1: {NORM} \(.*exp_avg, .*\) differs along the tensor axis: ranks 0 and 1",
+            marks=pytest.mark.long,
         ),
         (faults.second_moments_are_not_loaded, r"state: fp32: step 2, loaded in the same layout: \S+ \(exp_avg_sq\)"),
-        (faults.schedule_restarts_at_resume, r"state: fp32: step 3, continued from step 2: \S+ \(.*\) differs from the uninterrupted run"),
+        pytest.param(
+            faults.schedule_restarts_at_resume,
+            r"state: fp32: step 3, continued from step 2: \S+ \(.*\) differs from the uninterrupted run",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -193,6 +201,7 @@ def test_a_fault_is_not_certified(certify, tmp_path: Path, fault: Callable[[], A
     assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
 
 
+@pytest.mark.long
 def test_a_fault_in_the_precision_of_the_job(certify) -> None:
     words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "stage.skip=[copies,state,validation,data,shapes]")
     code, printed, written = certify(*words, fault=faults.gradients_scaled_in_bf16)
@@ -264,14 +273,14 @@ def test_a_fault_between_parts_of_a_fixed_size(certify, fault: Callable[[], Any]
 @pytest.mark.parametrize(
     "fault, words, expected",
     [
-        (faults.largest_logits_not_bounded, ("optimizer.qk_clip=100",), "weight in fp32: differs"),
+        pytest.param(faults.largest_logits_not_bounded, ("optimizer.qk_clip=100",), "weight in fp32: differs", marks=pytest.mark.long),
         pytest.param(
             faults.scores_not_capped,
             ("model=gemma2-tiny",),
             "bounds: model.attn_logit_softcapping=50.0 has no effect",
             marks=pytest.mark.long,
         ),
-        pytest.param(faults.gate_clamped_at_twice_the_bound, ("model=gpt-oss-tiny",), "export: ", marks=pytest.mark.long),
+        (faults.gate_clamped_at_twice_the_bound, ("model=gpt-oss-tiny",), "export: "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -320,10 +329,13 @@ def test_an_encoder_is_compared_with_the_stock_class(certify) -> None:
             faults.data_ranks_read_the_same: "data: step 1: the data ranks read other tokens than one process",
             faults.decay_begins_one_step_late: "shapes: the learning rate of step",
         },
-        {
-            faults.targets_have_holes: "data: step 1: other positions than padding have no target",
-            faults.far_positions_are_rounded: "shapes: rotary: the rotation of position 41 is not 41 times that of position 1",
-        },
+        pytest.param(
+            {
+                faults.targets_have_holes: "data: step 1: other positions than padding have no target",
+                faults.far_positions_are_rounded: "shapes: rotary: the rotation of position 41 is not 41 times that of position 1",
+            },
+            marks=pytest.mark.long,
+        ),
         {faults.pieces_leave_a_gap: "shapes: blocks.0.attention.key.weight: its pieces along dim 0 leave a gap"},
     ],
     ids=lambda planted: next(iter(planted)).__name__,

@@ -40,6 +40,7 @@ def test_an_input_at_a_jump(activation, jump: float) -> None:
     assert not jumps.tied
 
 
+@pytest.mark.long
 def test_a_seed_without_such_an_input_is_chosen(monkeypatch) -> None:
     """Of twelve seeds of this job some are tied; the chosen one is the first that is not."""
     words = ("stage=certify", "model=opt-tiny", "training.global_batch_size=16", "training.micro_batch_size=2")

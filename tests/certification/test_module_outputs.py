@@ -32,11 +32,13 @@ def first_module(worlds, folder: Path, *words: str, ranks: int = 4, fault: Calla
     "words",
     [
         ("model=llama-tiny", "parallel.tensor=2", "parallel.context=2"),
-        ("model=qwen3-tiny", "parallel.tensor=2", "parallel.context=2", "parallel.context_kind=ulysses"),
+        pytest.param(
+            ("model=qwen3-tiny", "parallel.tensor=2", "parallel.context=2", "parallel.context_kind=ulysses"), marks=pytest.mark.long
+        ),
         ("model=llama-tiny", "parallel.pipeline=2", "parallel.schedule=zbv", "training.activation_checkpointing=full"),
         ("model=mixtral-tiny", "parallel.expert=2", "parallel.tensor=2"),
-        ("model=deepseek-tiny", "parallel.tensor=2", "parallel.pipeline=2"),
-        ("model=t5-tiny", "parallel.tensor=2", "parallel.zero_stage=3"),
+        pytest.param(("model=deepseek-tiny", "parallel.tensor=2", "parallel.pipeline=2"), marks=pytest.mark.long),
+        pytest.param(("model=t5-tiny", "parallel.tensor=2", "parallel.zero_stage=3"), marks=pytest.mark.long),
     ],
     ids=lambda words: " ".join(words),
 )

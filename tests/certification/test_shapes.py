@@ -16,11 +16,14 @@ LARGE = ("model=llama3.1-405b", "parallel.tensor=8", "parallel.pipeline=16")
     "words, ranks",
     [
         (LARGE, 16384),
-        (("model=deepseek-v3", "parallel.expert=16", "parallel.pipeline=8", "parallel.schedule=zbv"), 2048),
+        pytest.param(
+            ("model=deepseek-v3", "parallel.expert=16", "parallel.pipeline=8", "parallel.schedule=zbv"), 2048, marks=pytest.mark.long
+        ),
         (("model=gpt2-xl", "parallel.tensor=5"), 10),  # an uneven vocabulary
-        (("model=t5-11b", "parallel.tensor=4", "parallel.pipeline=4"), 32),
+        pytest.param(("model=t5-11b", "parallel.tensor=4", "parallel.pipeline=4"), 32, marks=pytest.mark.long),
         (("model=qwen3-next-80b-a3b", "parallel.tensor=2", "parallel.expert=8"), 64),  # other heads in linear attention
-        (("model=nemotron3-nano-30b-a3b", "parallel.tensor=2", "parallel.expert=8"), 64),  # groups of heads in Mamba-2 layers
+        # Groups of heads in Mamba-2 layers.
+        pytest.param(("model=nemotron3-nano-30b-a3b", "parallel.tensor=2", "parallel.expert=8"), 64, marks=pytest.mark.long),
     ],
 )
 def test_a_job_without_fault(words: tuple[str, ...], ranks: int) -> None:

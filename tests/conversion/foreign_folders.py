@@ -98,6 +98,7 @@ def write_zero(folder: Path) -> None:
     """Train Llama for a step in DeepSpeed's engine and save it, with each of ZERO. Collective."""
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # which is compiled when it is first used
     with rank_variables():
         for name, (stage, dtype, changes, frozen) in ZERO.items():
             torch.manual_seed(0)

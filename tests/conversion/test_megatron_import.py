@@ -33,7 +33,7 @@ def written(worlds, tmp_path_factory):
 
 
 @pytest.mark.world
-@pytest.mark.parametrize("kind", ["classic", "torch_dist"])
+@pytest.mark.parametrize("kind", [pytest.param("classic", marks=pytest.mark.long), "torch_dist"])
 def test_the_imported_model_has_the_logits_of_megatron_core(written, kind, tmp_path):
     folder, expected = written
     checkpoint = imported(folder / kind, tmp_path, "model=gpt-tiny")

@@ -70,6 +70,7 @@ def peak(folder, text: str, config: CleanConfig) -> int:
 KEPT = {"gopher": GopherStep(most_words=10**9), "length": LengthStep(most=10**9)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "steps",
     [pytest.param({"steps": []}, marks=pytest.mark.long), {}, pytest.param(KEPT, marks=pytest.mark.long)],

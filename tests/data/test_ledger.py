@@ -20,6 +20,7 @@ from pipeline.data.tokenize import token_shards
 from pipeline.training import lineage
 from pipeline.training.lineage import Stretch
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
+from tests.helpers import one_in
 from tests.training.one_rank import TINY, newest, run
 from tests.world import configured
 
@@ -75,7 +76,13 @@ def logged(ledger: Ledger, samples, count: int) -> dict[int, Counter]:
 
 
 @pytest.mark.parametrize(
-    "settings", [(), PHASED, ("data.packing=best_fit",), ("training.sequence_length=16",)], ids=["windows", "phases", "packed", "short"]
+    "settings",
+    [
+        pytest.param((), id="windows", marks=pytest.mark.long),
+        pytest.param(PHASED, id="phases"),
+        pytest.param(("data.packing=best_fit",), id="packed"),
+        pytest.param(("training.sequence_length=16",), id="short", marks=pytest.mark.long),
+    ],
 )
 def test_both_directions_equal_a_log_of_every_token(two, settings):
     config = configured(
@@ -130,6 +137,7 @@ def test_a_selection_is_of_fields_ids_and_text():
     assert chosen.missing_fields == {"lisense"}
 
 
+@pytest.mark.long
 def test_metadata_does_not_replace_what_the_ledger_says(forked, shards, tmp_path, monkeypatch):
     own, named = (
         Ledger.metadata,
@@ -187,19 +195,22 @@ def test_the_stage_names_documents_of_steps_and_steps_of_documents(forked, shard
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [
-        ((), "stage.step=None: is not set, and no documents are chosen"),
-        (("stage.step=6",), "stage.step=6: was not made: the steps of {run} are 1 to 5"),
-        (("stage.step=4", "stage.rank=1"), "stage.rank=1: is no rank of the job that made step 4, which had 1"),
-        (("stage.step=4", "stage.rank=0", "stage.micro_batch=2"), "stage.micro_batch=2: is not one of the 2 of a rank"),
-        (("stage.contains=a", "stage.shards=[]", "data.shards=x"), "stage.shards=none: has no folder from which"),
-        (("stage.where={lisense: '*'}",), "stage.where=lisense: is a field of no training document"),
-        (("stage.ids=/absent",), "stage.ids=/absent: cannot be read"),
-        (("stage.ids=/dev/null",), "stage.ids=/dev/null: has no id"),
-        (("stage.step=4", "stage.contains=a"), "stage.contains=a: has no effect with stage.step=4"),
-        (("stage.summary=x", "stage.contains=a"), "stage.contains=a: has no effect with stage.summary"),
-        (("stage.step=4", "stage.micro_batch=0"), "stage.micro_batch=0: is one of a rank"),
-    ],
+    one_in(
+        3,
+        [
+            ((), "stage.step=None: is not set, and no documents are chosen"),
+            (("stage.step=6",), "stage.step=6: was not made: the steps of {run} are 1 to 5"),
+            (("stage.step=4", "stage.rank=1"), "stage.rank=1: is no rank of the job that made step 4, which had 1"),
+            (("stage.step=4", "stage.rank=0", "stage.micro_batch=2"), "stage.micro_batch=2: is not one of the 2 of a rank"),
+            (("stage.contains=a", "stage.shards=[]", "data.shards=x"), "stage.shards=none: has no folder from which"),
+            (("stage.where={lisense: '*'}",), "stage.where=lisense: is a field of no training document"),
+            (("stage.ids=/absent",), "stage.ids=/absent: cannot be read"),
+            (("stage.ids=/dev/null",), "stage.ids=/dev/null: has no id"),
+            (("stage.step=4", "stage.contains=a"), "stage.contains=a: has no effect with stage.step=4"),
+            (("stage.summary=x", "stage.contains=a"), "stage.contains=a: has no effect with stage.summary"),
+            (("stage.step=4", "stage.micro_batch=0"), "stage.micro_batch=0: is one of a rank"),
+        ],
+    ),
 )
 def test_what_the_stage_refuses(forked, tmp_path, words, said):
     folder = forked / "run"

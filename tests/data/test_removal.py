@@ -142,6 +142,7 @@ def test_what_nobody_knows_is_not_certified(removed, tmp_path, capsys):
     assert f"{gaps[1]}, of which nothing is counted here" in (tmp_path / "summary" / "training-content.md").read_text()
 
 
+@pytest.mark.long
 def test_a_merge_remembers_and_its_ledger_goes_on(removed, tokens, shards, tmp_path):
     """Trained on itself, as the trunk of a fork, and as the weights of another run; the newest member is named first."""
     merged, data = tmp_path / "merged", (f"data.tokens={tokens}", f"data.shards={shards}", "optimizer.schedule=constant")
@@ -182,6 +183,7 @@ def test_what_is_refused(removed, tokens, tmp_path):
         check.check(configured("stage=pretrain", "model=bert-tiny", f"data.remove={tmp_path}/other"), 1)
 
 
+@pytest.mark.long
 def test_the_summary_counts_what_was_read(removed, tmp_path, capsys):
     run("ledger", removed["fork"], f"stage.summary={tmp_path}/summary")
     run("ledger", removed["fork"], "stage.where={id: '*'}", f"stage.out={tmp_path}/all.jsonl")

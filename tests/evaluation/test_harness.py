@@ -30,7 +30,7 @@ PAIRS = [("Im Wald ", "steht ein"), ("", "Tännchen"), (LONG, " 123"), (LONG, " 
 ENDS = {"until": ["\n"], "max_gen_toks": 12, "do_sample": False}
 
 
-@pytest.mark.parametrize("name", ["llama-grouped", "gpt"])
+@pytest.mark.parametrize("name", ["llama-grouped", pytest.param("gpt", marks=pytest.mark.long)])
 def test_requests_have_the_results_of_the_stock_model(name, tmp_path, tokenizer_folder, monkeypatch):  # noqa: F811 - the fixture
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
@@ -100,6 +100,7 @@ def asked(model, tasks: Path, **more) -> list:
     return [sample["arguments"] for sample in found["samples"]["numbers"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shipped", ["chatml", "plain"])
 def test_questions_as_chats_are_those_of_the_stock_model(shipped, tmp_path, tokenizer_folder, monkeypatch):  # noqa: F811 - the fixture
     """apply_chat_template, fewshot_as_multiturn and system_instruction, and a text that is continued."""

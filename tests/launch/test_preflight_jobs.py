@@ -79,6 +79,7 @@ if os.environ.get("SLURMD_NODENAME") == NODE and os.environ.get("SLURM_STEP_ID",
 """
 
 
+@pytest.mark.long
 def test_a_node_with_a_wrong_host_name_is_left_out(tmp_path: Path) -> None:
     with host_name("n3", "wrong.invalid"):
         code, text, event = preflight(tmp_path / "log", tmp_path / "run")

@@ -312,6 +312,7 @@ def test_a_sweep_is_submitted_and_the_launcher_exits(tokens: Path, tmp_path: Pat
     assert len(set(losses)) == 2
 
 
+@pytest.mark.long
 def test_a_sweep_submits_only_what_is_neither_queued_nor_finished(tokens: Path, tmp_path: Path) -> None:
     def submit(*rates: str) -> list[str]:
         printed = pipeline(

@@ -131,6 +131,7 @@ def test_settings_of_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "model=llama-tiny" in convert.arguments
 
 
+@pytest.mark.long
 def test_data_stages_on_the_nodes_of_the_training_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = ("submit.stages=[tokenize,pretrain,convert]", "cluster=juwels", "cluster.nodes=2", "model=llama-tiny", "run_dir=runs/x")
@@ -359,6 +360,7 @@ def test_job_arrays_with_empty_variables() -> None:
         ranks.array_task({"SLURM_ARRAY_JOB_ID": "3", "SLURM_ARRAY_TASK_COUNT": "", "SLURM_ARRAY_TASK_MIN": "1"})
 
 
+@pytest.mark.long
 def test_a_sweep_is_throttled_extended_and_submitted_up_to_the_limit(checkout: Path, slurm: Path) -> None:
     os.chdir(checkout)
     words = ["-m", "stage=shard", "data.input=[x.jsonl]", "hydra/launcher=slurm", "run_dir=runs/a sweep"]

@@ -235,6 +235,7 @@ def test_quoted_run_dir_is_parsed_back(folder: str) -> None:
     assert str(OverridesParser.create().parse_override(f"run_dir={quoted(folder)}").value()) == folder
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_cooldowns_of_one_trunk_are_a_sweep(tokens: Path, tmp_path: Path) -> None:
     """Decays of different lengths that end at the same step, from checkpoints of a trunk at a constant rate: here, and as Slurm jobs."""

@@ -126,7 +126,7 @@ def test_rows_of_no_expert_do_not_reach_the_biases(counts):
     "options",
     [
         pytest.param({}, marks=pytest.mark.long),
-        {"capacity_factor": 0.7},
+        pytest.param({"capacity_factor": 0.7}, marks=pytest.mark.long),
         pytest.param({"aux_loss": AuxLoss(0.3, 0.2, 0.1)}, marks=pytest.mark.long),
         {"scoring": "sigmoid", "correction_bias": True},
     ],

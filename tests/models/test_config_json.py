@@ -17,6 +17,7 @@ from pipeline.models import config_json, registry
 from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.models.huggingface_mapping import HuggingFaceMapping
 from pipeline.models.unsupported import NEAREST
+from tests.helpers import one_in
 
 MAPPINGS = [(name, mapping) for name, family in registry.FAMILIES.items() for mapping in family.huggingface if not mapping.export_only]
 NAMES = [mapping.architecture for _, mapping in MAPPINGS]
@@ -377,7 +378,7 @@ def test_classes_that_are_near_are_supported_and_the_others_are_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", CONFIG_CLASSES)
+@pytest.mark.parametrize("family", one_in(4, CONFIG_CLASSES))
 def test_the_overrides_for_pretrain_compose_the_model(family):
     """The overrides are the nearest shipped model and the fields that differ from it."""
     config = (

@@ -52,7 +52,7 @@ def test_every_shipped_model_is_counted():
 
 
 #: The first released size of each family; the others are in the long tier.
-FIRST = {next(iter(cases.released)) for cases in FAMILIES.values() if cases.released}
+FIRST = {next(iter(cases.released)) for cases in list(FAMILIES.values())[::4] if cases.released}
 
 
 @pytest.mark.parametrize("name", [name if name in SMALL | FIRST else pytest.param(name, marks=pytest.mark.long) for name in NAMES])

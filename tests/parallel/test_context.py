@@ -146,7 +146,7 @@ def _linear_gaps(kind: str, ranks: int, case: dict) -> list[float]:
     return [float((a - b).detach().abs().max()) for a, b in pairs]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
 @settings(deadline=None, max_examples=12)
 @given(

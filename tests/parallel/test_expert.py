@@ -172,6 +172,7 @@ def _reads(recompute):
     return len(reads), losses
 
 
+@pytest.mark.long
 def test_a_recomputation_does_not_wait_for_the_numbers_of_rows_again(world):
     """It has them from the forward pass; the losses are the same."""
     kept, losses = world.run(_reads, "none")[0]

@@ -54,7 +54,7 @@ def test_the_loss_of_fifty_steps_is_near_that_of_bf16(worlds, bf16, recipe):
     [
         ("parallel.tensor=2", "training.activation_checkpointing=selective"),
         pytest.param(("parallel.pipeline=2", "training.activation_checkpointing=full"), marks=pytest.mark.long),
-        ("parallel.zero_stage=3",),
+        pytest.param(("parallel.zero_stage=3",), marks=pytest.mark.long),
         pytest.param(("parallel.tensor=2", "parallel.sequence_parallel=false", "parallel.zero_stage=1"), marks=pytest.mark.long),
     ],
     ids=" ".join,
@@ -72,6 +72,7 @@ EXPERTS = ("model=mixtral-tiny", "model.experts=4", "model.top_k=2", "precision.
 PADDED = ("model.capacity_factor=2", "parallel.expert_padding=true")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("experts", [pytest.param(PADDED, marks=pytest.mark.long), ()], ids=["padded", "any number of rows"])
 def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
     model = (*EXPERTS, *experts, "training.micro_batch_size=8")

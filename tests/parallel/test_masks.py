@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.helpers import one_in
 from tests.world import causal, configured, share, tiny, trainer
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -73,11 +74,17 @@ def subtracts_positions(shapes: list[list[int]]) -> bool:
 #: Kind -> settings, gatherings of a micro-batch, and in each pass. Linear attention has the ring's, and in each pass of each of its layers
 #: inputs of convolutions and maps of states.
 CONTEXT = {"ring": (DOCUMENTS, 1, 0), "ulysses": ((*DOCUMENTS, "parallel.context_kind=ulysses"), 1, 0), "linear": (LINEAR, 2, 2)}
-CASES = [("ring", "selective", "on"), ("ulysses", "none", "on"), ("linear", "none", "off")]
-MORE_CASES = [("ring", "none", "on"), ("linear", "none", "on"), *((kind, "full", "on") for kind in CONTEXT)]
+CASES = [
+    ("ring", "selective", "on"),
+    ("ulysses", "none", "on"),
+    ("linear", "none", "off"),
+    ("ring", "none", "on"),
+    ("linear", "none", "on"),
+]
+CASES += [(kind, "full", "on") for kind in CONTEXT]
 
 
-@pytest.mark.parametrize("kind, recompute, compiled", [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in MORE_CASES)])
+@pytest.mark.parametrize("kind, recompute, compiled", one_in(8, CASES))
 def test_ranks_gather_documents_and_compute_their_mask_once_for_a_micro_batch(worlds, kind, recompute, compiled):
     overrides, once, in_each_pass = CONTEXT[kind]
     expected = MICRO_BATCHES * (once + in_each_pass * (2 if recompute == "full" else 1))
@@ -88,6 +95,7 @@ def test_ranks_gather_documents_and_compute_their_mask_once_for_a_micro_batch(wo
         assert all(0 < loss < 10 for loss in losses)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sequence", ["true", pytest.param("false", marks=pytest.mark.long)])
 def test_every_pipeline_stage_computes_the_mask_of_a_window_once_for_a_micro_batch(worlds, sequence):
     """Stages after the first one do not see tokens; with sequence parallelism their input is a slice along the sequence."""
@@ -96,6 +104,7 @@ def test_every_pipeline_stage_computes_the_mask_of_a_window_once_for_a_micro_bat
     assert all(graphs == 1 for _, _, graphs, _ in ranks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_an_encoder_decoder_computes_the_masks_of_encoder_and_cross_attention_once_for_a_micro_batch(worlds, recompute):
     ((masks, _, _, losses),) = worlds(1).run(computations, (*T5, f"training.activation_checkpointing={recompute}"))

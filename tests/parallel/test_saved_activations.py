@@ -70,7 +70,7 @@ def kept(*overrides: str) -> tuple[int, int, list[float]]:
     return sum(sizes) + x.nbytes, sizes.count(4 * TOKENS * HIDDEN), sums
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "selective"])
 def test_a_block_keeps_what_is_sharded(worlds, recompute):
     settings = ("parallel.zero_stage=0", f"training.activation_checkpointing={recompute}")
     plain = worlds(2).run(kept, "parallel.zero_stage=0", "parallel.pipeline=1", "training.activation_checkpointing=full")
@@ -80,7 +80,7 @@ def test_a_block_keeps_what_is_sharded(worlds, recompute):
         assert gradients == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("share", [0, 0.7])
+@pytest.mark.parametrize("share", [pytest.param(0, marks=pytest.mark.long), 0.7])
 def test_a_block_keeps_at_most_its_budget(worlds, share):
     """Between full and selective recomputation; the gradients do not change."""
     smallest, largest = 4 * LOCAL, 4 * KEPT["selective"]

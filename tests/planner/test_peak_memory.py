@@ -78,10 +78,10 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(
     "words",
     [
-        ("lora.rank=4",),
+        pytest.param(("lora.rank=4",), marks=pytest.mark.long),
         ("lora.rank=4", "lora.quantize=nf4"),
         ("lora.rank=4", "training.objective=dpo"),
-        ("training.frozen=[embed.*,head.*]",),
+        pytest.param(("training.frozen=[embed.*,head.*]",), marks=pytest.mark.long),
     ],
     ids=["LoRA", "QLoRA", "DPO", "frozen"],
 )

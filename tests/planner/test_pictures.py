@@ -33,6 +33,7 @@ def test_the_roofline_is_a_picture(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["roofline.png"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_scaling_curve_is_a_table_a_picture_and_json(tmp_path):
     out, plot = tmp_path / "scaling.json", tmp_path / "scaling.png"

@@ -165,9 +165,9 @@ LAYOUTS |= {
         for words in (("parallel.zero_stage=1",), ("parallel.tensor=2",), ("lora.rank=4", "parallel.zero_stage=2"))
     ],
 }
-#: The default tier runs one of every three cases of a kind, and two of the families.
+#: The default tier runs one of every five cases of a kind, and two of the families.
 CASES = [
-    pytest.param(kind, case, id=f"{kind}-{i}", marks=pytest.mark.long if i % (7 if kind == "tensor, every family" else 3) else ())
+    pytest.param(kind, case, id=f"{kind}-{i}", marks=pytest.mark.long if i % (7 if kind == "tensor, every family" else 5) else ())
     for kind, cases in LAYOUTS.items()
     for i, case in enumerate(cases)
 ]

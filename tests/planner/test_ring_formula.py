@@ -48,7 +48,10 @@ def ring_calls(config) -> list[AttentionCall]:
     return [operation for operation in operations if isinstance(operation, AttentionCall) and operation.ring > 1]
 
 
-@pytest.mark.parametrize(("settings", "warned"), CASES, ids=[settings for settings, _ in CASES])
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [pytest.param(*case, id=case[0], marks=pytest.mark.long if number % 2 else ()) for number, case in enumerate(CASES)],
+)
 def test_the_warning_agrees_with_the_choice_of_the_kernel_for_the_traced_model(settings, warned):
     config = configured(*SMALL, *settings.split())
     assert any(map(ring_formula.is_unfused, ring_calls(config))) == bool(warned)

@@ -13,6 +13,7 @@ import torch
 from pipeline.common.errors import UserError
 from pipeline.quantization import gguf_file, gguf_layout
 from tests.conversion.test_huggingface_export import InMemory, tokenizer_folder  # noqa: F401 - a fixture
+from tests.helpers import one_in
 from tests.models.small_decoders import small
 from tests.quantization.built import build
 from tests.quantization.llama_cpp import LlamaCpp
@@ -53,7 +54,7 @@ def compare(config: Any, folder: Path, tokenizer: Path, kind: str, gap: float) -
         torch.testing.assert_close({name: weights.tensor(name) for name in weights.names()}, InMemory(model).weights)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", one_in(4, HYBRIDS))
 def test_llama_cpp_computes_our_logits(name, tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
     compare(HYBRIDS[name], tmp_path, tokenizer_folder, "fp32", 1e-4)
 

@@ -121,7 +121,7 @@ def test_the_weights_of_one_block_are_in_memory():
     assert not present()
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "bloom"])
+@pytest.mark.parametrize("name", ["llama-tied", pytest.param("bloom", marks=pytest.mark.long)])
 def test_the_device_computes_all_of_it(name, monkeypatch):
     """Every weight, input and Hessian of a block is on the device: operations of the meta device refuse tensors of others."""
     config, scheme, meta = CONFIGS[name], Scheme(4, symmetric=False, group=16), torch.device("meta")

@@ -212,7 +212,7 @@ def chromium() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.long)])
 @pytest.mark.parametrize("several", [False, True], ids=["run", "comparison"])
 def test_the_page_fits_the_screen(chromium: str, tmp_path: Path, width: int, several: bool) -> None:
     """In a frame of that width, nothing is wider than it, the first answers are visible without scrolling, and the charts are drawn."""

@@ -37,7 +37,10 @@ RUNS = {
 }
 
 
-@pytest.fixture(scope="module", params=RUNS)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("gpt", marks=pytest.mark.long), "gpt-sharded", pytest.param("llama-sharded", marks=pytest.mark.long)],
+)
 def run_dir(request, tmp_path_factory, tokens, tokenizer) -> Path:
     """A run of three steps."""
     ranks, overrides = RUNS[request.param]

@@ -46,6 +46,7 @@ def test_every_format_is_written(run):
     assert "stage.dtype=bf16" in convert(run, "stage.format=megatron", "stage.dtype=bf16", expect=2)
 
 
+@pytest.mark.long
 @pytest.mark.world
 @pytest.mark.parametrize("form", ["huggingface", "megatron"])
 def test_ranks_write_the_same_files_as_one_process(form, run, tmp_path):

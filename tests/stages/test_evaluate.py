@@ -2,19 +2,18 @@
 
 import csv
 import json
+import logging
 import math
 import shutil
-from pathlib import Path
 
 import pytest
 
 from pipeline.common.artifact import MANIFEST
-from tests.helpers import pipeline
-from tests.training.test_blend import TINY
+from tests.training import one_rank
 
 
 @pytest.mark.slow
-def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
+def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path, caplog):
     """Two corpora with a validation split, and one that is too short."""
     folder = tmp_path / "tokens"
     shutil.copytree(tokens, folder)
@@ -24,12 +23,14 @@ def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
         if shard == "train-00001.tar":
             entry["split"] = "validation"
     (folder / MANIFEST).write_text(json.dumps(manifest))
-    paths = (f"data.tokens={folder}", f"run_dir={tmp_path / 'run'}")
-    pipeline(*TINY, *paths, "training.steps=2", "training.validation_batches=1", "checkpoint.every=1")
+    settings = (f"data.tokens={folder}", "training.global_batch_size=64", "training.micro_batch_size=64", "training.steps=2")
+    one_rank.run("pretrain", tmp_path / "run", *settings)
 
     def evaluated(*more: str) -> tuple[dict, str]:
-        printed = pipeline(*TINY, "stage=evaluate", *paths, *more)
-        return json.loads((Path(tmp_path) / "run/evaluation.json").read_text()), printed
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "pipeline"):
+            one_rank.run("evaluate", tmp_path / "run", *settings, *more)
+        return json.loads((tmp_path / "run/evaluation.json").read_text()), caplog.text
 
     whole, printed = evaluated()
     assert whole["corpora"].keys() == {"de", "en"}
@@ -44,13 +45,13 @@ def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path):
     assert [(int(row["step"]), float(row["de validation_loss"])) for row in rows] == [
         (each["step"], pytest.approx(each["corpora"]["de"]["validation_loss"])) for each in (again, whole)
     ]
-    alone, _ = evaluated("data.blend={de:{}}")
+    alone, _ = evaluated("data.blend={de: {}}")
     assert "corpora" not in alone
     assert {key: alone[key] for key in whole["corpora"]["de"]} == pytest.approx(whole["corpora"]["de"], rel=1e-6)
     assert whole["corpora"]["en"]["validation_loss"] != whole["corpora"]["de"]["validation_loss"]
-    both, printed = evaluated("data.blend={en:{},short:{}}")
+    both, printed = evaluated("data.blend={en: {}, short: {}}")
     assert both["corpora"]["short"] is None
     assert "short: no sequence of training.sequence_length" in printed
-    sliding, _ = evaluated("data.blend={de:{}}", "stage.stride=16")
+    sliding, _ = evaluated("data.blend={de: {}}", "stage.stride=16")
     assert sliding["validation_loss"] == pytest.approx(alone["validation_loss"], rel=0.1)
     assert sliding["validation_loss"] != alone["validation_loss"]

@@ -137,6 +137,7 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     assert json.loads((tmp_path / "run/generated/completions.jsonl").read_text())["generated"]["text"] == "drei"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_alpaca_file_and_a_shipped_template_are_all_that_a_chat_needs(base, tmp_path):
     """Epochs, in two jobs as in one; then the run directory alone is enough to chat and to export."""
@@ -338,6 +339,7 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
     assert "data.instructions.validation=[]: names no file" in pipeline("stage=evaluate", *paths, "training.objective=supervised", expect=2)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_preferences_are_learned_by_all_weights(base, tmp_path):
     """The reference's log-probabilities are computed once, also for a second run and after a restart on two ranks; SimPO has none."""

@@ -264,7 +264,9 @@ def test_an_encoder_decoder_translates(run, tmp_path):
     assert "2 problems" in printed
 
 
-@pytest.mark.parametrize("lines, parts", [(1, 1), (64, 64), (65, 33), (70, 35), (20000, 79)])
+@pytest.mark.parametrize(
+    "lines, parts", [(1, 1), (65, 33), *(pytest.param(*case, marks=pytest.mark.long) for case in ((64, 64), (70, 35), (20000, 79)))]
+)
 def test_parts_contain_each_line_once(lines, parts, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(map(str, range(1, lines + 1))))

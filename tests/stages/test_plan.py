@@ -104,7 +104,12 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=8, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None,
+    max_examples=4,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(
     words=st.lists(st.sampled_from(SETTINGS), unique_by=lambda word: word.partition("=")[0].lstrip("+"), max_size=8),
     tokens=st.none() | st.integers(20_000_000, 10**11),
@@ -184,6 +189,7 @@ def test_what_a_command_lacks_is_named(printed):
     assert "one rank a node" in printed(*plain, "cluster.sbatch=['--gres=gpu:1']")
 
 
+@pytest.mark.long
 def test_fine_tuning_is_planned_as_the_job_that_it_is(printed, tmp_path):
     """The stage follows from the settings; a classifier has its labels, and a longer context the model that stage=finetune makes."""
     (tmp_path / "lines.jsonl").write_text('{"text": "good", "label": "yes"}\n{"text": "bad", "label": "no"}\n')

@@ -250,8 +250,8 @@ def test_a_step_of_a_run_is_one_checkpoint(tool, tmp_path):
         assert "has those of steps 1, 2" in text
 
 
-@pytest.mark.parametrize("damaged", [False, True])
-@pytest.mark.parametrize("read_lines", [0, 1])
+@pytest.mark.parametrize("damaged", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize("read_lines", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_exit_code_of_verify_does_not_depend_on_who_reads_its_output(tmp_path, damaged, read_lines):
     """As in a pipe to head -1."""
     for step in range(1, 4):

@@ -38,6 +38,7 @@ def test_what_cannot_be_measured_is_refused(words, message):
     assert message in printed
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_standard_parametrization_has_slopes_and_mup_has_fewer():
     words = ("--widths", "16", "64", "--steps", "2", "--tolerance", "0.3")

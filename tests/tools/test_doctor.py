@@ -119,6 +119,7 @@ def test_faults_of_slurm(machine: Machine) -> None:
     assert "SLURM_MPI_TYPE=pmi2, srun has none, pmix" in found["MPI"]
 
 
+@pytest.mark.long
 def test_other_faults_of_slurm(machine: Machine) -> None:
     """A partition that is not there, a controller that does not answer, and no Slurm."""
     machine.slurm(state="drained")
@@ -182,6 +183,7 @@ def test_what_a_job_would_start(machine: Machine) -> None:
     assert set(found) == {"programs", "variables"}
 
 
+@pytest.mark.long
 def test_a_lost_gpu_and_a_job_without_gpus(machine: Machine) -> None:
     machine.command("nvidia-smi", "echo 'Unable to determine the device handle' >&2; exit 15")
     assert "device handle" in faults(machine.doctor())["driver"]
@@ -220,6 +222,7 @@ def test_what_a_site_file_lacks_is_written(machine: Machine) -> None:
     assert (faults(found), found["site"]) == ({}, [])
 
 
+@pytest.mark.long
 def test_a_wrong_argument_and_the_table(machine: Machine) -> None:
     done = subprocess.run([sys.executable, TOOL, "clustr=x"], env=machine.variables, capture_output=True, text=True, check=False)
     assert (done.returncode, "clustr=x" in done.stderr) == (2, True), done.stderr

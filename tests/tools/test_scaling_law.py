@@ -17,6 +17,7 @@ def planted(law: Law, sizes=SIZES) -> list[Point]:
     return [Point(n, share * n, law.loss(n, share * n)) for n in sizes for share in (5, 10, 20)]
 
 
+@pytest.mark.long
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(st.floats(0.5, 2.5), st.floats(0.2, 0.6), st.floats(0.2, 0.6), st.floats(0.1, 1.5), st.floats(0.1, 1.5))
 def test_planted_constants_are_recovered(e, alpha, beta, of_weights, of_tokens):

@@ -64,6 +64,7 @@ def exact(run_dir: Path) -> list[tuple]:
     return [tuple(line[key] for key in ("step", "samples", "tokens", "loss", "grad_norm")) for line in lines(run_dir)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_interrupted_within_warm_ups_and_continued_with_a_later_phase(folder, tmp_path):
     common = (*TINY, *WARMUPS, f"data.tokens={folder}", BLEND)
@@ -113,7 +114,9 @@ def _train(overrides):
 LAYOUTS = [
     ("parallel.tensor=2", "parallel.pipeline=2", "parallel.schedule=1f1b"),
     pytest.param(("parallel.pipeline=2", "parallel.schedule=interleaved", "training.micro_batch_size=1"), marks=pytest.mark.long),
-    ("parallel.pipeline=2", "parallel.schedule=zbv", "training.micro_batch_size=1", "parallel.zero_stage=1"),
+    pytest.param(
+        ("parallel.pipeline=2", "parallel.schedule=zbv", "training.micro_batch_size=1", "parallel.zero_stage=1"), marks=pytest.mark.long
+    ),
 ]
 
 

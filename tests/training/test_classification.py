@@ -113,7 +113,12 @@ def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["zero_stage=1 tensor=2", pytest.param("zero_stage=3", marks=pytest.mark.long), "zero_stage=0 pipeline=2"]
+    "layout",
+    [
+        "zero_stage=1 tensor=2",
+        pytest.param("zero_stage=3", marks=pytest.mark.long),
+        pytest.param("zero_stage=0 pipeline=2", marks=pytest.mark.long),
+    ],
 )
 def test_two_ranks_equal_a_plain_loop(worlds, layout):
     expected, confusion = reference()

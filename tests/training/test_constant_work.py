@@ -54,7 +54,7 @@ def calls_of_a_step(world_size, *settings):
     [
         pytest.param(("parallel.zero_stage=1",), marks=pytest.mark.long),
         ("parallel.zero_stage=3",),
-        ("parallel.zero_stage=2", "parallel.tensor=2"),
+        pytest.param(("parallel.zero_stage=2", "parallel.tensor=2"), marks=pytest.mark.long),
     ],
     ids=" ".join,
 )

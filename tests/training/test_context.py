@@ -62,8 +62,8 @@ def reference(name: str) -> list[tuple[float, float, float]]:
     "name, words",
     [
         ("llama", ("parallel.context_kind=ring",)),
-        ("gpt", ("parallel.context_kind=ulysses",)),
-        ("bloom", ("parallel.context_kind=ring",)),
+        pytest.param("gpt", ("parallel.context_kind=ulysses",), marks=pytest.mark.long),
+        pytest.param("bloom", ("parallel.context_kind=ring",), marks=pytest.mark.long),
         ("mistral", ("parallel.context_kind=ulysses", "parallel.zero_stage=3")),
     ],
 )

@@ -86,7 +86,7 @@ def test_renamed_checkpoints_alone_are_refused_unless_the_run_is_to_start_again(
     assert newest(run_dir).train_state.step == 2
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", [DAMAGES[0], *(pytest.param(damage, marks=pytest.mark.long) for damage in DAMAGES[1:])])
 def test_the_newest_whole_checkpoint_takes_over(tokens, run_dir, damage, caplog):
     caplog.set_level("INFO", "pipeline")
     for step in (2, 3):

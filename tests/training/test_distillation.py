@@ -88,7 +88,7 @@ def train(layout: str) -> tuple[list[tuple[float, ...]], torch.Tensor]:
 
 LAYOUTS = [
     "zero_stage=1 tensor=2 pipeline=2",
-    "zero_stage=2 tensor=2 context=2",
+    pytest.param("zero_stage=2 tensor=2 context=2", marks=pytest.mark.long),
     pytest.param("zero_stage=3 context=2 context_kind=ulysses", marks=pytest.mark.long),
     pytest.param("zero_stage=0 tensor=2 sequence_parallel=false", marks=pytest.mark.long),
     "zero_stage=0 pipeline=2 schedule=zbv training.micro_batch_size=2",

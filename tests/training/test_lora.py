@@ -32,9 +32,9 @@ LORA = (
 )
 LAYOUTS = {
     "llama": ["zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective"],
-    "llama nf4": ["zero_stage=0 tensor=2 pipeline=2 schedule=zbv", "zero_stage=3 context=2"],
+    "llama nf4": ["zero_stage=0 tensor=2 pipeline=2 schedule=zbv"],
     "llama long": ["zero_stage=1 tensor=2 pipeline=2"],
-    "mixtral experts": ["zero_stage=3 tensor=2 sequence_parallel=false", "zero_stage=1 tensor=2 expert_tensor=1"],
+    "mixtral experts": ["zero_stage=3 tensor=2 sequence_parallel=false"],
     "mixtral-padded experts": ["zero_stage=3 expert=2 tensor=2 expert_padding=true expert_parts=2"],
 }
 MORE_LAYOUTS = {
@@ -43,14 +43,15 @@ MORE_LAYOUTS = {
         *("zero_stage=1 tensor=2 sequence_parallel=false", "zero_stage=0 pipeline=2 schedule=zbv"),
         "zero_stage=3 tensor=2 training.activation_checkpointing=full",
     ],
-    "llama nf4": ["zero_stage=1 tensor=2 training.activation_checkpointing=selective"],
+    "llama nf4": ["zero_stage=3 context=2", "zero_stage=1 tensor=2 training.activation_checkpointing=selective"],
     "llama long": ["zero_stage=3 tensor=2 training.activation_checkpointing=full"],
     "gpt": ["zero_stage=0 pipeline=4", "zero_stage=1 tensor=4"],
     "mixtral": ["zero_stage=1 expert=2 tensor=2"],
     "deepseek-grouped": ["zero_stage=1 tensor=2 pipeline=2", "zero_stage=2 expert=2"],
     "deepseek-grouped experts": ["zero_stage=2 expert=2 pipeline=2", "zero_stage=0 tensor=2 expert=2"],
     "mixtral experts": [
-        *("zero_stage=0 expert=4 training.activation_checkpointing=full", "zero_stage=2 expert=2", "zero_stage=1 expert=2 tensor=2")
+        *("zero_stage=0 expert=4 training.activation_checkpointing=full", "zero_stage=2 expert=2", "zero_stage=1 expert=2 tensor=2"),
+        "zero_stage=1 tensor=2 expert_tensor=1",
     ],
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
@@ -180,7 +181,7 @@ DROPPED_PADDED = ("tensor=2 zero_stage=0 training.activation_checkpointing=selec
     "name, layouts",
     [
         ("llama", DROPPED[2:]),
-        ("mixtral experts", DROPPED[1:2]),
+        pytest.param("mixtral experts", DROPPED[1:2], marks=pytest.mark.long),
         pytest.param("llama", DROPPED[:2], marks=pytest.mark.long),
         pytest.param("mixtral experts", DROPPED[2:], marks=pytest.mark.long),
         pytest.param("mixtral-padded experts", DROPPED_PADDED, marks=pytest.mark.long),

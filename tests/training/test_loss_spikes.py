@@ -180,6 +180,7 @@ def test_without_the_rule_the_run_trains_on(blend, straight, tmp_path):
     assert not (tmp_path / "run" / "skipped_samples.json").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "ranks, settings",
     [

@@ -49,14 +49,14 @@ DEEPSEEK = ("model=deepseek-tiny", "model.ffn_hidden=48", "model.expert_ffn_hidd
 PER_HEAD = "optimizer.muon_per_head=true"
 LAYOUTS = [
     (2, DENSE, ("zero_stage=2",)),
-    (4, DENSE, ("tensor=2", "zero_stage=1")),
     (4, (*DENSE, PER_HEAD), ("tensor=2", "zero_stage=3")),
-    (4, DENSE, ("zero_stage=3", "zero_group=2")),
     (4, MIXTRAL, ("expert=2", "tensor=2", "zero_stage=0")),
     (4, MIXTRAL, ("expert=2", "tensor=2", "expert_tensor=1", "zero_stage=1")),
-    (2, DEEPSEEK, ("tensor=2", "zero_stage=2")),
 ]
 MORE_LAYOUTS = [
+    (4, DENSE, ("tensor=2", "zero_stage=1")),
+    (4, DENSE, ("zero_stage=3", "zero_group=2")),
+    (2, DEEPSEEK, ("tensor=2", "zero_stage=2")),
     (2, DENSE, ("tensor=2", "zero_stage=0")),
     *((2, DENSE, (f"zero_stage={stage}",)) for stage in (0, 1, 3)),
     (4, DENSE, ("zero_stage=1", "zero_group=2")),

@@ -35,12 +35,12 @@ def _trained(folder, *overrides):
         pytest.param(
             ("precision=bf16", "parallel.zero_stage=2", "parallel.zero_group=2", "training.micro_batch_size=2"), marks=pytest.mark.long
         ),
-        (
-            "precision=fp16",
-            "precision.initial_loss_scale=1e6",
-            "parallel.zero_stage=2",
-            "parallel.pipeline=2",
-            "training.micro_batch_size=2",
+        pytest.param(
+            (
+                *("precision=fp16", "precision.initial_loss_scale=1e6"),
+                *("parallel.zero_stage=2", "parallel.pipeline=2", "training.micro_batch_size=2"),
+            ),
+            marks=pytest.mark.long,
         ),
     ],
     ids=" ".join,

@@ -184,8 +184,8 @@ def test_validation_is_that_of_the_average_and_changes_nothing(worlds, layout):
     "settings",
     [
         ("parallel.zero_stage=1", "precision=fp32", *ADEMAMIX),
-        ("parallel.zero_stage=3", "precision=bf16", *BF16_MOMENTS),
-        ("parallel.zero_stage=3", "precision=bf16", *LION),
+        pytest.param(("parallel.zero_stage=3", "precision=bf16", *BF16_MOMENTS), marks=pytest.mark.long),
+        pytest.param(("parallel.zero_stage=3", "precision=bf16", *LION), marks=pytest.mark.long),
         pytest.param(
             ("parallel.zero_stage=0", "precision=fp32", "parallel.pipeline=2", *SCHEDULE_FREE, "training.ema=null"), marks=pytest.mark.long
         ),
@@ -297,6 +297,7 @@ def _stored(run_dir):
     return {(kind, name): checkpoint.tensor(name, kind) for kind in kinds for name in checkpoint.names()}
 
 
+@pytest.mark.long
 def test_a_schedule_free_run_is_interrupted_forked_and_evaluated(tokens, tmp_path):
     settings = (f"data.tokens={tokens}", "optimizer.name=schedule_free", "optimizer.schedule=constant", "training.validate_every=1")
     run("pretrain", tmp_path / "straight", *settings, "training.steps=4")

@@ -113,8 +113,8 @@ LAYOUTS = [
     ("llama", "zero_stage=1 tensor=2"),
     pytest.param("llama", "zero_stage=3", marks=pytest.mark.long),
     pytest.param("llama", "zero_stage=0 pipeline=2 training.activation_checkpointing=full", marks=pytest.mark.long),
-    ("llama", "zero_stage=0 pipeline=2 schedule=zbv"),
-    ("mixtral", "zero_stage=1 expert=2"),
+    pytest.param("llama", "zero_stage=0 pipeline=2 schedule=zbv", marks=pytest.mark.long),
+    pytest.param("mixtral", "zero_stage=1 expert=2", marks=pytest.mark.long),
 ]
 
 

@@ -60,7 +60,7 @@ def _largest(worlds, words):
     [
         (GPT, ("zero_stage=3", "zero_stage=0 pipeline=2")),
         (DEEPSEEK, ("zero_stage=0 tensor=2 training.activation_checkpointing=full",)),
-        (GPT_OSS, ("zero_stage=1 tensor=2",)),
+        pytest.param(GPT_OSS, ("zero_stage=1 tensor=2",), marks=pytest.mark.long),
         pytest.param(GPT, ("zero_stage=0", "zero_stage=1 tensor=2"), marks=pytest.mark.long),
         pytest.param(LLAMA, ("zero_stage=2",), marks=pytest.mark.long),
         pytest.param(DEEPSEEK, ("zero_stage=3",), marks=pytest.mark.long),

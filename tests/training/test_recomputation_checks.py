@@ -60,7 +60,7 @@ def raised(checks: RecomputationChecks, step: Step) -> str:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in ("data", "tensor", "pipeline") else pytest.mark.long) for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=() if name in ("tensor", "pipeline") else pytest.mark.long) for name in LAYOUTS]
 )
 def test_a_rank_that_computes_other_bits_is_named(worlds, layout: str) -> None:
     settings, unstable, wrong = LAYOUTS[layout]

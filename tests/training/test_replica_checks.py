@@ -29,7 +29,7 @@ LAYOUTS = {
     "context": (("parallel.context=2", "parallel.zero_stage=0", "training.ema=0.9"), (NORM, 1, "context")),
 }
 #: Each axis and each way to hold copies.
-COVER = {"data", "zero 1", "zero 3 in groups", "tied", "offloaded", "context"}
+COVER = {"zero 1", "tied", "context"}
 HOSTS = [f"n{rank}" for rank in range(4)]
 
 
@@ -124,6 +124,7 @@ def still(settings: tuple[str, ...], run_dir: str) -> None:
         checks.after_step(queued(step, result=result))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [("parallel.tensor=2", "parallel.zero_stage=2"), pytest.param(("parallel.pipeline=2", "model.layers=4"), marks=pytest.mark.long)],

@@ -41,7 +41,7 @@ def looks_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("looks_at_every_step")
-@pytest.mark.parametrize("saves", ["auto", "off"])
+@pytest.mark.parametrize("saves", ["auto", pytest.param("off", marks=pytest.mark.long)])
 def test_a_run_saves_and_stops_when_it_is_asked_to_and_continues_bit_for_bit(tokens: Path, tmp_path: Path, saves: str) -> None:
     settings = (f"data.tokens={tokens}", f"checkpoint.async_save='{saves}'", *STEPS)
     one_rank.run("pretrain", tmp_path / "straight", *settings)

@@ -93,7 +93,7 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
         pytest.param("gpt", ("parallel.zero_stage=3", "parallel.tensor=2"), marks=pytest.mark.long),
         pytest.param("deepseek", ("parallel.zero_stage=1", "parallel.expert=2", "parallel.tensor=2"), marks=pytest.mark.long),
         ("deepseek", ("parallel.zero_stage=0", "parallel.expert=2", "parallel.pipeline=2")),
-        ("nf4", ("parallel.zero_stage=0", "parallel.tensor=2")),
+        pytest.param("nf4", ("parallel.zero_stage=0", "parallel.tensor=2"), marks=pytest.mark.long),
     ],
     ids=str,
 )
