@@ -83,6 +83,7 @@ def test_mistakes_are_named(runs: Path) -> None:
     assert "no training run within 3 levels" in tool("status", runs / "lr sweep/9", expect=2)
     assert "no training run within 0 levels" in tool("status", runs, "--depth", 0, expect=2)
     assert "is no run directory" in tool("watch", runs, expect=2)
+    assert "is no run directory" in tool("watch", runs / "nowhere", "--once", expect=2)
     assert "must be above 0" in tool("watch", runs / "now", "--every", 0, expect=2)
 
 
@@ -111,10 +112,14 @@ def test_watch_once(runs: Path) -> None:
     assert re.search(r"^loss [▁▂▃▄▅▆▇█]{30} last 30 steps$", printed, re.MULTILINE)
 
 
-def test_watch_follows_a_run_to_its_end(runs: Path) -> None:
+def test_watch_waits_for_a_run_and_follows_it_to_its_end(runs: Path) -> None:
     command = [sys.executable, str(ROOT / "tools/watch"), str(runs / "now"), "--every", "0.05"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watch:
+    (runs / "now").rename(runs / "later")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as watch:
         assert watch.stdout is not None
+        assert watch.stderr is not None
+        assert "Waiting for its job to begin" in watch.stderr.readline()
+        (runs / "later").rename(runs / "now")
         assert "running: step 30 of 90" in watch.stdout.readline()
         with open(runs / "now/metrics.jsonl", "a") as handle:
             handle.write(json.dumps(steps(31, 31)[0]) + "\n")
