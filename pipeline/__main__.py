@@ -167,8 +167,8 @@ def report_chain(command: Command) -> None:
     from pipeline.common.errors import UserError
     from pipeline.launch import stage_chain
 
-    if found := stage_chain.problems(command):
-        report(UserError(found))
+    if problems := stage_chain.problems(command):
+        report(UserError(problems))
 
 
 def run_one(composed: object, command: Command | None = None) -> None:

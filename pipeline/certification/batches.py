@@ -21,7 +21,7 @@ Rows = dict[str, Tensor]
 def random_batches(config: RunConfig, steps: int | None = None) -> list[RandomBatch]:
     """Return the global batches of the first steps of a run (all when None), with the sizes of its warm-ups and phases."""
     generator = torch.Generator().manual_seed(1)
-    found = []
+    batches = []
     for step in range(config.training.steps if steps is None else steps):
         now = phases.at(config, step)
         tokens, batch = _batch(now, warmup.value_at(now.training.batch_rampup, step, now.training.global_batch_size), generator)
@@ -29,8 +29,8 @@ def random_batches(config: RunConfig, steps: int | None = None) -> list[RandomBa
         if length < tokens.shape[1]:  # a sequence warm-up splits every sample
             tokens = tokens.reshape(-1, length)
             batch = cast(Batch, {name: cast(Tensor, value).reshape(-1, length) for name, value in batch.items()})
-        found.append((tokens, batch))
-    return found
+        batches.append((tokens, batch))
+    return batches
 
 
 def with_loss_scale(batch: Batch) -> Batch:

@@ -33,7 +33,7 @@ from pipeline.certification.ranks_work import (
     OUTPUTS,
     STEPS,
     RankResult,
-    Work,
+    RankWork,
     compare_outputs,
     continue_elsewhere,
     in_folder,
@@ -90,28 +90,28 @@ def certify(planned: RunConfig, world_size: int, *, steps: int, seconds: float, 
     whole = {"training.steps": planned.training.steps}  # each phase has the schedule of the run
     jobs = [(knobs.changed(job, whole), size) for job, size in phases.alone(planned, world_size)]
     numbers = [jobs.index(job) for job in jobs]
-    found = {number: _certify(*jobs[number], steps, seconds, skip) for number in dict.fromkeys(numbers)}
+    certificates = {number: _certify(*jobs[number], steps, seconds, skip) for number in dict.fromkeys(numbers)}
     reports = left_out(skip) + ([] if "data" in skip else [data_order.report(planned, world_size)])
     for pair in dict.fromkeys(pair for pair in pairwise(numbers) if len(set(pair)) == 2 and "phases" not in skip):
-        before, after = ((jobs[number][0], found[number].small) for number in pair)
+        before, after = ((jobs[number][0], certificates[number].small) for number in pair)
         reports.append(_change(before, after, f"from training.phases.{pair[0]} to {pair[1]}", seconds))
     failures = [line for report in merged(reports) for line in report.lines()]
-    for number, other in found.items():
+    for number, other in certificates.items():
         failures += [f"training.phases.{number}: {failure}" if number else failure for failure in other.failures]
-    first = found.pop(0)
-    details = "\n".join(other.details for other in (first, *found.values()) if other.details)
-    return replace(first, failures=failures, details=details, parts=merged([*reports, *first.parts]), phases=found)
+    first = certificates.pop(0)
+    details = "\n".join(other.details for other in (first, *certificates.values()) if other.details)
+    return replace(first, failures=failures, details=details, parts=merged([*reports, *first.parts]), phases=certificates)
 
 
 def _certify(planned: RunConfig, world_size: int, steps: int, seconds: float, skip: Sequence[str]) -> Certificate:
     """Certify a run without phases, but for the part "data"; as certify."""
     small = shrink(planned, world_size, steps)
-    own = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
-    low = [own] if own != "fp32" and "precision" not in skip else []
+    dtype = "fp8" if planned.precision.fp8 != "none" else planned.precision.dtype
+    low = [dtype] if dtype != "fp32" and "precision" not in skip else []
     saved = None if "state" in skip else (low or ["fp32"])[-1]
     # The plain loop for the clipping threshold, in fp32 and fp64, with reordered sums, and the ranks; in the job's precision ranks, plain
     # loop and perturbed ones.
-    passes = 4 + reordered_runs(planned) + OPTIMIZERS[planned.optimizer.name].moves_by_signs + (3 + PERTURBED) * len(low)
+    passes = 4 + reordered_runs(planned) + (1 if OPTIMIZERS[planned.optimizer.name].moves_by_signs else 0) + (3 + PERTURBED) * len(low)
     reports = [] if "shapes" in skip else [shapes.report(planned, world_size)]
     if "bounds" not in skip:
         small, bounds = with_active_bounds(planned, small)
@@ -121,36 +121,36 @@ def _certify(planned: RunConfig, world_size: int, steps: int, seconds: float, sk
             plain = well_conditioned(planned, with_active_clipping(planned, small, progress), progress)
             small = plain.small
             configs = {"fp32": in_precision(small.config, "fp32"), **{name: with_small_updates(small.config) for name in low}}
-            work = Work(configs, folder, copies="copies" not in skip, validation="validation" not in skip, saved=saved)
+            work = RankWork(configs, folder, copies="copies" not in skip, validation="validation" not in skip, saved=saved)
             with beside_ranks(low[0] if low else None, configs[(low or ["fp32"])[0]]) as running:
                 runs = _train_ranks(small.world_size, work, seconds, progress, running)
                 plain_low = running.runs.result() if running.runs else None
             drift = largest_drift(small.config)
-            found = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift, plain.signs)]
+            compared = [compare_fp32(runs["fp32"].outcome, plain.reference, plain.rounding, plain.zero, drift, plain.signs)]
             if plain_low:
-                found.append(compare_low(own, runs[own].outcome, plain_low.reference, plain_low.perturbed))
-                reports.append(PartReport("precision", [f"layout and plain loop in {own}; bounds from {PERTURBED + 1} perturbed runs"]))
+                compared.append(compare_low(dtype, runs[dtype].outcome, plain_low.reference, plain_low.perturbed))
+                reports.append(PartReport("precision", [f"layout and plain loop in {dtype}; bounds from {PERTURBED + 1} perturbed runs"]))
             elif small.config.optimizer.state_dtype != "fp32":
                 reports.append(PartReport("precision", not_covered=["optimizer.state_dtype: in fp32, moments are compared in fp32"]))
-            for dtype, run in runs.items():
-                reports += [report.inside(dtype) for report in run.reports]
+            for mode, run in runs.items():
+                reports += [report.inside(mode) for report in run.reports]
             if saved is not None:
-                reports.append(_continue_elsewhere(configs[saved], runs[saved].outcome, found[-1].tolerances["loss"], folder, seconds))
+                reports.append(_continue_elsewhere(configs[saved], runs[saved].outcome, compared[-1].tolerances["loss"], folder, seconds))
                 if not reports[-1].failures:
                     reports.append(exported.report(in_folder(configs[saved], folder)))
     except RanksFailedError as error:
         return Certificate(small, [], [str(error)], error.details, merged(reports))
     parts = merged(reports)
-    failures = [failure for comparison in found for failure in comparison.failures()]
-    if found[0].failures():
+    failures = [failure for comparison in compared for failure in comparison.failures()]
+    if compared[0].failures():
         fp32 = configs["fp32"]
         module = partial(_first_module, fp32, small.world_size, seconds)
-        where = begins(fp32, small.world_size, runs["fp32"].outcome, plain.reference, found[0].tolerances, module)
+        where = begins(fp32, small.world_size, runs["fp32"].outcome, plain.reference, compared[0].tolerances, module)
         failures[:0] = [f"begins at {where}"] if where else []
-    return Certificate(small, found, failures + [line for part in parts for line in part.lines()], parts=parts)
+    return Certificate(small, compared, failures + [line for part in parts for line in part.lines()], parts=parts)
 
 
-def _train_ranks(size: int, work: Work, seconds: float, progress: Progress, beside: Running) -> dict[str, RankResult]:
+def _train_ranks(size: int, work: RankWork, seconds: float, progress: Progress, beside: Running) -> dict[str, RankResult]:
     """Train every configuration on ranks of this machine, and return the results by name; arguments as in certify."""
     seen, steps = 0, Path(work.folder, STEPS)
 
@@ -205,8 +205,8 @@ def _change(first: tuple[RunConfig, Shrunk], second: tuple[RunConfig, Shrunk], n
         before = torch.load(f"{folder}/{phase_changes.FIRST}", weights_only=False)
         loaded, outcome = torch.load(f"{folder}/{ELSEWHERE}", weights_only=False)
     run = phase_changes.together(before, outcome)
-    found = compare_fp32(run, plain.reference, plain.rounding, plain.zero, largest_drift(config), plain.signs)
-    report.failures += [f"{name}: {failure}" for failure in (*loaded.failures, *found.failures())]
+    comparison = compare_fp32(run, plain.reference, plain.rounding, plain.zero, largest_drift(config), plain.signs)
+    report.failures += [f"{name}: {failure}" for failure in (*loaded.failures, *comparison.failures())]
     changes = f"{layouts[0].axes_text()} -> {layouts[1].axes_text()}"
     steps = f"{config.training.steps} steps of the run and of the plain loop, which changes after {begin}"
     report.covered.append(f"{name}, {changes}: all bits of the state, and {steps}")
@@ -225,13 +225,13 @@ def _first_module(config: RunConfig, world_size: int, seconds: float, tolerance:
 
 def table(certificate: Certificate) -> list[str]:
     """Return the differences as lines of a table."""
-    names = next((list(comparison.found) for comparison in certificate.comparisons), QUANTITIES)
+    names = next((list(comparison.differences) for comparison in certificate.comparisons), QUANTITIES)
     lines = [f"{'largest relative difference':<30}" + "".join(f"{name:>10}" for name in names)]
     for comparison in certificate.comparisons:
         rows = {
             f"{comparison.dtype}: rounding": {name: d.value for name, d in comparison.rounding.items()},
             f"{comparison.dtype}: tolerance": comparison.tolerances,
-            f"{comparison.dtype}: layout": {name: d.value for name, d in comparison.found.items()},
+            f"{comparison.dtype}: layout": {name: d.value for name, d in comparison.differences.items()},
         }
         lines += [f"  {title:<28}" + "".join(_cell(values.get(name)) for name in names) for title, values in rows.items()]
     return lines

@@ -72,17 +72,17 @@ def differences(
             weights, and, as DRIFT, the difference of the weights relative to `drift`.
         drift: the largest difference that updates from rounding errors can cause.
     """
-    run, reference = (_separated(each, zero) for each in (run, reference))
+    run, reference = (_separated(outcome, zero) for outcome in (run, reference))
     names = frozenset(name if mask is None else f"{name}{PART}" for name, mask in zero.items())
-    found = {"loss": _of_scalars(run.losses, reference.losses), "norm": _of_scalars(run.norms, reference.norms)}
-    found |= {kind: _of_tensors(run.tensors[kind], values, together, names) for kind, values in reference.tensors.items()}
-    quantities = {quantity: found[quantity] for quantity in dict.fromkeys((*QUANTITIES, *found))}
+    by_kind = {"loss": _of_scalars(run.losses, reference.losses), "norm": _of_scalars(run.norms, reference.norms)}
+    by_kind |= {kind: _of_tensors(run.tensors[kind], values, together, names) for kind, values in reference.tensors.items()}
+    quantities = {quantity: by_kind[quantity] for quantity in dict.fromkeys((*QUANTITIES, *by_kind))}
     return quantities | (_of_zeros(run, reference, sorted(names), drift) if names else {})
 
 
-def largest_of_each(found: Sequence[dict[str, Difference]]) -> dict[str, Difference]:
+def largest_of_each(comparisons: Sequence[dict[str, Difference]]) -> dict[str, Difference]:
     """Return the largest difference of each quantity, of several comparisons."""
-    return {name: max((each[name] for each in found), key=lambda difference: difference.value) for name in found[0]}
+    return {name: max((comparison[name] for comparison in comparisons), key=lambda difference: difference.value) for name in comparisons[0]}
 
 
 def zero_gradients(precise: Outcome) -> Zeros:
@@ -92,11 +92,11 @@ def zero_gradients(precise: Outcome) -> Zeros:
     """
     gradients = precise.tensors["gradient"]
     largest = EXACT * math.hypot(*(float(gradient.norm()) for gradient in gradients.values()))
-    found: dict[str, Tensor | None] = {name: None for name, gradient in gradients.items() if float(gradient.norm()) <= largest}
+    zeros: dict[str, Tensor | None] = {name: None for name, gradient in gradients.items() if float(gradient.norm()) <= largest}
     for name, gradient in gradients.items():
-        if name not in found and name.endswith("attention.key.bias") and bool((mask := gradient.abs() <= largest).any()):
-            found[name] = mask
-    return found
+        if name not in zeros and name.endswith("attention.key.bias") and bool((mask := gradient.abs() <= largest).any()):
+            zeros[name] = mask
+    return zeros
 
 
 def _separated(outcome: Outcome, zero: Zeros) -> Outcome:
@@ -145,6 +145,6 @@ def _ratio(difference: float, size: float) -> float:
     return ratio if math.isfinite(ratio) else math.inf
 
 
-def _largest(found: Iterable[tuple[float, str]]) -> Difference:
-    value, where = max(found, key=lambda pair: pair[0])
+def _largest(pairs: Iterable[tuple[float, str]]) -> Difference:
+    value, where = max(pairs, key=lambda pair: pair[0])
     return Difference(value, where)

@@ -86,8 +86,8 @@ def with_active_bounds(planned: RunConfig, small: Shrunk) -> tuple[Shrunk, PartR
             continue
         free = _few_steps(config, key, without)
         for _ in range(HALVED):
-            found = differences(_few_steps(config, key, bound), free, zero=zero_gradients(free))
-            if max(found["gradient"].value, found["weight"].value) >= ACTS:
+            effect = differences(_few_steps(config, key, bound), free, zero=zero_gradients(free))
+            if max(effect["gradient"].value, effect["weight"].value) >= ACTS:
                 config = knobs.changed(config, {key: bound})
                 report.covered.append(f"{key}={bound:.3g} changes gradients or weights of the small job")
                 break
@@ -245,4 +245,4 @@ def _error(run: PlainRun) -> float:
 
 def _largest(rounding: Mapping[str, Difference]) -> float:
     """Return the largest of the differences."""
-    return max(found.value for name, found in rounding.items() if name != DRIFT)
+    return max(difference.value for name, difference in rounding.items() if name != DRIFT)

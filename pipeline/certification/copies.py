@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from pipeline.certification.parts import PartReport
 from pipeline.training.trainer import Trainer
-from pipeline.training.weight_copies import ROUNDED, Part, disagreements, on_host, parts_of, scalars
+from pipeline.training.weight_copies import ROUNDED, PieceDigest, disagreements, on_host, parts_of, scalars
 from pipeline.training.weight_update import StepResult
 
 
@@ -21,9 +21,9 @@ class CopyLog:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.steps: dict[int, list[Part]] = {}
+        self.steps: dict[int, list[PieceDigest]] = {}
 
-    def held(self) -> list[Part]:
+    def held(self) -> list[PieceDigest]:
         """Return the digests of what this rank holds now. Collective."""
         return on_host(parts_of(self._trainer.engine))
 
@@ -45,19 +45,19 @@ class CopyLog:
         compared = ", ".join(kind for kind in kinds if kind not in ("scalar", ROUNDED))
         report.covered.append(f"{compared} of {len(names)} weights on {len(ranks)} ranks, bit by bit after each of {len(self.steps)} steps")
         for step in self.steps:
-            if found := disagreements(layout, [steps[step] for steps in ranks]):
-                report.failures += [f"step {step + 1}: {difference}" for difference in found]
+            if differing := disagreements(layout, [steps[step] for steps in ranks]):
+                report.failures += [f"step {step + 1}: {difference}" for difference in differing]
                 break
         return report
 
 
-def same_bits(found: list[Part], expected: list[Part]) -> list[str]:
+def same_bits(actual: list[PieceDigest], expected: list[PieceDigest]) -> list[str]:
     """Return the weights and kinds of this rank whose bits differ between two runs in the same layout."""
-    kinds = {part.kind for part in found}  # at a resume, there is no step yet whose numbers could be compared
-    values = {(part.kind, part.name, part.box): part.digest for part in found}
+    kinds = {part.kind for part in actual}  # at a resume, there is no step yet whose numbers could be compared
+    values = {(part.kind, part.name, part.box): part.digest for part in actual}
     wanted = {(part.kind, part.name, part.box): part.digest for part in expected if part.kind in kinds}
     differ: dict[str, list[str]] = {}
     for (kind, name, box), digest in wanted.items():
         if kind != ROUNDED and values.get((kind, name, box)) != digest:
             differ.setdefault(name, []).append(kind)
-    return [f"{name} ({', '.join(found)})" for name, found in differ.items()]
+    return [f"{name} ({', '.join(kinds)})" for name, kinds in differ.items()]

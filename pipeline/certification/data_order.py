@@ -44,31 +44,31 @@ def report(config: RunConfig, world_size: int) -> PartReport:
         config: of the job.
         world_size: of the job.
     """
-    found = PartReport("data")
+    result = PartReport("data")
     if missing := _missing(config):
-        found.not_covered.append(f"no data was checked: {missing}")
-        return found
+        result.not_covered.append(f"no data was checked: {missing}")
+        return result
     try:
         data, validation = _opened(config)
     except UserError as error:
-        found.failures += [f"{violation}" for violation in error.violations]
-        return found
+        result.failures += [f"{violation}" for violation in error.violations]
+        return result
     steps = checked_steps(config)
     for step in steps:
         now = phases.at(config, step)
-        found.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, _layout(config, world_size, step), data, step)]
+        result.failures += [f"step {step + 1}: {failure}" for failure in _compare(now, _layout(config, world_size, step), data, step)]
     resumed = _resumed_at(config)
     last = max(0, resumed - 1)
-    found.failures += _compare_resumed(phases.at(config, last), _layout(config, world_size, last), data, resumed)
-    found.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
-    found.failures += _left_out(config, validation)
+    result.failures += _compare_resumed(phases.at(config, last), _layout(config, world_size, last), data, resumed)
+    result.failures += [*_wrong_order(config, data), *_lost_tokens(data), *_wrong_shares(config, data)]
+    result.failures += _left_out(config, validation)
     used = [_layout(config, world_size, step) for step in steps]
-    texts = [f"{one.batch_shards} data ranks" + (f" x {one.context} context ranks" if one.context > 1 else "") for one in used]
+    texts = [f"{layout.batch_shards} data ranks" + (f" x {layout.context} context ranks" if layout.context > 1 else "") for layout in used]
     ranks = ", ".join(dict.fromkeys(texts))
     numbers = ", ".join(str(step + 1) for step in steps)
-    found.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
-    found.covered.append(f"the batch after a resume at step {resumed}; every sequence once an epoch; token ids, targets and documents")
-    return found
+    result.covered.append(f"the batches of steps {numbers} of {config.training.steps}, read by {ranks} and by one process")
+    result.covered.append(f"the batch after a resume at step {resumed}; every sequence once an epoch; token ids, targets and documents")
+    return result
 
 
 def _layout(config: RunConfig, world_size: int, step: int) -> Layout:
@@ -142,9 +142,9 @@ def _compare(config: RunConfig, layout: Layout, data: Objective, step: int) -> I
     last = layout.coordinates(layout.world_size - 1)
     if step == 0 and layout.world_size > layout.batch_shards:  # ranks of the other axes read what the first one of them reads
         first_rank = replace(last, pipeline=0, context=0, tensor=0)
-        own = _read(config, layout, first_rank, data, first, step)
+        of_first = _read(config, layout, first_rank, data, first, step)
         yield from _differences(
-            "the last rank of the context, tensor and pipeline axes reads", _read(config, layout, last, data, first, step), own
+            "the last rank of the context, tensor and pipeline axes reads", _read(config, layout, last, data, first, step), of_first
         )
 
 
@@ -157,21 +157,21 @@ def _compare_resumed(config: RunConfig, layout: Layout, data: Objective, step: i
     tokens, batch = list(_loader(config, layout, where, data).training(before, range(step - 1, step + 1)))[-1]
     # A run is resumed by another process: what this one keeps of the batches that it has read must not matter.
     resumed_tokens, resumed = next(iter(_loader(config, layout, where, _opened(config)[0]).remaining(state_after(config, step))))
-    found = {"tokens": resumed_tokens, **cast(Rows, resumed)}
-    for failure in _differences("a rank that resumes reads", found, {"tokens": tokens, **cast(Rows, batch)}):
+    rows = {"tokens": resumed_tokens, **cast(Rows, resumed)}
+    for failure in _differences("a rank that resumes reads", rows, {"tokens": tokens, **cast(Rows, batch)}):
         yield f"step {step + 1}: {failure}"
 
 
-def _differences(what: str, found: Rows, expected: Rows) -> Iterator[str]:
+def _differences(who: str, actual: Rows, expected: Rows) -> Iterator[str]:
     """Yield how rows differ from the expected ones."""
     for name, rows in expected.items():
-        other = found.get(name)
+        other = actual.get(name)
         if other is None or other.shape != rows.shape:
-            yield f"{what} {name} of another shape than one process"
+            yield f"{who} {name} of another shape than one process"
         elif not torch.equal(other, rows):
             wrong = (other != rows).flatten(1).any(dim=1)
             distinct = len(torch.unique(other.flatten(1), dim=0))
-            yield f"{what} other {name} than one process in {int(wrong.sum())} of {len(rows)} sequences, {distinct} of which are distinct"
+            yield f"{who} other {name} than one process in {int(wrong.sum())} of {len(rows)} sequences, {distinct} of which are distinct"
 
 
 def _wrong_values(config: RunConfig, data: Objective, rows: Rows) -> Iterator[str]:
@@ -245,8 +245,8 @@ def _wrong_order(config: RunConfig, data: Objective) -> Iterator[str]:
         corpus, epoch = divmod(rest, int(epochs.max()) + 1)
         yield f"epoch {epoch + 1} of corpus {corpus} repeats sequence {sequence}"
     for corpus in np.unique(corpora):
-        own = corpora == corpus
-        first, second = (sequences[own & (epochs == epoch)] for epoch in range(2))
+        of_corpus = corpora == corpus
+        first, second = (sequences[of_corpus & (epochs == epoch)] for epoch in range(2))
         count = min(len(first), len(second))
         if count > FEW and np.array_equal(first[:count], second[:count]):
             yield f"epoch 2 of corpus {corpus} has the order of epoch 1"

@@ -34,12 +34,12 @@ def report(config: RunConfig) -> PartReport:
     Args:
         config: of the small run.
     """
-    found = PartReport("state")
+    result = PartReport("state")
     compared = config.model.objective in stock_logits.OBJECTIVES
     if not compared or find_spec("transformers") is None:
         reason = "transformers is not installed" if compared else "the model is a classifier"
-        found.not_covered.append(f"logits of an export: {reason}")
-        return found
+        result.not_covered.append(f"logits of an export: {reason}")
+        return result
     weights = open_merged(native.complete(Path(config.run_dir))[-1], None)
     folder = Path(config.run_dir, "hf")
     folder.mkdir()
@@ -47,25 +47,25 @@ def report(config: RunConfig) -> PartReport:
         architecture = registry.mapping_of(config.model).architecture
         huggingface_export.check_weights(weights, config.model, "stage.checkpoint", weights.path)
     except UserError as error:
-        found.not_covered.append(f"logits of an export: {error.violations[0].rule}")
-        return found
+        result.not_covered.append(f"logits of an export: {error.violations[0].rule}")
+        return result
     if stock_logits.stock_class_of(config.model) is None:
-        found.not_covered.append(f"logits of an export: this version of transformers has no {architecture}")
-        return found
+        result.not_covered.append(f"logits of an export: this version of transformers has no {architecture}")
+        return result
     try:
         huggingface_export.write_weights(folder, weights, config.model, dtype=torch.float32, shard_bytes=1 << 30)
         huggingface_export.write_configs(folder, config.model, dtype=torch.float32, end_of_document_id=0)
         stock_logits.compare(folder, weights, config.model, torch.float32)
         different = differences(folder, weights, config.model)
     except CheckFailed as failed:
-        found.failures.append(f"export: {failed}")
-        return found
+        result.failures.append(f"export: {failed}")
+        return result
     except RuntimeError as error:  # kernels of transformers do not support all small sizes
-        found.not_covered.append(f"logits of an export: transformers computes none at these sizes ({str(error).splitlines()[0]})")
-        return found
-    found.failures += [f"export: the gradient of {name} differs by {value:.1e} from that of {architecture}" for name, value in different]
-    found.covered.append(f"exported; logits and gradients of {architecture} of stock transformers compared with those of the plain model")
-    return found
+        result.not_covered.append(f"logits of an export: transformers computes none at these sizes ({str(error).splitlines()[0]})")
+        return result
+    result.failures += [f"export: the gradient of {name} differs by {value:.1e} from that of {architecture}" for name, value in different]
+    result.covered.append(f"exported; logits and gradients of {architecture} of stock transformers compared with those of the plain model")
+    return result
 
 
 #: Largest difference of the gradients of a weight, relative to its norm.
@@ -116,10 +116,10 @@ def differences(folder: Path, weights: Weights, config: ModelConfig) -> list[tup
     with _token_by_token(stock):
         _next_token_loss(stock_logits.stock_logits(stock, config, tokens), tokens).backward()
     expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
-    found = dict(stock_logits.load(stock_class, written).named_parameters())
+    actual = dict(stock_logits.load(stock_class, written).named_parameters())
     smallest = SMALL * float(torch.stack([gradient.norm() for gradient in expected.values()]).norm())
     sizes = {
-        name: float((found[name].detach() - gradient).norm() / gradient.norm().clamp(min=smallest)) for name, gradient in expected.items()
+        name: float((actual[name].detach() - gradient).norm() / gradient.norm().clamp(min=smallest)) for name, gradient in expected.items()
     }
     return [(name, size) for name, size in reversed(sizes.items()) if not size <= TOLERANCE]
 

@@ -47,8 +47,8 @@ def begins(
             return f"step {step}, gradient norm: differs by {value:.1e}"
     for kind in ("moment", "weight", "average"):
         for name, values in reference.tensors.get(kind, {}).items():
-            found = run.tensors[kind].get(name)
-            if found is not None and (value := _of_piece(found, values)) > tolerances[kind]:
+            actual = run.tensors[kind].get(name)
+            if actual is not None and (value := _of_piece(actual, values)) > tolerances[kind]:
                 return f"an update of the optimizer, {name} ({kind}): {value:.1e}"
     return ""
 
@@ -58,8 +58,8 @@ def _in_backward(config: RunConfig, world_size: int, run: Outcome, reference: Ou
     ours, theirs = (_before_clipping(config, outcome) for outcome in (run, reference))
     largest = max(float(gradient.norm()) for gradient in theirs.values())
     layout = Layout.of(config, world_size)
-    one = replace(layout, pipeline=1, data=1, expert=1, context=1, tensor=1, stages_per_rank=1, schedule="1f1b", blocks=())
-    whole = {piece.name: piece for piece in partition_model(config, one, 0).pieces.values()}
+    alone = replace(layout, pipeline=1, data=1, expert=1, context=1, tensor=1, stages_per_rank=1, schedule="1f1b", blocks=())
+    whole = {piece.name: piece for piece in partition_model(config, alone, 0).pieces.values()}
     for name in reversed(theirs):
         gradient, expected = ours.get(name), theirs[name]
         if gradient is None or float(expected.norm()) <= tolerance * largest or name not in whole:
@@ -86,8 +86,8 @@ def _before_clipping(config: RunConfig, outcome: Outcome) -> dict[str, Tensor]:
     return {name: gradient * factor for name, gradient in outcome.tensors["gradient"].items()}
 
 
-def _of_piece(found: Tensor, expected: Tensor) -> float:
-    return _relative(float((found - expected).norm()), float(expected.norm()))
+def _of_piece(actual: Tensor, expected: Tensor) -> float:
+    return _relative(float((actual - expected).norm()), float(expected.norm()))
 
 
 def _relative(difference: float, size: float) -> float:

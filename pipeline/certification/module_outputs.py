@@ -35,16 +35,16 @@ def first_module(config: RunConfig, tolerance: float) -> str:
     trainer = begin(config)
     layout, where = trainer.mesh.layout, trainer.mesh.coordinates
     tokens, batch = next(iter(random_batches(config)))
-    own, fields = split(tokens, batch, layout.batch_shards)[layout.batch_shard(where)]
-    with _first_outputs(trainer.model.stage_modules()) as found:
-        trainer.train(own, fields, step=0)
-    expected = _plain_outputs(config, *split(own, with_loss_scale(fields), micro_batches_of(config, own))[0])
+    local, fields = split(tokens, batch, layout.batch_shards)[layout.batch_shard(where)]
+    with _first_outputs(trainer.model.stage_modules()) as outputs:
+        trainer.train(local, fields, step=0)
+    expected = _plain_outputs(config, *split(local, with_loss_scale(fields), micro_batches_of(config, local))[0])
     differing = []
     for order, (name, full) in enumerate(expected.items()):
-        part = None if name not in found else local_part(full, found[name].shape, layout, where, config.parallel.context_kind)
+        part = None if name not in outputs else local_part(full, outputs[name].shape, layout, where, config.parallel.context_kind)
         if part is None:
             continue
-        error, size = float((found[name] - part).norm()), float(part.norm())
+        error, size = float((outputs[name] - part).norm()), float(part.norm())
         if not error <= tolerance * size:
             differing.append((order, -error / size if size else -torch.inf, name, _text(layout, where)))
     gathered: list[list[tuple[int, float, str, str]]] = [[] for _ in range(dist.get_world_size())]

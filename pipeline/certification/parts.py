@@ -46,10 +46,10 @@ def left_out(skip: Sequence[str]) -> list[PartReport]:
 
 def merged(reports: list[PartReport]) -> list[PartReport]:
     """Return one report of each part, in the order of CERTIFICATE_PARTS."""
-    found = {part: PartReport(part) for part in CERTIFICATE_PARTS}
+    by_part = {part: PartReport(part) for part in CERTIFICATE_PARTS}
     for report in reports:
-        whole = found[report.part]
+        whole = by_part[report.part]
         whole.covered += report.covered
         whole.not_covered += report.not_covered
         whole.failures += report.failures
-    return [report for report in found.values() if report.covered or report.not_covered or report.failures]
+    return [report for report in by_part.values() if report.covered or report.not_covered or report.failures]

@@ -31,17 +31,18 @@ def small_run(planned: tuple[RunConfig, RunConfig], small: tuple[Shrunk, Shrunk]
         small: their small versions. The run has the model of one of them, and a longer sequence where the planned phase has.
     """
     lengths = [job.training.sequence_length for job in planned]
-    rate = min(1.0, LARGEST_RATE / max(each.config.optimizer.lr for each in small))  # both rates are changed by one factor
+    rate = min(1.0, LARGEST_RATE / max(job.config.optimizer.lr for job in small))  # both rates are changed by one factor
     for chosen in reversed(small):
         configs = []
-        for each, longer in zip(small, (lengths[0] > lengths[1], lengths[0] < lengths[1]), strict=True):
-            values: dict[str, Any] = {key: value for key, _, value in knobs.walk(each.config) if key in phases.KEYS}
-            length = values["training.sequence_length"] = min(job.config.training.sequence_length for job in small) * (1 + longer)
+        for job, longer in zip(small, (lengths[0] > lengths[1], lengths[0] < lengths[1]), strict=True):
+            values: dict[str, Any] = {key: value for key, _, value in knobs.walk(job.config) if key in phases.KEYS}
+            shortest = min(other.config.training.sequence_length for other in small)
+            length = values["training.sequence_length"] = 2 * shortest if longer else shortest
             values["model.max_positions"] = max(values["model.max_positions"], length)
             values |= {"training.frozen": chosen.config.training.frozen, "model": chosen.config.model}
-            values["optimizer.lr"] = rate * each.config.optimizer.lr
-            configs.append(in_precision(knobs.changed(each.config, values), "fp32"))
-        if not any(check.violations(config, each.world_size) for config, each in zip(configs, small, strict=True)):
+            values["optimizer.lr"] = rate * job.config.optimizer.lr
+            configs.append(in_precision(knobs.changed(job.config, values), "fp32"))
+        if not any(check.violations(config, job.world_size) for config, job in zip(configs, small, strict=True)):
             return phases.joined(configs[0], configs[1], saved_steps(configs[0])[-1])
     return None
 

@@ -45,8 +45,8 @@ class PlainOptimizer(Protocol):
 
 def trained(optimizer: PlainOptimizer, master: nn.Parameter) -> Tensor:
     """The result of the training of a master weight: of schedule-free AdamW the average."""
-    found: Tensor = optimizer.state[master].get("x", master)
-    return found.detach()
+    weight: Tensor = optimizer.state[master].get("x", master)
+    return weight.detach()
 
 
 def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = False) -> PlainOptimizer:

@@ -52,7 +52,7 @@ RUN = "run"
 
 
 @dataclass(frozen=True)
-class Work:
+class RankWork:
     """What the ranks do.
 
     Attributes:
@@ -83,7 +83,7 @@ def in_folder(config: RunConfig, folder: str) -> RunConfig:
     return dataclasses.replace(config, run_dir=str(Path(folder, RUN)))
 
 
-def train_all(work: Work) -> None:
+def train_all(work: RankWork) -> None:
     """Train every configuration on this rank; rank 0 writes the results, and a byte for each finished step."""
     writes = dist.get_rank() == 0
     with several_parts(), open(Path(work.folder, STEPS) if writes else os.devnull, "ab", buffering=0) as steps:
@@ -115,7 +115,7 @@ def several_parts() -> Iterator[None]:
             setattr(module, name, size)
 
 
-def _train(work: Work, name: str, config: RunConfig, count: Callable[[], object]) -> RankResult:
+def _train(work: RankWork, name: str, config: RunConfig, count: Callable[[], object]) -> RankResult:
     """Train one configuration."""
     copies, saved = work.copies, name == work.saved
     trainer = begin(config)
@@ -142,21 +142,21 @@ def continue_elsewhere(config: RunConfig, folder: str) -> None:
 
 def compare_outputs(config: RunConfig, folder: str, tolerance: float) -> None:
     """Compare the outputs of the modules with those of the plain loop; rank 0 writes where the first one differs."""
-    found = first_module(config, tolerance)
+    text = first_module(config, tolerance)
     if dist.get_rank() == 0:
-        Path(folder, OUTPUTS).write_text(found)
+        Path(folder, OUTPUTS).write_text(text)
 
 
 def compare_fp8_layers(config: RunConfig, trainer: Trainer) -> PartReport:
     """Compare the names of the layers with 8-bit products on all stages with those of the plain model. Collective."""
-    own = _names(trainer.model.stage_modules())
+    local = _names(trainer.model.stage_modules())
     gathered: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, own)
-    found = set().union(*gathered)
+    dist.all_gather_object(gathered, local)
+    actual = set().union(*gathered)
     expected = _names([build_plain(config, DTYPES[config.precision.dtype])])
     report = PartReport("precision", [f"{len(expected)} layers multiply 8-bit numbers, in the layout and in the plain loop"])
-    report.failures += [f"{name} multiplies 8-bit numbers in the layout only" for name in sorted(found - expected)]
-    report.failures += [f"{name} multiplies 8-bit numbers in the plain loop only" for name in sorted(expected - found)]
+    report.failures += [f"{name} multiplies 8-bit numbers in the layout only" for name in sorted(actual - expected)]
+    report.failures += [f"{name} multiplies 8-bit numbers in the plain loop only" for name in sorted(expected - actual)]
     return report
 
 
@@ -183,18 +183,18 @@ def accumulation_report(config: RunConfig) -> PartReport:
     gradient if sums are kept in fp32: gradients in a lower precision have few digits, and four is a power of two.
     """
     few, many = (_first_moments(config, factor) for factor in (1, FACTOR))
-    found = PartReport("precision")
+    report = PartReport("precision")
     if not any(bool(moment.any()) for moment in few.values()):
-        found.not_covered.append("sums over micro-batches: the first step is skipped, since its gradients overflow")
-        return found
+        report.not_covered.append("sums over micro-batches: the first step is skipped, since its gradients overflow")
+        return report
     for name, moment in few.items():
         difference = float((many[name] - moment).norm() / moment.norm().clamp(min=torch.finfo(torch.float32).tiny))
         if not difference <= TOLERANCE:
-            found.failures.append(
+            report.failures.append(
                 f"the gradient of {name} depends on the number of equal micro-batches, by {difference:.1e}: their sum is not kept in fp32"
             )
-    found.covered.append(f"sums over micro-batches: equal ones, and {FACTOR} times as many, have the same gradients")
-    return found
+    report.covered.append(f"sums over micro-batches: equal ones, and {FACTOR} times as many, have the same gradients")
+    return report
 
 
 def _first_moments(config: RunConfig, factor: int) -> dict[str, Tensor]:
@@ -212,9 +212,9 @@ def _of_equal_parts(config: RunConfig, factor: int) -> RandomBatch:
     tokens, batch = random_batches(config, 1)[0]
     shards = Layout.of(config, dist.get_world_size()).batch_shards
     parts = []
-    for own, fields in split(tokens, batch, shards):
-        count = micro_batches_of(config, own)
-        parts.append((split(own, fields, count)[0], count * factor))
+    for rows, fields in split(tokens, batch, shards):
+        count = micro_batches_of(config, rows)
+        parts.append((split(rows, fields, count)[0], count * factor))
     return (
         torch.cat([first for (first, _), times in parts for _ in range(times)]),
         cast(Batch, {name: torch.cat([cast(Rows, fields)[name] for (_, fields), times in parts for _ in range(times)]) for name in batch}),
@@ -261,9 +261,9 @@ def validation_report(config: RunConfig, trainer: Trainer, weights: Mapping[str,
     rows = config.training.global_batch_size + 1  # the second batch has one sequence, and padding for the other ranks
     tokens, batch = random_split(config, rows)
     validation = validate(trainer, cast(Objective, _Split(tokens, batch)), config.training, batches=None, prefetch=1)
-    found = PartReport("validation", [f"the loss of {rows} sequences with different numbers of targets, as a run computes it"])
+    report = PartReport("validation", [f"the loss of {rows} sequences with different numbers of targets, as a run computes it"])
     if dist.get_rank():
-        return found
+        return report
     model = build_plain(config, torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -271,5 +271,5 @@ def validation_report(config: RunConfig, trainer: Trainer, weights: Mapping[str,
         batch.pop("next_sentence", None)
         expected = float(reference_loss(model, tokens, with_loss_scale(batch)))
     if not abs(validation.loss - expected) <= VALIDATION_TOLERANCE * abs(expected):
-        found.failures.append(f"the loss of the split is {validation.loss:.7g} in the layout, {expected:.7g} over all targets")
-    return found
+        report.failures.append(f"the loss of the split is {validation.loss:.7g} in the layout, {expected:.7g} over all targets")
+    return report

@@ -94,14 +94,14 @@ def _shifted(targets: Tensor, by: int) -> Tensor:
 @contextmanager
 def _arguments_of_heads(model: nn.Module) -> Iterator[list[tuple[Any, tuple[Any, ...]]]]:
     """Collect the heads that the model calls, and their arguments: the hidden states, and a context."""
-    found: list[tuple[Any, tuple[Any, ...]]] = []
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
     hooks = [
-        module.register_forward_pre_hook(lambda head, arguments: found.append((head, arguments)))
+        module.register_forward_pre_hook(lambda head, arguments: calls.append((head, arguments)))
         for module in model.modules()
         if isinstance(module, OutputHead | NextSentenceHead | MultiTokenHead)
     ]
     try:
-        yield found
+        yield calls
     finally:
         for hook in hooks:
             hook.remove()

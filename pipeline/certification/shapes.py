@@ -70,44 +70,44 @@ def report(config: RunConfig, world_size: int) -> PartReport:
         config: of the job.
         world_size: of the job.
     """
-    found = PartReport("shapes")
+    result = PartReport("shapes")
     layout = Layout.of(config, world_size)
-    one = replace(layout, pipeline=1, data=1, expert=1, context=1, tensor=1, stages_per_rank=1, schedule="1f1b", blocks=())
-    whole = {piece.name: piece for piece in partition_model(config, one, 0).pieces.values()}
+    alone = replace(layout, pipeline=1, data=1, expert=1, context=1, tensor=1, stages_per_rank=1, schedule="1f1b", blocks=())
+    whole = {piece.name: piece for piece in partition_model(config, alone, 0).pieces.values()}
     stages = [layout.layers(stage, config.model.layers) for stage in range(layout.stage_count)]
     if [block for blocks in stages for block in blocks] != list(range(config.model.layers)):
-        found.failures.append(f"the stages have the blocks {stages}, the model has {config.model.layers}")
+        result.failures.append(f"the stages have the blocks {stages}, the model has {config.model.layers}")
     largest = 0
     held: set[str] = set()
     for pipeline in _some(layout.pipeline):
         rank = layout.rank(Coordinates(pipeline, layout.data - 1, layout.expert - 1, layout.context - 1, layout.tensor - 1))
         model = partition_model(config, layout, rank)
         held |= {piece.name for piece in model.pieces.values()}
-        found.failures += _other_blocks(layout, stages, pipeline, model)
+        result.failures += _other_blocks(layout, stages, pipeline, model)
         for bucket in build_buckets(model, cast(Mesh, _Mesh(layout, layout.coordinates(rank))), sequence_parallel=True):
-            found.failures += _partitions(bucket)
-            found.failures += [
+            result.failures += _partitions(bucket)
+            result.failures += [
                 f"{piece.name} is {'' if bucket.decays else 'not '}decayed, with the shape {piece.full_shape}"
                 for piece in bucket.pieces.values()
                 if bucket.decays != (is_matrix(piece.name, whole[piece.name].full_shape) if piece.name in whole else bucket.decays)
             ]
             largest = max(largest, bucket.elements)
-    found.failures += [f"{name} is not a weight of the model in one process" for name in sorted(held - whole.keys())]
+    result.failures += [f"{name} is not a weight of the model in one process" for name in sorted(held - whole.keys())]
     if layout.pipeline <= len(_some(layout.pipeline)):
-        found.failures += [f"{name} is on no pipeline rank" for name in sorted(whole.keys() - held)]
+        result.failures += [f"{name} is on no pipeline rank" for name in sorted(whole.keys() - held)]
     pieces = {name: pieces_by_rank(layout, piece) for name, piece in whole.items()}
     for name, parts in pieces.items():
-        found.failures += [f"{name}: {problem}" for problem in _tiling(whole[name].full_shape, parts)]
-    found.failures += [*_heads(config, layout, pieces), *wrong_rates(config), *wrong_rotations(config)]
+        result.failures += [f"{name}: {problem}" for problem in _tiling(whole[name].full_shape, parts)]
+    result.failures += [*_heads(config, layout, pieces), *wrong_rates(config), *wrong_rotations(config)]
     sizes = f"the largest bucket has {largest:,} elements" + (", more than 2^31" if largest >= LARGE else "")
-    found.covered.append(
+    result.covered.append(
         f"pieces of {len(whole)} weights over {layout.tensor} tensor and {layout.expert} expert ranks, stages, heads, weight decay and "
         f"ZeRO's partitions, at full size on {world_size:,} ranks; {sizes}"
     )
-    found.covered.append(
+    result.covered.append(
         f"learning rates of {config.training.steps:,} steps; rotary angles of {config.training.sequence_length:,} positions"
     )
-    return found
+    return result
 
 
 def _some(count: int) -> list[int]:
@@ -143,9 +143,9 @@ def _other_blocks(layout: Layout, stages: list[range], pipeline: int, model: Loc
     """Yield whether the weights of a pipeline rank are not those of its blocks."""
     blocks = {block for stage in layout.stages(pipeline) for block in stages[stage]}
     names = [name.split(".") for stage in model.stage_modules() for name, _ in stage.named_parameters()]
-    found = {int(name[1]) for name in names if name[0] == "blocks"}
-    if found != blocks:
-        yield f"pipeline rank {pipeline} has the blocks {sorted(found)}, the layout says {sorted(blocks)}"
+    actual = {int(name[1]) for name in names if name[0] == "blocks"}
+    if actual != blocks:
+        yield f"pipeline rank {pipeline} has the blocks {sorted(actual)}, the layout says {sorted(blocks)}"
 
 
 def _partitions(bucket: Bucket) -> Iterator[str]:
@@ -193,9 +193,9 @@ def wrong_rates(config: RunConfig) -> Iterator[str]:
     """Yield the first step whose learning rate is not that of the second implementation."""
     steps, optimizer = config.training.steps, config.optimizer
     for step in (*range(0, steps, math.ceil(steps / MOST)), steps - 1):
-        found, expected = learning_rate(step, optimizer, config.training), plain_rate(step, optimizer, config.training)
-        if not abs(found - expected) <= RATE_TOLERANCE * optimizer.lr:
-            yield f"the learning rate of step {step + 1} is {found:.6g}, by the formula of {optimizer.schedule} {expected:.6g}"
+        actual, expected = learning_rate(step, optimizer, config.training), plain_rate(step, optimizer, config.training)
+        if not abs(actual - expected) <= RATE_TOLERANCE * optimizer.lr:
+            yield f"the learning rate of step {step + 1} is {actual:.6g}, by the formula of {optimizer.schedule} {expected:.6g}"
             return
 
 

@@ -31,7 +31,7 @@ LARGEST_WARMUP = 2
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedKey:
     """A key whose value differs from the planned job."""
 
     key: str
@@ -45,7 +45,7 @@ class Shrunk:
 
     config: RunConfig
     world_size: int
-    changes: list[Change]
+    changes: list[ChangedKey]
 
 
 def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
@@ -75,12 +75,12 @@ def shrink(planned: RunConfig, world_size: int, steps: int) -> Shrunk:
     return Shrunk(small, size, changes(planned, small))
 
 
-def changes(planned: RunConfig, small: RunConfig) -> list[Change]:
+def changes(planned: RunConfig, small: RunConfig) -> list[ChangedKey]:
     """Return every key that differs, except those of the stage. A list is compared as a whole."""
     old, new = ({key: value for key, _, value in knobs.walk(config)} for config in (planned, small))
     lists = tuple(f"{key}." for key, value in old.items() if isinstance(value, list | dict))
     keys = (key for key in old if not key.startswith(("stage.", *lists)))
-    return [Change(key, _plain(old[key]), _plain(new[key])) for key in keys if old[key] != new[key]]
+    return [ChangedKey(key, _plain(old[key]), _plain(new[key])) for key in keys if old[key] != new[key]]
 
 
 def _plain(value: Any) -> object:
@@ -186,10 +186,10 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
         if 1 < (getattr(model, name, 0) or 0) <= wanted:
             sizes[f"model.{name}"] = kinds = 2
     if pattern := getattr(model, "layer_pattern", ""):
-        found = "".join(dict.fromkeys(model.kind(block) for block in range(wanted)))
-        if len(found) < len(pattern):
-            sizes["model.layer_pattern"] = found
-        kinds = len(found)
+        letters = "".join(dict.fromkeys(model.kind(block) for block in range(wanted)))
+        if len(letters) < len(pattern):
+            sizes["model.layer_pattern"] = letters
+        kinds = len(letters)
     if shared := getattr(model, "kv_shared_layers", 0):
         kinds *= 2
     stages = small.parallel.pipeline * stages_per_rank(small.parallel)
@@ -197,7 +197,7 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
     if planned.precision.fp8 != "none":  # at least two blocks between those whose products stay bf16
         sizes["precision.fp8_exclude_layers"] = excluded = min(planned.precision.fp8_exclude_layers, 1)
         per_stage = max(per_stage, -(-(2 * excluded + 2) // stages))
-    layers = max(2, stages * per_stage + (wanted % before.stage_count != 0))
+    layers = max(2, stages * per_stage + (1 if wanted % before.stage_count else 0))
     if planned.parallel.layers_per_stage:
         uneven = _few_of_stages(planned.parallel.layers_per_stage, stages)
         sizes["parallel.layers_per_stage"], layers = uneven, sum(uneven)
@@ -216,7 +216,7 @@ def _shrink_layers(small: RunConfig, planned: RunConfig, before: Layout) -> RunC
 def _few_of_stages(blocks: list[int], stages: int) -> list[int]:
     """Return the number of blocks of few stages, the first and the last one among them; larger stages stay larger."""
     chosen = [blocks[round(index * (len(blocks) - 1) / max(1, stages - 1))] for index in range(stages)]
-    return [min(count, BLOCKS) + (count > min(blocks) and count > BLOCKS) for count in chosen]
+    return [min(count, BLOCKS) + (1 if count > min(blocks) and count > BLOCKS else 0) for count in chosen]
 
 
 def _shrink_batch(small: RunConfig, planned: RunConfig, before: Layout, data: int) -> RunConfig:

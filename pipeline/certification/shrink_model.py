@@ -94,7 +94,7 @@ def _widths(small: RunConfig, planned: RunConfig) -> RunConfig:
             value, multiple = getattr(wanted, name), math.lcm(unit, EXPERT_UNIT) if name == of_experts else unit
             sizes[f"model.{name}"] = min(value, max(2, round(value / wanted.hidden * hidden / multiple)) * multiple)
     uneven = wanted.vocab_size % planned.parallel.tensor != 0
-    sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + uneven)
+    sizes["model.vocab_size"] = min(wanted.vocab_size, VOCABULARY // tensor * tensor + (1 if uneven else 0))
     return knobs.changed(small, sizes)
 
 

@@ -113,8 +113,8 @@ class Saving:
 def unsharded(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
     """Return everything that a checkpoint stores, unsharded: kind -> name -> tensor. Collective."""
     fixed = trainer.model.fixed_names()
-    own = list(dict.fromkeys(kind for fragment in trainer.engine.fragments() for kind in fragment.tensors))
-    kinds = dict.fromkeys(gathered(own))  # a rank may hold only weights whose optimizer has less state, as the matrices of Muon
+    local = list(dict.fromkeys(kind for fragment in trainer.engine.fragments() for kind in fragment.tensors))
+    kinds = dict.fromkeys(gathered(local))  # a rank may hold only weights whose optimizer has less state, as the matrices of Muon
     return gather(trainer.engine.fragments(), {kind: kind for kind in kinds}, fixed)
 
 
@@ -173,8 +173,8 @@ def other_layout(config: RunConfig) -> tuple[RunConfig, int]:
     tensor = 1 if config.parallel.tensor > 1 or config.precision.fp8 != "none" else 2
     zero = 2 if config.parallel.zero_stage in (0, 3) else 0
     for size, axes in ((2 * tensor, {"tensor": tensor, "zero_stage": zero}), (2, {"zero_stage": zero}), (1, {"zero_stage": 0})):
-        one: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "schedule": "1f1b", "offload": "none"}
-        one |= {
+        single: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "schedule": "1f1b", "offload": "none"}
+        single |= {
             "stages_per_rank": None,
             "layers_per_stage": [],
             "balance": "flops",
@@ -184,7 +184,7 @@ def other_layout(config: RunConfig) -> tuple[RunConfig, int]:
             "engine": "native",
             "deepspeed": None,
         }
-        parallel = dataclasses.replace(config.parallel, **{**one, **axes})
+        parallel = dataclasses.replace(config.parallel, **{**single, **axes})
         other = dataclasses.replace(config, parallel=parallel)
         if not check.violations(other, size):
             return other, size
@@ -195,8 +195,8 @@ def _progress(config: RunConfig, state: TrainState) -> list[str]:
     """Return what a loaded checkpoint has lost of the progress of the run."""
     step = saved_steps(config)[-1]
     wanted = dataclasses.replace(state_after(config, step), updates=step)
-    found = dataclasses.replace(state, loss_scale=0.0, finite_steps=0)
-    names = [field.name for field in dataclasses.fields(wanted) if getattr(wanted, field.name) != getattr(found, field.name)]
+    loaded = dataclasses.replace(state, loss_scale=0.0, finite_steps=0)
+    names = [field.name for field in dataclasses.fields(wanted) if getattr(wanted, field.name) != getattr(loaded, field.name)]
     if config.precision.dtype == "fp16" and state.updates < step:
         names = [name for name in names if name != "updates"]  # a step was skipped to lower the loss scale
-    return [f"step {step}: {name}={getattr(found, name)} in the checkpoint, {getattr(wanted, name)} in the run" for name in names]
+    return [f"step {step}: {name}={getattr(loaded, name)} in the checkpoint, {getattr(wanted, name)} in the run" for name in names]

@@ -41,21 +41,21 @@ class Comparison:
         method: what the tolerance is, for readers.
         rounding: the differences between the plain loop in this precision and in a higher one.
         tolerances: quantity -> largest difference that passes.
-        found: quantity -> largest difference.
+        differences: quantity -> largest difference.
     """
 
     dtype: str
     method: str
     rounding: dict[str, Difference]
     tolerances: dict[str, float]
-    found: dict[str, Difference]
+    differences: dict[str, Difference]
 
     def failures(self) -> list[str]:
         """Return a line for every quantity above its tolerance."""
         return [
-            f"{name} in {self.dtype}: differs by {found.value:.1e} ({found.where}), tolerance {self.tolerances[name]:.1e}"
-            for name, found in self.found.items()
-            if not found.value <= self.tolerances[name]
+            f"{name} in {self.dtype}: differs by {difference.value:.1e} ({difference.where}), tolerance {self.tolerances[name]:.1e}"
+            for name, difference in self.differences.items()
+            if not difference.value <= self.tolerances[name]
         ]
 
 
@@ -86,13 +86,13 @@ def compare_fp32(
         zero, drift: as in differences.
         signs: with Lion, the differences that one other sign of every weight makes.
     """
-    tolerances = {name: min(max(FP32_FLOOR, FP32_FACTOR * found.value), FP32_CEILING) for name, found in rounding.items()}
+    tolerances = {name: min(max(FP32_FLOOR, FP32_FACTOR * difference.value), FP32_CEILING) for name, difference in rounding.items()}
     method = (
         f"layout and plain loop in fp32; tolerance {FP32_FLOOR:g}, or {FP32_FACTOR} x the rounding error of the plain loop (its largest "
         f"difference from fp64 and, above that, from runs with weights changed by rounding errors), at most {FP32_CEILING:g}"
     )
     if signs:
-        tolerances |= {name: min(max(tolerances[name], SIGNS * found.value), FP32_CEILING) for name, found in signs.items()}
+        tolerances |= {name: min(max(tolerances[name], SIGNS * difference.value), FP32_CEILING) for name, difference in signs.items()}
         method += f"; and {SIGNS} x the difference of a plain loop that takes one other sign of every weight"
     if zero:
         tolerances[DRIFT] = LARGEST_DRIFT
@@ -111,7 +111,7 @@ def compare_low(dtype: str, run: Outcome, reference: Outcome, perturbed: Sequenc
     """
     rounding = largest_of_each([differences(other, reference, together=True) for other in perturbed])
     factors = {"loss": SCALAR_FACTOR, "norm": SCALAR_FACTOR}
-    tolerances = {name: min(factors.get(name, LOW_FACTOR) * found.value, LOW_CEILING) for name, found in rounding.items()}
+    tolerances = {name: min(factors.get(name, LOW_FACTOR) * difference.value, LOW_CEILING) for name, difference in rounding.items()}
     method = (
         f"layout in {dtype}, plain loop in {dtype} with fp32 gradients and master weights, all weights together; tolerance "
         f"{LOW_FACTOR} ({SCALAR_FACTOR} for loss and norm) x the largest difference of {len(perturbed)} perturbed runs of the plain loop: "

@@ -23,7 +23,7 @@ from pipeline.checkpoint import commit, handover
 from pipeline.checkpoint.fragments import Fragment, Share
 from pipeline.checkpoint.handover import Abandon, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.save import file_name, node_file_name
-from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
+from pipeline.checkpoint.saver import SaveOutcome, Saver, SaveRequest
 from pipeline.checkpoint.staging import LiveSource, Snapshot, Staging
 from pipeline.checkpoint.writer_process import WriterConnection, WriterEndedError, WriterProcess
 from pipeline.common.atomic_files import remove_leftovers
@@ -52,7 +52,7 @@ class Node:
 
 
 @dataclass
-class _Pending:
+class _SaveInProgress:
     """A save in progress.
 
     Attributes:
@@ -113,12 +113,12 @@ class AsyncSaver(Saver):
         self._identity = handover.identity_of(run_dir / "checkpoints")
         self._staging = Staging([share.part for share in shares], device)
         self._snapshot: Snapshot | None = None
-        self._pending: _Pending | None = None
+        self._pending: _SaveInProgress | None = None
         self._written: tuple[int, str] | None = None  # step and attempt of the last data that was written
         self._count = 0
         self._waiting = math.inf  # time from which on this rank waits for a save
         self._failures: queue.SimpleQueue[Failed] = queue.SimpleQueue()  # of the thread that hands over
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
         self._previous: tuple[int, np.ndarray] | None = None  # updates and checksums of the save before
         descriptors = [segment.file for segment in self._staging.segments] + ([] if lock is None else [lock])
         member = self._member(node, shares, files, lock, patience)
@@ -131,7 +131,7 @@ class AsyncSaver(Saver):
         self._receive(0)  # a writer that has ended is not one that this save is handed over to
         self._count += 1
         attempt = f"{self._token}-{self._count}"
-        self._pending = _Pending(request.step, attempt, self._count, commit=request.commit is not None)
+        self._pending = _SaveInProgress(request.step, attempt, self._count, commit=request.commit is not None)
         sources = self._sources(request.fragments)
         self._snapshot = self._staging.begin(sources, partial(self._hand_over, request, self._pending))
 
@@ -146,7 +146,7 @@ class AsyncSaver(Saver):
             self._snapshot.released.set()
             self._snapshot = None
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """See Saver."""
         self._receive(0)
         outcomes, self._outcomes = self._outcomes, []
@@ -181,7 +181,7 @@ class AsyncSaver(Saver):
         """The live tensors of the parts that this rank writes."""
         return [LiveSource(share.part, fragments[share.fragment].tensors, share.first) for share in self._shares]
 
-    def _hand_over(self, request: SaveRequest, pending: _Pending, snapshot: Snapshot) -> None:
+    def _hand_over(self, request: SaveRequest, pending: _SaveInProgress, snapshot: Snapshot) -> None:
         """Hand a copy over to the writer. The thread of the snapshot."""
         try:
             if snapshot.problem:
@@ -215,7 +215,7 @@ class AsyncSaver(Saver):
             patience=patience,
         )
 
-    def _receive_while(self, condition: Callable[[_Pending], bool], patience: float) -> None:
+    def _receive_while(self, condition: Callable[[_SaveInProgress], bool], patience: float) -> None:
         """Receive answers as long as a condition holds for the save in progress, and give it up after some seconds."""
         self._waiting = time.monotonic()
         deadline = self._waiting + patience
@@ -251,17 +251,17 @@ class AsyncSaver(Saver):
             self._previous, self._written = (pending.updates, answer.digests), (pending.step, pending.attempt)
             pending.data = False
         elif isinstance(answer, Committed):
-            self._outcomes.append(Outcome(pending.step, folder=answer.folder))
+            self._outcomes.append(SaveOutcome(pending.step, folder=answer.folder))
             pending.commit = False
         else:
             self._failed(pending, answer)
         if not (pending.data or pending.commit):
             self._pending = None
 
-    def _failed(self, pending: _Pending, failed: Failed) -> None:
+    def _failed(self, pending: _SaveInProgress, failed: Failed) -> None:
         """Note that the data or the commit of the save in progress has failed."""
         if not pending.failed:
-            self._outcomes.append(Outcome(pending.step, reason=failed.reason, not_finite=failed.not_finite, told=failed.told))
+            self._outcomes.append(SaveOutcome(pending.step, reason=failed.reason, not_finite=failed.not_finite, told=failed.told))
         pending.failed = True
         if failed.commit:
             pending.commit = False

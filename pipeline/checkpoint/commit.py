@@ -195,9 +195,9 @@ def finish_interrupted(run_dir: Path) -> None:
     """
     _finish_pending(run_dir)
     current = catalog.read(run_dir)
-    found = sorted({*catalog.listed(run_dir), *map(catalog.step_of, catalog.complete(run_dir))})
-    if current.complete != found:
-        catalog.write(run_dir, replace(current, complete=found))
+    steps = sorted({*catalog.listed(run_dir), *map(catalog.step_of, catalog.complete(run_dir))})
+    if current.complete != steps:
+        catalog.write(run_dir, replace(current, complete=steps))
 
 
 def _finish_pending(run_dir: Path) -> None:

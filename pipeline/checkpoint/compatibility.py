@@ -143,8 +143,8 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
     if consumed and not config.training.phases and (phase := phases.text({key: _value(new, key) for key in differences})):
         fix = f"in place of it, begin a phase: training.phases=[{{until_step: {checkpoint.step}}}, {phase}]"
     _refuse(checkpoint, new, differences, fix)
-    if is_fork and (found := list(phases.begin_violations(config, checkpoint.step, consumed))):
-        raise UserError(found)
+    if is_fork and (violations := list(phases.begin_violations(config, checkpoint.step, consumed))):
+        raise UserError(violations)
 
 
 def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:
@@ -193,11 +193,11 @@ def changed_settings(old: Mapping[str, Any], config: RunConfig) -> list[tuple[st
     Not those of its jobs and of what it shows (_NOT_OF_TRAINING), nor of the model, which may not differ.
     """
     new = dataclasses.asdict(config)
-    found = []
+    changed = []
     for group in new.keys() - _NOT_OF_TRAINING:
         before = dataclasses.asdict(type(getattr(config, group))()) | old.get(group, {})  # an older checkpoint lacks newer keys
-        found += [(f"{group}.{name}", before[name], value) for name, value in new[group].items() if before[name] != value]
-    return sorted(found, key=lambda setting: setting[0])
+        changed += [(f"{group}.{name}", before[name], value) for name, value in new[group].items() if before[name] != value]
+    return sorted(changed, key=lambda setting: setting[0])
 
 
 def _model_differences(new: dict[str, Any], old: dict[str, Any], context_factor: float) -> dict[str, str]:

@@ -44,7 +44,7 @@ def read_contents(folder: Path) -> Contents:
     return Contents(index) if index.format > 1 else _of_headers(folder, index)
 
 
-class Rows:
+class PartRows:
     """The rows of parts.npy by weight, of which only the requested ones are read.
 
     Args:
@@ -118,7 +118,7 @@ def _of_headers(folder: Path, index: Index) -> Contents:
         DamagedCheckpointError: a file is missing, or its header is damaged.
     """
     tensors: dict[str, TensorEntry] = {}
-    found: list[np.ndarray] = []
+    per_file: list[np.ndarray] = []
     kinds = index.kinds
     for number, file in enumerate(index.files):
         try:
@@ -138,9 +138,9 @@ def _of_headers(folder: Path, index: Index) -> Contents:
             raise _unreadable(folder, file, error) from error
         numbers = {name: number for number, name in enumerate(tensors)}
         rows["tensor"] = [numbers[name] for name in geometries]
-        found.append(rows)
+        per_file.append(rows)
     order = {name: number for number, name in enumerate(sorted(tensors))}
-    every = np.concatenate([np.zeros(0, row_dtype(len(kinds))), *found])
+    every = np.concatenate([np.zeros(0, row_dtype(len(kinds))), *per_file])
     every["tensor"] = np.array([order[name] for name in tensors], np.uint32)[every["tensor"]]
     every = sort_rows(every)
     ends = np.searchsorted(every["tensor"], np.arange(len(order)), side="right").tolist()

@@ -146,9 +146,9 @@ class DataFile:
         in_order = [np.zeros(0, np.uint64)]
         end = 0
         for tensor in self._tensors:
-            own = digests[tensor.part, self.kinds[tensor.kind]]
-            in_order.append(own)
-            places[tensor.part, tensor.kind] = (len(self._header) + tensor.offset, tensor.block, digest_of(own))
+            block_digests = digests[tensor.part, self.kinds[tensor.kind]]
+            in_order.append(block_digests)
+            places[tensor.part, tensor.kind] = (len(self._header) + tensor.offset, tensor.block, digest_of(block_digests))
             end = tensor.offset + tensor.bytes
         every = np.concatenate(in_order)
         assert len(every) == self._blocks, f"{self.path}: checksums of {len(every)} of {self._blocks} blocks"
@@ -278,6 +278,6 @@ def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: 
     while offset < end and (data := os.pread(handle, min(_PIECE, end - offset), offset)):
         hasher.update(memoryview(data))
         offset += len(data)
-    found = hasher.digests()
-    missing = count_blocks(size, block_bytes, before) - len(found)
-    return np.concatenate([found, np.zeros(missing, np.uint64)]) if missing > 0 else found
+    digests = hasher.digests()
+    missing = count_blocks(size, block_bytes, before) - len(digests)
+    return np.concatenate([digests, np.zeros(missing, np.uint64)]) if missing > 0 else digests

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.checkpoint import read_chunk
 from pipeline.checkpoint.data_file import FileEntry
-from pipeline.checkpoint.read_chunk import Bytes, Damage, Digests
+from pipeline.checkpoint.read_chunk import BadBytes, Bytes, Digests
 from pipeline.checkpoint.read_plan import FilePlan, Integers
 from pipeline.common.atomic_files import digest
 
@@ -79,17 +79,17 @@ class DataFiles:
         self._verified: set[int] = set()
         self._buffers = threading.local()
 
-    def read(self, plans: Sequence[FilePlan], buffers: Sequence[Bytes]) -> list[Damage]:
+    def read(self, plans: Sequence[FilePlan], buffers: Sequence[Bytes]) -> list[BadBytes]:
         """Read what the plans say into the buffers, and return what is damaged; the content of the buffers is then undefined."""
-        damaged: list[Damage] = []
+        damaged: list[BadBytes] = []
         with ThreadPoolExecutor(THREADS) as pool:
             for first in range(0, len(plans), OPEN_FILES):
                 group = plans[first : first + OPEN_FILES]
                 self._keep_open({plan.file for plan in group})
                 tasks = list(self._tasks(group, damaged))
                 run = pool.map if len(tasks) > 1 else map
-                for found in run(partial(self._read_chunk, buffers), tasks):
-                    damaged += found
+                for chunk_damage in run(partial(self._read_chunk, buffers), tasks):
+                    damaged += chunk_damage
         return damaged
 
     def _keep_open(self, files: set[int]) -> None:
@@ -98,14 +98,14 @@ class DataFiles:
             for file in self._open.keys() - files:
                 self._open.pop(file).close()
 
-    def _tasks(self, plans: Sequence[FilePlan], damaged: list[Damage]) -> Iterator[_Task]:
+    def _tasks(self, plans: Sequence[FilePlan], damaged: list[BadBytes]) -> Iterator[_Task]:
         """Open each file, read its block digests, and yield the chunks."""
         for plan in plans:
             try:
                 handle = self._handle(plan.file)
                 digests, starts = self._read_digests(plan, handle)
             except OSError as error:
-                damaged += [Damage(source, 0, source.size, error.strerror or str(error)) for source in plan.sources]
+                damaged += [BadBytes(source, 0, source.size, error.strerror or str(error)) for source in plan.sources]
                 continue
             for chunk in range(len(plan.chunks) - 1):
                 yield _Task(plan, chunk, handle, digests, starts)
@@ -171,7 +171,7 @@ class DataFiles:
                 digests[starts[span] : starts[span + 1]] = near[ranges[span, 0] - low : ranges[span, 1] - low]
         return digests, starts
 
-    def _read_chunk(self, buffers: Sequence[Bytes], task: _Task) -> list[Damage]:
+    def _read_chunk(self, buffers: Sequence[Bytes], task: _Task) -> list[BadBytes]:
         """Read the spans of a chunk, verify them, and copy the pieces that were not read into their place."""
         plan, first, last = task.plan, int(task.plan.chunks[task.chunk]), int(task.plan.chunks[task.chunk + 1])
         spans = plan.spans[first:last]
@@ -192,7 +192,7 @@ class DataFiles:
             lost = [span for span in spans[low:high].tolist() if span[1] > end]
             for first_lost, last_lost, number in lost:
                 source = plan.sources[number]
-                damaged.append(Damage(source, max(end, first_lost) - source.offset, last_lost - source.offset, reason))
+                damaged.append(BadBytes(source, max(end, first_lost) - source.offset, last_lost - source.offset, reason))
         if damaged:
             return damaged
         if len(task.digests):

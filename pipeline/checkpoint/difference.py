@@ -49,7 +49,7 @@ class TensorDifference:
 
 
 @dataclass
-class Difference:
+class CheckpointDifference:
     """How two checkpoints differ.
 
     Attributes:
@@ -78,7 +78,7 @@ def compare(
     settings: bool = True,
     read: bool = False,
     progress: Callable[[str], object] = lambda _: None,
-) -> Difference:
+) -> CheckpointDifference:
     """Compare two checkpoints. Memory holds one full tensor of each.
 
     A tensor is not read if both divide it alike and have the same digests of it; that the files have the right sizes is always verified.
@@ -95,15 +95,15 @@ def compare(
         UserError: one of them is damaged.
     """
     both = inspection.read(a), inspection.read(b)
-    found = Difference((a, b), _settings(*both) if settings else {})
+    result = CheckpointDifference((a, b), _settings(*both) if settings else {})
     if tensors:
         for side in both:
             check_sizes(side.path, side.index)
         readers = Checkpoint(a), Checkpoint(b)
         for name in sorted(both[0].weights.keys() | both[1].weights.keys()):
             progress(name)
-            _compare_weight(name, both, readers, found, read=read)
-    return found
+            _compare_weight(name, both, readers, result, read=read)
+    return result
 
 
 def _settings(a: Summary, b: Summary) -> dict[str, tuple[Any, Any]]:
@@ -117,7 +117,7 @@ def _settings(a: Summary, b: Summary) -> dict[str, tuple[Any, Any]]:
 
 
 def _compare_weight(
-    name: str, both: tuple[Summary, Summary], readers: tuple[Checkpoint, Checkpoint], found: Difference, *, read: bool
+    name: str, both: tuple[Summary, Summary], readers: tuple[Checkpoint, Checkpoint], result: CheckpointDifference, *, read: bool
 ) -> None:
     """Compare all kinds of a weight."""
     sides = [side.weights.get(name) for side in both]
@@ -125,16 +125,16 @@ def _compare_weight(
         lacking = [which for which, side in zip("AB", sides, strict=True) if side is None or kind not in side.kinds]
         shapes = [side.shape for side in sides if side]
         if lacking:
-            found.tensors.append(TensorDifference(name, kind, f"not in {lacking[0]}"))
+            result.tensors.append(TensorDifference(name, kind, f"not in {lacking[0]}"))
         elif shapes[0] != shapes[1]:
-            found.tensors.append(TensorDifference(name, kind, f"shape {list(shapes[0])} and {list(shapes[1])}"))
+            result.tensors.append(TensorDifference(name, kind, f"shape {list(shapes[0])} and {list(shapes[1])}"))
         elif not read and _is_stored_alike(name, kind, both):
-            found.equal += 1
-            found.by_digest += 1
+            result.equal += 1
+            result.by_digest += 1
         elif difference := tensor_difference(name, kind, readers[0].tensor(name, kind), readers[1].tensor(name, kind)):
-            found.tensors.append(difference)
+            result.tensors.append(difference)
         else:
-            found.equal += 1
+            result.equal += 1
 
 
 def _is_stored_alike(name: str, kind: str, both: tuple[Summary, Summary]) -> bool:

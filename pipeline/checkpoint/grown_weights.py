@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.growth import Growth
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.checkpoint.reader import Run
+from pipeline.checkpoint.reader import WantedRun
 from pipeline.config.schema import RunConfig
 from pipeline.layers.init import initial_tensor
 from pipeline.models.registry import family_of
@@ -30,9 +30,9 @@ class GrownWeights:
         self._last: tuple[object, Tensor] = (None, torch.empty(0))
 
     @torch.no_grad()
-    def read(self, runs: Iterable[Run]) -> None:
+    def read(self, runs: Iterable[WantedRun]) -> None:
         """As Checkpoint.read, of weights alone. A weight that is not copied is computed from a full matrix of the smaller model."""
-        copied: list[Run] = []
+        copied: list[WantedRun] = []
         for run in runs:
             name, is_new = self._in_source(run.name)
             grows = name not in self._names or self._source.shape(name) != run.shape
@@ -52,7 +52,7 @@ class GrownWeights:
         source, is_new = self._growth.blocks[int(block)]
         return f"blocks.{source}.{rest}", is_new
 
-    def _compute(self, run: Run, name: str) -> None:
+    def _compute(self, run: WantedRun, name: str) -> None:
         """Compute elements of a weight, one matrix of a stack at a time."""
         values, is_stack = cast(Tensor, run.tensors["weight"]), len(run.shape) == 3
         stack, box = (run.box[0], run.box[1:]) if is_stack else ((0, 1), run.box)
@@ -68,13 +68,13 @@ class GrownWeights:
             wanted = matrix[tuple(slice(*side) for side in box)].flatten()
             values[first - run.start : last - run.start].copy_(wanted[first - place * size : last - place * size])
 
-    def _router(self, run: Run, name: str) -> Tensor:
+    def _router(self, run: WantedRun, name: str) -> Tensor:
         """Return a router: equal rows for the parts of a feed-forward (virtual groups of He et al. 2024, arxiv.org/abs/2410.07524)."""
         parts, copies = self._growth.parts, self._growth.copies
         rows = self._source.tensor(name) if copies else self._drawn(run.name, (run.shape[0] // parts, run.shape[1]))
         return rows.repeat_interleave(copies or parts, dim=0)
 
-    def _expert(self, run: Run, name: str, expert: int) -> Tensor:
+    def _expert(self, run: WantedRun, name: str, expert: int) -> Tensor:
         """Return a matrix of an expert: a part of a feed-forward, or of an expert, of the smaller model."""
         growth, dim, matrix = self._growth, _inner_dim(name), self._whole(name, expert)
         width = matrix.shape[dim] // growth.parts
@@ -94,11 +94,11 @@ class GrownWeights:
                 shape = self._source.shape(name)
                 matrix = torch.empty(shape[1:])
                 box = ((number, number + 1), *((0, size) for size in shape[1:]))
-                self._source.read([Run(name, shape, box, 0, {"weight": matrix.view(-1)})])
+                self._source.read([WantedRun(name, shape, box, 0, {"weight": matrix.view(-1)})])
             self._last = (name, number), matrix
         return self._last[1]
 
-    def _changed(self, matrix: Tensor, run: Run, expert: int) -> Tensor:
+    def _changed(self, matrix: Tensor, run: WantedRun, expert: int) -> Tensor:
         """Add noise to the matrix of an expert, and draw the weights of some intermediate dims anew, the same ones in its matrices.
 
         They are normal with mean and standard deviation of the weights that they replace (Drop-Upcycling, Nakamura et al. 2025,
@@ -120,7 +120,7 @@ class GrownWeights:
             changed = changed.index_copy(dim, chosen, drawn.index_select(dim, chosen))
         return changed
 
-    def _wider(self, matrix: Tensor, run: Run, expert: int | None = None) -> Tensor:
+    def _wider(self, matrix: Tensor, run: WantedRun, expert: int | None = None) -> Tensor:
         """Return a matrix or bias with more intermediate dims: initial values before the activation, and zeros behind it."""
         shape, dim = run.shape if expert is None else run.shape[1:], _inner_dim(run.name)
         added = [(0, size) for size in shape]

@@ -168,10 +168,10 @@ class Committed:
 def identity_of(folder: Path) -> tuple[int, int] | None:
     """Device and inode of a folder; None if it does not exist."""
     try:
-        found = folder.stat()
+        status = folder.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def listen(name: str) -> socket.socket:

@@ -87,7 +87,7 @@ class Summary:
 
     def totals(self) -> dict[str, dict[str, Any]]:
         """Kind -> number of weights and elements, elements by dtype, and 2-norm over all weights (None if not read)."""
-        found: dict[str, dict[str, Any]] = {}
+        totals: dict[str, dict[str, Any]] = {}
         for name in self.index.kinds:
             kinds = [weight.kinds[name] for weight in self.weights.values() if name in weight.kinds]
             dtypes: Counter[str] = Counter()
@@ -95,9 +95,9 @@ class Summary:
                 dtypes[kind.dtype] += kind.elements
             squares = [kind.squares for kind in kinds if kind.squares is not None]
             norm = math.sqrt(sum(squares)) if len(squares) == len(kinds) else None
-            found[name] = {"tensors": len(kinds), "elements": dtypes.total(), "dtypes": dict(dtypes), "norm": norm}
-            found[name]["not_finite"] = sum(kind.not_finite for kind in kinds)
-        return found
+            totals[name] = {"tensors": len(kinds), "elements": dtypes.total(), "dtypes": dict(dtypes), "norm": norm}
+            totals[name]["not_finite"] = sum(kind.not_finite for kind in kinds)
+        return totals
 
     def settings(self) -> dict[str, Any]:
         """The settings of the run that differ from the defaults: dotted key -> value."""

@@ -11,7 +11,7 @@ from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.grown_weights import GrownWeights
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.checkpoint.reader import Checkpoint, Run
+from pipeline.checkpoint.reader import Checkpoint, WantedRun
 from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
 from pipeline.parallel.mesh import on_rank_0
 
@@ -35,13 +35,13 @@ def load(checkpoint: Checkpoint | MergedWeights | GrownWeights, fragments: list[
         DamagedCheckpointError: on every rank, with the violations of all ranks: a file is missing or corrupt, a weight is missing or has
             another shape.
     """
-    own: tuple[Violation, ...] = ()
+    local: tuple[Violation, ...] = ()
     try:
-        checkpoint.read([Run.of(fragment) for fragment in fragments])
+        checkpoint.read([WantedRun.of(fragment) for fragment in fragments])
     except UserError as error:
-        own = error.violations
+        local = error.violations
     answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
+    dist.all_gather_object(answers, local)
     violations = list(dict.fromkeys(violation for answer in answers for violation in answer))
     if violations:
         raise DamagedCheckpointError(violations)

@@ -129,8 +129,8 @@ def check_base(adapter: Adapter, weights: Weights, config: ModelConfig, key: str
     violations = []
     for layer, factors in adapter.layers.items():
         shape = (*factors.b.shape[:-1], factors.a.shape[-1])
-        own = next((name for name in (f"{layer}.weight", layer) if name in names), None)
-        ours = None if own is None else tuple(weights.shape(own))
+        base_name = next((name for name in (f"{layer}.weight", layer) if name in names), None)
+        ours = None if base_name is None else tuple(weights.shape(base_name))
         if shape != ours:
             rule = f"adapts {layer} of shape {list(shape)}; that of the model is {'missing' if ours is None else list(ours)}"
             violations.append(Violation(key, adapter.path, rule, fix))

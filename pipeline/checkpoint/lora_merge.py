@@ -14,7 +14,7 @@ from pipeline.checkpoint import peft_format
 from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, check_base, lora_of, saved_weights
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import read_peft
-from pipeline.checkpoint.reader import Checkpoint, Run, settings_of_weights, with_weights
+from pipeline.checkpoint.reader import Checkpoint, WantedRun, settings_of_weights, with_weights
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_folder, digest
 from pipeline.common.errors import UserError, collect_errors
@@ -36,8 +36,8 @@ class MergedWeights:
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter | None = None) -> None:
         self.checkpoint, self.path, self.config, self.step = checkpoint, checkpoint.path, checkpoint.config, checkpoint.step
         self.train_state = checkpoint.train_state
-        own = adapter_of(checkpoint)
-        self._adapters = [source.layers for source in (own, adapter) if source is not None]
+        stored = adapter_of(checkpoint)
+        self._adapters = [source.layers for source in (stored, adapter) if source is not None]
         self._saved = {} if adapter is None else adapter.saved
 
     def names(self) -> list[str]:
@@ -63,9 +63,9 @@ class MergedWeights:
         return self.checkpoint.has(name, kind)
 
     @torch.no_grad()
-    def read(self, runs: Iterable[Run]) -> None:
+    def read(self, runs: Iterable[WantedRun]) -> None:
         """As Checkpoint.read. A weight that an adapter changes is merged as a whole, one at a time."""
-        unchanged: list[Run] = []
+        unchanged: list[WantedRun] = []
         for run in runs:
             is_adapted = any(run.name.removesuffix(".weight") in layers for layers in self._adapters)
             if "weight" not in run.tensors or not (is_adapted or run.name in self._saved):

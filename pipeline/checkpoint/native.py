@@ -156,11 +156,11 @@ def new_index(state: TrainState, settings: dict[str, Any], data: str, world_size
 @cache
 def versions() -> dict[str, str]:
     """Versions of the packages that compute a checkpoint, and of this software; without those that are not installed."""
-    found = {}
+    installed = {}
     for package in ("torch", "deepspeed"):
         with suppress(PackageNotFoundError):
-            found[package] = version(package)
-    return found | {"commit": commit() or "unknown"}
+            installed[package] = version(package)
+    return installed | {"commit": commit() or "unknown"}
 
 
 def tensor_key(kind: str, name: str) -> str:

@@ -182,7 +182,7 @@ def overlap(
     dim = len(box) - 1  # along which a stretch extends; all dims after it are covered in both boxes
     while dim > 0 and box[dim] == common[dim] == other_box[dim]:
         dim -= 1
-    begin, other_begin = (_offsets(common, of, dim) - start for of, (start, _) in ((box, run), (other_box, other_run)))
+    begin, other_begin = (_offsets(common, side, dim) - start for side, (start, _) in ((box, run), (other_box, other_run)))
     size = (common[dim][1] - common[dim][0]) * prod(last - first for first, last in box[dim + 1 :])
     skipped = np.maximum(0, np.maximum(-begin, -other_begin))
     end = np.minimum(size, np.minimum(run[1] - begin, other_run[1] - other_begin))

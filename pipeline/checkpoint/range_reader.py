@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.checkpoint import native
-from pipeline.checkpoint.contents import Contents, Rows
+from pipeline.checkpoint.contents import Contents, PartRows
 from pipeline.checkpoint.data_reader import Counters, DataFiles
 from pipeline.checkpoint.native import REMEDY
 from pipeline.checkpoint.parts import ITEM_SIZE, NOT_STORED, Box, box_of, overlap, padded
-from pipeline.checkpoint.read_chunk import Bytes, Damage
+from pipeline.checkpoint.read_chunk import BadBytes, Bytes
 from pipeline.checkpoint.read_plan import FilePlan, Integers, ReadSource, plan
 from pipeline.common.errors import DamagedCheckpointError, Violation
 
@@ -63,7 +63,7 @@ class RangeReader:
     def __init__(self, folder: Path, contents: Contents) -> None:
         self.tensors, self.counters = contents.index.tensors, Counters()
         self._folder, self._kinds, self._names = folder, contents.index.kinds, [file.name for file in contents.index.files]
-        self._rows = Rows(folder, contents, self.counters)
+        self._rows = PartRows(folder, contents, self.counters)
         self._files = DataFiles(folder, contents.index.files, self.counters)
 
     def read(self, requests: Sequence[RangeRequest]) -> None:
@@ -118,31 +118,31 @@ class RangeReader:
         begin, end = stretches[:, 1], stretches[:, 1] + stretches[:, 2]
         expected = np.append(0, end)
         if wrong := np.flatnonzero(np.append(begin, count) != expected).tolist():
-            found, wanted = int(np.append(begin, count)[wrong[0]]), int(expected[wrong[0]])
-            reason = "are in no part" if found > wanted else "are in more than one part"
-            raise self._lost(request, min(found, wanted), max(found, wanted), reason)
+            actual, wanted = int(np.append(begin, count)[wrong[0]]), int(expected[wrong[0]])
+            reason = "are in no part" if actual > wanted else "are in more than one part"
+            raise self._lost(request, min(actual, wanted), max(actual, wanted), reason)
 
     def _lost(self, request: RangeRequest, first: int, last: int, reason: str) -> DamagedCheckpointError:
         """The error that elements of a request cannot be found."""
-        what = _text(request.name, request.box, request.start + first, request.start + last)
-        return DamagedCheckpointError([Violation("checkpoint", self._folder, f"{request.kind} of {what} {reason}", REMEDY)])
+        elements = _text(request.name, request.box, request.start + first, request.start + last)
+        return DamagedCheckpointError([Violation("checkpoint", self._folder, f"{request.kind} of {elements} {reason}", REMEDY)])
 
-    def _violations(self, damaged: list[Damage], requests: Sequence[RangeRequest], stored: list[np.void]) -> list[Violation]:
+    def _violations(self, damaged: list[BadBytes], requests: Sequence[RangeRequest], stored: list[np.void]) -> list[Violation]:
         """One violation for each damage, which names what is lost; a single one if the checkpoint is gone."""
         if not self._folder.is_dir():
             return list(native.unreadable(self._folder, self._folder, "").violations)
-        found = []
+        violations = []
         for damage in damaged:
             request, row = requests[damage.source.target], stored[damage.source.number]
             item = ITEM_SIZE[self.tensors[request.name].dtypes[request.kind]]
             first, last = (int(row["start"]) + byte // item for byte in (damage.first, damage.last + item - 1))
-            what = _text(request.name, box_of(row, len(request.box)), first, last)
-            rule = f"{damage.reason}: {request.kind} of {what}"
-            found.append(Violation("checkpoint", self._folder / self._names[damage.source.file], rule, REMEDY))
-        found = list(dict.fromkeys(found))
-        if (more := len(found) - _NAMED) > 0:
-            found[_NAMED:] = [Violation("checkpoint", self._folder, f"{more} more ranges of elements cannot be read", REMEDY)]
-        return found
+            elements = _text(request.name, box_of(row, len(request.box)), first, last)
+            rule = f"{damage.reason}: {request.kind} of {elements}"
+            violations.append(Violation("checkpoint", self._folder / self._names[damage.source.file], rule, REMEDY))
+        violations = list(dict.fromkeys(violations))
+        if (more := len(violations) - _NAMED) > 0:
+            violations[_NAMED:] = [Violation("checkpoint", self._folder, f"{more} more ranges of elements cannot be read", REMEDY)]
+        return violations
 
 
 def _text(name: str, box: Box, first: int, last: int) -> str:
@@ -172,8 +172,8 @@ def _parts(rows: np.ndarray, box: Box, start: int, count: int) -> Iterator[_Part
 def _position(corner: Integers, start: Integers, stop: Integers) -> Integers:
     """The positions of elements in flattened boxes of three dims."""
     sizes, offsets = stop - start, corner - start
-    found: Integers = (offsets[..., 0] * sizes[..., 1] + offsets[..., 1]) * sizes[..., 2] + offsets[..., 2]
-    return found
+    positions: Integers = (offsets[..., 0] * sizes[..., 1] + offsets[..., 1]) * sizes[..., 2] + offsets[..., 2]
+    return positions
 
 
 def _source(part: _Part, column: int, number: int, target: int, item: int, block: int) -> ReadSource:

@@ -18,7 +18,7 @@ Digests = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
-class Damage:
+class BadBytes:
     """Bytes of a source that are not as they were written.
 
     Attributes:
@@ -45,11 +45,11 @@ def positions(spans: Integers, starts: Integers) -> Integers:
 
 def whole(spans: Integers, pieces: Integers, first: int) -> Integers:
     """For each span, the piece that alone covers it, which is read into its place; -1 for none."""
-    own = pieces[:, 4] - first
+    owners = pieces[:, 4] - first
     whole = np.full(len(spans), -1)
-    covers = (pieces[:, 0] == spans[own, 0]) & (pieces[:, 1] == spans[own, 1] - spans[own, 0])
-    covers &= np.bincount(own, minlength=len(spans))[own] == 1
-    whole[own[covers]] = np.flatnonzero(covers)
+    covers = (pieces[:, 0] == spans[owners, 0]) & (pieces[:, 1] == spans[owners, 1] - spans[owners, 0])
+    covers &= np.bincount(owners, minlength=len(spans))[owners] == 1
+    whole[owners[covers]] = np.flatnonzero(covers)
     return whole
 
 
@@ -78,7 +78,7 @@ def vectors(spans: Integers, position: Integers, places: list[memoryview], scrat
     return vectors
 
 
-def verify(plan: FilePlan, first: int, last: int, places: list[memoryview], expected: Digests) -> list[Damage]:
+def verify(plan: FilePlan, first: int, last: int, places: list[memoryview], expected: Digests) -> list[BadBytes]:
     """Compare the blocks of spans `first : last` with their checksums; blocks of a span in a row that differ are one damage."""
     spans, (origin, block, _) = plan.spans[first:last], plan.blocks[first:last].T
     begin = (spans[:, 0] - origin) // block
@@ -88,12 +88,12 @@ def verify(plan: FilePlan, first: int, last: int, places: list[memoryview], expe
     number = begin[span] + np.arange(ends[-1]) - (ends - counts)[span]
     low = np.maximum(origin[span] + number * block[span], spans[span, 0])  # the first and the last block of a part may be shorter
     high = np.minimum(origin[span] + (number + 1) * block[span], spans[span, 1])
-    found = np.fromiter(_digests(places, (low - spans[span, 0]).tolist(), (high - spans[span, 0]).tolist(), counts.tolist()), np.uint64)
+    digests = np.fromiter(_digests(places, (low - spans[span, 0]).tolist(), (high - spans[span, 0]).tolist(), counts.tolist()), np.uint64)
     damaged = []
-    bad = np.flatnonzero(found != expected)
+    bad = np.flatnonzero(digests != expected)
     for run in np.split(bad, np.flatnonzero((np.diff(bad) > 1) | (np.diff(span[bad]) > 0)) + 1) if len(bad) else ():
         source = plan.sources[int(spans[span[run[0]], 2])]
-        damaged.append(Damage(source, int(low[run[0]]) - source.offset, int(high[run[-1]]) - source.offset, "differs from its checksum"))
+        damaged.append(BadBytes(source, int(low[run[0]]) - source.offset, int(high[run[-1]]) - source.offset, "differs from its checksum"))
     return damaged
 
 

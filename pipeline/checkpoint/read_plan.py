@@ -105,12 +105,12 @@ def plan(sources: Sequence[ReadSource]) -> list[FilePlan]:
     spans = {file: _spans(members) for file, members in sorted(by_file.items())}
     gaps = _read_gaps(list(spans.values()), wanted=sum(int(source.stretches[:, 2].sum()) for source in sources))
     plans = []
-    for (file, found), joined in zip(spans.items(), gaps, strict=True):
-        chunks = _chunks(found)
+    for (file, file_spans), joined in zip(spans.items(), gaps, strict=True):
+        chunks = _chunks(file_spans)
         joined[chunks[:-1]] = False
         members = by_file[file]
-        blocks = np.array([(source.offset - source.before, source.block, source.digest) for source in members])[found[:, 2]]
-        plans.append(FilePlan(file, found, blocks, joined, chunks, _pieces(members, found), members))
+        blocks = np.array([(source.offset - source.before, source.block, source.digest) for source in members])[file_spans[:, 2]]
+        plans.append(FilePlan(file, file_spans, blocks, joined, chunks, _pieces(members, file_spans), members))
     return plans
 
 
@@ -151,14 +151,14 @@ def _read_gaps(spans: list[Integers], wanted: int) -> list[npt.NDArray[np.bool_]
     """For each file and span, whether the gap before the span is read: the smallest gaps, as far as the limit allows."""
     if not spans:
         return []
-    gaps = [np.concatenate([[GAP + 1], found[1:, 0] - found[:-1, 1]]) for found in spans]
+    gaps = [np.concatenate([[GAP + 1], of_file[1:, 0] - of_file[:-1, 1]]) for of_file in spans]
     together = np.concatenate(gaps)
-    allowed = LIMIT * wanted - sum(int((found[:, 1] - found[:, 0]).sum()) for found in spans)
+    allowed = LIMIT * wanted - sum(int((of_file[:, 1] - of_file[:, 0]).sum()) for of_file in spans)
     order = np.argsort(together, kind="stable")
     small = np.zeros(len(together), np.bool_)
     small[order] = (np.cumsum(together[order]) <= allowed) & (together[order] <= GAP)
     small |= together == 0
-    return np.split(small, np.cumsum([len(found) for found in spans])[:-1])
+    return np.split(small, np.cumsum([len(of_file) for of_file in spans])[:-1])
 
 
 def _chunks(spans: Integers) -> Integers:

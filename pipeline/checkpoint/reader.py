@@ -18,7 +18,7 @@ from pipeline.checkpoint.range_reader import RangeReader, RangeRequest
 from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
 from pipeline.layers.nf4 import NF4Weight
 
-__all__ = ["Checkpoint", "Run", "find"]
+__all__ = ["Checkpoint", "WantedRun", "find"]
 
 #: PyTorch's dtype of the name of a dtype in safetensors.
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -27,7 +27,7 @@ _STAGED_RUN, _STAGED = 64 << 20, 256 << 20
 
 
 @dataclass(frozen=True)
-class Run:
+class WantedRun:
     """Elements of a weight that are wanted.
 
     Attributes:
@@ -45,7 +45,7 @@ class Run:
     tensors: dict[str, Tensor | NF4Weight]
 
     @classmethod
-    def of(cls, fragment: Fragment) -> Run:
+    def of(cls, fragment: Fragment) -> WantedRun:
         """The elements of a fragment."""
         return cls(fragment.piece.name, fragment.piece.full_shape, fragment.piece.box, fragment.start, fragment.tensors)
 
@@ -106,7 +106,7 @@ class Checkpoint:
         """
         shape = self._shape(name)
         full = torch.empty(shape)
-        self.read([Run(name, shape, tuple((0, size) for size in shape), 0, {kind: full.view(-1)})])
+        self.read([WantedRun(name, shape, tuple((0, size) for size in shape), 0, {kind: full.view(-1)})])
         return full
 
     def has(self, name: str, kind: str) -> bool:
@@ -127,11 +127,11 @@ class Checkpoint:
         """
         shape = self._shape(name)
         values = torch.empty(run[1], dtype=DTYPES[self._reader.tensors[name].dtypes.get(kind, "F32")])
-        self.read([Run(name, shape, box, run[0], {kind: values})])
+        self.read([WantedRun(name, shape, box, run[0], {kind: values})])
         return values
 
     @torch.no_grad()
-    def read(self, runs: Iterable[Run]) -> None:
+    def read(self, runs: Iterable[WantedRun]) -> None:
         """Read elements of weights into tensors, in place. Memory holds no more than 0.3 GB beside them.
 
         Raises:
@@ -172,7 +172,7 @@ class Checkpoint:
     def _missing(self, name: str) -> Violation:
         return Violation("checkpoint", self.path, f"does not contain the weight {name}", REMEDY)
 
-    def _check_shapes(self, runs: list[Run]) -> None:
+    def _check_shapes(self, runs: list[WantedRun]) -> None:
         """Refuse weights that the checkpoint does not have, or has with another shape."""
         violations = []
         for run in runs:
@@ -214,9 +214,9 @@ class AveragedCheckpoint(Checkpoint):
             rule = f"requires averaged weights, and {self.path} has none: its run had no training.ema"
             raise UserError.of("stage.weights", EMA, rule, "set stage.weights=trained, or train with training.ema=0.999")
 
-    def read(self, runs: Iterable[Run]) -> None:
+    def read(self, runs: Iterable[WantedRun]) -> None:
         """See Checkpoint."""
-        mapped: list[Run] = []
+        mapped: list[WantedRun] = []
         for run in runs:
             averaged = self.has(run.name, EMA)
             if averaged and "weight" in run.tensors:

@@ -138,10 +138,10 @@ def _entry(name: str, tensor: dict[str, Any], rows: np.ndarray, span: tuple[int,
     Raises:
         ValueError: its parts do not hold every element once.
     """
-    own, shape = rows[slice(*span)], tuple(tensor["shape"])
-    if (count := int(own["count"].sum())) != prod(shape):
+    parts, shape = rows[slice(*span)], tuple(tensor["shape"])
+    if (count := int(parts["count"].sum())) != prod(shape):
         raise ValueError(f"{name}: its parts have {count} of {prod(shape)} elements")
     columns = [(kind, column) for column, kind in enumerate(kinds) if kind in tensor["dtypes"]]
-    digests = {kind: f"{digest_of(own['xxh3'][:, column]):016x}" for kind, column in columns}
+    digests = {kind: f"{digest_of(parts['xxh3'][:, column]):016x}" for kind, column in columns}
     dtypes = {kind: tensor["dtypes"][kind] for kind, _ in columns}
-    return TensorEntry(shape, dtypes, tensor["block_bytes"], span, xxhash.xxh3_64_hexdigest(own.tobytes()), digests)
+    return TensorEntry(shape, dtypes, tensor["block_bytes"], span, xxhash.xxh3_64_hexdigest(parts.tobytes()), digests)

@@ -32,7 +32,7 @@ class SaveRequest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SaveOutcome:
     """How a save has ended, as far as this rank knows.
 
     Attributes:
@@ -72,7 +72,7 @@ class Saver(ABC):
         """Wait until the weights may change. Called before every update of the optimizer."""
 
     @abstractmethod
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """The outcomes that are known by now and were not returned yet: of rank 0 of every save, of other ranks of those that failed."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class SyncSaver(Saver):
 
     def __init__(self, run_dir: Path, files: str) -> None:
         self._run_dir, self._files = run_dir, files
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
 
     def begin(self, request: SaveRequest) -> None:
         """See Saver.
@@ -126,9 +126,9 @@ class SyncSaver(Saver):
         except NotFiniteWeightsError:
             raise
         except UserError as error:
-            self._outcomes.append(Outcome(request.step, reason=error.violations[0].rule))
+            self._outcomes.append(SaveOutcome(request.step, reason=error.violations[0].rule))
         else:
-            self._outcomes.append(Outcome(request.step, folder=folder))
+            self._outcomes.append(SaveOutcome(request.step, folder=folder))
 
     def holds_weights(self) -> bool:
         """See Saver."""
@@ -137,7 +137,7 @@ class SyncSaver(Saver):
     def before_update(self) -> None:
         """See Saver."""
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """See Saver."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes

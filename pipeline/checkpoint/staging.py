@@ -177,8 +177,8 @@ class Staging:
         if self._stream is None:
             return [word_sum(_bytes(live), size) for live, size in words]
         # What is in host memory (parallel.offload) is summed there.
-        found = [live.view(_WORDS[size]).sum(dtype=torch.int32).to(self._device, non_blocking=True) for live, size in words]
-        sums = torch.stack(found) if found else torch.zeros(0, dtype=torch.int32)
+        part_sums = [live.view(_WORDS[size]).sum(dtype=torch.int32).to(self._device, non_blocking=True) for live, size in words]
+        sums = torch.stack(part_sums) if part_sums else torch.zeros(0, dtype=torch.int32)
         return sums.to("cpu", non_blocking=True)
 
     def _copy(self, snapshot: Snapshot) -> None:

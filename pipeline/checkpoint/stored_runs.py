@@ -168,7 +168,7 @@ def values(path: Path, run: StoredRun) -> Iterator[npt.NDArray[Any]]:
         handle.seek(run.offset)
         for first in range(0, run.count, _CHUNK):
             wanted = min(_CHUNK, run.count - first)
-            found = np.fromfile(handle, _NUMPY[run.dtype], wanted)
-            if len(found) != wanted:
+            elements = np.fromfile(handle, _NUMPY[run.dtype], wanted)
+            if len(elements) != wanted:
                 raise ValueError(f"{path.name}: it ends within {run.kind} of {run.name}")
-            yield (found.astype("<u4") << 16).view("<f4") if run.dtype == "BF16" else found
+            yield (elements.astype("<u4") << 16).view("<f4") if run.dtype == "BF16" else elements

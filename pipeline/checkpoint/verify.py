@@ -69,9 +69,9 @@ def check_sizes(folder: Path, index: Index) -> None:
     """
     expected = {file.name: file.bytes for file in index.files} | ({} if index.parts is None else {native.PARTS: index.parts.bytes})
     wrong = [
-        (name, "is missing" if found is None else f"has {found:,} bytes, expected {size:,}")
+        (name, "is missing" if actual is None else f"has {actual:,} bytes, expected {size:,}")
         for name, size in expected.items()
-        if (found := atomic_files.size_of(folder / name)) != size
+        if (actual := atomic_files.size_of(folder / name)) != size
     ]
     if wrong:
         name, rule = wrong[0]
@@ -88,14 +88,14 @@ def lost(run_dir: Path) -> list[Path]:
 def pending(run_dir: Path) -> list[str]:
     """The saves of a run that have not been finished, one line each."""
     known = catalog.read(run_dir).pending
-    found = []
+    lines = []
     for folder in sorted((run_dir / "checkpoints").glob(".step-*.partial")):
         records, failures = (len(list(folder.glob(f"{name}-*.json"))) for name in ("record", "failed"))
         of_all = f" of {known.writers} records, since {known.started}" if known and known.folder == folder.name else " records"
-        found.append(f"{folder.name}: {records}{of_all}" + (f", {failures} writers failed" if failures else ""))
+        lines.append(f"{folder.name}: {records}{of_all}" + (f", {failures} writers failed" if failures else ""))
     if known and not (run_dir / "checkpoints" / known.folder).is_dir():
-        found.append(f"{known.folder}: since {known.started}; its folder does not exist")
-    return found
+        lines.append(f"{known.folder}: since {known.started}; its folder does not exist")
+    return lines
 
 
 def _format_1(folder: Path, index: Index, progress: Progress) -> Iterator[Damage]:
@@ -123,13 +123,13 @@ def _format_2(folder: Path, index: Index, progress: Progress) -> Iterator[Damage
     parts_are_right = True
     for name, entry in index.tensors.items():
         try:
-            own = list(stored_runs.runs_of_tensor(folder, index, name))
+            stored = list(stored_runs.runs_of_tensor(folder, index, name))
         except (OSError, ValueError) as error:
             parts_are_right = False
             yield from (Damage(native.PARTS, f"where they are stored is unknown: {error}", name, k, "all elements") for k in entry.dtypes)
             continue
-        runs += own
-        yield from (damage for kind in entry.dtypes if (damage := _tensor(name, kind, entry, [run for run in own if run.kind == kind])))
+        runs += stored
+        yield from (damage for kind in entry.dtypes if (damage := _tensor(name, kind, entry, [run for run in stored if run.kind == kind])))
     if parts_are_right and index.parts is not None:
         content = (folder / native.PARTS).read_bytes()
         if (len(content), xxhash.xxh3_64_hexdigest(content)) != (index.parts.bytes, index.parts.xxh3):
@@ -170,9 +170,9 @@ def damages(
         return list(_file(folder / pair[0].name, pair[0], tensors, sorted(pair[1], key=lambda run: run.block)))
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        for file, found in zip(files, pool.map(of_file, zip(files, by_file, strict=True)), strict=True):
+        for file, damaged in zip(files, pool.map(of_file, zip(files, by_file, strict=True)), strict=True):
             progress(atomic_files.size_of(folder / file.name) or 0)
-            yield from found
+            yield from damaged
 
 
 def _file(path: Path, file: FileEntry, tensors: Mapping[str, TensorEntry], runs: Sequence[StoredRun]) -> Iterator[Damage]:
@@ -216,10 +216,10 @@ def _check_header(path: Path, runs: Sequence[StoredRun]) -> None:
 def _run(handle: int, file: FileEntry, run: StoredRun, block_bytes: int, table: npt.NDArray[np.uint64] | None) -> Iterator[Damage]:
     """Verify the blocks of a run, or the run as a whole if the block digests are not known."""
     before = run.start * run.item_size % block_bytes
-    found = read_digests(handle, run.offset, run.bytes, block_bytes, before)
-    if digest_of(found) == run.xxh3:
+    digests = read_digests(handle, run.offset, run.bytes, block_bytes, before)
+    if digest_of(digests) == run.xxh3:
         return
-    changed = np.zeros(0, np.int64) if table is None else np.flatnonzero(found != table[run.block : run.block + len(found)])
+    changed = np.zeros(0, np.int64) if table is None else np.flatnonzero(digests != table[run.block : run.block + len(digests)])
     for first, last in _series(changed):
         begin, end = ((number * block_bytes - before) // run.item_size for number in (first, last))
         yield _damage(file, "other bytes than were saved", run, max(begin, 0), min(end, run.count))
@@ -227,9 +227,9 @@ def _run(handle: int, file: FileEntry, run: StoredRun, block_bytes: int, table: 
         yield _damage(file, "other bytes than were saved", run)
 
 
-def _damage(file: FileEntry, what: str, run: StoredRun, first: int = 0, last: int | None = None) -> Damage:
+def _damage(file: FileEntry, problem: str, run: StoredRun, first: int = 0, last: int | None = None) -> Damage:
     """Damage of elements `first : last` of a run, or of all of them."""
-    return Damage(file.name, what, run.name, run.kind, run.where(first, run.count if last is None else last))
+    return Damage(file.name, problem, run.name, run.kind, run.where(first, run.count if last is None else last))
 
 
 def _series(numbers: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:

@@ -47,7 +47,7 @@ class Rank:
             self.connection.send(message)
 
 
-class Node:
+class WriterState:
     """What the threads of the process share."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class Node:
         return member.patience if self._ended is None else min(member.patience, _LINGER)
 
 
-def serve(node: Node, connection: Connection) -> None:
+def serve(node: WriterState, connection: Connection) -> None:
     """Serve a rank until it ends. A thread."""
     rank = None
     try:
@@ -247,7 +247,7 @@ def main(listener_file: int, connection_file: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    node, threads = Node(), []
+    node, threads = WriterState(), []
 
     def start(connection: Connection) -> None:
         threads.append(threading.Thread(target=serve, args=(node, connection)))

@@ -259,6 +259,6 @@ class WriterConnection:
                     raise WriterEndedError("the writer process is not there") from None
                 time.sleep(0.05)
 
-    def _why(self, what: str) -> str:
+    def _why(self, event: str) -> str:
         """What happened to the writer, with the end of its process on the rank that has started it."""
-        return what if self._process is None else f"{what} ({self._process.reason()})".strip()
+        return event if self._process is None else f"{event} ({self._process.reason()})".strip()

@@ -111,9 +111,9 @@ def report_disk_full(folder: Path, key: str = "output folder", then: str = "comp
     try:
         yield
     except Exception as error:
-        if isinstance(error, UserError) or (found := _unwritable(error)) is None:
+        if isinstance(error, UserError) or (unwritable := _unwritable(error)) is None:
             raise
-        cause, reason = found
+        cause, reason = unwritable
         if isinstance(cause.filename, str) and not Path(cause.filename).resolve().is_relative_to(folder.resolve().parent):
             folder = Path(cause.filename).parent
         raise UserError.of(key, folder, f"cannot be written: {reason}", advice(os.strerror(cause.errno or 0), then)) from error
@@ -138,8 +138,8 @@ def _unwritable(error: BaseException) -> tuple[OSError, str] | None:
         if isinstance(cause, OutputError) or (isinstance(cause, OSError) and cause.errno in _UNWRITABLE):
             return cause, cause.strerror or str(cause)
         # safetensors and other packages in Rust raise errors of their own
-        if (found := re.search(r"\(os error (\d+)\)", str(cause))) and int(found[1]) in _UNWRITABLE:
-            return OSError(int(found[1]), ""), os.strerror(int(found[1]))
+        if (match := re.search(r"\(os error (\d+)\)", str(cause))) and int(match[1]) in _UNWRITABLE:
+            return OSError(int(match[1]), ""), os.strerror(int(match[1]))
         # numpy.ndarray.tofile, for GGUF
         if getattr(cause, "errno", None) is None and re.search(r"\d+ requested and \d+ written", str(cause)):
             return OSError(errno.ENOSPC, ""), f"only a part of the data was written ({cause})"

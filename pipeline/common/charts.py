@@ -125,9 +125,9 @@ def chart(
         markers: (x, text) of events, such as restarts; those outside of the points are left out.
         names: of the places 0, 1, 2 ... on the horizontal axis, for settings, which need not be numbers.
     """
-    shown = [(one, thinned(one.points)) for one in series]
+    shown = [(s, thinned(s.points)) for s in series]
     points = [point for _, some in shown for point in some]
-    ends = [value + sign * one.errors.get(step, 0.0) for one, some in shown for step, value in some for sign in (-1, 1)]
+    ends = [value + sign * s.errors.get(step, 0.0) for s, some in shown for step, value in some for sign in (-1, 1)]
     x_ticks, y_ticks = ticks([x for x, _ in points], whole=True), ticks(ends)
     low, high, first, last = y_ticks[0], y_ticks[-1], min(x for x, _ in points), max(x for x, _ in points)
 
@@ -142,12 +142,12 @@ def chart(
         return names[int(x)] if names else f"{x:,g}"
 
     lines = []
-    for (one, some), color in zip(shown, COLORS, strict=False):
+    for (s, some), color in zip(shown, COLORS, strict=False):
         path = " ".join(f"{across_at(x)},{up_at(y)}" for x, y in some)
-        marks = [(across_at(x), up_at(y), f"{one.name} {across} {name_of(x)}: {y:.6g}{_error(one.errors.get(x))}".strip()) for x, y in some]
-        bars = [(across_at(x), up_at(y - one.errors[x]), up_at(y + one.errors[x])) for x, y in some if one.errors.get(x)]
+        marks = [(across_at(x), up_at(y), f"{s.name} {across} {name_of(x)}: {y:.6g}{_error(s.errors.get(x))}".strip()) for x, y in some]
+        bars = [(across_at(x), up_at(y - s.errors[x]), up_at(y + s.errors[x])) for x, y in some if s.errors.get(x)]
         lines.append(Line(color, path, marks if len(some) <= _MARKED else [], bars))
-    legend = [(line.color, one.name) for line, one in zip(lines, series, strict=True) if one.name and one.points]
+    legend = [(line.color, s.name) for line, s in zip(lines, series, strict=True) if s.name and s.points]
     numbers = zip(x_ticks, labels(x_ticks), strict=True)
     x_labels = [(across_at(x), label) for x, label in (enumerate(names) if names else numbers) if first <= x <= last]
     y_labels = [(up_at(y), label) for y, label in zip(y_ticks, labels(y_ticks), strict=True)]

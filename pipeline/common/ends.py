@@ -96,9 +96,9 @@ def record(code: int, reason: str, *, where: str = "", final: bool = False, rank
     if not folder:
         return None
     kinds = (("start", _START_TEXTS), ("hardware", _HARDWARE_TEXTS), ("silent", NO_ANSWER))
-    found = {name: _names(reason, texts) for name, texts in kinds}
+    causes = {name: _names(reason, texts) for name, texts in kinds}
     here = _rank()
-    end = End(here if rank is None else rank, host or host_name(), time.time(), code, reason, where, _follows(reason), final, **found)
+    end = End(here if rank is None else rank, host or host_name(), time.time(), code, reason, where, _follows(reason), final, **causes)
     text = json.dumps(asdict(end))
     try:
         if here == 0:

@@ -30,9 +30,9 @@ def commit() -> str | None:
 def git(*words: str) -> bytes | None:
     """Return the output of a git command in the repository of this package; None if it fails, which is logged."""
     root = PACKAGE.parent
-    own = ("-c", f"safe.directory={root}")  # git refuses the clone of another user, whose code runs here all the same
+    options = ("-c", f"safe.directory={root}")  # git refuses the clone of another user, whose code runs here all the same
     try:
-        return subprocess.run(["git", "-C", str(root), *own, *words], capture_output=True, check=True, timeout=60).stdout
+        return subprocess.run(["git", "-C", str(root), *options, *words], capture_output=True, check=True, timeout=60).stdout
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else b""
         reason = " ".join(said.decode(errors="replace").split()) or error

@@ -15,18 +15,18 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the time that any of the intervals covers, as ascending intervals that do not overlap."""
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the time that intervals cover and others do not; both as `union` returns them."""
-    found: list[Interval] = []
+    remaining: list[Interval] = []
     place = 0
     for begin, end in intervals:
         while place < len(others) and others[place][1] <= begin:
@@ -34,12 +34,12 @@ def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[I
         other = place
         while other < len(others) and others[other][0] < end:
             if others[other][0] > begin:
-                found.append((begin, others[other][0]))
+                remaining.append((begin, others[other][0]))
             begin = max(begin, others[other][1])
             other += 1
         if begin < end:
-            found.append((begin, end))
-    return found
+            remaining.append((begin, end))
+    return remaining
 
 
 def common(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:

@@ -25,8 +25,8 @@ def parse(line: bytes) -> Any:
         raise BadLine("is not usable JSON: its objects are nested too deeply") from None
     if b"\\u" in line:  # valid UTF-8 contains surrogates as escapes only
         for text in _texts(content):
-            if found := next((character for character in text if "\ud800" <= character <= "\udfff"), None):
-                raise BadLine(f"has the character \\u{ord(found):04x}, half of a surrogate pair")
+            if surrogate := next((character for character in text if "\ud800" <= character <= "\udfff"), None):
+                raise BadLine(f"has the character \\u{ord(surrogate):04x}, half of a surrogate pair")
     return content
 
 

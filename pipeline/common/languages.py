@@ -246,19 +246,19 @@ def label(code: str) -> str | None:
     language, script, region = parsed[1].lower(), (parsed[2] or "").capitalize(), (parsed[3] or "").upper()
     if language in ("un", "und", "xx"):
         return _undetermined(script)
-    found = _LABELS.get(language)
-    if found == "zh" and (script == "Hant" or (not script and region in _TRADITIONAL)):
+    base = _LABELS.get(language)
+    if base == "zh" and (script == "Hant" or (not script and region in _TRADITIONAL)):
         return "zh-Hant"
-    if found is None or (script and script not in _SCRIPTS[found] and (found, script) != ("zh", "Hani")):
+    if base is None or (script and script not in _SCRIPTS[base] and (base, script) != ("zh", "Hani")):
         return None
-    return found
+    return base
 
 
 def _undetermined(script: str) -> str | None:
     """The label of a text in a script: that of the only language in this script, or that of the script."""
     if not script:
         return UNKNOWN
-    written = [found for found, scripts in _SCRIPTS.items() if script in scripts]
+    written = [label for label, scripts in _SCRIPTS.items() if script in scripts]
     if len(written) == 1:
         return written[0]
     return f"{UNKNOWN}-{script}" if script in SCRIPTS.split() else None
@@ -276,21 +276,21 @@ def covered(code: str) -> tuple[str, ...]:
     Returns:
         Nothing if the detector does not know the code, or cannot distinguish what it names: it labels every script of Serbian sr.
     """
-    found, parsed = label(code), _CODE.fullmatch(code)
+    base, parsed = label(code), _CODE.fullmatch(code)
     if code.lower() in _MACROLANGUAGES:
         return _MACROLANGUAGES[code.lower()]
-    if found is None or parsed is None:
+    if base is None or parsed is None:
         return ()
     script, region = (parsed[2] or "").capitalize(), parsed[3]
-    if found == "zh" and (script == "Hani" or not (script or region)):
+    if base == "zh" and (script == "Hani" or not (script or region)):
         return _CHINESE
-    return () if script and len(_SCRIPTS.get(found, ())) > 1 and found not in ("ja", "ko") else (found,)
+    return () if script and len(_SCRIPTS.get(base, ())) > 1 and base not in ("ja", "ko") else (base,)
 
 
 def by_label(values: Mapping[str, T], covered: Callable[[str], tuple[str, ...]] = covered) -> dict[str, T]:
     """Values by code -> values by label. The value of a code that covers fewer labels takes precedence: zh-Hant over zh."""
     broad_first = sorted(values, key=lambda code: -len(covered(code)))
-    return {found: values[code] for code in broad_first for found in covered(code) or (code,)}
+    return {label: values[code] for code in broad_first for label in covered(code) or (code,)}
 
 
 def nearest(code: str) -> str:
@@ -299,6 +299,6 @@ def nearest(code: str) -> str:
     language = re.split(r"[-_.@ ]", wanted)[0]
     names = {name.lower(): known for name, known in _NAMES.items()}
     close = difflib.get_close_matches(wanted, [*names, *_LABELS], n=1, cutoff=0.5)
-    found = _MEANT.get(wanted) or _LABELS.get(language) or _MEANT.get(language) or ""
-    found = found or names.get(close[0] if close else "") or _LABELS.get(close[0] if close else "", "en")
-    return f"{found} ({next(name for name, known in _NAMES.items() if known == found)})"
+    best = _MEANT.get(wanted) or _LABELS.get(language) or _MEANT.get(language) or ""
+    best = best or names.get(close[0] if close else "") or _LABELS.get(close[0] if close else "", "en")
+    return f"{best} ({next(name for name, known in _NAMES.items() if known == best)})"

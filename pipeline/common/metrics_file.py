@@ -43,12 +43,12 @@ def columns(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
 
     The scores of a corpus have its name before that of the score, as in the table of an evaluation: "de validation_loss".
     """
-    found: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for line in lines:
         corpora = line.get("corpora") or {}
         parts = {"": line, **{f"{name} ": scores for name, scores in corpora.items()}}
         for prefix, values in parts.items():
             for name, value in values.items():
                 if name != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-                    found.setdefault(f"{prefix}{name}", []).append((line["step"], float(value)))
-    return found
+                    points.setdefault(f"{prefix}{name}", []).append((line["step"], float(value)))
+    return points

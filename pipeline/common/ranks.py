@@ -128,13 +128,13 @@ def _refuse_leftovers(environment: Mapping[str, str], here: Ranks) -> None:
         UserError: they contradict the variables of srun.
     """
     expected = {"RANK": here.rank, "WORLD_SIZE": here.world_size}
-    found = {name: environment[name] for name in expected if environment.get(name, str(expected[name])) != str(expected[name])}
-    if found:
+    conflicts = {name: environment[name] for name in expected if environment.get(name, str(expected[name])) != str(expected[name])}
+    if conflicts:
         fix = f"unset {' '.join(sorted(TORCHRUN))} before sbatch or srun; Slurm passes the variables of the submitting shell on"
         raise UserError(
             [
                 Violation(name, value, f"contradicts srun, which started rank {here.rank} of {here.world_size}", fix)
-                for name, value in found.items()
+                for name, value in conflicts.items()
             ]
         )
 
@@ -217,13 +217,13 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
 
 def _numbers(environment: Mapping[str, str], required: set[str], optional: dict[str, int]) -> dict[str, int]:
     """Parse variables as integers >= 0. Raises a UserError with all variables that are missing or not an integer."""
-    found = {name: environment.get(name) for name in sorted(required)} | {n: environment.get(n, str(v)) for n, v in optional.items()}
-    invalid = {name: value for name, value in found.items() if value is None or not re.fullmatch(r"\d+", value, re.ASCII)}
+    values = {name: environment.get(name) for name in sorted(required)} | {n: environment.get(n, str(v)) for n, v in optional.items()}
+    invalid = {name: value for name, value in values.items() if value is None or not re.fullmatch(r"\d+", value, re.ASCII)}
     if invalid:
         raise UserError(
             [Violation(name, "" if value is None else value, "must be an integer >= 0", _NEW_SHELL) for name, value in invalid.items()]
         )
-    return {name: int(value) for name, value in found.items() if value is not None}
+    return {name: int(value) for name, value in values.items() if value is not None}
 
 
 def _checked(ranks: Ranks) -> Ranks:
@@ -281,9 +281,9 @@ def is_slurm_limit(time: str) -> bool:
 
 def slurm_seconds(time: str) -> float:
     """Return a time of Slurm in seconds: minutes, minutes:seconds, hours:minutes:seconds, days-hours[:minutes[:seconds]], or UNLIMITED."""
-    if (found := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)) is None:
+    if (match := re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", time)) is None:
         return math.inf
-    days, first, second, third = (int(part or 0) for part in found.groups())
-    if found[1] or found[4]:  # the first number is hours
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] or match[4]:  # the first number is hours
         return ((days * 24 + first) * 60 + second) * 60 + third
     return first * 60 + second

@@ -91,11 +91,11 @@ def parse(arguments: Sequence[str]) -> Command:
     shows = bool(options.cfg or options.info or options.hydra_help)
     missing = [] if shows else list(_missing_stage(overrides, [CONF_DIR, *folders]))
     search = [f"hydra.searchpath=[{quoted(FILE + str(folder))}]" for folder in folders]
-    words = ["--multirun"] * options.multirun + ["--resolve"] * options.resolve
+    words = [f"--{name}" for name in ("multirun", "resolve") if getattr(options, name)]
     words += [f"--{name}={value}" for name in ("cfg", "package", "info") if (value := getattr(options, name)) is not None]
     return Command(
         [*search, *(override for override in overrides if not violations[override])],
-        [*(violation for found in violations.values() for violation in found), *refused_settings, *missing],
+        [*(violation for of_override in violations.values() for violation in of_override), *refused_settings, *missing],
         words,
         is_sweep,
         shows,
@@ -186,9 +186,9 @@ def _entries(overrides: Sequence[str]) -> Iterator[str]:
     Hydra itself would add a plain dictionary, which has no schema. In a sweep it keeps one override of a key: the one that the user wrote.
     """
     for key in ENTRIES:
-        found = [match[1] for override in overrides if (match := re.match(rf"[+]*{re.escape(key)}\.([^.=]+)\.", override))]
-        if found and key not in map(key_of, overrides):
-            yield f"++{key}={{{','.join(f'{name}:{{}}' for name in dict.fromkeys(found))}}}"
+        names = [match[1] for override in overrides if (match := re.match(rf"[+]*{re.escape(key)}\.([^.=]+)\.", override))]
+        if names and key not in map(key_of, overrides):
+            yield f"++{key}={{{','.join(f'{name}:{{}}' for name in dict.fromkeys(names))}}}"
 
 
 def _options(options: Namespace) -> Iterator[Violation]:
@@ -227,8 +227,8 @@ def _violations(override: str, folders: Sequence[Path], *, is_sweep: bool) -> It
 def _removal(key: str) -> Iterator[Violation]:
     """Only names that a user defined may be removed (~data.blend.NAME)."""
     if not key.startswith(tuple(f"{named}." for named in NAMED)):
-        what = "a group" if key in GROUPS else "a key"
-        yield Violation("argument", f"~{key}", f"removes {what}, and each has a value", f"leave it out for the default, or set {key}=VALUE")
+        kind = "a group" if key in GROUPS else "a key"
+        yield Violation("argument", f"~{key}", f"removes {kind}, and each has a value", f"leave it out for the default, or set {key}=VALUE")
 
 
 def _group(key: str, value: str, folders: Sequence[Path], *, is_sweep: bool) -> Iterator[Violation]:

@@ -148,11 +148,11 @@ def job_arguments(arguments: Sequence[str], job: RunConfig, keys: Iterable[str])
         job: the configuration that the command line must compose.
         keys: what may differ between the job and the arguments, such as the layout that a search chose.
     """
-    own = [word for word in arguments if not re.match(r"[+~]*(stage|dry_run)[.=]", word)]
+    words = [word for word in arguments if not re.match(r"[+~]*(stage|dry_run)[.=]", word)]
     values = {key: functools.reduce(getattr, key.split("."), job) for key in keys}
-    composed = recompose([*own, f"stage={job.stage.name}"])
+    composed = recompose([*words, f"stage={job.stage.name}"])
     changed = {key: value for key, value in values.items() if functools.reduce(getattr, key.split("."), composed) != value}
-    return [*(word for word in own if key_of(word) not in changed), *(f"{key}={_written(value)}" for key, value in changed.items())]
+    return [*(word for word in words if key_of(word) not in changed), *(f"{key}={_written(value)}" for key, value in changed.items())]
 
 
 def recompose(arguments: Sequence[str]) -> RunConfig:

@@ -223,20 +223,17 @@ def filled(
 
 def _document(parallel: ParallelConfig, optimizer: OptimizerConfig, precision: PrecisionConfig) -> dict[str, Any]:
     """The configuration of a run without a file."""
-    found: dict[str, Any] = {
-        "gradient_clipping": optimizer.gradient_clipping,
-        "zero_optimization": {"stage": parallel.zero_stage},
-    }
+    config: dict[str, Any] = {"gradient_clipping": optimizer.gradient_clipping, "zero_optimization": {"stage": parallel.zero_stage}}
     if parallel.offload == "optimizer":
-        found["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     if precision.dtype == "fp16":
         power = int(precision.initial_loss_scale).bit_length() - 1
-        found["fp16"] = {"enabled": True, "initial_scale_power": power, "loss_scale_window": precision.loss_scale_window, "hysteresis": 1}
+        config["fp16"] = {"enabled": True, "initial_scale_power": power, "loss_scale_window": precision.loss_scale_window, "hysteresis": 1}
     elif precision.dtype == "bf16":
-        found["bf16"] = {"enabled": True}
+        config["bf16"] = {"enabled": True}
     if precision.dtype != "fp32":
-        found["data_types"] = {"grad_accum_dtype": "fp32"}  # as the engine of this program adds the gradients of micro-batches
-    return found
+        config["data_types"] = {"grad_accum_dtype": "fp32"}  # as the engine of this program adds the gradients of micro-batches
+    return config
 
 
 def _fill(node: dict[str, Any], ours: dict[str, Any]) -> None:

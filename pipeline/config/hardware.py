@@ -90,8 +90,8 @@ def load(name: str) -> Hardware:
     except OmegaConfBaseException as error:
         raise UserError.of(str(path), "?", str(error).splitlines()[0], "use the keys of pipeline/config/hardware.py") from error
     assert isinstance(hardware, Hardware)
-    if found := knobs.range_violations(hardware, f"{path}: "):
-        raise UserError(found)
+    if violations := knobs.range_violations(hardware, f"{path}: "):
+        raise UserError(violations)
     return hardware
 
 

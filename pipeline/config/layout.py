@@ -123,7 +123,7 @@ class Layout:
         axes = {axis: getattr(where, axis) for axis in sizes if axis != "expert" or not experts}
 
         def ranks(indices: Iterable[Iterable[int]]) -> tuple[int, ...]:
-            return tuple(self.rank(replace(where, **dict(zip(axes, each, strict=True)))) for each in product(*indices))
+            return tuple(self.rank(replace(where, **dict(zip(axes, index, strict=True)))) for index in product(*indices))
 
         shards = ranks(range(at - at % block[axis], at - at % block[axis] + block[axis]) for axis, at in axes.items())
         return shards, ranks(range(at % block[axis], sizes[axis], block[axis]) for axis, at in axes.items())
@@ -139,7 +139,7 @@ class Layout:
     def zero_text(self, stage: int) -> str:
         """Return the ZeRO stage, and the number of groups over which it shards if there are several."""
         _, groups = self.zero_sizes(experts=False)
-        return f"ZeRO {stage}" + f" in {groups} groups" * (groups > 1)
+        return f"ZeRO {stage} in {groups} groups" if groups > 1 else f"ZeRO {stage}"
 
     def zero_group_of(self, where: Coordinates) -> tuple[int, ...]:
         """Return the number of a rank's ZeRO group, along the data, expert and context axes."""
@@ -167,7 +167,7 @@ class Layout:
             return range(first, first + self.blocks[stage])
         base, remainder = divmod(layers, self.stage_count)
         first = stage * base + max(0, min(stage - 1, remainder))
-        return range(first, first + base + (1 <= stage <= remainder))
+        return range(first, first + base + (1 if 1 <= stage <= remainder else 0))
 
 
 def _zero_block(config: LayoutConfig, world_size: int) -> tuple[int, int, int] | None:
@@ -177,8 +177,8 @@ def _zero_block(config: LayoutConfig, world_size: int) -> tuple[int, int, int] |
         return None
     data = world_size // parallel.model_ranks
     ranks = zero_group.group_ranks(parallel, config.cluster.tasks_per_node, world_size)
-    found = zero_group.block(ranks, parallel, data) if ranks else None
-    return None if found == (data, parallel.expert, parallel.context) else found
+    block = zero_group.block(ranks, parallel, data) if ranks else None
+    return None if block == (data, parallel.expert, parallel.context) else block
 
 
 def reused_weights(model: Any, blocks: range, *, last: bool) -> str | None:
@@ -189,8 +189,8 @@ def reused_weights(model: Any, blocks: range, *, last: bool) -> str | None:
         blocks: of the stage.
         last: whether the stage has the head.
     """
-    found: str | None = model.reused_weights(blocks, last=last) if hasattr(model, "reused_weights") else None
-    return found
+    reused: str | None = model.reused_weights(blocks, last=last) if hasattr(model, "reused_weights") else None
+    return reused
 
 
 def stages_per_rank(parallel: ParallelConfig) -> int:

@@ -119,9 +119,9 @@ def unchanged(config: RunConfig, values: Mapping[str, Any]) -> Iterator[Violatio
     if not getattr(config.model, "experts", 0):
         return
     for key in MOE_KEYS:
-        own = functools.reduce(getattr, key.split("."), config)
-        if values.get(key, own) != own:
-            rule = f"changes the balance loss and dropped tokens of an MoE model, which has {key}={own} otherwise"
+        current = functools.reduce(getattr, key.split("."), config)
+        if values.get(key, current) != current:
+            rule = f"changes the balance loss and dropped tokens of an MoE model, which has {key}={current} otherwise"
             yield Violation("cluster.layouts", f"{key}={values[key]}", rule, f"leave {key} out of the layout")
 
 

@@ -37,7 +37,7 @@ class LoraConfig:
     def rank_of(self, layer: str) -> int:
         """Return the rank of the adapter of a linear layer, or of a matrix of routed experts; 0 for none."""
         of_experts = ".experts." in layer
-        if self.rank == 0 or not any(fnmatchcase(layer, each) and (not of_experts or "experts" in each) for each in self.targets):
+        if self.rank == 0 or not any(fnmatchcase(layer, target) and (not of_experts or "experts" in target) for target in self.targets):
             return 0
         return next((rank for pattern, rank in self.rank_pattern.items() if fnmatchcase(layer, pattern)), self.rank)
 

@@ -15,8 +15,8 @@ NAMES = ("balance_loss", "z_loss", "bias_update_speed", "mtp_loss")
 
 def defaults(model: Any) -> dict[str, float]:
     """Return the settings that a model has, with the defaults of its family; empty for most families."""
-    found: dict[str, float] = getattr(model, "loss_weights", {})
-    return found
+    weights: dict[str, float] = getattr(model, "loss_weights", {})
+    return weights
 
 
 def inherited(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,11 +32,11 @@ def inherited(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def at(model: Any, training: TrainingConfig, step: int) -> dict[str, float]:
     """Return the settings that the model has at a step (counted from 0)."""
-    found = {}
+    weights = {}
     for name, default in defaults(model).items():
         chosen = getattr(training, name)
-        found[name] = warmup.value_at(getattr(training, f"{name}_schedule"), step, default if chosen is None else chosen)
-    return found
+        weights[name] = warmup.value_at(getattr(training, f"{name}_schedule"), step, default if chosen is None else chosen)
+    return weights
 
 
 def text(model: Any, training: TrainingConfig, name: str) -> str:

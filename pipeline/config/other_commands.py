@@ -47,13 +47,13 @@ def _composed(command: Command, sized: Sized) -> RunConfig:
                 return to_run_config(compose("config", command.overrides))
         except COMPOSITION_ERRORS:
             GlobalHydra.instance().clear()
-    found, valid = diagnose(command)
+    violations, valid = diagnose(command)
     try:
         config = to_run_config(valid)
-        found += check.violations(*sized(config))
+        violations += check.violations(*sized(config))
     except UserError as more:
-        found += more.violations
-    if not found:  # no argument explains it
+        violations += more.violations
+    if not violations:  # no argument explains it
         with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
             return to_run_config(compose("config", command.overrides))
-    raise UserError(found)
+    raise UserError(violations)

@@ -64,29 +64,29 @@ def resolved(config: RunConfig) -> RunConfig:
     changes = [dict(_settings(config, number, phase)) for number, phase in enumerate(training.phases)]
     if problems := list(_violations(config)):
         raise UserError(problems)
-    current: dict[str, Any] = {key: _value(config, key) for key in sorted({*SIZES.values(), *(key for found in changes for key in found)})}
+    current: dict[str, Any] = {key: _value(config, key) for key in sorted({*SIZES.values(), *(key for items in changes for key in items)})}
     first = dataclasses.replace(config, training=dataclasses.replace(training, phases=[]))
     weights: Mapping[str, float] = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in config.data.blend.items()}
-    found: list[TrainingPhaseConfig] = []
+    phases: list[TrainingPhaseConfig] = []
     shares: list[PhaseConfig] = []
     steps = tokens = 0
     nodes: int | None = None
-    for phase, own in zip(training.phases, changes, strict=True):
-        current |= own
+    for phase, change in zip(training.phases, changes, strict=True):
+        current |= change
         weights = phase.weights or weights
         nodes = phase.nodes or nodes
-        if not found:
+        if not phases:
             first = knobs.changed(first, current)
         length, batch = (current[key] for key in SIZES.values())
         end, end_tokens = phase.until_step, phase.until_tokens
         if end is None and end_tokens is not None:
             more = math.ceil((end_tokens - tokens) / (batch * length))
-            end, end_tokens = steps + more if found else warmup.steps_for_tokens(first.training, end_tokens), None
+            end, end_tokens = steps + more if phases else warmup.steps_for_tokens(first.training, end_tokens), None
         if end is not None and end_tokens is None:  # of whole batches, so that no sequence is of two phases
-            end_tokens = tokens + (end - steps) * batch * length if found else warmup.samples(first.training, end) * length
+            end_tokens = tokens + (end - steps) * batch * length if phases else warmup.samples(first.training, end) * length
         overrides = [f"{key}={_text(value)}" for key, value in current.items() if key not in SIZES.values()]
-        found.append(TrainingPhaseConfig(end, end_tokens, length, batch, nodes, dict(weights), overrides))
-        shares.append(PhaseConfig(end_tokens, dict(weights), run=length // (found[0].sequence_length or length)))
+        phases.append(TrainingPhaseConfig(end, end_tokens, length, batch, nodes, dict(weights), overrides))
+        shares.append(PhaseConfig(end_tokens, dict(weights), run=length // (phases[0].sequence_length or length)))
         steps, tokens = end or 0, end_tokens or 0
     data = config.data
     if data.blend:
@@ -95,7 +95,7 @@ def resolved(config: RunConfig) -> RunConfig:
             raise UserError.of("data.phases", f"{len(data.phases)} phases", rule, fix)
         blend = {name: dataclasses.replace(corpus, weight=None) for name, corpus in data.blend.items()}
         data = dataclasses.replace(data, phases=shares, blend=blend)
-    return dataclasses.replace(first, data=data, training=dataclasses.replace(first.training, phases=found))
+    return dataclasses.replace(first, data=data, training=dataclasses.replace(first.training, phases=phases))
 
 
 def at(config: RunConfig, step: int) -> RunConfig:
@@ -130,8 +130,8 @@ def alone(config: RunConfig, world_size: int) -> list[tuple[RunConfig, int]]:
         if config.training.phases and (begin < steps or not begin):
             job = at(config, begin)
             ramps = ([], []) if begin else (job.training.batch_rampup, job.training.sequence_warmup)
-            own = {"phases": [], "steps": min(following, steps) - begin, "batch_rampup": ramps[0], "sequence_warmup": ramps[1]}
-            job = knobs.changed(job, {f"training.{name}": value for name, value in own.items()})
+            settings = {"phases": [], "steps": min(following, steps) - begin, "batch_rampup": ramps[0], "sequence_warmup": ramps[1]}
+            job = knobs.changed(job, {f"training.{name}": value for name, value in settings.items()})
             jobs.append((job, layouts.ranks_at(config, begin, world_size)))
     return jobs or [(config, world_size)]
 
@@ -141,8 +141,8 @@ def joined(first: RunConfig, second: RunConfig, step: int) -> RunConfig:
     values = [{key: value for key, _, value in knobs.walk(config)} for config in (first, second)]
     keys = [key for key in values[0] if _may_change(key) and values[0][key] != values[1][key]]
     parts = []
-    for config, own in zip((first, second), values, strict=True):
-        training, overrides = config.training, [f"{key}={_text(own[key])}" for key in keys]
+    for config, settings in zip((first, second), values, strict=True):
+        training, overrides = config.training, [f"{key}={_text(settings[key])}" for key in keys]
         parts.append(TrainingPhaseConfig(None, None, training.sequence_length, training.global_batch_size, None, {}, overrides))
     tokens = warmup.samples(first.training, step) * first.training.sample_length
     parts[0] = dataclasses.replace(parts[0], until_step=step, until_tokens=tokens)

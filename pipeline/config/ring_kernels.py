@@ -41,19 +41,19 @@ def causes(config: RunConfig) -> Iterator[str]:
 def notice(config: RunConfig) -> str:
     """Return a warning about a job whose ring attention is slow, with the nearest setting that is fast; empty for other jobs."""
     trains = config.stage.name in _STAGES and not plans_other_layouts(config.stage)
-    if not trains or not (found := list(causes(config))):
+    if not trains or not (reasons := list(causes(config))):
         return ""
-    rule = f"has no fused kernel with {' and '.join(found)}: attention takes 10 to 30 times as long on a GPU"
-    return f"parallel.context_kind=ring {rule}; {_faster(config, found)}"
+    rule = f"has no fused kernel with {' and '.join(reasons)}: attention takes 10 to 30 times as long on a GPU"
+    return f"parallel.context_kind=ring {rule}; {_faster(config, reasons)}"
 
 
-def _faster(config: RunConfig, found: list[str]) -> str:
+def _faster(config: RunConfig, reasons: list[str]) -> str:
     """Return the nearest setting with a fused kernel: Ulysses with as many ranks, or with fewer, so that each has whole heads."""
     parallel, model = config.parallel, config.model
     sizes = [size for size in range(parallel.context, 1, -1) if parallel.context % size == 0]
     heads = {model.heads, model.kv_heads, getattr(model, "global_kv_heads", None) or model.kv_heads}
     whole = [size for size in sizes if not any(count % (parallel.tensor * size) for count in heads)]
     if not whole:
-        return f"remove {' and '.join(found)}, or set parallel.context=1"
+        return f"remove {' and '.join(reasons)}, or set parallel.context=1"
     fewer = f" and parallel.context={whole[0]}, which divides model.kv_heads={model.kv_heads}" if whole[0] < parallel.context else ""
     return f"set parallel.context_kind=ulysses{fewer}"

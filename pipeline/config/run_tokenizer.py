@@ -42,11 +42,11 @@ def resolved(config: RunConfig) -> RunConfig:
     tokenizer, defaults = config.tokenizer, TokenizerConfig()
     needed = config.stage.name not in _WITHOUT and not (isinstance(config.stage, Convert) and config.stage.input)
     folder, end, bos = None if tokenizer.path == AUTO else tokenizer.path, None, _bos_of_tokens(config)
-    if needed and AUTO in (tokenizer.path, tokenizer.end_of_document, tokenizer.bos) and (found := next(_recorded(config), None)):
+    if needed and AUTO in (tokenizer.path, tokenizer.end_of_document, tokenizer.bos) and (recorded := next(_recorded(config), None)):
         if folder is None:
-            log.info("tokenizer.path=%s, that of the run", found[0])
-        folder, end = found[:2] if folder in (None, found[0]) else (folder, None)
-        bos = bos or (found[2] if folder == found[0] else AUTO)
+            log.info("tokenizer.path=%s, that of the run", recorded[0])
+        folder, end = recorded[:2] if folder in (None, recorded[0]) else (folder, None)
+        bos = bos or (recorded[2] if folder == recorded[0] else AUTO)
     folder = folder or defaults.path
     if tokenizer.end_of_document != AUTO:
         end = tokenizer.end_of_document
@@ -109,9 +109,9 @@ def end_of_document(folder: Path) -> str | None:
     """
     settings = [_object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
     model = [_object(folder / name) for name in ("config.json", "generation_config.json")]
-    names = [each.get("eos_token") for each in settings]
-    ids = [token for each in model for token in _as_list(each.get("eos_token_id"))]
-    names += [*ids, *(each.get("sep_token") for each in settings)]
+    names = [content.get("eos_token") for content in settings]
+    ids = [token for content in model for token in _as_list(content.get("eos_token_id"))]
+    names += [*ids, *(content.get("sep_token") for content in settings)]
     if not any(name is not None for name in names):
         return None
     special = _special_tokens(folder)

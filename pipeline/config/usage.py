@@ -126,11 +126,11 @@ def _all_rows() -> list[tuple[str, str, knobs.Knob, Any]]:
     parts: list[tuple[Any, str]] = [(RunConfig(), "")]
     parts += [(schema(), "model.") for schema in CONFIG_CLASSES.values()]
     parts += [(schema(name=stage), "stage.") for stage, (schema, _) in STAGES.items()]
-    found: dict[str, tuple[str, str, knobs.Knob, Any]] = {}
+    rows: dict[str, tuple[str, str, knobs.Knob, Any]] = {}
     for node, prefix in parts:
         for row in _rows(node, prefix):
-            found.setdefault(row[0], row)
-    return list(found.values())
+            rows.setdefault(row[0], row)
+    return list(rows.values())
 
 
 def _rows(node: Any, prefix: str = "") -> Iterator[tuple[str, str, knobs.Knob, Any]]:
@@ -172,12 +172,12 @@ def _write_page(path: Path) -> None:
     for reader, node, prefix in parts:
         for key, kind, knob, default in _rows(node, prefix):
             group = key.partition(".")[0]
-            own = [reader] if reader else [f"stage={stage}" for stage, groups in READS.items() if group in groups]
+            read_by = [reader] if reader else [f"stage={stage}" for stage, groups in READS.items() if group in groups]
             limits = ", ".join(part for part in (knob.unit, knob.rule()) if part)
-            readers.setdefault((key, str(default), kind, knob.meaning, limits), []).extend(own)
+            readers.setdefault((key, str(default), kind, knob.meaning, limits), []).extend(read_by)
     set_by = _set_by({key for key, *_ in readers})
     rows = [(*row, list(dict.fromkeys(names)), set_by.get(row[0], [])) for row, names in sorted(readers.items())]
-    text = page.render("keys.html.jinja", "Keys of the configuration", rows=rows, stages={name: what for name, (_, what) in STAGES.items()})
+    text = page.render("keys.html.jinja", "Keys of the configuration", rows=rows, stages={name: line for name, (_, line) in STAGES.items()})
     try:
         with atomic_file(path, "w") as file:
             file.write(text)
@@ -190,16 +190,16 @@ def _set_by(keys: set[str]) -> dict[str, list[str]]:
     """Key -> "GROUP=OPTION: VALUE" for every file of conf/ that sets it."""
     import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
-    found: dict[str, list[str]] = {}
+    files: dict[str, list[str]] = {}
 
     def walk(node: Any, prefix: str, file: str) -> None:
         for name, value in node.items():
             if (key := f"{prefix}{name}") in keys:
-                found.setdefault(key, []).append(f"{file}: {value if isinstance(value, str) else json.dumps(value)}")
+                files.setdefault(key, []).append(f"{file}: {value if isinstance(value, str) else json.dumps(value)}")
             elif isinstance(value, dict):
                 walk(value, f"{key}.", file)
 
     for path in sorted(CONF_DIR.glob("*/*.yaml")):
         text, group = path.read_text(encoding="utf-8"), path.parent.name
         walk(yaml.safe_load(text) or {}, "" if "@package _global_" in text else f"{group}.", f"{group}={path.stem}")
-    return found
+    return files

@@ -13,12 +13,12 @@ from torch import Tensor
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.weights import rounded
 from pipeline.conversion import safetensors_file
-from pipeline.conversion.export_files import OutputFile, Writer, Written, digest_of
+from pipeline.conversion.export_files import ExportWriter, OutputFile, Written, digest_of
 
 WEIGHTS, PARAMS = "consolidated.safetensors", "params.json"
 
 
-def write(folder: Path, weights: MergedWeights, *, dtype: torch.dtype, writer: Writer) -> int:
+def write(folder: Path, weights: MergedWeights, *, dtype: torch.dtype, writer: ExportWriter) -> int:
     """Write the weights and params.json. Collective.
 
     Args:

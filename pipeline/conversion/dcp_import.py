@@ -93,9 +93,9 @@ class DcpFolder:
         out = torch.empty(sizes, dtype=entry.properties.dtype)
         box = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(name, entry, [box])
-        found = sum(item.lengths.numel() for item in items)
-        if found != out.numel():
-            rule = f"has {found} of {out.numel()} elements of {name}"
+        elements = sum(item.lengths.numel() for item in items)
+        if elements != out.numel():
+            rule = f"has {elements} of {out.numel()} elements of {name}"
             raise UserError.of("stage.input", self.path, rule, "copy the whole folder of the checkpoint")
         try:
             self._reader.read_data(LoadPlan(items), _Into(out)).wait()

@@ -49,7 +49,7 @@ class OutputFile:
     read: Callable[[Path], Iterable[tuple[str, str]]]
 
 
-class Writer:
+class ExportWriter:
     """Writes the files of one export.
 
     Args:
@@ -129,21 +129,21 @@ def _write(folder: Path, file: OutputFile, progress: SharedProgress) -> dict[str
     return {"note": note, "entry": {"bytes": path.stat().st_size, "xxh3": checksum or digest(path)}}
 
 
-def compare_digests(file: str, expected: Iterable[tuple[str, str]], found: Iterable[tuple[str, str]]) -> None:
+def compare_digests(file: str, expected: Iterable[tuple[str, str]], written: Iterable[tuple[str, str]]) -> None:
     """Compare the tensors of a written file with those of the checkpoint.
 
     Args:
         file: its name.
-        expected, found: (name, digest) of each tensor, in the same order.
+        expected, written: (name, digest) of each tensor, in the same order.
 
     Raises:
         CheckFailed: they differ; the message names the first tensor that does.
     """
-    for want, got in zip_longest(expected, found):
+    for want, got in zip_longest(expected, written):
         if want != got:
             name = (want or got)[0]
-            what = "is missing" if got is None else "was not written" if want is None else "differs from the checkpoint"
-            raise CheckFailed(f"convert: {name} {what} in {file}, read again after it was written: nothing is published")
+            problem = "is missing" if got is None else "was not written" if want is None else "differs from the checkpoint"
+            raise CheckFailed(f"convert: {name} {problem} in {file}, read again after it was written: nothing is published")
 
 
 def share(files: Sequence[OutputFile], ranks: int) -> list[list[OutputFile]]:
@@ -171,7 +171,7 @@ def buffer_of(tensor: Tensor) -> memoryview:
 
 
 @contextmanager
-def export_folder(output: Path, settings: dict[str, Any], comm: Comm, *, key: str = "stage.output") -> Iterator[tuple[Path, Writer]]:
+def export_folder(output: Path, settings: dict[str, Any], comm: Comm, *, key: str = "stage.output") -> Iterator[tuple[Path, ExportWriter]]:
     """Yield the folder in which an export is collected, and what writes its files; the folder becomes `output` when the block succeeds.
 
     It is inside of a hidden folder beside `output`, with the completion records. If the job is killed, the next call with the same
@@ -204,7 +204,7 @@ def export_folder(output: Path, settings: dict[str, Any], comm: Comm, *, key: st
     with claimed(work, key, None, prepare) if comm.rank == 0 else nullcontext():
         comm.barrier()
         try:
-            yield folder, Writer(comm, records)
+            yield folder, ExportWriter(comm, records)
         except (UserError, CheckFailed):  # the same command would fail again
             if comm.size == 1:
                 _empty(work)
@@ -229,7 +229,7 @@ def _empty(work: Path) -> None:
             path.unlink()
 
 
-def write_manifest(folder: Path, writer: Writer, settings: dict[str, Any], totals: dict[str, Any]) -> None:
+def write_manifest(folder: Path, writer: ExportWriter, settings: dict[str, Any], totals: dict[str, Any]) -> None:
     """Write the manifest of an export, with the checksums that were computed when its files were written."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     entries = {path.relative_to(folder).as_posix(): writer.entries.get(path) or artifact.entry(path) for path in paths}

@@ -28,7 +28,7 @@ class Heads(Protocol):
         """Width of a head."""
 
 
-#: (a rank's shard of their tensor, position of our weight in Row.ours, configuration) -> the rank's shard of our weight
+#: (a rank's shard of their tensor, position of our weight in ForeignTensor.ours, configuration) -> the rank's shard of our weight
 Part = Callable[[Tensor, int, Any], Tensor]
 
 
@@ -73,7 +73,7 @@ def rotary_pairs(shard: Tensor, _: int, config: Heads) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForeignTensor:
     """One of their tensors.
 
     Attributes:
@@ -101,7 +101,7 @@ class Naming:
     """
 
     tool: str
-    rows: tuple[Row, ...]
+    rows: tuple[ForeignTensor, ...]
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
 
@@ -112,19 +112,19 @@ class Naming:
         return name
 
 
-def _same(theirs: str, ours: str, *leaves: str) -> tuple[Row, ...]:
+def _same(theirs: str, ours: str, *leaves: str) -> tuple[ForeignTensor, ...]:
     """Rows of weights that all ranks hold."""
-    return tuple(Row(f"{theirs}.{leaf}", (f"{ours}.{leaf}",)) for leaf in leaves or ("weight",))
+    return tuple(ForeignTensor(f"{theirs}.{leaf}", (f"{ours}.{leaf}",)) for leaf in leaves or ("weight",))
 
 
-def _column(theirs: str, *ours: str, part: Part = whole) -> tuple[Row, ...]:
+def _column(theirs: str, *ours: str, part: Part = whole) -> tuple[ForeignTensor, ...]:
     """Rows of a column-parallel linear layer."""
-    return tuple(Row(f"{theirs}.{leaf}", tuple(f"{name}.{leaf}" for name in ours), 0, part) for leaf in ("weight", "bias"))
+    return tuple(ForeignTensor(f"{theirs}.{leaf}", tuple(f"{name}.{leaf}" for name in ours), 0, part) for leaf in ("weight", "bias"))
 
 
-def _row(theirs: str, ours: str) -> tuple[Row, ...]:
+def _row(theirs: str, ours: str) -> tuple[ForeignTensor, ...]:
     """Rows of a row-parallel linear layer, whose bias all ranks hold."""
-    return (Row(f"{theirs}.weight", (f"{ours}.weight",), 1), Row(f"{theirs}.bias", (f"{ours}.bias",)))
+    return (ForeignTensor(f"{theirs}.weight", (f"{ours}.weight",), 1), ForeignTensor(f"{theirs}.bias", (f"{ours}.bias",)))
 
 
 _BOTH = ("weight", "bias")
@@ -146,23 +146,23 @@ def megatron(*, gated: bool) -> Naming:
     return Naming(
         "Megatron-LM",
         (
-            Row("embedding.word_embeddings.weight", ("embed.tokens.weight",), 0),
+            ForeignTensor("embedding.word_embeddings.weight", ("embed.tokens.weight",), 0),
             *_same("embedding.position_embeddings", "embed.positions"),
             *_same(f"{layer}.input_layernorm", "blocks.{i}.attention_norm", *_BOTH),
-            *(Row(f"{attention}.linear_qkv.layer_norm_{leaf}", (f"blocks.{{i}}.attention_norm.{leaf}",)) for leaf in _BOTH),
+            *(ForeignTensor(f"{attention}.linear_qkv.layer_norm_{leaf}", (f"blocks.{{i}}.attention_norm.{leaf}",)) for leaf in _BOTH),
             *_column(f"{attention}.linear_qkv", *_QKV, part=groups),
             *_same(f"{attention}.q_layernorm", "blocks.{i}.attention.query_norm"),
             *_same(f"{attention}.k_layernorm", "blocks.{i}.attention.key_norm"),
             *_row(f"{attention}.linear_proj", "blocks.{i}.attention.output"),
             *_same(f"{layer}.pre_mlp_layernorm", "blocks.{i}.mlp_norm", *_BOTH),
-            *(Row(f"{mlp}.linear_fc1.layer_norm_{leaf}", (f"blocks.{{i}}.mlp_norm.{leaf}",)) for leaf in _BOTH),
+            *(ForeignTensor(f"{mlp}.linear_fc1.layer_norm_{leaf}", (f"blocks.{{i}}.mlp_norm.{leaf}",)) for leaf in _BOTH),
             *(_column(f"{mlp}.linear_fc1", *_GATED, part=halves) if gated else _column(f"{mlp}.linear_fc1", "blocks.{i}.mlp.up")),
             *_row(f"{mlp}.linear_fc2", "blocks.{i}.mlp.down"),
             *_same(f"{mlp}.router", "blocks.{i}.mlp.router"),
-            Row(f"{experts}.local_experts.{{e}}.linear_fc1.weight", _EXPERTS, 0, halves),
-            Row(f"{experts}.local_experts.{{e}}.linear_fc2.weight", ("blocks.{i}.mlp.experts.down",), 1),
+            ForeignTensor(f"{experts}.local_experts.{{e}}.linear_fc1.weight", _EXPERTS, 0, halves),
+            ForeignTensor(f"{experts}.local_experts.{{e}}.linear_fc2.weight", ("blocks.{i}.mlp.experts.down",), 1),
             *_same("decoder.final_layernorm", "norm", *_BOTH),
-            Row("output_layer.weight", ("head.weight",), 0),
+            ForeignTensor("output_layer.weight", ("head.weight",), 0),
         ),
         ignored=_BUFFERS,
         renamed=(
@@ -193,7 +193,7 @@ def neox(*, gated: bool, part: Part) -> Naming:
     return Naming(
         "GPT-NeoX",
         (
-            Row("word_embeddings.weight", ("embed.tokens.weight",), 0),
+            ForeignTensor("word_embeddings.weight", ("embed.tokens.weight",), 0),
             *_same("position_embeddings", "embed.positions"),
             *_same("layers.{i}.input_layernorm", "blocks.{i}.attention_norm", *_BOTH),
             *_column("layers.{i}.attention.query_key_value", *_QKV, part=part),
@@ -205,7 +205,7 @@ def neox(*, gated: bool, part: Part) -> Naming:
             *_column(f"{mlp}.w3", "blocks.{i}.mlp.up"),
             *_row(f"{mlp}.w2", "blocks.{i}.mlp.down"),
             *_same("norm", "norm", *_BOTH),
-            Row("final_linear.weight", ("head.weight",), 0),
+            ForeignTensor("final_linear.weight", ("head.weight",), 0),
         ),
         ignored=_BUFFERS,
         renamed=(
@@ -238,4 +238,4 @@ TORCHTITAN = Naming(
 
 def ours(names: list[str]) -> Naming:
     """Return our own names, for checkpoints of other tools of a model of this repository."""
-    return Naming("this repository", tuple(Row(name, (name,)) for name in names))
+    return Naming("this repository", tuple(ForeignTensor(name, (name,)) for name in names))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.host_memory import release
-from pipeline.conversion.foreign_names import Naming, Row
+from pipeline.conversion.foreign_names import ForeignTensor, Naming
 from pipeline.conversion.huggingface_import import FORMATS, MATCH
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -108,7 +108,7 @@ class _Place:
     """Where a weight, or one expert of it, is: their tensor, its row, our weight and its position in the row, the expert."""
 
     theirs: str
-    row: Row
+    row: ForeignTensor
     name: str
     index: int
     expert: int | None
@@ -228,9 +228,9 @@ class ForeignWeights:
             return f"{place.theirs} is missing, which holds {ours}"
         stored = self._stored[place.theirs]
         metas = self._source.meta(stored)
-        if (found := _joined([*metas], place, self.config)) != wanted:
+        if (shape := _joined([*metas], place, self.config)) != wanted:
             shapes = " + ".join(str(list(meta.shape)) for meta in metas)
-            return f"{self._source.origin(stored)} is {shapes}, and the model has {ours} there" + (f", not {list(found)}" if found else "")
+            return f"{self._source.origin(stored)} is {shapes}, and the model has {ours} there" + (f", not {list(shape)}" if shape else "")
         if dtypes := {str(meta.dtype) for meta in metas if meta.dtype not in DTYPES}:
             return f"{self._source.origin(stored)} is {', '.join(sorted(dtypes))}; supported are {', '.join(map(str, DTYPES))}"
         return None
@@ -254,7 +254,7 @@ class ForeignWeights:
         ]
         for place, other in [*tied, *((place, other) for place, other in self._others if place.name in self._shapes)]:
             pairs = zip(*(self._source.shards(self._stored[item.theirs]) for item in (place, other)), strict=False)
-            if not all(torch.equal(one, two) for one, two in pairs):
+            if not all(torch.equal(left, right) for left, right in pairs):
                 yield f"{place.theirs} differs from {other.theirs}; in the model both are {other.name}"
 
     def _is_ignored(self, current: str) -> bool:

@@ -18,7 +18,7 @@ from pipeline.checkpoint.weights import PartReader, Weights
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import loss_weights
 from pipeline.conversion import safetensors_file
-from pipeline.conversion.export_files import OutputFile, Writer, Written, digest_of
+from pipeline.conversion.export_files import ExportWriter, OutputFile, Written, digest_of
 from pipeline.conversion.huggingface_import import GENERATION_CONFIG
 from pipeline.conversion.original import Original
 from pipeline.conversion.stock_weights import SEPARATE
@@ -73,7 +73,7 @@ def write_weights(
     dtype: torch.dtype,
     shard_bytes: int,
     packing: Packing | None = None,
-    writer: Writer | None = None,
+    writer: ExportWriter | None = None,
 ) -> int:
     """Write model.safetensors, or its numbered shards and their index; tensors that the class does not expect are in other files.
 
@@ -93,7 +93,7 @@ def write_weights(
         UserError: a weight is too large for the dtype.
         CheckFailed: a file does not hold the weights of the checkpoint.
     """
-    writer = writer or Writer()
+    writer = writer or ExportWriter()
     entries = {entry.hf_name: entry for entry in registry.stock_tensors(config)[0]}
     shapes = {name: entry.shape([weights.shape(part) for part in entry.names]) for name, entry in entries.items()}
     elements = {name: prod(shape) for name, shape in shapes.items()}
@@ -110,7 +110,7 @@ def write_weights(
             max_shard_size=shard_bytes,
         )
         for file, names in splits[stem].filename_to_tensors.items():
-            shard = _Shard(weights, {name: entries[name] for name in names}, dtype, packing)
+            shard = _HuggingFaceFile(weights, {name: entries[name] for name in names}, dtype, packing)
             files.append(OutputFile(file, sum(sizes[name] for name in names), shard.write, shard.read))
     stored = writer.write(folder, files)
     for stem, split in splits.items():
@@ -120,7 +120,7 @@ def write_weights(
     return sum(count for name, count in elements.items() if entries[name].constant is None)
 
 
-class _Shard:
+class _HuggingFaceFile:
     """Writes and reads a file of a Hugging Face folder.
 
     Args:
@@ -215,12 +215,12 @@ def write_configs(
     `quantization` becomes the key quantization_config. `training` is the group of the run, for the keys that configure training.
     """
     mapping = registry.mapping_of(config)
-    own: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    extra: dict[str, Any] = {"torch_dtype": str(dtype).removeprefix("torch.")}
     weights = loss_weights.defaults(config) | {name: value for name, value in (training or {}).items() if value is not None}
-    own |= {key: weights[name] for key, name in mapping.training_keys.items() if name in weights}
-    own |= {} if quantization is None else {"quantization_config": quantization}
+    extra |= {key: weights[name] for key, name in mapping.training_keys.items() if name in weights}
+    extra |= {} if quantization is None else {"quantization_config": quantization}
     if original is not None:
-        _write_json(folder / "config.json", original.config_json(mapping.config_json(config)) | own)
+        _write_json(folder / "config.json", original.config_json(mapping.config_json(config)) | extra)
         if original.generation is not None:
             _write_json(folder / GENERATION_CONFIG, original.generation)
         return
@@ -228,7 +228,7 @@ def write_configs(
     if mapping.constants.get("is_encoder_decoder"):
         padding = end_of_document_id if padding_id is None else padding_id
         ids |= {"pad_token_id": padding, "decoder_start_token_id": padding}
-    _write_json(folder / "config.json", mapping.config_json(config) | ids | own)
+    _write_json(folder / "config.json", mapping.config_json(config) | ids | extra)
     _write_json(folder / GENERATION_CONFIG, {"pad_token_id": end_of_document_id} | ids)
 
 
@@ -270,16 +270,16 @@ def write_bos(folder: Path, encoder: TextEncoder) -> None:
         return
     content = json.loads((path := folder / "tokenizer.json").read_text(encoding="utf-8"))
     before, after = ([{"SpecialToken": {"id": text_of[token], "type_id": 0}} for token in side] for side in encoder.around)
-    one, two = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    first, second = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
     names = [text_of[token] for side in encoder.around for token in side]
     template = {
         "type": "TemplateProcessing",
-        "single": [*before, one, *after],
-        "pair": [*before, one, *after, *before, two, *after],
+        "single": [*before, first, *after],
+        "pair": [*before, first, *after, *before, second, *after],
         "special_tokens": {text: {"id": text, "ids": [vocabulary[text]], "tokens": [text]} for text in names},
     }
     old = content.get("post_processor") or {}
-    kept = [each for each in old.get("processors", [old]) if each.get("type") == "ByteLevel"]
+    kept = [processor for processor in old.get("processors", [old]) if processor.get("type") == "ByteLevel"]
     _write_json(path, {**content, "post_processor": {"type": "Sequence", "processors": [*kept, template]}})
 
 

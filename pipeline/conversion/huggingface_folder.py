@@ -16,7 +16,7 @@ from pipeline.common.atomic_files import digest
 from pipeline.config.data import DECODER_STARTS, TokenizerConfig
 from pipeline.config.stages import CheckpointReader
 from pipeline.conversion import huggingface_export, imported, model_card
-from pipeline.conversion.export_files import Writer
+from pipeline.conversion.export_files import ExportWriter
 from pipeline.conversion.huggingface_export import Packing
 from pipeline.conversion.original import Original
 from pipeline.data.tokenize import chat_template
@@ -25,7 +25,7 @@ from pipeline.models.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """What is exported.
 
     Attributes:
@@ -44,11 +44,11 @@ class Source:
 def write(
     folder: Path,
     tokenizer: TokenizerConfig,
-    source: Source,
+    source: ExportSource,
     *,
     dtype: torch.dtype,
     shard_bytes: int,
-    writer: Writer,
+    writer: ExportWriter,
     packing: Packing | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> int:
@@ -79,7 +79,7 @@ def write(
 
 
 def write_settings(
-    folder: Path, tokenizer: TokenizerConfig, source: Source, *, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+    folder: Path, tokenizer: TokenizerConfig, source: ExportSource, *, dtype: torch.dtype, quantization: dict[str, Any] | None = None
 ) -> None:
     """Write what is beside the weights: configurations, tokenizer, license and model card."""
     weights = source.weights
@@ -100,7 +100,7 @@ def write_settings(
     model_card.write(folder, weights, source.model)
 
 
-def copy_tokenizer(folder: Path, tokenizer: TokenizerConfig, source: Source) -> None:
+def copy_tokenizer(folder: Path, tokenizer: TokenizerConfig, source: ExportSource) -> None:
     """Copy the tokenizer, with the chat template of the training if it had one."""
     folder.mkdir(exist_ok=True)
     huggingface_export.copy_tokenizer(

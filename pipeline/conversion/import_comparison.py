@@ -57,12 +57,12 @@ def compare_logits(weights: FullWeights, load_stock: Callable[[Any], nn.Module] 
     first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
     tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
     with torch.inference_mode(), _quiet():
-        found = ours.eval()(tokens).float()
+        actual = ours.eval()(tokens).float()
         stock = load_stock(stock_class).eval()
         stock.config.use_cache = False  # type: ignore[union-attr] # a class may have no cache without a layer of attention
         expected = stock(input_ids=tokens).logits.float()
     largest = float(expected.abs().max())
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
+    difference = float((actual - expected).abs().max()) if actual.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:
         raise CheckFailed(
             f"convert: {architecture} computes other logits from the source than the imported weights give: they differ by "
@@ -116,8 +116,8 @@ class Digests:
         """
         for (name, kind), expected in self._expected.items():
             value, shown = checkpoint.tensor(name, kind), name if kind == "weight" else f"{kind} of {name}"
-            if (found := _digest(value)) != expected:
-                raise CheckFailed(f"convert: {checkpoint.path} has {shown} with the digest {found}, and the source has {expected}")
+            if (digest := _digest(value)) != expected:
+                raise CheckFailed(f"convert: {checkpoint.path} has {shown} with the digest {digest}, and the source has {expected}")
             if listed:
                 log.info("convert: %s %s: norm %.9g, xxh3 %s", shown, list(value.shape), self._norms[name, kind], expected)
         weights = sum(kind == "weight" for _, kind in self._expected)

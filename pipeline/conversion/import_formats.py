@@ -130,8 +130,8 @@ def open_folder(folder: Path, model: ModelConfig) -> Opened:
     if (step := dcp_import.step_folder(folder)) is not None:
         source = DcpFolder(step)
         return _open_named("PyTorch DCP", folder, source, source.files(), model)
-    found = sorted(path.name + "/" * path.is_dir() for path in folder.iterdir())
-    listed = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    entries = sorted(f"{path.name}/" if path.is_dir() else path.name for path in folder.iterdir())
+    listed = ", ".join(entries[:8]) + (f" and {len(entries) - 8} more" if len(entries) > 8 else "")
     rule = f"has no known format; it contains {listed or 'nothing'}. Known are {'; '.join(KNOWN)}"
     raise UserError.of(
         "stage.input", folder, rule, "name the folder of a checkpoint, or save the model with save_pretrained of transformers"
@@ -180,10 +180,7 @@ def _described(home: Path) -> Described:
     content = huggingface_import.read_config(home)
     family, mapping = registry.find_mapping(content)
     content = mapping.language_model(content)
-    model, training = collect_errors(
-        lambda: config_json.read(mapping, family.config, content),
-        lambda: mapping.training_settings(content),
-    )
+    model, training = collect_errors(lambda: config_json.read(mapping, family.config, content), lambda: mapping.training_settings(content))
     # A family that may have no experts has weights of their losses only with some.
     training = {name: value for name, value in training.items() if name in loss_weights.defaults(model)}
     return Described(home / CONFIG, content, model, mapping, training)
@@ -210,8 +207,8 @@ def _from_pretrained(folder: Path, mapping: HuggingFaceMapping, stock_class: Any
         raise UserError.of("stage.input", folder, rule, fix) from error
     if missing := sorted(report["missing_keys"]):
         raise UserError.of("stage.input", folder, f"lacks weights of {stock_class.__name__}, such as {missing[0]}", fix)
-    found: nn.Module = model
-    return found
+    stock_model: nn.Module = model
+    return stock_model
 
 
 def _home(folder: Path, step: Path) -> tuple[Path, Described | None]:

@@ -136,14 +136,14 @@ def model_overrides(model: ModelConfig) -> list[str]:
 @functools.cache
 def _shipped() -> list[tuple[str, ModelConfig]]:
     """(name, configuration) of the models of conf/model that are based on no other one."""
-    found = []
+    models = []
     for file in sorted((CONF_DIR / "model").glob("*.yaml")):
         values: Any = OmegaConf.to_container(OmegaConf.load(file))
         base, *others = values.pop("defaults")
         family = re.fullmatch(r"/schema/model/(\w+)@_here_", base)
         if family and others == ["_self_"]:
-            found.append((file.stem, CONFIG_CLASSES[family[1]](**values)))
-    return found
+            models.append((file.stem, CONFIG_CLASSES[family[1]](**values)))
+    return models
 
 
 def _format(value: Any) -> str:

@@ -19,7 +19,7 @@ import torch
 
 from pipeline.checkpoint.weights import PartReader, Weights
 from pipeline.common.atomic_files import atomic_file
-from pipeline.conversion.export_files import OutputFile, Writer, Written, digest_of
+from pipeline.conversion.export_files import ExportWriter, OutputFile, Written, digest_of
 from pipeline.conversion.megatron_layout import Chunk, arguments, chunks, layer_states
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import Shape
@@ -28,7 +28,7 @@ FOLDER, TRACKER = "release", "latest_checkpointed_iteration.txt"
 
 
 def write(
-    folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int, tokenizer: str, writer: Writer
+    folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int, tokenizer: str, writer: ExportWriter
 ) -> int:
     """Write `release` with its files, and the file that names it. Collective.
 
@@ -48,11 +48,11 @@ def write(
         UserError: a weight is too large for the dtype.
         CheckFailed: a file does not hold the weights of the checkpoint.
     """
-    shards: list[_Shard] = []
+    shards: list[_ChunkFile] = []
     for chunk in chunks(config):
         size = prod(chunk.tensor.shape([weights.shape(name) for name in chunk.tensor.names])) * dtype.itemsize
         if not shards or shards[-1].bytes + size > shard_bytes:
-            shards.append(_Shard(weights, config, dtype))
+            shards.append(_ChunkFile(weights, config, dtype))
         shards[-1].add(chunk, size)
     files = [OutputFile(f"__{number}_0.distcp", shard.bytes, shard.write, shard.read) for number, shard in enumerate(shards)]
     (folder / FOLDER).mkdir(exist_ok=True)
@@ -68,7 +68,7 @@ def write(
     return sum(prod(weights.shape(name)) for name in weights.names())
 
 
-class _Shard:
+class _ChunkFile:
     """A file with the chunks of some weights, each an archive of torch.save; see OutputFile.
 
     Args:
@@ -126,7 +126,7 @@ class _Shard:
         return [self._weights.shape(name) for name in chunk.tensor.names]
 
 
-def _write_index(folder: Path, stored: dict[str, tuple[_Shard, list[tuple[int, int]]]], config: ModelConfig) -> None:
+def _write_index(folder: Path, stored: dict[str, tuple[_ChunkFile, list[tuple[int, int]]]], config: ModelConfig) -> None:
     """Write .metadata, which says where each chunk is, and the states of layers that Megatron-Core expects beside weights, all empty.
 
     Args:

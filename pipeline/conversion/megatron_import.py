@@ -62,8 +62,8 @@ def arguments(state: Any, path: Path) -> dict[str, Any] | None:
     """
     if not isinstance(state, dict):
         raise UserError.of("stage.input", path, "is not a state dict", "use a folder that Megatron-LM's save_checkpoint wrote")
-    found = state.get("args")
-    return None if found is None else dict(vars(found))
+    args = state.get("args")
+    return None if args is None else dict(vars(args))
 
 
 class MegatronFolder:
@@ -153,9 +153,9 @@ class MegatronFolder:
 
 def _rank_files(folder: Path) -> dict[str, Path]:
     """Return the files of the ranks: name of the rank's folder -> file."""
-    found = {path.name: path / name for path in sorted(folder.glob("mp_rank_*")) for name in _FILES if (path / name).is_file()}
-    assert found, f"{folder} has no ranks"
-    return found
+    files = {path.name: path / name for path in sorted(folder.glob("mp_rank_*")) for name in _FILES if (path / name).is_file()}
+    assert files, f"{folder} has no ranks"
+    return files
 
 
 def _by_rank(paths: dict[str, Path], args: dict[str, Any], folder: Path) -> dict[tuple[int, int, int], Path]:
@@ -254,5 +254,5 @@ def _unstacked(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[s
     for pattern, replacement in ((r"\.layers\.(?!\d)", ".layers.{}."), (r"\.experts\.experts\.(?!\d)", ".experts.local_experts.{}.")):
         if re.search(pattern, patterns[0][0]):
             size = shape[len(patterns[0][1])]
-            patterns = [(re.sub(pattern, replacement.format(k), one), (*index, k)) for one, index in patterns for k in range(size)]
+            patterns = [(re.sub(pattern, replacement.format(k), full), (*index, k)) for full, index in patterns for k in range(size)]
     yield from ((full, (name, index)) for full, index in patterns)

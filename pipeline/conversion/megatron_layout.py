@@ -31,12 +31,12 @@ def check(config: ModelConfig) -> None:
     wanted: dict[str, Any] = {"attention_bias": False, "window": None, "capacity_factor": None, "no_rope_layer_interval": None}
     if getattr(config, "rope_scaling", "none") != "none":
         wanted |= {"rope_scaling": "llama3", **LLAMA3}
-    found = {name: getattr(config, name, value) for name, value in wanted.items()}
+    actual = {name: getattr(config, name, value) for name, value in wanted.items()}
     fix = "set stage.format=huggingface or consolidated"
     violations = [
-        Violation("stage.format", "megatron", f"requires model.{name}={value}; this is {found[name]}", fix)
+        Violation("stage.format", "megatron", f"requires model.{name}={value}; this is {actual[name]}", fix)
         for name, value in wanted.items()
-        if found[name] != value
+        if actual[name] != value
     ]
     if violations:
         raise UserError(violations)

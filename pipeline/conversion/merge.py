@@ -61,8 +61,8 @@ def check(checkpoints: Sequence[Checkpoint]) -> None:
     first, violations = checkpoints[0], []
     for other in checkpoints[1:]:
         differences = _differences(_settings(first), _settings(other))
-        for key, (expected, found) in differences.items():
-            violations.append(Violation("PATH", other.path, f"has {key}={found}; {first.path} has {key}={expected}", _FIX))
+        for key, (expected, actual) in differences.items():
+            violations.append(Violation("PATH", other.path, f"has {key}={actual}; {first.path} has {key}={expected}", _FIX))
         names = set(first.names()) ^ set(other.names())
         if names and not differences:
             violations.append(Violation("PATH", other.path, f"has other weights than {first.path}: {', '.join(sorted(names)[:3])}", _FIX))
@@ -84,9 +84,9 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _differences(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _differences(expected: dict[str, Any], actual: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Key -> both values, where they differ; the family alone if that differs, whose models have other keys."""
-    differing = {key: (expected.get(key), found.get(key)) for key in expected | found if expected.get(key) != found.get(key)}
+    differing = {key: (expected.get(key), actual.get(key)) for key in expected | actual if expected.get(key) != actual.get(key)}
     if None in differing.get(_TOKENIZER, ()):  # not known
         del differing[_TOKENIZER]
     if "model.family" in differing:
@@ -137,14 +137,14 @@ def write_settings(newest: Checkpoint, run_dir: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Source:
+class MergeMember:
     """A checkpoint and its weight in the mean; the weights of all sources add up to 1."""
 
     checkpoint: Checkpoint
     weight: float
 
 
-def weighted(paths: Sequence[Path], weights: Sequence[float] | None) -> list[Source]:
+def weighted(paths: Sequence[Path], weights: Sequence[float] | None) -> list[MergeMember]:
     """Return checkpoints with their weights.
 
     Args:
@@ -164,7 +164,7 @@ def weighted(paths: Sequence[Path], weights: Sequence[float] | None) -> list[Sou
     if not all(0 < weight < float("inf") for weight in weights):
         raise UserError.of("--weights", shown, "must be numbers above 0", "leave out checkpoints that do not count")
     _check_distinct(paths)
-    return [Source(Checkpoint(path), weight / sum(weights)) for path, weight in zip(paths, weights, strict=True)]
+    return [MergeMember(Checkpoint(path), weight / sum(weights)) for path, weight in zip(paths, weights, strict=True)]
 
 
 def _check_distinct(paths: Sequence[Path]) -> None:
@@ -210,7 +210,7 @@ def decayed(count: int, decay: float) -> list[float]:
     return [decay**age for age in reversed(range(count))]
 
 
-def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BYTES) -> Path:
+def merge(sources: Sequence[MergeMember], run_dir: Path, *, file_bytes: int = FILE_BYTES) -> Path:
     """Write the mean of checkpoints as the only checkpoint of a new run directory, and return its path.
 
     Memory holds a file, or one weight with its moments if that is larger, fp32, and CHUNK elements of every source. What is complete is not
@@ -244,14 +244,14 @@ def merge(sources: Sequence[Source], run_dir: Path, *, file_bytes: int = FILE_BY
 
 def _kinds(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """The kinds of tensors that all checkpoints have; others are announced."""
-    found = dict.fromkeys(kind for checkpoint in checkpoints for kind in checkpoint.index.kinds)
-    for kind in found:
+    kinds = dict.fromkeys(kind for checkpoint in checkpoints for kind in checkpoint.index.kinds)
+    for kind in kinds:
         if missing := [checkpoint.path for checkpoint in checkpoints if kind not in checkpoint.index.kinds]:
             log.warning("%s: %s has none, so the merged checkpoint has none either", kind, missing[0])
-    return [kind for kind in found if all(kind in checkpoint.index.kinds for checkpoint in checkpoints)]
+    return [kind for kind in kinds if all(kind in checkpoint.index.kinds for checkpoint in checkpoints)]
 
 
-def _fragments(sources: Sequence[Source], kinds: Sequence[str], elements: dict[str, int], progress: Progress) -> Iterator[Fragment]:
+def _fragments(sources: Sequence[MergeMember], kinds: Sequence[str], elements: dict[str, int], progress: Progress) -> Iterator[Fragment]:
     """Yield every weight with its kinds of tensors, merged when it is used."""
     config = sources[0].checkpoint.config
     lora, table = lora_of(config), registry.family_of(config_classes.from_dict(config["model"])).tensor_parallel
@@ -264,7 +264,7 @@ def _fragments(sources: Sequence[Source], kinds: Sequence[str], elements: dict[s
         progress.advance(count, name)
 
 
-def _mean(sources: Sequence[Source], name: str, shape: tuple[int, ...], kind: str, *, same: bool) -> Tensor:
+def _mean(sources: Sequence[MergeMember], name: str, shape: tuple[int, ...], kind: str, *, same: bool) -> Tensor:
     """Return the mean of a tensor of all sources, flat: summed in fp64, rounded once to the dtype in which all have it, or to fp32.
 
     Raises:

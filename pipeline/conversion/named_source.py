@@ -69,9 +69,9 @@ def open_weights(
         UserError: the names are not of any of these.
     """
     shapes = weight_shapes(config)
-    own = foreign_names.ours(list(shapes))
+    ours = foreign_names.ours(list(shapes))
     titan = [place.theirs for place in places(foreign_names.TORCHTITAN, config) if place.name in shapes]
-    expected = {"Hugging Face": _stock_names(config), "torchtitan": titan, own.tool: list(shapes)}
+    expected = {"Hugging Face": _stock_names(config), "torchtitan": titan, ours.tool: list(shapes)}
     counts = Counter({(tool, prefix): count for tool, names in expected.items() for prefix, count in _prefixes(source, names).items()})
     (tool, prefix), count = next(iter(counts.most_common(1)), (("", ""), 0))
     if 2 * count < min(len(expected.get(tool, [])), len(source.names())) or not count:  # single names, such as norm.weight, are common
@@ -91,7 +91,7 @@ def open_weights(
         stock = NamedTensors(chosen, prefix, registry.mapping_of(config))
         return ImportedWeights(stock, config, fix), stock
     log.info("convert: the tensors have the names of %s", tool)
-    return ForeignWeights(chosen, foreign_names.TORCHTITAN if tool == "torchtitan" else own, config, fix), None
+    return ForeignWeights(chosen, foreign_names.TORCHTITAN if tool == "torchtitan" else ours, config, fix), None
 
 
 def _prefixes(source: Source, expected: list[str]) -> Counter[str]:

@@ -104,11 +104,11 @@ def _sequential(path: Path) -> list[tuple[int, str, Any, Path]]:
     return [(int(match[1]), match[2], value, path) for name, value in module.items() if (match := _SEQUENTIAL.fullmatch(name))]
 
 
-def _check_grid(found: set[tuple[int, int]], ranks: int, folder: Path) -> None:
+def _check_grid(present: set[tuple[int, int]], ranks: int, folder: Path) -> None:
     """Refuse layers of which a rank's file is missing."""
-    ranks = max(ranks, 1 + max(rank for _, rank in found))
-    paths = {(layer, rank): folder / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer, _ in found for rank in range(ranks)}
-    missing = [path for place, path in sorted(paths.items()) if place not in found]
+    ranks = max(ranks, 1 + max(rank for _, rank in present))
+    paths = {(layer, rank): folder / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer, _ in present for rank in range(ranks)}
+    missing = [path for place, path in sorted(paths.items()) if place not in present]
     if missing:
         raise UserError([Violation("stage.input", path, "is missing", _FIX) for path in missing])
 

@@ -68,9 +68,9 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
     with torch.inference_mode():
         expected = our_logits(ours.eval(), config, tokens).float()
-        found = stock_logits(load(stock_class, folder, gguf_file), config, tokens).float()
+        actual = stock_logits(load(stock_class, folder, gguf_file), config, tokens).float()
     largest = float(expected.abs().max())
-    difference = float((found - expected).abs().max()) if found.shape == expected.shape else float("inf")
+    difference = float((actual - expected).abs().max()) if actual.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:
         raise CheckFailed(
             f"convert: {architecture} computes other logits from the export than the checkpoint: they differ by {difference:.3g}, and the "

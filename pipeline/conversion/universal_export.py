@@ -19,7 +19,7 @@ from pipeline.checkpoint.lora_adapter import adapter_of
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.common.errors import UserError
 from pipeline.conversion import universal_format as universal
-from pipeline.conversion.export_files import OutputFile, Writer, Written, digest_of
+from pipeline.conversion.export_files import ExportWriter, OutputFile, Written, digest_of
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.huggingface_mapping import StockTensor
@@ -63,7 +63,7 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
         raise UserError.of("stage.checkpoint", weights.path, rule, fix)
 
 
-def write(folder: Path, weights: MergedWeights, config: ModelConfig, rate: float, writer: Writer) -> int:
+def write(folder: Path, weights: MergedWeights, config: ModelConfig, rate: float, writer: ExportWriter) -> int:
     """Write the files of all parameters, and those of the engine. Collective.
 
     Args:

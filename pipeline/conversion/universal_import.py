@@ -34,18 +34,18 @@ def step_folder(folder: Path) -> Path | None:
     """
     if _is_universal(folder):
         return folder
-    found = sorted(path for path in folder.iterdir() if _is_universal(path))
+    candidates = sorted(path for path in folder.iterdir() if _is_universal(path))
     if (latest := folder / universal.LATEST).is_file():
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-        if (chosen := folder / tag) in found:
+        if (chosen := folder / tag) in candidates:
             return chosen
         rule = f"names {tag!r}, which is not a universal checkpoint: it has no folder {universal.ZERO}"
-        fix = f"name one: stage.input={found[-1]}" if found else command(folder / (tag.removesuffix("_universal") or "TAG"))
+        fix = f"name one: stage.input={candidates[-1]}" if candidates else command(folder / (tag.removesuffix("_universal") or "TAG"))
         raise UserError.of("stage.input", latest, rule, fix)
-    if len(found) > 1:
-        rule = f"has no file {universal.LATEST}, and the universal checkpoints {', '.join(path.name for path in found)}"
-        raise UserError.of("stage.input", folder, rule, f"name one: stage.input={found[-1]}")
-    return found[0] if found else None
+    if len(candidates) > 1:
+        rule = f"has no file {universal.LATEST}, and the universal checkpoints {', '.join(path.name for path in candidates)}"
+        raise UserError.of("stage.input", folder, rule, f"name one: stage.input={candidates[-1]}")
+    return candidates[0] if candidates else None
 
 
 def _is_universal(folder: Path) -> bool:
@@ -96,31 +96,31 @@ class UniversalFolder:
         Raises:
             UserError: a trained parameter has no moments, or of another shape; one violation each.
         """
-        found: dict[str, ImportedWeights] = {}
+        moments: dict[str, ImportedWeights] = {}
         problems: list[Violation] = []
         for kind, file in universal.FILES.items():
             if kind == "weight":
                 continue
             tensors = _Moments(_Tensors(self, kind), named.originals())
-            found[kind] = weights.reading(tensors)
+            moments[kind] = weights.reading(tensors)
             where = self.path / universal.ZERO / "*" / file
             problems += [Violation("stage.input", where, problem, _FROZEN) for problem in weights.differences(tensors)]
         if problems:
             raise UserError(problems)
-        return found
+        return moments
 
     def _updates(self, optimizer: dict[str, Any], steps: int) -> int:
         """Return the number of updates, by which Adam corrects its moments."""
         paths = sorted(self.path.glob(f"{universal.ZERO}/*/{universal.STEP}"))
-        found = {_step(safe_pickle.load(path), path): path for path in paths}
-        if not found:  # ZeRO 3
+        by_step = {_step(safe_pickle.load(path), path): path for path in paths}
+        if not by_step:  # ZeRO 3
             states = (optimizer.get(universal.OPTIMIZER_STATE) or {}).get("state") or {}
-            found = {_step(state["step"], self.path): self.path for state in states.values() if "step" in state}
-        if len(found) != 1:
-            have = ", ".join(f"{step} ({path.parent.name})" for step, path in sorted(found.items())[:3]) or "none"
+            by_step = {_step(state["step"], self.path): self.path for state in states.values() if "step" in state}
+        if len(by_step) != 1:
+            have = ", ".join(f"{step} ({path.parent.name})" for step, path in sorted(by_step.items())[:3]) or "none"
             rule = f"needs one step of the optimizer, which is that of all parameters; it has {have}"
             raise UserError.of("stage.input", self.path, rule, "convert a checkpoint of Adam or AdamW, which all parameters share")
-        (updates,) = found
+        (updates,) = by_step
         if not 0 <= updates <= steps:
             rule = f"has {updates} updates of the optimizer after {steps} steps of the engine"
             raise UserError.of("stage.input", self.path, rule, "use a checkpoint whose engine has loaded both or neither of them")

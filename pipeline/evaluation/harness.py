@@ -128,12 +128,12 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
     return {task: _metrics(task, results) for task in results["results"]}
 
 
-def _metrics(task: str, found: dict[str, Any]) -> dict[str, Any]:
+def _metrics(task: str, results: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a task. lm-eval appends the name of a filter to their keys ("acc,none")."""
-    numbers = {key: value for key, value in found["results"][task].items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in results["results"][task].items() if isinstance(value, int | float)}
     named = {key.removesuffix(",none").replace(",", " "): value for key, value in numbers.items()}
-    samples = found["n-samples"].get(task, {}).get("effective")
-    return named | {"num_fewshot": found["n-shot"].get(task), "samples": samples}
+    samples = results["n-samples"].get(task, {}).get("effective")
+    return named | {"num_fewshot": results["n-shot"].get(task), "samples": samples}
 
 
 def _list(tasks: list[str]) -> str:

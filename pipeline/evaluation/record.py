@@ -154,8 +154,8 @@ def run_name(run_dir: Path) -> str:
 
 def verdict(newest: Sequence[Mapping[str, Any]]) -> str:
     """Return the headline: the scores on the full validation split, else the first scores of the newest checkpoint."""
-    found = ((name, values) for record in newest for name, values in record["scores"].items() if values)
-    name, scores = next(found, ("", dict[str, Any]()))
+    scored = ((name, values) for record in newest for name, values in record["scores"].items() if values)
+    name, scores = next(scored, ("", dict[str, Any]()))
     parts = [f"{metric.replace('_', ' ')} {text}" for metric, text in _texts(scores).items()]
     loss = scores.get("validation_loss")
     unit = " nats per target" if loss is not None and "perplexity" in scores else ""
@@ -211,15 +211,15 @@ def _confusion(matrix: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
 
 def charts(records: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Return a chart for each score that several checkpoints have, with a series for each corpus or task."""
-    found: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
+    by_metric: dict[str, dict[str, dict[int, tuple[float, float]]]] = {}
     for record in records:
         for name, scores in record["scores"].items():
             for metric, value in (scores or {}).items():
                 if value is not None and ERROR not in metric and metric not in NOTES:
                     error = _error(scores, metric) or 0.0
-                    found.setdefault(metric, {}).setdefault(name, {})[record["step"]] = (value, error)
+                    by_metric.setdefault(metric, {}).setdefault(name, {})[record["step"]] = (value, error)
     drawn = []
-    for metric, splits in found.items():
+    for metric, splits in by_metric.items():
         series = [
             Series(
                 name or WHOLE, [(step, value) for step, (value, _) in values.items()], {step: error for step, (_, error) in values.items()}

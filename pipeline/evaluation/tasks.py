@@ -161,10 +161,10 @@ class Replicas:
         """
         results: list[Any] = [None] * len(items)
         problems: list[Violation] = []
-        for share, found, violations in filter(None, self._take_part(_broadcast(_Order(items, options)))):
+        for share, part, violations in filter(None, self._take_part(_broadcast(_Order(items, options)))):
             problems += violations
-            if found is not None:
-                results[share :: self._mesh.layout.batch_shards] = found
+            if part is not None:
+                results[share :: self._mesh.layout.batch_shards] = part
         if problems:
             raise UserError(list(dict.fromkeys(problems)))
         return results

@@ -63,11 +63,11 @@ def write(config: RunConfig, stage: Evaluate, trainer: Trainer, data: TokenShard
                 numbers = np.array(files[name])
                 answers = np.zeros((len(numbers), length), dtype=record)
                 for first, (tokens, inputs) in zip(range(0, len(numbers), batch), loader.validation(numbers), strict=True):
-                    own = answers[first : first + batch]
-                    found = trainer.top_tokens(tokens, inputs, k)[: len(own)]
+                    rows = answers[first : first + batch]
+                    top = trainer.top_tokens(tokens, inputs, k)[: len(rows)]
                     if mesh.rank == 0:
-                        own["tokens"], own["log_probabilities"] = found[..., :k].cpu(), found[..., k:].cpu()
-                    bar.advance(len(own))
+                        rows["tokens"], rows["log_probabilities"] = top[..., :k].cpu(), top[..., k:].cpu()
+                    bar.advance(len(rows))
                 on_rank_0(partial(_write, unfinished, name, answers))
         totals = {"samples": samples, "length": length, "top_k": k, "vocabulary": config.model.vocab_size}
         on_rank_0(partial(_publish, unfinished, list(files), totals))

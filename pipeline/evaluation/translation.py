@@ -21,7 +21,7 @@ log = logging.getLogger("pipeline")
 _SHOWN = 10
 
 
-class Score(NamedTuple):
+class TranslationScore(NamedTuple):
     """A score from 0 to 100, and the settings that it was computed with (sacrebleu's signature)."""
 
     value: float
@@ -44,7 +44,7 @@ def check(stage: Generate) -> None:
         raise UserError.of("stage.metrics", shown, rule, "pip install -c tools/constraints.txt -e '.[sacrebleu]'") from error
     with open(stage.prompts, "rb") as handle:
         lines = [(number, references(_parsed(line))) for number, line in enumerate(handle, start=1) if line.strip()]
-    missing = [number for number, found in lines if not found]
+    missing = [number for number, texts in lines if not texts]
     if len(missing) == len(lines):
         rule = f"compare with references, and no line of stage.prompts={stage.prompts} has one"
         raise UserError.of("stage.metrics", shown, rule, 'write lines such as {"prompt": "Im Wald", "reference": "In the forest"}')
@@ -60,7 +60,7 @@ def references(fields: Any) -> list[str]:
     return texts if not isinstance(reference, list) or len(texts) == len(reference) else []
 
 
-def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequence[str]]) -> dict[str, Score]:
+def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequence[str]]) -> dict[str, TranslationScore]:
     """Return the score of a corpus for each metric.
 
     Args:
@@ -79,7 +79,7 @@ def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequ
     for name in metrics:
         metric = {"bleu": BLEU, "chrf": CHRF}[name]()
         value = metric.corpus_score(list(texts), streams).score
-        scored[name] = Score(float(value), str(metric.get_signature()))
+        scored[name] = TranslationScore(float(value), str(metric.get_signature()))
     return scored
 
 

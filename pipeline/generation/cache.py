@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.generation.pages import PAGE, PageTable
-from pipeline.generation.passes import Bias, Group, Pass, grouped
+from pipeline.generation.passes import Bias, Pass, SequenceGroup, grouped
 from pipeline.generation.recurrent_cache import CachedMixing
 from pipeline.layers.attention import Core, sdpa
 from pipeline.layers.mask import Mask
@@ -113,7 +113,7 @@ class KeyValueCache:
             on_device = places.to(device)
             ends = on_device[:, -1] + 1
             last = first + len(members) * count
-            groups.append(Group(members, of_group, first, last, on_device, ends, longest - count, longest, fresh, aligned))
+            groups.append(SequenceGroup(members, of_group, first, last, on_device, ends, longest - count, longest, fresh, aligned))
             first = last
         flat = torch.cat(positions)
         self.step = Pass(groups, torch.cat(token_rows), flat.to(device)[None])
@@ -237,19 +237,19 @@ class CachedAttention:
             self._store(step, self.values, v)
 
     def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
-        """See Pool."""
+        """See PagePool."""
         if self.keys is not None:
             self.copy(sources, targets)
             self.keys = _resized(self.keys, pages)
             self.values = None if self.values is None else _resized(self.values, pages)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """See Pool."""
+        """See PagePool."""
         for stored in (self.keys, self.values):
             if stored is not None and len(sources):
                 stored[targets.to(stored.device)] = stored[sources.to(stored.device)]
 
-    def _joins(self, group: Group) -> bool:
+    def _joins(self, group: SequenceGroup) -> bool:
         """Whether a group attends to stored and new keys side by side."""
         return self.limit is not None and not group.fresh and group.count > self.cache.lookahead
 

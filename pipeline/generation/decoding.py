@@ -187,8 +187,8 @@ class CacheRoom:
         lengths = range(0, max_positions + PAGE, PAGE)
         sizes = [sum(runner.bytes_of(min(length, max_positions)) for runner in runners) * (1 + 1 / SLACK) for length in lengths]
         shares = [size / max(available, 1.0) for size in sizes]
-        found = maximum(torch.tensor([*sizes, *shares], dtype=torch.float64, device=runners[0].device))
-        self._bytes, self._shares = (part.tolist() for part in found.chunk(2))
+        largest = maximum(torch.tensor([*sizes, *shares], dtype=torch.float64, device=runners[0].device))
+        self._bytes, self._shares = (part.tolist() for part in largest.chunk(2))
 
     def share(self, length: int) -> float:
         """Return the share of the memory that a sequence of `length` tokens takes."""

@@ -18,7 +18,7 @@ PAGE = 8
 SLACK = 16
 
 
-class Pool(Protocol):
+class PagePool(Protocol):
     """The storage of a layer."""
 
     def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
@@ -42,7 +42,7 @@ class PageTable:
 
     def __init__(self, rows: int, limit: int | None) -> None:
         self.limit, self.size = limit, 0
-        self.pools: list[Pool] = []
+        self.pools: list[PagePool] = []
         self._counts = [0] * rows
         self._table = torch.zeros(rows, 0, dtype=torch.int64, device="cpu")
         self._free: list[int] = []

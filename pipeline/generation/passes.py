@@ -19,7 +19,7 @@ Bias = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class Group:
+class SequenceGroup:
     """Sequences whose attention is computed together; all have the same number of new tokens.
 
     Attributes:
@@ -85,9 +85,9 @@ class Group:
             held = slots.expand(len(last), -1) if limit is None else last - (last - slots) % limit
             keys = held.masked_fill((held < 0) | (held > last), EMPTY)
             keys = torch.cat([keys, self.positions], dim=1) if joined else keys
-            found = None if bias is None else bias(self.positions, keys)
+            biases = None if bias is None else bias(self.positions, keys)
             self._masks[limit, joined] = given.replace(
-                causal=not self.aligned, documents=None, positions=self.positions, key_positions=keys, bias=found
+                causal=not self.aligned, documents=None, positions=self.positions, key_positions=keys, bias=biases
             )
         return self._masks[limit, joined]
 
@@ -105,7 +105,7 @@ class Pass:
         pages: int64 (n, pages) for each limit and group, on the device.
     """
 
-    groups: list[Group]
+    groups: list[SequenceGroup]
     rows: Tensor
     positions: Tensor
     kept: dict[int | None, Tensor | None] = field(default_factory=dict)

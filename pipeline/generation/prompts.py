@@ -151,7 +151,7 @@ class PromptReader:
             raise BadLine('must be an object with either "prompt" or "messages"')
         else:
             tokens = self._encode(fields)
-        if len(tokens) + (not self.encoder) > self.max_positions:
+        if len(tokens) + (0 if self.encoder else 1) > self.max_positions:
             room = "" if self.encoder else " leaves no room for a completion"
             raise BadLine(f"the prompt has {len(tokens)} tokens; model.max_positions={self.max_positions}{room}")
         if max(tokens) >= self.vocab_size:
@@ -289,7 +289,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: it cannot be read, or a line is not an object.
     """
-    found = []
+    records = []
     for number, line in enumerate(_read("stage.examples", path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -299,5 +299,5 @@ def _lines(path: Path) -> list[dict[str, Any]]:
                 raise BadLine("is not an object")
         except BadLine as error:
             raise UserError.of("stage.examples", path, f"line {number} {error}", "correct or remove this line") from error
-        found.append(fields)
-    return found
+        records.append(fields)
+    return records

@@ -7,12 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.generation.passes import Group, Pass
+from pipeline.generation.passes import Pass, SequenceGroup
 from pipeline.layers.mask import Mask
 from pipeline.layers.recurrent import RecurrentLayer, RecurrentState
 
 
-class Rows(Protocol):
+class CacheRows(Protocol):
     """What a layer reads of the cache of all layers.
 
     Attributes:
@@ -37,11 +37,11 @@ class CachedMixing:
         row_bytes: size of the state of a row, and of what removes tokens from it.
     """
 
-    def __init__(self, cache: Rows, layer: RecurrentLayer) -> None:
+    def __init__(self, cache: CacheRows, layer: RecurrentLayer) -> None:
         self.cache, self.layer = cache, layer
         self.state: RecurrentState | None = None
         # Groups of the last pass, their inputs, and the states before them, where tokens can be removed again.
-        self._removable: list[tuple[Group, list[Tensor], RecurrentState]] = []
+        self._removable: list[tuple[SequenceGroup, list[Tensor], RecurrentState]] = []
         convolutions = layer.convolutions()
         token = sum(map(len, convolutions)) * convolutions[0].element_size()
         wide = torch.promote_types(convolutions[0].dtype, torch.float32)

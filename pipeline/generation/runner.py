@@ -190,7 +190,7 @@ class ExpertRounds:
             for experts in self._experts:
                 experts.serve()
 
-    def _any_has_tokens(self, own: bool) -> Tensor:
+    def _any_has_tokens(self, active: bool) -> Tensor:
         """Return whether a rank of the group runs a forward pass in this round, int64 (); only a rank that runs none waits for it."""
         device = self._experts[0].experts.up.device
-        return collectives.all_reduce(torch.tensor(int(own), device=device), self.group, "max")
+        return collectives.all_reduce(torch.tensor(int(active), device=device), self.group, "max")

@@ -139,14 +139,14 @@ class SpeculativeGenerator(Generator):
                 if accepted
                 else self._draw(p[index], guess[index : index + 1], None if q is None else q[index : index + 1], numbers)
             )
-            self.accepted += accepted
+            self.accepted += 1 if accepted else 0
             if logprobs is not None:
                 completion.logprobs.append(float(logprobs[index, token]))
             self._append(completion, token)
             if seen is not None:
                 self._seen.add([row], torch.tensor([token], device=p.device))
             if completion.finish_reason or not accepted:
-                return index + accepted
+                return index + 1 if accepted else index
         raise AssertionError("the token after the last guess is never an accepted guess")
 
     def _draw(self, p: Tensor, guess: list[int], q: Tensor | None, numbers: random.Random) -> int:

@@ -27,7 +27,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Convert, Generate
 from pipeline.conversion import huggingface_export, huggingface_folder, stock_logits
 from pipeline.conversion.export_files import export_folder, write_manifest
-from pipeline.conversion.huggingface_folder import Source
+from pipeline.conversion.huggingface_folder import ExportSource
 from pipeline.generation.generator import Completion, Stopping
 from pipeline.generation.sampling import Sampling
 from pipeline.models import registry
@@ -112,7 +112,9 @@ class VllmEngine:
         return Completion(index, prompt, tokens[:end], logprobs[:end], reason if end is None else "stop")
 
 
-def open_engine(config: RunConfig, stage: Generate, source: Source, mesh: Mesh, stops: Stopping, local_rank: int, lines: int) -> VllmEngine:
+def open_engine(
+    config: RunConfig, stage: Generate, source: ExportSource, mesh: Mesh, stops: Stopping, local_rank: int, lines: int
+) -> VllmEngine:
     """Create the engine of a tensor group, on its first rank. Every rank calls this: rank 0 writes the export if there is none.
 
     Args:
@@ -227,7 +229,7 @@ def folder_of(config: RunConfig, stage: Generate) -> Path:
     return Path(stage.export or Path(config.run_dir) / "hf")
 
 
-def check(config: RunConfig, stage: Generate, source: Source) -> bool:
+def check(config: RunConfig, stage: Generate, source: ExportSource) -> bool:
     """Return whether the export exists; one in fp32 serves any precision.dtype, which vLLM rounds it to.
 
     Raises:
@@ -241,22 +243,15 @@ def check(config: RunConfig, stage: Generate, source: Source) -> bool:
             lambda: huggingface_export.check_weights(source.weights, source.model, "stage.checkpoint", checkpoint),
         )
         return False
-    found = artifact.read(folder, key=KEY, stage="convert").settings
-    dtype = "fp32" if found.get("stage.dtype") == "fp32" else precision
-    gigabytes = found.get("stage.shard_gigabytes", Convert.shard_gigabytes)
-    settings = huggingface_folder.settings_of(
-        config.tokenizer,
-        stage,
-        checkpoint,
-        source.tokenizer,
-        dtype=dtype,
-        shard_gigabytes=gigabytes,
-    )
+    exported = artifact.read(folder, key=KEY, stage="convert").settings
+    dtype = "fp32" if exported.get("stage.dtype") == "fp32" else precision
+    gigabytes = exported.get("stage.shard_gigabytes", Convert.shard_gigabytes)
+    settings = huggingface_folder.settings_of(config.tokenizer, stage, checkpoint, source.tokenizer, dtype=dtype, shard_gigabytes=gigabytes)
     artifact.find_complete(folder, key=KEY, stage="convert", settings=settings)
     return True
 
 
-def prepare(config: RunConfig, stage: Generate, source: Source) -> Path:
+def prepare(config: RunConfig, stage: Generate, source: ExportSource) -> Path:
     """Return the folder of the export, which is written, and appears at once, if it does not exist. One rank calls this.
 
     Raises:

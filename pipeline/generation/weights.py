@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.checkpoint.reader import Run
+from pipeline.checkpoint.reader import WantedRun
 from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config.lora import LoraConfig
@@ -53,7 +53,7 @@ def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel
 
     def value(piece: Piece, dtype: torch.dtype) -> Tensor:
         values = torch.empty(piece.elements)
-        checkpoint.read([Run(piece.name, piece.full_shape, piece.box, 0, {"weight": values})])
+        checkpoint.read([WantedRun(piece.name, piece.full_shape, piece.box, 0, {"weight": values})])
         return values.view(piece.shape).to(mesh.device, dtype)
 
     model = parallelize(config, mesh, value)
@@ -107,8 +107,8 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
         raise UserError(violations)
     folder = _tokenizer_folder(stage, checkpoint)
     ours, theirs = (
-        tokenizers.load(each, key).get_vocab(with_added_tokens=True)
-        for each, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))
+        tokenizers.load(path, key).get_vocab(with_added_tokens=True)
+        for path, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))
     )
     if ours != theirs:
         raise UserError.of(

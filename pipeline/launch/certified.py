@@ -52,8 +52,8 @@ def check(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: it has none, or one of another job, naming what differs.
     """
-    if found := violations(config, world_size):
-        raise UserError(found)
+    if problems := violations(config, world_size):
+        raise UserError(problems)
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:

@@ -79,7 +79,7 @@ class ValidatingLauncher(Launcher):
         """
         setup_globals()
         manifest = earlier = sweep_manifest.read(self.folder)
-        found: list[SweepRun] = []
+        runs: list[SweepRun] = []
         violations: dict[str, Violation] = {}
         if not job_overrides:
             lists = " ".join(word for word in self.config.hydra.overrides.task if re.search(r"[,(]", word))
@@ -87,8 +87,8 @@ class ValidatingLauncher(Launcher):
         count, job_overrides = len(job_overrides), hydra_sweeper.without_repeated(job_overrides)
         if len(job_overrides) < count and not hydra_sweeper.searches(self.config):  # a search may choose a point twice
             log.warning("%d points of the sweep have the settings of others: each point is one run", count - len(job_overrides))
-        own = [tuple(filter_overrides(overrides)) for overrides in job_overrides]
-        for overrides, words, (settings, options) in zip(job_overrides, own, sweep_manifest.split(own), strict=True):
+        points = [tuple(filter_overrides(overrides)) for overrides in job_overrides]
+        for overrides, words, (settings, options) in zip(job_overrides, points, sweep_manifest.split(points), strict=True):
             point = sweep_manifest.point_id(settings)
             number = manifest.number(point)
             composed = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))
@@ -108,15 +108,15 @@ class ValidatingLauncher(Launcher):
                 config = compose.to_run_config(without_hydra(composed))
                 check.check(*self.sized(config, filter_overrides(overrides)))
                 check_fork(config)
-                found.append(SweepRun(words, composed, config, entry))
+                runs.append(SweepRun(words, composed, config, entry))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}
-        if len({run.config.run_dir for run in found}) < len(found):
+        if len({run.config.run_dir for run in runs}) < len(runs):
             fix = "set hydra.sweep.subdir to a value that differs between runs, for example ${hydra.job.num}, and no value twice"
-            violations["run_dir"] = Violation("run_dir", found[0].config.run_dir, "is shared by several runs of the sweep", fix)
+            violations["run_dir"] = Violation("run_dir", runs[0].config.run_dir, "is shared by several runs of the sweep", fix)
         if violations:
             raise UserError(list(violations.values()))
-        return found, manifest
+        return runs, manifest
 
     def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: SweepManifest) -> None:
         """Write and print the table of all points: these runs, those of earlier batches, and those of earlier commands."""
@@ -128,9 +128,9 @@ class ValidatingLauncher(Launcher):
 
     def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
         """Return the results of runs that have ended, in the order of the overrides, of which some may be alike."""
-        found = {run.overrides: point for run, point in zip(runs, points, strict=True)}
+        by_overrides = {run.overrides: point for run, point in zip(runs, points, strict=True)}
         per_byte = hydra_sweeper.per_byte(self.config)
-        return [hydra_sweeper.result(found[tuple(filter_overrides(words))], words, per_byte=per_byte) for words in job_overrides]
+        return [hydra_sweeper.result(by_overrides[tuple(filter_overrides(words))], words, per_byte=per_byte) for words in job_overrides]
 
 
 class LocalLauncher(ValidatingLauncher):
@@ -148,8 +148,8 @@ class LocalLauncher(ValidatingLauncher):
             SystemExit: a run has failed or was asked to stop, with the exit code of the first one.
         """
         here = ranks.detect()
-        if found := list(hydra_sweeper.search_violations(self.config, here.world_size)):
-            raise UserError(found)
+        if violations := list(hydra_sweeper.search_violations(self.config, here.world_size)):
+            raise UserError(violations)
         runs, manifest = self.runs(job_overrides)
         manifest = replace(manifest, config_dirs=tuple(map(str, compose.own_folders(self.config.hydra))))
         writes = here.rank == 0 and not any(run.config.dry_run.enabled for run in runs)
@@ -208,16 +208,16 @@ class SlurmLauncher(ValidatingLauncher):
     def start(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[JobReturn]:
         """Submit the runs, print the job ids and return."""
         runs, manifest = self.runs(job_overrides)
-        own = compose.own_folders(self.config.hydra)
+        folders = compose.own_folders(self.config.hydra)
         points = [sweep_submission.SweepJob(run.entry, run.config, run.overrides) for run in runs]
-        sweep_submission.refuse(points, own, self._at_once, self._violations())
+        sweep_submission.refuse(points, folders, self._at_once, self._violations())
         if any(run.config.dry_run.enabled for run in runs):
-            sweep_submission.render(points, manifest, own, self._at_once)
+            sweep_submission.render(points, manifest, folders, self._at_once)
             print("\n".join(point.text for point in points), end="")
             return []
         arguments = compose.arguments_of(self.config.hydra)
-        manifest = replace(manifest, config_dirs=tuple(map(str, own)))
-        manifest = sweep_submission.submit(points, manifest, own, arguments, self._at_once)
+        manifest = replace(manifest, config_dirs=tuple(map(str, folders)))
+        manifest = sweep_submission.submit(points, manifest, folders, arguments, self._at_once)
         self._multirun.started = True
         done = [replace(point, state="ended") if point.steps is None else point for point in points_of(runs, manifest)]
         for point, row in zip(points, done, strict=True):

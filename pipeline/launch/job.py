@@ -127,8 +127,8 @@ def placed(cluster: ClusterConfig, stage: str, nodes: int) -> ClusterConfig:
     """
     script = (batch_scripts(Path.cwd()) or Path("slurm")) / f"{stage}.sbatch"
     text = script.read_text(encoding="utf-8") if stage not in TRAINING_STAGES and script.is_file() else ""
-    own = re.search(r"^#SBATCH --time=(\S+)$", text, re.MULTILINE)
-    return queues.placed(cluster, *node_range(cluster, stage, nodes), own[1] if own else None)
+    limit = re.search(r"^#SBATCH --time=(\S+)$", text, re.MULTILINE)
+    return queues.placed(cluster, *node_range(cluster, stage, nodes), limit[1] if limit else None)
 
 
 def requeue_option(cluster: ClusterConfig) -> str:

@@ -137,8 +137,8 @@ class LegalLayouts:
             config = phases.at(layouts.with_overrides(self.config, settings), self._step)
             changed = list(layouts.unchanged(self.config, layouts.read(settings)))
             self._settings[settings] = config, [*changed, *check.settings_violations(config)]
-        config, found = self._settings[settings]
-        return [*found, *check.size_violations(config, nodes * self.tasks_per_node, self._step)]
+        config, violations = self._settings[settings]
+        return [*violations, *check.size_violations(config, nodes * self.tasks_per_node, self._step)]
 
 
 def has_model(config: RunConfig) -> bool:

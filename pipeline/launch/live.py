@@ -73,9 +73,9 @@ def with_limits(
     entries = Counter(queue.partition for queue in cluster.queues)
     queues, differences = [], []
     for queue in cluster.queues:
-        partition, own = partitions.get(queue.partition or "", QueueLimits()), qos.get(queue.qos or "", QueueLimits())
+        partition, of_qos = partitions.get(queue.partition or "", QueueLimits()), qos.get(queue.qos or "", QueueLimits())
         alone = entries[queue.partition] == 1 and queue.qos is None
-        live = _replaced(_replaced(queue, partition, only_lower=not alone), own)
+        live = _replaced(_replaced(queue, partition, only_lower=not alone), of_qos)
         differences += _differences(queue, live, cluster.name)
         queues.append(live)
     return dataclasses.replace(cluster, queues=queues), differences
@@ -133,15 +133,15 @@ def gpus(fields: Mapping[str, str]) -> int:
 def lacking(cluster: ClusterConfig, name: str, fields: Mapping[str, str]) -> list[str]:
     """Return what the file of a cluster lacks, as its lines, by its name in Slurm and the fields of a node."""
     number, cores, default = gpus(fields), int(fields.get("CPUEfctv") or fields.get("CPUTot") or 0), ClusterConfig()
-    limits = [{"partition": name} | dataclasses.asdict(each) for name, each in asked()[0].items() if cluster.partition in (None, name)]
-    known = [{key: value for key, value in each.items() if value is not None} for each in limits]
-    found = {"name": name, "queues": json.dumps(known), "gpus_per_node": number, "tasks_per_node": number, "cores": cores}
-    found |= {
+    limits = [{"partition": name} | dataclasses.asdict(limit) for name, limit in asked()[0].items() if cluster.partition in (None, name)]
+    known = [{key: value for key, value in limit.items() if value is not None} for limit in limits]
+    entries = {"name": name, "queues": json.dumps(known), "gpus_per_node": number, "tasks_per_node": number, "cores": cores}
+    entries |= {
         "cpus_per_task": cores // number if number else 0,
         "memory": f"{fields['RealMemory']}M" if "RealMemory" in fields else None,
         "architecture": fields.get("Arch"),
     }
-    return [f"{key}: {value}" for key, value in found.items() if value and getattr(cluster, key) == getattr(default, key)]
+    return [f"{key}: {value}" for key, value in entries.items() if value and getattr(cluster, key) == getattr(default, key)]
 
 
 @functools.cache

@@ -78,8 +78,8 @@ def choose(
         raise UserError.of("cluster.min_nodes", least, f"the job has {count(granted, 'good node')}", "ask for more nodes, or reduce it")
     legal = LegalLayouts(config, overrides, tasks_per_node or config.cluster.tasks_per_node, step, planned)
     for nodes in range(most, fewest - 1, -1):
-        if found := legal.layout(nodes):
-            layout, settings = found
+        if chosen := legal.layout(nodes):
+            layout, settings = chosen
             return Shape(nodes, (*_without(overrides, settings), *settings), _text(layout, nodes * legal.tasks_per_node))
     raise UserError(legal.reasons(fewest, most))
 
@@ -277,28 +277,28 @@ def _text(config: RunConfig, world_size: int) -> str:
     return f"{axes}, ZeRO {parallel.zero_stage}, micro-batches of {config.training.micro_batch_size}"
 
 
-def job_options(config: RunConfig, own: Sequence[str]) -> ClusterConfig:
+def job_options(config: RunConfig, settings: Sequence[str]) -> ClusterConfig:
     """Return the sbatch options of a job, in the first queue that fits; where Slurm is installed, with the limits that it tells.
 
     Args:
-        own: settings of this job alone (job.one_task).
+        settings: settings of this job alone (job.one_task).
     """
-    cluster = live.corrected(job.one_task(cluster_at(config), config.stage.name, own))
+    cluster = live.corrected(job.one_task(cluster_at(config), config.stage.name, settings))
     return job.placed(cluster, config.stage.name, cluster.nodes)
 
 
-def expected(config: RunConfig, overrides: Sequence[str], own: Sequence[str]) -> tuple[RunConfig, int]:
+def expected(config: RunConfig, overrides: Sequence[str], settings: Sequence[str]) -> tuple[RunConfig, int]:
     """Return the configuration with its layout, and the number of ranks, of a job that gets the nodes that it asks for.
 
     For a stage that is about another job, such as certify, it is the number of ranks of that job.
 
     Args:
         overrides: arguments of `python -m pipeline`.
-        own: as of `options`.
+        settings: as of `options`.
     """
     if config.stage.name in TRAINING_STAGES:
         return expected_training(config, overrides)
-    size = job_options(config, own)
+    size = job_options(config, settings)
     return config, layout.job_size(dataclasses.replace(config, dry_run=DryRunConfig()), size.nodes * size.tasks_per_node)
 
 

@@ -165,7 +165,7 @@ def _again(now: Situation) -> Action:
         if first.hardware or host in now.blamed_before or has_spare:
             bad.add(host)
     exclude = tuple(sorted(bad))
-    remaining = now.nodes + (host is not None and host not in bad)
+    remaining = now.nodes + (1 if host is not None and host not in bad else 0)
     fewest = now.fewest or now.needed
     if remaining >= fewest and now.seconds_left >= LEAST_SECONDS:
         return Action(ActionKind.RESTART, now.code, "started again from the newest checkpoint", exclude)
@@ -193,8 +193,8 @@ def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run
     lines = [] if first is not None else ended.lines[-1:]  # then the messages of srun are all there is
     if first is not None and not first.final:  # the message of a final one is above
         moment = datetime.fromtimestamp(first.time).isoformat(sep=" ", timespec="seconds")
-        what = "lost its peers" if first.follows else "failed first"
-        lines.append(f"{stage}: rank {first.rank} on {first.host} {what}, at {moment}: {first.reason}")
+        event = "lost its peers" if first.follows else "failed first"
+        lines.append(f"{stage}: rank {first.rank} on {first.host} {event}, at {moment}: {first.reason}")
         lines += [f"  at {first.where}"] if first.where else []
     lines += [f"  nodes that do not answer: {', '.join(lost)}"] if lost else []
     lines += [f"  newest checkpoint: step {step} of {run_dir}"] if run_dir is not None and step >= 0 else []

@@ -60,7 +60,7 @@ def path(run_dir: Path) -> Path:
 
 
 def write(
-    folder: Path, arguments: Sequence[str], configs: Mapping[str, str], texts: Mapping[str, str], own: Mapping[str, Path] | None = None
+    folder: Path, arguments: Sequence[str], configs: Mapping[str, str], texts: Mapping[str, str], conf: Mapping[str, Path] | None = None
 ) -> None:
     """Write a snapshot, which appears with all of its files.
 
@@ -72,7 +72,7 @@ def write(
         arguments: of `python -m pipeline`.
         configs: name of a job -> its resolved configuration, YAML.
         texts: name of a job -> its script; empty in a job that sbatch started.
-        own: configuration files, name in conf/ -> file (`files`); None for none.
+        conf: configuration files, name in conf/ -> file (`files`); None for none.
 
     Raises:
         UserError: the disk is full.
@@ -82,7 +82,7 @@ def write(
         for kind, suffix, content in (("config", "yaml", configs), ("jobs", "sbatch", texts)):
             for job, text in content.items():
                 _write(partial / kind / f"{job}.{suffix}", text.encode())
-        for file, source in (own or {}).items():
+        for file, source in (conf or {}).items():
             (partial / "conf" / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, partial / "conf" / file)
         code = _code(partial)
@@ -159,30 +159,30 @@ def _write(file: Path, content: bytes) -> None:
     file.write_bytes(content)
 
 
-def hashed(folder: Path, own: Sequence[Path]) -> Path:
+def hashed(folder: Path, sources: Sequence[Path]) -> Path:
     """Return the folder for a copy inside of `folder`, named after the content of the files.
 
     Args:
         folder: of the sweep.
-        own: a user's own folders with configuration files.
+        sources: a user's own folders with configuration files.
 
     Raises:
         UserError: as `files`.
     """
     content = xxhash.xxh3_64()
-    for name, path in sorted(files(own).items()):
+    for name, path in sorted(files(sources).items()):
         content.update(f"{name}\n".encode() + path.read_bytes())
     return (folder / f".conf-{content.hexdigest()}").absolute()
 
 
-def files(own: Sequence[Path]) -> dict[str, Path]:
+def files(sources: Sequence[Path]) -> dict[str, Path]:
     """Return the configuration files: name in the copy -> file. Those of conf/ come before a user's own, as in Hydra's search path.
 
     Raises:
         UserError: a user's own folder has too many files.
     """
     paths: dict[str, Path] = {}
-    for source in [*reversed(own), CONF_DIR]:
+    for source in [*reversed(sources), CONF_DIR]:
         for number, path in enumerate(_yaml(source)):
             if number >= MOST_FILES:
                 rule = f"has more than {MOST_FILES:,} .yaml files, and jobs read a copy of them"
@@ -198,23 +198,23 @@ def _yaml(source: Path) -> Iterator[Path]:
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(".yaml"))
 
 
-def write_conf_copy(conf: Path, own: Sequence[Path]) -> None:
+def write_conf_copy(conf: Path, sources: Sequence[Path]) -> None:
     """Write the copy, which appears with all of its files, unless it exists.
 
     Args:
         conf: the folder of the copy.
-        own: a user's own folders with configuration files.
+        sources: a user's own folders with configuration files.
 
     Raises:
         UserError: as `files`.
     """
     if not conf.is_dir():
         with atomic_folder(conf) as folder:
-            copy(folder, own)
+            copy(folder, sources)
 
 
-def copy(folder: Path, own: Sequence[Path]) -> None:
+def copy(folder: Path, sources: Sequence[Path]) -> None:
     """Copy the files to a folder; arguments and errors as those of `write`."""
-    for name, path in files(own).items():
+    for name, path in files(sources).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)

@@ -78,18 +78,18 @@ def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:
     return chain
 
 
-def merged(found: Mapping[str, Sequence[Violation]], stages: Sequence[str]) -> list[Violation]:
+def merged(by_stage: Mapping[str, Sequence[Violation]], stages: Sequence[str]) -> list[Violation]:
     """Return the problems of the jobs of a chain, each once, with the names of its stages.
 
     Args:
-        found: stage -> its problems.
+        by_stage: stage -> its problems.
         stages: of the chain.
     """
     where: dict[str, list[str]] = {}
     for stage in stages:
-        for violation in found.get(stage, ()):
+        for violation in by_stage.get(stage, ()):
             where.setdefault(str(violation), []).append(stage)
-    first = {str(violation): violation for violations in found.values() for violation in violations}
+    first = {str(violation): violation for violations in by_stage.values() for violation in violations}
     return [_in_stages(first[text], list(dict.fromkeys(names)), len(stages)) for text, names in where.items()]
 
 
@@ -108,9 +108,9 @@ def problems(command: Command) -> list[Violation]:
 
 def _link(config: RunConfig, stage: str, arguments: Sequence[str], pretrain: Link | None) -> Link:
     """Compose and check the job of a stage; that of certify has the settings of the training job that it is about."""
-    own = list(config.submit.overrides.get(stage, []))
-    words = [*config.submit.overrides.get("pretrain", []), *own] if stage == "certify" else own
-    if stage == "certify" and pretrain and not any(key_of(word) == "stage.world_size" for word in own):
+    overrides = list(config.submit.overrides.get(stage, []))
+    words = [*config.submit.overrides.get("pretrain", []), *overrides] if stage == "certify" else overrides
+    if stage == "certify" and pretrain and not any(key_of(word) == "stage.world_size" for word in overrides):
         words = [f"stage.world_size={pretrain.world_size}", *words]
     replaced = {key_of(word) for word in words}
     kept = [word for word in arguments if not re.match(_OWN, word) and key_of(word) not in replaced]
@@ -120,10 +120,10 @@ def _link(config: RunConfig, stage: str, arguments: Sequence[str], pretrain: Lin
     given = (*kept, *last.values(), *run_dir)
 
     def sized(composed: RunConfig) -> tuple[RunConfig, int]:
-        return moldable.expected(composed, given, own)
+        return moldable.expected(composed, given, overrides)
 
     composed = other_commands.checked([f"stage={stage}", *given], sized)
-    return Link(stage, given, composed, moldable.job_options(composed, own), sized(composed)[1])
+    return Link(stage, given, composed, moldable.job_options(composed, overrides), sized(composed)[1])
 
 
 def _link_violations(link: Link, before: Sequence[Link], after: Sequence[Link]) -> Iterator[Violation]:

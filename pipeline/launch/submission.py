@@ -89,8 +89,8 @@ def rejection(message: str, text: str) -> Violation:
 
 
 def _option(text: str, name: str) -> str | None:
-    found = re.findall(rf"^#SBATCH --{name}=(.*)$", text, re.MULTILINE)
-    return found[-1] if found else None
+    values = re.findall(rf"^#SBATCH --{name}=(.*)$", text, re.MULTILINE)
+    return values[-1] if values else None
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ def rejected(texts: Sequence[str]) -> dict[int, Violation]:
 
 def _answer(text: str) -> Violation | None:
     """Why a job would be rejected."""
-    own = re.sub(r"^#SBATCH (--dependency=after\w+:JOB_OF_.*|--kill-on-invalid-dep=.*)\n", "", text, flags=re.MULTILINE)
+    script = re.sub(r"^#SBATCH (--dependency=after\w+:JOB_OF_.*|--kill-on-invalid-dep=.*)\n", "", text, flags=re.MULTILINE)
     try:
-        run(own, ["--test-only"])
+        run(script, ["--test-only"])
     except UserError as error:
         return error.violations[0]
     return None

@@ -80,14 +80,14 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
     if violations := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
         raise UserError(violations)
     taken = snapshot.path(run_dir)
-    own = snapshot.files([Path(word.removeprefix("--config-dir=")) for word in arguments if word.startswith("--config-dir=")])
+    conf_files = snapshot.files([Path(word.removeprefix("--config-dir=")) for word in arguments if word.startswith("--config-dir=")])
     configs = {link.stage: snapshot.resolved(link.config) for link in links}
     texts = stage_chain.rendered(links, run_dir, snapshot=taken)
 
     def text(number: int, job_ids: Sequence[int]) -> str:
         return stage_chain.rendered(links, run_dir, job_ids, snapshot=taken)[number]
 
-    snapshot.write(taken, arguments, configs, dict(zip(stages, texts, strict=True)), own)
+    snapshot.write(taken, arguments, configs, dict(zip(stages, texts, strict=True)), conf_files)
     try:
         job_ids = submission.submit_all([partial(text, number) for number in range(len(links))])
     except BaseException:

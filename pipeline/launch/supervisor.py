@@ -184,7 +184,7 @@ class Supervisor:
             ended = replace(ended, code=CONTINUE, first=None)
         failed = not (preempted or requeued or stopped) and not (ended.code in (0, *STOPPED) and ended.first is None)
         counts = failed or (ended.code == CONTINUE and not (progress or stopped))
-        self._failures = (0 if progress else self._failures) + counts
+        self._failures = (0 if progress else self._failures) + (1 if counts else 0)
         lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()
         host = "" if ended.first is None or ended.first.follows else ended.first.host
         good = self._placement.good(without=(*lost, host))

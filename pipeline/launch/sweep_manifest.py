@@ -135,8 +135,8 @@ def split(points: Sequence[Sequence[str]]) -> list[tuple[tuple[str, ...], tuple[
 
     divided = []
     for point in points:
-        own = [word for word in point if not re.match(r"\+*(dry_run[.=]|run_dir=)", word)]
-        divided.append((tuple(word for word in own if not is_option(word)), tuple(word for word in own if is_option(word))))
+        words = [word for word in point if not re.match(r"\+*(dry_run[.=]|run_dir=)", word)]
+        divided.append((tuple(word for word in words if not is_option(word)), tuple(word for word in words if is_option(word))))
     return divided
 
 

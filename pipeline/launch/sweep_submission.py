@@ -132,8 +132,8 @@ def submit(
         if used := [v for point in new for v in in_use.violations(Path(point.entry.run_dir), [point.config.stage.name], queue)]:
             raise UserError(used)
         conf, taken = render(new, manifest, config_dirs, at_once)
-        if found := submission.rejected([point.text for point in new]):
-            raise UserError(list({str(v): v for v in found.values()}.values()))
+        if rejected := submission.rejected([point.text for point in new]):
+            raise UserError(list({str(v): v for v in rejected.values()}.values()))
         for point in points:
             manifest = manifest.with_point(point.entry)
         for point in new:

@@ -81,11 +81,11 @@ class SweepRow:
 
 def rows(points: Sequence[Point]) -> tuple[list[SweepRow], str]:
     """Return the rows, the best one first as comparison.compare sorts them, and which is best, in words; empty if none has a loss."""
-    found = [runs.read(point.run_dir) for point in points]
-    places = comparison.compare(found, [point.values for point in points], [point.run_dir.name for point in points])
-    of_run = {run.run_dir: point for run, point in zip(found, points, strict=True)}
+    read_runs = [runs.read(point.run_dir) for point in points]
+    places = comparison.compare(read_runs, [point.values for point in points], [point.run_dir.name for point in points])
+    of_run = {run.run_dir: point for run, point in zip(read_runs, points, strict=True)}
     ordered = [replace(row(of_run[place.run.run_dir], place.run), within_noise=place.within_noise) for place in places]
-    return ordered, comparison.verdict(places) if any(run.loss is not None for run in found) else ""
+    return ordered, comparison.verdict(places) if any(run.loss is not None for run in read_runs) else ""
 
 
 def row(point: Point, run: Run) -> SweepRow:
@@ -137,19 +137,19 @@ def write(folder: Path, points: Sequence[Point]) -> str:
     return "\n".join(filter(None, [*table_lines([head, *cells]), verdict]))
 
 
-def _cells(found: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
+def _cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[str]]]:
     """The head of the table and its cells; a column that no run has a value for is left out."""
-    keys = list(dict.fromkeys(value.partition("=")[0] for row in found for value in row.values))
-    columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in found] for key in keys}
-    columns["validation loss"] = [_loss_text(row.validation_loss, row.validation_loss_stderr) for row in found]
-    columns["bits per byte"] = ["" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}" for row in found]
-    columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in found]
-    columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in found]
-    columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in found]
-    columns["tokens/s"] = ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in found]
-    columns["in the noise"] = ["yes" if row.within_noise and number else "" for number, row in enumerate(found)]
-    columns["state"] = [row.state for row in found]
-    columns["run_dir"] = [row.run_dir for row in found]
+    keys = list(dict.fromkeys(value.partition("=")[0] for row in rows for value in row.values))
+    columns: dict[str, list[str]] = {key: [dict(v.partition("=")[::2] for v in row.values).get(key, "") for row in rows] for key in keys}
+    columns["validation loss"] = [_loss_text(row.validation_loss, row.validation_loss_stderr) for row in rows]
+    columns["bits per byte"] = ["" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}" for row in rows]
+    columns["best (step)"] = ["" if row.best_step is None else f"{row.best_validation_loss:.4f} ({row.best_step:,})" for row in rows]
+    columns[f"training loss (last {LOSS_STEPS})"] = ["" if row.loss is None else f"{row.loss:.4f}" for row in rows]
+    columns["steps"] = ["" if row.step is None else f"{row.step:,}" for row in rows]
+    columns["tokens/s"] = ["" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}" for row in rows]
+    columns["in the noise"] = ["yes" if row.within_noise and number else "" for number, row in enumerate(rows)]
+    columns["state"] = [row.state for row in rows]
+    columns["run_dir"] = [row.run_dir for row in rows]
     shown = {name: cells for name, cells in columns.items() if any(cells)}
     return list(shown), [list(line) for line in zip(*shown.values(), strict=True)]
 
@@ -244,18 +244,18 @@ def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequenc
         UserError: a point is not valid any more, or Slurm rejects its job. No job is left.
     """
     compose.register()
-    own = [Path(folder) for folder in manifest.config_dirs]
+    folders = [Path(folder) for folder in manifest.config_dirs]
     points = []
     for entry in manifest.sorted():
         if numbers and entry.number not in numbers:
             continue
         words = (*entry.options, *entry.overrides)
-        found = [*compose.folder_options(own), *words, f"run_dir={quoted(entry.run_dir)}"]
-        config = compose.recompose(found)
-        check.check(*moldable.expected(config, found, words))
+        overrides = [*compose.folder_options(folders), *words, f"run_dir={quoted(entry.run_dir)}"]
+        config = compose.recompose(overrides)
+        check.check(*moldable.expected(config, overrides, words))
         points.append(SweepJob(entry, config, words))
-    sweep_submission.refuse(points, own, at_once)
-    sweep_submission.submit(points, manifest, own, arguments, at_once)
+    sweep_submission.refuse(points, folders, at_once)
+    sweep_submission.submit(points, manifest, folders, arguments, at_once)
     return points
 
 

@@ -193,8 +193,8 @@ def prepare(
         device: of queries and keys.
         sinks: whether the layer has attention sinks.
     """
-    if (own := getattr(core, "prepare", None)) is not None:
-        own(mask, window, shape, device, sinks=sinks)
+    if (prepare_core := getattr(core, "prepare", None)) is not None:
+        prepare_core(mask, window, shape, device, sinks=sinks)
     if shape is None or core not in (automatic, flex, sdpa, plain):
         return
     _, queries, keys = shape
@@ -237,11 +237,11 @@ def case(
 ) -> Case:
     """Add what is known of the device."""
     cuda = device == "cuda"
-    found = gpu.of(index) if cuda else gpu.Gpu(device)
-    flash_3 = found.capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
+    properties = gpu.of(index) if cuda else gpu.Gpu(device)
+    flash_3 = properties.capability == _HOPPER and has_flash_3()  # in this order: it replaces operators, and raises an error on other GPUs
     deterministic = torch.are_deterministic_algorithms_enabled()
     facts = (masked, bias, aligned, grad, flash_3, deterministic, capped, sinks)
-    return Case(device, dtype, head_dim, value_dim, found.capability, *facts, architecture=found.architecture)
+    return Case(device, dtype, head_dim, value_dim, properties.capability, *facts, architecture=properties.architecture)
 
 
 @cache

@@ -94,9 +94,9 @@ def delta_rule_of_part(
     solved = _solve(q, k, v, log_decay, beta, segments, segment_before, chunk)
     batch, heads, _, _, value_dim = solved.u.shape
     key_dim = k.shape[3]
-    one = torch.eye(key_dim, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
+    identity = torch.eye(key_dim, dtype=v.dtype, device=v.device).expand(batch, heads, -1, -1)
     # The transition and the state from zeros, side by side: a transition is the state of a part without values that begins with one.
-    both, before = torch.cat([one, v.new_zeros(batch, heads, key_dim, value_dim)], dim=3), []
+    both, before = torch.cat([identity, v.new_zeros(batch, heads, key_dim, value_dim)], dim=3), []
     for u, w, k_to_end, across in _each(F.pad(solved.u, (key_dim, 0)), solved.w, solved.k_to_end, solved.across):
         before.append(both)
         both = both * across + k_to_end @ (u - w @ both)
@@ -180,8 +180,8 @@ def decayed_products(q: Tensor, k_beta: Tensor, k: Tensor, log_decay: Tensor) ->
     """
     products = [(x * k).sum(dim=-1).diag_embed() for x in (q, k_beta)]
     for level in range((k.shape[-2] - 1).bit_length()):
-        found = checkpoint(_between_halves, q, k_beta, k, log_decay, level, use_reentrant=False, preserve_rng_state=False)
-        products = [one + other for one, other in zip(products, found, strict=True)]
+        of_level = checkpoint(_between_halves, q, k_beta, k, log_decay, level, use_reentrant=False, preserve_rng_state=False)
+        products = [product + more for product, more in zip(products, of_level, strict=True)]
     return products
 
 

@@ -55,11 +55,11 @@ def backward(
     kernel = partial_kernel(*facts_of(q, k, v, Mask(causal=mask.causal), None))
     if kernel == "unfused":
         return partial_attention.formula_backward(grad, q, k, v, out, lse, mask, scale=scale)
-    found = segments_backward(kernel, grad, q, k, v, out, lse, limits, causal=mask.causal, scale=scale)
+    grads = segments_backward(kernel, grad, q, k, v, out, lse, limits, causal=mask.causal, scale=scale)
     if mask.key_documents is not None:
-        return found
+        return grads
     short = short_backward(grad, q, k, v, out, lse, mask, scale=scale)
-    grad_q, grad_k, grad_v = (long + part for long, part in zip(found, short, strict=True))
+    grad_q, grad_k, grad_v = (long + part for long, part in zip(grads, short, strict=True))
     return grad_q, grad_k, grad_v
 
 
@@ -78,7 +78,7 @@ def short_backward(
     grad_blocks, out_blocks, lse_blocks = _blocks(grad, 1), _blocks(out, 1), _blocks(lse.unsqueeze(3), 1).squeeze(3)
     blocks = _blocks(q, 1), _blocks(k, pieces), _blocks(v, pieces)
     grads = partial_attention.formula_backward(grad_blocks, *blocks, out_blocks, lse_blocks, _short_mask(mask), scale=scale)
-    grad_q, grad_k, grad_v = (_joined(each, q.shape[2]) for each in grads)
+    grad_q, grad_k, grad_v = (_joined(x, q.shape[2]) for x in grads)
     return grad_q, grad_k, grad_v
 
 
@@ -120,8 +120,8 @@ def segments_backward(
         grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for row, rows, keys in _each(limits, q.shape[2], k.shape[2]):
             part = grad[row, :, rows], q[row, :, rows], k[row, :, keys], v[row, :, keys], out[row, :, rows], lse[row, :, rows]
-            found = partial_attention.backward(*part, Mask(causal=causal), scale=scale)
-            for whole, where, summand in zip(grads, (rows, keys, keys), found, strict=True):
+            summands = partial_attention.backward(*part, Mask(causal=causal), scale=scale)
+            for whole, where, summand in zip(grads, (rows, keys, keys), summands, strict=True):
                 whole[row, :, where] = summand
         return grads
     flat_grad, flat_q, flat_k, flat_v, flat_out = (_flat(x) for x in (pad_values(q, grad), q, k, pad_values(q, v), pad_values(q, out)))
@@ -137,7 +137,7 @@ def segments_backward(
 
 def _each(limits: Tensor, queries: int, keys: int) -> Iterator[tuple[slice, slice, slice]]:
     """Yield the row (of one), the queries and the keys of every segment that has both; reads the limits on the host."""
-    for (start, stop), (key_start, key_stop) in zip(*(pairwise(each) for each in limits.tolist()), strict=True):
+    for (start, stop), (key_start, key_stop) in zip(*(pairwise(side) for side in limits.tolist()), strict=True):
         if start < stop and key_start < key_stop:
             row = start // queries
             moved, key_moved = row * queries, row * keys

@@ -35,8 +35,8 @@ def own_segments(documents: Tensor) -> Tensor:
         long = ends & (lengths > SHORT)
         # The column after the last one takes what is not the limit of a long document.
         column = torch.where(long, long.cumsum(1) - 1, count)
-        found = torch.full((batch, count + 1), tokens, device=documents.device).scatter_(1, column, places + offset)
-        limits.append(found[:, :count])
+        padded = torch.full((batch, count + 1), tokens, device=documents.device).scatter_(1, column, places + offset)
+        limits.append(padded[:, :count])
     return segments((limits[0], limits[1]), (limits[0], limits[1]), tokens, tokens)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeline.layers.linear import Linear
 from pipeline.layers.lora import linear_layers
-from pipeline.layers.uniform_quantization import Quantized, Scheme, round_to_codes, scale_of
+from pipeline.layers.uniform_quantization import QuantizedMatrix, Scheme, round_to_codes, scale_of
 
 #: 8 bits, symmetric, a scale for each output.
 SCHEME = Scheme(8)
@@ -46,7 +46,7 @@ class FakeQuantizedLinear(Linear):
             largest = self.reduce_max(largest)
         scale = scale_of(largest, SCHEME.highest, torch.float32)
         zero_point = torch.zeros_like(scale, dtype=torch.int8)
-        return Quantized(round_to_codes(self.weight, scale, zero_point, SCHEME), scale, zero_point).dequantize().to(self.weight.dtype)
+        return QuantizedMatrix(round_to_codes(self.weight, scale, zero_point, SCHEME), scale, zero_point).dequantize().to(self.weight.dtype)
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -26,7 +26,7 @@ ALIGNMENT = 16
 _EXPONENT = 0x7F800000
 
 
-class Quantized(NamedTuple):
+class Fp8Matrix(NamedTuple):
     """A matrix, or one for each expert, in 8 bits.
 
     Attributes:
@@ -38,11 +38,11 @@ class Quantized(NamedTuple):
     factors: Tensor
 
 
-def quantize(x: Tensor) -> Quantized:
+def quantize(x: Tensor) -> Fp8Matrix:
     """Round (..., rows, summed) to 8 bits with a scale for each row."""
     scales = _scales(x.abs().amax(dim=-1))
     # A power of two: the product is exact in bf16.
-    return Quantized((x * scales.to(x.dtype).unsqueeze(-1)).to(E4M3).contiguous(), scales.reciprocal())
+    return Fp8Matrix((x * scales.to(x.dtype).unsqueeze(-1)).to(E4M3).contiguous(), scales.reciprocal())
 
 
 def _scales(largest: Tensor) -> Tensor:
@@ -76,14 +76,14 @@ class _AlignedRows:
         self._source = ((counts.cumsum(0) - counts)[known] + position).where(filled, rows)
         self._expert_of_block = expert[::ALIGNMENT]
 
-    def quantize_columns(self, x: Tensor) -> Quantized:
+    def quantize_columns(self, x: Tensor) -> Fp8Matrix:
         """Round (rows, columns) to 8 bits, transposed: each column with a scale for each expert."""
         blocks = select_rows(x, self._source, partial=True).unflatten(0, (-1, ALIGNMENT))
         index = self._expert_of_block.unsqueeze(1).expand(-1, x.shape[1])
         largest = x.new_zeros(self._experts + 1, x.shape[1]).scatter_reduce(0, index, blocks.abs().amax(dim=1), "amax")
         scales = _scales(largest)
         values = (blocks * scales.to(x.dtype)[self._expert_of_block].unsqueeze(1)).to(E4M3)
-        return Quantized(values.flatten(0, 1).t().contiguous(), scales[:-1].reciprocal())
+        return Fp8Matrix(values.flatten(0, 1).t().contiguous(), scales[:-1].reciprocal())
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -91,7 +91,7 @@ def _on_gpu(x: Tensor) -> bool:
     return x.is_cuda or x.is_meta
 
 
-def _multiply(a: Quantized, b: Quantized, counts: Tensor | None = None, *, fast: bool = False) -> Tensor:
+def _multiply(a: Fp8Matrix, b: Fp8Matrix, counts: Tensor | None = None, *, fast: bool = False) -> Tensor:
     """Multiply (..., m, summed) by the transpose of (..., n, summed).
 
     Args:
@@ -105,13 +105,13 @@ def _multiply(a: Quantized, b: Quantized, counts: Tensor | None = None, *, fast:
     if not _on_gpu(a.values):
         return _emulated(a, b, counts).to(torch.bfloat16)
     ends = None if counts is None else counts.cumsum(0, dtype=torch.int32)
-    left, right = (each.factors.flatten() if each.values.dim() == 2 else each.factors for each in (a, b))
+    left, right = (x.factors.flatten() if x.values.dim() == 2 else x.factors for x in (a, b))
     return torch._scaled_grouped_mm(
         a.values, b.values.transpose(-2, -1), left, right, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
-def _emulated(a: Quantized, b: Quantized, counts: Tensor | None) -> Tensor:
+def _emulated(a: Fp8Matrix, b: Fp8Matrix, counts: Tensor | None) -> Tensor:
     """`_multiply` by fp32 products of the rounded numbers."""
     left, right = a.values.float(), b.values.float()
     if counts is not None and b.values.dim() == 2:
@@ -119,7 +119,7 @@ def _emulated(a: Quantized, b: Quantized, counts: Tensor | None) -> Tensor:
         assert all(size > 0 and size % ALIGNMENT == 0 for size in sizes), "the kernel does not sum over other numbers of rows"
         parts = zip(left.split([*sizes, left.shape[1] - sum(sizes)], 1), right.split([*sizes, right.shape[1] - sum(sizes)], 1), strict=True)
         factors = zip(a.factors.unsqueeze(2), b.factors.unsqueeze(2), strict=True)
-        return torch.stack([(one * f) @ (other * g).T for (one, other), (f, g) in zip(parts, factors, strict=False)])
+        return torch.stack([(x * f) @ (y * g).T for (x, y), (f, g) in zip(parts, factors, strict=False)])
     left, right = left * a.factors.unsqueeze(-1), right * b.factors.unsqueeze(-1)
     return torch.bmm(left, right.transpose(1, 2)) if counts is None else loop_mm(left, right, counts)
 
@@ -140,7 +140,7 @@ class _BatchedProduct(torch.autograd.Function):
             grad_x = _multiply(quantize(grad), quantize(weights.transpose(1, 2)))
         if ctx.needs_input_grad[1]:
             missing = -x.shape[1] % ALIGNMENT
-            left, right = (F.pad(each, (0, 0, 0, missing)) if missing else each for each in (grad, x))
+            left, right = (F.pad(operand, (0, 0, 0, missing)) if missing else operand for operand in (grad, x))
             grad_weights = _multiply(quantize(left.transpose(1, 2)), quantize(right.transpose(1, 2)))
         return grad_x, grad_weights
 

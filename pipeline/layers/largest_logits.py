@@ -31,7 +31,7 @@ def largest_logits(q: Tensor, k: Tensor, mask: Mask, *, window: int | None = Non
     key_documents = mask.documents if mask.key_documents is None else mask.key_documents
     # Later keys than those of the block need no product.
     triangular = mask.causal and mask.prefix is None and mask.positions is None and mask.key_positions is None and queries == keys
-    found = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
+    largest = torch.zeros(q.shape[1], dtype=torch.float32, device=q.device)
     for start in range(0, queries, BLOCK):
         rows, last = slice(start, min(start + BLOCK, queries)), min(start + BLOCK, queries) if triangular else keys
         part = mask.replace(
@@ -44,8 +44,8 @@ def largest_logits(q: Tensor, k: Tensor, mask: Mask, *, window: int | None = Non
         allowed = part.visible(logits.shape[2], last, q.device, window)
         if allowed is not None:
             logits = logits.masked_fill(~allowed, 0.0)
-        found = torch.maximum(found, logits.amax(dim=(0, 2, 3)).float())
-    return found * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+        largest = torch.maximum(largest, logits.amax(dim=(0, 2, 3)).float())
+    return largest * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
 
 
 class MeasuringCore:
@@ -89,25 +89,25 @@ class MeasuringCore:
 
     def take(self) -> Tensor:
         """Return `largest` and reset it."""
-        found = self.largest.clone()
+        largest = self.largest.clone()
         self.largest.zero_()
-        return found
+        return largest
 
 
 class _Note(torch.autograd.Function):
     """Identity whose backward pass notes what was measured: that runs once, and a forward pass without one is not of training."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, found: Tensor, total: Tensor) -> Tensor:
-        ctx.save_for_backward(found)
+    def forward(ctx: Any, y: Tensor, largest: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(largest)
         ctx.total = total  # not saved as a tensor: other micro-batches change it in the meantime
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (found,) = ctx.saved_tensors
+        (largest,) = ctx.saved_tensors
         if torch.compiler.is_compiling():
             # Depends on the gradient: the compiler may compute all else in the forward pass, before other micro-batches change the total.
-            found = torch.where(grad.flatten()[:1].isnan(), found, found)
-        ctx.total.copy_(torch.maximum(ctx.total, found))
+            largest = torch.where(grad.flatten()[:1].isnan(), largest, largest)
+        ctx.total.copy_(torch.maximum(ctx.total, largest))
         return grad, None, None

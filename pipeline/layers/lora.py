@@ -119,8 +119,8 @@ def add_adapters(model: nn.Module, spec_of: Callable[[str], LoraSpec | None]) ->
         if (spec := spec_of(name)) is not None:
             _replace(model, name, LoRALinear(layer, spec))
     for name, experts in [(name, module) for name, module in model.named_modules() if type(module) is Experts]:
-        found = {matrix: spec_of(f"{name}.{matrix}") for matrix, weight in experts.named_parameters() if weight.dim() == 3}
-        if specs := {matrix: spec for matrix, spec in found.items() if spec is not None}:
+        by_matrix = {matrix: spec_of(f"{name}.{matrix}") for matrix, weight in experts.named_parameters() if weight.dim() == 3}
+        if specs := {matrix: spec for matrix, spec in by_matrix.items() if spec is not None}:
             _replace(model, name, LoRAExperts(experts, specs))
 
 

@@ -113,8 +113,8 @@ class LatentAttention(nn.Module):
 
 def _split_heads(x: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
     """(batch, sequence, heads * (first + second)) -> (batch, heads, sequence, first) and (..., second)."""
-    one, other = x.unflatten(2, (-1, first + second)).transpose(1, 2).split([first, second], dim=3)
-    return one, other
+    head, tail = x.unflatten(2, (-1, first + second)).transpose(1, 2).split([first, second], dim=3)
+    return head, tail
 
 
 def deinterleave(x: Tensor) -> Tensor:

@@ -63,5 +63,5 @@ def counts_on_host(counts: Tensor, rows: int) -> list[int]:
         rows: their sum, if every row belongs to an expert.
     """
     memory = _READ.get()
-    found = [] if counts.is_meta else counts.tolist() if memory is None else memory.read(counts.tolist)
-    return [rows // len(counts)] * len(counts) if counts.is_meta or VALUES.missing else found
+    on_host = [] if counts.is_meta else counts.tolist() if memory is None else memory.read(counts.tolist)
+    return [rows // len(counts)] * len(counts) if counts.is_meta or VALUES.missing else on_host

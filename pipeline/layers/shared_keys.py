@@ -115,8 +115,8 @@ class SharedKeyStack(Stack):
         shared: dict[int | None, KeysValues] = {}
         for index, block in self.blocks.items():
             attention: Any = block.attention
-            own = None if inputs is None else inputs[:, :, int(index)]
-            output = block(x, replace(context, layer_input=own, keys_values=shared[attention.window] if attention.reuses_keys else None))
+            extra = None if inputs is None else inputs[:, :, int(index)]
+            output = block(x, replace(context, layer_input=extra, keys_values=shared[attention.window] if attention.reuses_keys else None))
             if block.keeps_keys:
                 x, *(keys, values) = output
                 shared[attention.window] = keys, values

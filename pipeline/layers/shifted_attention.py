@@ -58,9 +58,9 @@ class ShiftedSparseAttention:
             if first == last:
                 continue
             keys = slice(first // shared, last // shared)
-            own = None if sinks is None else sinks[first:last]
+            sliced = None if sinks is None else sinks[first:last]
             parts = [
-                self._attend(q[:, first:last], k[:, keys], v[:, keys], mask, (first, last), span, window=window, scale=scale, sinks=own)
+                self._attend(q[:, first:last], k[:, keys], v[:, keys], mask, (first, last), span, window=window, scale=scale, sinks=sliced)
                 for span in ranges
             ]
             outputs.append(torch.cat(parts, dim=2))

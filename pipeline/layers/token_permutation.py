@@ -96,8 +96,8 @@ def select_rows(x: Tensor, index: Tensor, copies: int = 1, *, partial: bool = Fa
     row = index if copies == 1 else index // copies
     if not partial:
         return x.index_select(0, row)
-    found = row < len(x)
-    return x.index_select(0, row.where(found, 0)).where(found.unsqueeze(1), 0)
+    valid = row < len(x)
+    return x.index_select(0, row.where(valid, 0)).where(valid.unsqueeze(1), 0)
 
 
 def permute(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1, *, partial: bool = False) -> Tensor:

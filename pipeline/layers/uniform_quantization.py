@@ -27,7 +27,7 @@ class Scheme:
     @property
     def lowest(self) -> int:
         """The smallest integer."""
-        return -(2 ** (self.bits - 1)) + self.symmetric
+        return -(2 ** (self.bits - 1)) + (1 if self.symmetric else 0)
 
     @property
     def highest(self) -> int:
@@ -36,7 +36,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedMatrix:
     """A quantized matrix: weight = (codes - zero_point) * scale.
 
     Attributes:
@@ -91,7 +91,7 @@ def round_to_codes(weight: Tensor, scale: Tensor, zero_point: Tensor, scheme: Sc
     return codes.clamp(scheme.lowest, scheme.highest).flatten(1).to(torch.int8)
 
 
-def quantize(weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Quantized:
+def quantize(weight: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
     """Quantize a matrix by rounding to the nearest integer; arguments as in range_parameters."""
     scale, zero_point = range_parameters(weight, scheme, dtype)
-    return Quantized(round_to_codes(weight, scale, zero_point, scheme), scale, zero_point)
+    return QuantizedMatrix(round_to_codes(weight, scale, zero_point, scheme), scale, zero_point)

@@ -127,9 +127,9 @@ def partial_rope(*, share: float, theta_key: str = "rope_theta", share_key: str 
     def read(content: dict[str, Any]) -> dict[str, Any]:
         key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
         parameters = dict(as_object(key, content.get(key)))
-        found = parameters.pop("partial_rotary_factor", content.get(share_key, share))
+        factor = parameters.pop("partial_rotary_factor", content.get(share_key, share))
         fields = _read({**content, key: parameters, "rope_theta": content.get(theta_key)})
-        return {**fields, "partial_rotary_factor": number(share_key, found)}
+        return {**fields, "partial_rotary_factor": number(share_key, factor)}
 
     return KeyGroup((theta_key, share_key, "rope_parameters", "rope_scaling"), write, read)
 
@@ -247,8 +247,8 @@ def rope_by_kind(*, theta: float, local_theta: float, positions: int, local_key:
             raise refusal("rope_theta", content["rope_theta"], rule, f"set rope_parameters.{LOCAL}.rope_theta in config.json")
         of_global = {"rope_theta": content.get("rope_theta", theta), **of_global, **as_object("rope_scaling", content.get("rope_scaling"))}
         fields = ROPE.read({"rope_parameters": of_global, "max_position_embeddings": content.get("max_position_embeddings", positions)})
-        found = local.get("rope_theta", content.get(local_key, local_theta))
-        return {**fields, "rope_local_theta": number(f"rope_parameters.{LOCAL}.rope_theta", found)}
+        base = local.get("rope_theta", content.get(local_key, local_theta))
+        return {**fields, "rope_local_theta": number(f"rope_parameters.{LOCAL}.rope_theta", base)}
 
     keys = ("rope_theta", "rope_parameters", "rope_scaling", *([local_key] if local_key else []))
     return KeyGroup(keys, write, read)

@@ -54,7 +54,7 @@ def costs_per_token(model: Stack, config: ModelConfig, sequence_length: int, dec
         if isinstance(module, MoE):
             sums[_part(name)] += sum(int(p.numel() * module.router.top_k / len(p)) for p in module.experts.parameters() if p.dim() == 3)
     output = model.get_parameter("embed.tokens.weight").numel()
-    sums["head"] += output * (getattr(config, "mtp_depth", 0) + bool(config.tie_embeddings))
+    sums["head"] += output * (getattr(config, "mtp_depth", 0) + (1 if config.tie_embeddings else 0))
     first, *blocks, last = (6.0 * value for value in sums.values())
     return Costs(first, tuple(blocks), last)
 

@@ -159,11 +159,11 @@ class HuggingFaceMapping:
             UserError: a value is not a number of at least 0.
         """
         content = self.language_model(content)
-        found = {name: (key, content[key]) for key, name in self.training_keys.items() if content.get(key) is not None}
-        for key, value in found.values():
+        settings = {name: (key, content[key]) for key, name in self.training_keys.items() if content.get(key) is not None}
+        for key, value in settings.values():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
                 raise refusal(key, value, "must be a number of at least 0", "correct config.json")
-        return {name: float(value) for name, (_, value) in found.items()}
+        return {name: float(value) for name, (_, value) in settings.items()}
 
     def mismatches(self, config: ModelConfig) -> dict[str, Any]:
         """Return the fields of a configuration that this class does not support: field -> the only value it supports."""

@@ -64,15 +64,15 @@ class MupConfig(Sizes):
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        found = super().violations()
+        wrong = super().violations()
         if self.parametrization == "mup" and self.mup_base_width is None:
             rule = "is required with model.parametrization=mup"
-            found.append(Violation("model.mup_base_width", None, rule, "set it to model.hidden of the model whose learning rate was tuned"))
+            wrong.append(Violation("model.mup_base_width", None, rule, "set it to model.hidden of the model whose learning rate was tuned"))
         for name in ("mup_base_width", "mup_base_head_width", "mup_base_depth") if self.parametrization == "standard" else ():
             if (value := getattr(self, name)) is not None:
                 rule = "has no effect with model.parametrization=standard"
-                found.append(Violation(f"model.{name}", value, rule, "set model.parametrization=mup, or leave it out"))
-        return found
+                wrong.append(Violation(f"model.{name}", value, rule, "set model.parametrization=mup, or leave it out"))
+        return wrong
 
 
 def initial(recipe: Callable[[Any, str], float | None]) -> Callable[[Any, str], Init]:

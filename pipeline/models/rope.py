@@ -53,16 +53,16 @@ class RopeConfig(Sizes):
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        found = []
+        violations = []
         low, high = self.rope_low_frequency, self.rope_high_frequency
         if self.rope_scaling == "llama3" and low >= high:
             rule = f"must be below model.rope_high_frequency={high}"
-            found.append(Violation("model.rope_low_frequency", low, rule, "choose a smaller one"))
+            violations.append(Violation("model.rope_low_frequency", low, rule, "choose a smaller one"))
         slow, fast = self.rope_beta_slow, self.rope_beta_fast
         if self.rope_scaling == "yarn" and slow > fast:  # equal in Kimi K2: the ends of the ramp are rounded outward
             rule = f"must be at most model.rope_beta_fast={fast}"
-            found.append(Violation("model.rope_beta_slow", slow, rule, "choose a smaller one"))
-        return [*found, *super().violations()]
+            violations.append(Violation("model.rope_beta_slow", slow, rule, "choose a smaller one"))
+        return [*violations, *super().violations()]
 
 
 def extended(config: ModelConfig, factor: float) -> ModelConfig:

@@ -68,10 +68,10 @@ class PartialRotaryConfig(Sizes):
 
     def violations(self) -> list[Violation]:
         """See Sizes; if the width of a head is wrong, nothing is said of a share of it."""
-        found, config = super().violations(), cast(Any, self)
-        if any(violation.key in ("model.heads", "model.head_width") for violation in found):
-            return found
-        return [*partial_rotary_violations(config.head_dim, self.partial_rotary_factor), *found]
+        violations, config = super().violations(), cast(Any, self)
+        if any(violation.key in ("model.heads", "model.head_width") for violation in violations):
+            return violations
+        return [*partial_rotary_violations(config.head_dim, self.partial_rotary_factor), *violations]
 
 
 @dataclass(frozen=True)

@@ -210,13 +210,13 @@ def measure(stage: Stack, block: nn.Module, x: Tensor) -> list[Result]:
     for layer in layers:
         layer.core = meta_core  # type: ignore[assignment]
     try:
-        with torch.no_grad(), _Results() as found:
+        with torch.no_grad(), _Results() as recorded:
             block.to(x.dtype)(x, stage.attention_context({}))
     finally:
         block.to(dtype)
         for layer, core in zip(layers, cores, strict=True):
             layer.core = core
-    return found.results
+    return recorded.results
 
 
 class _Results(TorchDispatchMode):

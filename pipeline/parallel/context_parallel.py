@@ -119,8 +119,8 @@ class UlyssesCore:
         full_mask = self._full_mask(mask)
         q, k, v = (collectives.scatter_heads_gather_sequence(x, self.group) for x in (q, k, v))
         # Of the other heads the gradient is zero here: the ranks add theirs, as for every weight.
-        own = None if sinks is None else sinks.chunk(self.group.size())[self.group.rank()]
-        output = self.inner(q, k, v, full_mask, window=window, scale=scale, sinks=own)
+        local_sinks = None if sinks is None else sinks.chunk(self.group.size())[self.group.rank()]
+        output = self.inner(q, k, v, full_mask, window=window, scale=scale, sinks=local_sinks)
         return collectives.scatter_sequence_gather_heads(output, self.group)
 
     def prepare(

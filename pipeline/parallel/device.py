@@ -42,8 +42,8 @@ def _driver() -> str:
         text = DRIVER.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
-    return found[0] if found else ""
+    match = re.search(r"\b\d+\.\d+(\.\d+)?\b", text)
+    return match[0] if match else ""
 
 
 def choose(local_rank: int) -> torch.device:

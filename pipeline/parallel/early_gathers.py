@@ -56,14 +56,14 @@ def _start_early(gather: fx.Node, nodes: list[fx.Node]) -> None:
 
 def _computed_since(product: fx.Node, node: fx.Node, place: dict[fx.Node, int]) -> set[fx.Node]:
     """The node and all nodes from the product on that it depends on."""
-    found: set[fx.Node] = set()
+    computed: set[fx.Node] = set()
     left = [node]
     while left:
         node = left.pop()
-        if node not in found and place[node] >= place[product]:
-            found.add(node)
+        if node not in computed and place[node] >= place[product]:
+            computed.add(node)
             left += node.all_input_nodes
-    return found
+    return computed
 
 
 def _remove_copy(cat: fx.Node) -> None:

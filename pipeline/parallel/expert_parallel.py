@@ -23,7 +23,7 @@ from pipeline.layers.token_permutation import inverse_permutation, permute
 from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
-from pipeline.parallel.overlapped_collectives import ALL_TO_ALL, GATHER_COLUMNS, REDUCE_SCATTER_COLUMNS, Pending, finish, start
+from pipeline.parallel.overlapped_collectives import ALL_TO_ALL, GATHER_COLUMNS, REDUCE_SCATTER_COLUMNS, PendingCollective, finish, start
 
 
 class Exchange:
@@ -42,12 +42,12 @@ class Exchange:
 
     def start(self, rows: Tensor) -> Tensor:
         """Start to send rows, (rows, hidden) ordered by destination rank. The result has no values before `finish`. Differentiable."""
-        received: Tensor = _Start.apply(rows, self)
+        received: Tensor = _StartExchange.apply(rows, self)
         return received
 
     def finish(self, received: Tensor) -> Tensor:
         """Wait for the rows, (received rows, hidden) ordered by source rank. Differentiable."""
-        rows: Tensor = _Finish.apply(received, self)
+        rows: Tensor = _FinishExchange.apply(received, self)
         return rows
 
     def returning(self) -> Exchange:
@@ -70,7 +70,7 @@ class Exchange:
             self._work = None
 
 
-class _Start(torch.autograd.Function):
+class _StartExchange(torch.autograd.Function):
     """Exchange.start; its backward pass ends the exchange of the gradients."""
 
     @staticmethod
@@ -85,8 +85,8 @@ class _Start(torch.autograd.Function):
         return gradient, None
 
 
-class _Finish(torch.autograd.Function):
-    """Exchange.finish; its backward pass starts the exchange of the gradients, which _Start returns: its rows are others than here."""
+class _FinishExchange(torch.autograd.Function):
+    """Exchange.finish; its backward pass starts the exchange of the gradients, which _StartExchange returns: its rows are other ones."""
 
     @staticmethod
     def forward(ctx: Any, received: Tensor, exchange: Exchange) -> Tensor:
@@ -162,13 +162,13 @@ class ExpertParallelExperts(RoutedExperts):
         pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]
         return partial(self._compute_padded, pending, len(parts[0]))
 
-    def _compute_padded(self, pending: Sequence[Pending], experts: int) -> list[Tensor]:
+    def _compute_padded(self, pending: Sequence[PendingCollective], experts: int) -> list[Tensor]:
         """Apply the local experts to the parts that arrive, and send the outputs back.
 
         The tensor ranks gather the columns of a part beside the last product of the part before, and reduce its sums beside the first
         products of the part after.
         """
-        returning: list[Pending] = []
+        returning: list[PendingCollective] = []
         arriving, reduced = self._gather(pending[0]), None
         for following in (*pending[1:], None):
             inner = self.experts.inner_padded(self._by_expert(arriving))
@@ -185,18 +185,18 @@ class ExpertParallelExperts(RoutedExperts):
             returning.append(self._return(reduced))
         return [finish(ALL_TO_ALL, part, self.group).unflatten(0, (experts, -1)) for part in returning]
 
-    def _gather(self, pending: Pending) -> Pending:
+    def _gather(self, pending: PendingCollective) -> PendingCollective:
         """With tensor parallelism, wait for a part and begin to gather its columns."""
         if self.tensor is None:
             return pending
         return start(GATHER_COLUMNS, finish(ALL_TO_ALL, pending, self.group), self.tensor)
 
-    def _by_expert(self, arriving: Pending) -> Tensor:
+    def _by_expert(self, arriving: PendingCollective) -> Tensor:
         """Wait for the rows of a part with all columns: (local experts, rows, hidden)."""
         rows = finish(ALL_TO_ALL, arriving, self.group) if self.tensor is None else finish(GATHER_COLUMNS, arriving, self.tensor)
         return rows.unflatten(0, (self.group.size(), len(self.experts.up), -1)).transpose(0, 1).flatten(1, 2)
 
-    def _return(self, reduced: Pending) -> Pending:
+    def _return(self, reduced: PendingCollective) -> PendingCollective:
         """Wait for the sums of a part over the tensor ranks, and begin to send them back to the ranks of their tokens."""
         assert self.tensor is not None
         return start(ALL_TO_ALL, finish(REDUCE_SCATTER_COLUMNS, reduced, self.tensor), self.group)

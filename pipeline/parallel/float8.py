@@ -71,9 +71,7 @@ def apply(stage: Stack, precision: PrecisionConfig, layers: int, device: torch.d
     recipe = Float8LinearConfig.from_recipe_name(precision.fp8)
     chosen = set(linears.values())
     convert_to_float8_training(
-        stage,
-        config=replace(recipe, emulate=device.type == "cpu"),
-        module_filter_fn=lambda module, _: module in chosen,
+        stage, config=replace(recipe, emulate=device.type == "cpu"), module_filter_fn=lambda module, _: module in chosen
     )
 
 
@@ -104,8 +102,8 @@ def _kind(name: list[str], mixed: set[str]) -> str:
 
 def _violations(linears: Mapping[str, nn.Linear], value: str, device: torch.device) -> list[Violation]:
     key = "precision.fp8"
-    if device.type == "cuda" and not (found := gpu.of(device)).fp8:
-        rule = f"requires an NVIDIA GPU with fp8 products (from Ada and Hopper on), this is {found.name}"
+    if device.type == "cuda" and not (properties := gpu.of(device)).fp8:
+        rule = f"requires an NVIDIA GPU with fp8 products (from Ada and Hopper on), this is {properties.name}"
         return [Violation(key, value, rule, "set precision=bf16")]
     for name, linear in linears.items():
         if any(size % ALIGNMENT for size in linear.weight.shape):
@@ -117,8 +115,8 @@ def _violations(linears: Mapping[str, nn.Linear], value: str, device: torch.devi
 
 def _expert_violations(experts: Mapping[str, Experts], device: torch.device) -> Iterator[Violation]:
     key = "precision.fp8_experts"
-    if experts and device.type == "cuda" and not (found := gpu.of(device)).fp8_experts:
-        yield Violation(key, True, f"requires a Hopper GPU, this is {found.name}", "set it to false")
+    if experts and device.type == "cuda" and not (properties := gpu.of(device)).fp8_experts:
+        yield Violation(key, True, f"requires a Hopper GPU, this is {properties.name}", "set it to false")
     for name, module in experts.items():
         _, ffn_hidden, hidden = module.up.shape
         if hidden % ALIGNMENT or ffn_hidden % ALIGNMENT:

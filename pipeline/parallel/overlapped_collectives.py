@@ -36,7 +36,7 @@ class Halves(NamedTuple):
     finish: Collective
 
 
-class Kind(NamedTuple):
+class CollectivePair(NamedTuple):
     """A collective and its transpose.
 
     Attributes:
@@ -49,7 +49,7 @@ class Kind(NamedTuple):
     gradient_shape: Callable[[Tensor, int], tuple[int, ...]]
 
 
-class Pending(NamedTuple):
+class PendingCollective(NamedTuple):
     """A collective that was started.
 
     Attributes:
@@ -93,9 +93,9 @@ def _start_reduce_scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
 _EXCHANGE = Halves(_start_all_to_all, _wait)
 _GATHER = Halves(_start_gather, _finish_gather)
 _REDUCE_SCATTER = Halves(_start_reduce_scatter, _wait)
-ALL_TO_ALL = Kind(_EXCHANGE, _EXCHANGE, lambda tensor, _: tuple(tensor.shape))
-GATHER_COLUMNS = Kind(_GATHER, _REDUCE_SCATTER, lambda tensor, _: tuple(tensor.shape))
-REDUCE_SCATTER_COLUMNS = Kind(_REDUCE_SCATTER, _GATHER, lambda tensor, ranks: (ranks * tensor.shape[0], tensor.shape[1] // ranks))
+ALL_TO_ALL = CollectivePair(_EXCHANGE, _EXCHANGE, lambda tensor, _: tuple(tensor.shape))
+GATHER_COLUMNS = CollectivePair(_GATHER, _REDUCE_SCATTER, lambda tensor, _: tuple(tensor.shape))
+REDUCE_SCATTER_COLUMNS = CollectivePair(_REDUCE_SCATTER, _GATHER, lambda tensor, ranks: (ranks * tensor.shape[0], tensor.shape[1] // ranks))
 
 
 class _Start(torch.autograd.Function):
@@ -128,13 +128,13 @@ class _Finish(torch.autograd.Function):
         return None, ctx.start(grad, ctx.group), None, None, None
 
 
-def start(kind: Kind, tensor: Tensor, group: ProcessGroup) -> Pending:
+def start(kind: CollectivePair, tensor: Tensor, group: ProcessGroup) -> PendingCollective:
     """Start a collective. Differentiable with `finish`, which each collective requires, of the same kind."""
     shape = kind.gradient_shape(tensor, group.size())
-    return Pending(*_Start.apply(tensor, group, kind.forward.start, kind.backward.finish, shape))
+    return PendingCollective(*_Start.apply(tensor, group, kind.forward.start, kind.backward.finish, shape))
 
 
-def finish(kind: Kind, pending: Pending, group: ProcessGroup) -> Tensor:
+def finish(kind: CollectivePair, pending: PendingCollective, group: ProcessGroup) -> Tensor:
     """Wait for what was started (on a GPU, the current stream waits), and return the result."""
     result: Tensor = _Finish.apply(pending.received, pending.gradient, group, kind.forward.finish, kind.backward.start)
     return result

@@ -14,7 +14,7 @@ from pipeline.config import lora, run_parts
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.lora import LoraConfig
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.rules import weights
+from pipeline.config.rules import trained_weights
 from pipeline.config.run_parts import LocalModelConfig, WeightsConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.layers import gpu
@@ -200,8 +200,8 @@ def check_trained(config: LocalModelConfig, layout: Layout) -> None:
         return
     with torch.device("meta"):
         names = {name: parameter.requires_grad for name, parameter in build_model(config).named_parameters()}
-    if found := weights.violations(config, layout, names):
-        raise UserError(found)
+    if violations := trained_weights.violations(config, layout, names):
+        raise UserError(violations)
 
 
 def init_weights(
@@ -246,7 +246,7 @@ def init_weights(
     for stage in model.stage_modules():
         stage.reset_buffers()
     if model.quantized:
-        stored, before = sum(each.nbytes for each in model.quantized), sum(each.numel() for each in model.quantized) * dtype.itemsize
+        stored, before = sum(w.nbytes for w in model.quantized), sum(w.numel() for w in model.quantized) * dtype.itemsize
         where = " (each data rank has all of them)" if config.parallel.zero_stage == 3 else ""
         log.info("nf4: %d weights of this rank in %.1f MB instead of %.1f MB%s", len(model.quantized), stored / 1e6, before / 1e6, where)
 
@@ -302,10 +302,10 @@ def async_tensor_enabled(training: TrainingConfig, parallel: ParallelConfig, mes
     compiled = compile_enabled(training, parallel, mesh.device) and mesh.device.type == "cuda"
     if parallel.async_tensor == "off" or not (parallel.tensor > 1 and parallel.sequence_parallel and compiled):
         return False
-    found = gpu.of(mesh.device)
+    properties = gpu.of(mesh.device)
     if parallel.async_tensor == "on":
-        if not found.symmetric_memory:
-            rule = f"requires memory that GPUs of a node share (Hopper, MI300X, and later ones), this is {found.name}"
+        if not properties.symmetric_memory:
+            rule = f"requires memory that GPUs of a node share (Hopper, MI300X, and later ones), this is {properties.name}"
             raise UserError.of("parallel.async_tensor", "on", rule, "set parallel.async_tensor=auto")
         return True
-    return mesh.tensor_in_node and found.capability >= (9, 0) and torch.cuda.device_count() >= parallel.tensor
+    return mesh.tensor_in_node and properties.capability >= (9, 0) and torch.cuda.device_count() >= parallel.tensor

@@ -96,8 +96,8 @@ class Pipeline:
             What the model returns for each sequence, (sequences, values); zeros on ranks without the last stage.
         """
         with torch.no_grad(), _forward_only(self._schedule):
-            found = self._run_schedule(self._schedule.eval, inputs, batch, reduced=False)
-        return (found * self.micro_batches).expand(self.micro_batches, *self._result).flatten(0, 1)
+            values = self._run_schedule(self._schedule.eval, inputs, batch, reduced=False)
+        return (values * self.micro_batches).expand(self.micro_batches, *self._result).flatten(0, 1)
 
     def _run_schedule(self, step: Any, inputs: Tensor, batch: Batch, *, reduced: bool = True) -> Tensor:
         if self._mesh.layout.context > 1:

@@ -246,11 +246,11 @@ class RehearsedGroup(dist.ProcessGroup):
         self._has_collectives = True
         if not opts.asyncOp:
             # NCCL runs the operations of a communicator one after the other, on whatever stream (https://github.com/NVIDIA/nccl/issues/574).
-            if own := self._streams.get(-1):
-                torch.cuda.current_stream().wait_stream(own)
+            if stream := self._streams.get(-1):
+                torch.cuda.current_stream().wait_stream(stream)
             self._tell(name, inputs, outputs, torch.cuda.current_stream())
-            if own:
-                own.wait_stream(torch.cuda.current_stream())
+            if stream:
+                stream.wait_stream(torch.cuda.current_stream())
             if then is not None:
                 then()
             return None

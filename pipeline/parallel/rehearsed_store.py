@@ -32,23 +32,23 @@ class CountingStore(Store):
 
     def get(self, key: str) -> bytes:
         """See torch.distributed.Store."""
-        found: bytes = self._count("get", key)
-        return found
+        value: bytes = self._count("get", key)
+        return value
 
     def add(self, key: str, amount: int) -> int:
         """See torch.distributed.Store."""
-        found: int = self._count("add", key, amount)
-        return found
+        value: int = self._count("add", key, amount)
+        return value
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """See torch.distributed.Store."""
-        found: bytes = self._count("compare_set", key, expected, desired)
-        return found
+        value: bytes = self._count("compare_set", key, expected, desired)
+        return value
 
     def check(self, keys: list[str]) -> bool:
         """See torch.distributed.Store."""
-        found: bool = self._count("check", keys)
-        return found
+        value: bool = self._count("check", keys)
+        return value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """See torch.distributed.Store."""
@@ -56,10 +56,10 @@ class CountingStore(Store):
 
     def delete_key(self, key: str) -> bool:
         """See torch.distributed.Store."""
-        found: bool = self._count("delete_key", key)
-        return found
+        value: bool = self._count("delete_key", key)
+        return value
 
     def num_keys(self) -> int:
         """See torch.distributed.Store."""
-        found: int = self._count("num_keys")
-        return found
+        value: int = self._count("num_keys")
+        return value

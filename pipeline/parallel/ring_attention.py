@@ -150,13 +150,13 @@ class RingPlan:
     def block(self, step: int) -> AttentionBlock | None:
         """The attention block of a step, None when no query attends to any of its keys."""
         source, causal = self.source(step), self.mask.causal and self.mask.prefix is None
-        found = attended(self.group.rank(), source, self.tokens, causal=causal, window=self.window)
-        if found is None:
+        ranges = attended(self.group.rank(), source, self.tokens, causal=causal, window=self.window)
+        if ranges is None:
             return None
         limits = None
         if self.limits is not None and self.documents is not None:
             limits = limits_of_step(self.limits, step, self.documents)
-        return AttentionBlock(*found, self._block_mask(source, *found), limits)
+        return AttentionBlock(*ranges, self._block_mask(source, *ranges), limits)
 
     def _block_mask(self, source: int, queries: slice, keys: slice) -> Mask:
         """The mask between a slice of the local queries and a slice of the keys of rank `source`."""
@@ -242,8 +242,8 @@ def ring_attention(
         if (block := plan.block(step)) is not None:
             rows = block.queries
             keys, values = kv[:, :, block.keys].split(widths, dim=3)
-            found = block.forward(q[:, :, rows], keys, values, window=window, scale=scale)
-            partial_attention.merge_(out[:, :, rows], logsumexp[:, :, rows], *found)
+            result = block.forward(q[:, :, rows], keys, values, window=window, scale=scale)
+            partial_attention.merge_(out[:, :, rows], logsumexp[:, :, rows], *result)
         if next_kv is not None:
             kv = next_kv.wait()
     if sinks is not None:

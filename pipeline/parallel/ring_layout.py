@@ -59,20 +59,20 @@ def segment_limits(documents: Tensor, rank: int, *, causal: bool) -> Tensor:
         causal: as in `attended`.
     """
     ranks, _, tokens = documents.shape
-    found = [own_segments(documents[rank])]
+    limits = [own_segments(documents[rank])]
     for step in range(1, ranks):
         source = (rank - step) % ranks
         blocks = attended(rank, source, tokens, causal=causal, window=None)
         assert blocks is not None, "without a window, a rank attends to keys of every rank"
-        found.append(shared_segments(documents[rank][:, blocks[0]], documents[source][:, blocks[1]], causal=causal))
-    return torch.cat(found, dim=1)
+        limits.append(shared_segments(documents[rank][:, blocks[0]], documents[source][:, blocks[1]], causal=causal))
+    return torch.cat(limits, dim=1)
 
 
 def limits_of_step(limits: Tensor, step: int, documents: Tensor) -> Tensor:
     """Return the segments of one step from those of all steps; documents as in segment_limits."""
     ranks, batch, tokens = documents.shape
-    own = own_limits(batch, tokens)
+    count = own_limits(batch, tokens)
     if step == 0:
-        return limits[:, :own]
-    shared = (limits.shape[1] - own) // (ranks - 1)
-    return limits[:, own + (step - 1) * shared : own + step * shared]
+        return limits[:, :count]
+    shared = (limits.shape[1] - count) // (ranks - 1)
+    return limits[:, count + (step - 1) * shared : count + step * shared]

@@ -104,7 +104,8 @@ def sends(layout: Layout, rank: int, hidden_bytes: float, states: int = 1, *, re
     neighbors: tuple[tuple[Phase, int], ...] = (("forward", 1), ("backward", -1))
     return [
         RepeatedCollective(
-            Collective("send", "pipeline", phase, hidden_bytes), states * layout.micro_batches * (1 + (reference and phase == "forward"))
+            Collective("send", "pipeline", phase, hidden_bytes),
+            states * layout.micro_batches * (2 if reference and phase == "forward" else 1),
         )
         for stage in layout.stages(rank)
         for phase, distance in neighbors
@@ -185,4 +186,4 @@ def _link_rate(ranks: int, hardware: Hardware) -> float:
 def _latency(where: Group, hardware: Hardware) -> float:
     """Steps within the node and a tree between nodes."""
     across = hardware.network_us * math.ceil(math.log2(where.nodes)) if where.nodes > 1 else 0.0
-    return (hardware.link_us * (where.per_node > 1) + across) * 1e-6
+    return ((hardware.link_us if where.per_node > 1 else 0.0) + across) * 1e-6

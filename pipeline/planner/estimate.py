@@ -72,19 +72,19 @@ def estimate(
     accumulate = [engine.accumulation_time(parts, hardware) for parts in contents]
     stages = [_stage_time(parts, times, extra) for parts, extra in zip(contents, accumulate, strict=True)]
     rank_stages = [[stages[stage] for stage in layout.stages(rank)] for rank in ranks]
-    compute = [layout.micro_batches * sum(stage.forward + stage.backward for stage in own) for own in rank_stages]
+    compute = [layout.micro_batches * sum(stage.forward + stage.backward for stage in of_rank) for of_rank in rank_stages]
     if zero_stage == 3:  # exposed collectives delay every pass of every stage alike
         exposed = [data_parallel.exposed_sharded(b, c) for b, c in zip(buckets, compute, strict=True)]
         delays = [seconds / layout.micro_batches / layout.stages_per_rank for seconds in exposed]
         stages = [_delayed(stage, delays[layout.holder(index)]) for index, stage in enumerate(stages)]
         after_passes = 0.0
     else:
-        exposed = [data_parallel.exposed(b, own, zero_stage) for b, own in zip(buckets, rank_stages, strict=True)]
+        exposed = [data_parallel.exposed(b, of_rank, zero_stage) for b, of_rank in zip(buckets, rank_stages, strict=True)]
         after_passes = max(exposed)
     send = collective_time("send", hidden_bytes, data_parallel.groups["pipeline"], hardware) if layout.pipeline > 1 else 0.0
     saved = [sum(engine.saved_bytes(part) for part in parts) for parts in contents]
     if engine.keeps_outputs:
-        saved = [size + hidden_bytes * (stage < layout.stage_count - 1) for stage, size in enumerate(saved)]
+        saved = [size + (hidden_bytes if stage < layout.stage_count - 1 else 0) for stage, size in enumerate(saved)]
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
     updates = [_update(b, layout, hardware, state_format, data_parallel.groups) for b in buckets]
     optimizer = max(sum(update.values()) for update in updates)

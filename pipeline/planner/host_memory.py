@@ -40,9 +40,9 @@ def check(config: RunConfig, ranks: Ranks) -> None:
         _refuse_beyond(host, state.total + frozen + state.host, ranks.local_size, config)
 
 
-def _refuse_beyond(place: torch.device, each: float, sharing: int, config: RunConfig) -> None:
+def _refuse_beyond(place: torch.device, per_rank: float, sharing: int, config: RunConfig) -> None:
     """Refuse what ranks that share a memory need of it in bytes, if it is not available."""
-    needed, available = sharing * each, available_bytes(place)
+    needed, available = sharing * per_rank, available_bytes(place)
     if needed <= available:
         return
     model = f"{config.model.family} with {count_model_parameters(config.model):,} parameters"

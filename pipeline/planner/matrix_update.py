@@ -83,11 +83,11 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
     for bucket in buckets:
         if bucket.trained and bucket.matrices:
             of_axis.setdefault(bucket.shards_axis, []).append(bucket)
-    found = []
-    for axis, own in of_axis.items():
-        ranks, divided = own[0].ranks, zero_stage > 0
+    result = []
+    for axis, members in of_axis.items():
+        ranks, divided = members[0].ranks, zero_stage > 0
         parts = ranks if divided else 1
-        spaces = [(b.elements // parts, tuple(b.matrices)) for b in own]
+        spaces = [(b.elements // parts, tuple(b.matrices)) for b in members]
         rounds: dict[int, list[tuple[int, tuple[LocalMatrix, ...]]]] = {}
         numbers = round_numbers([size for size, _ in spaces], elements_at_once(ranks * layout.tensor))
         for space, number in zip(spaces, numbers, strict=True):
@@ -95,8 +95,8 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
         for part in rounds.values():
             held, matrices = sum(size for size, _ in part), tuple(matrix for _, some in part for matrix in some)
             whole, homes = sum(matrix.elements for matrix in matrices), _homes(matrices, ranks, layout.tensor)
-            found.append(MatrixRound(axis, ranks, layout.tensor, divided, held, whole, homes))
-    return found
+            result.append(MatrixRound(axis, ranks, layout.tensor, divided, held, whole, homes))
+    return result
 
 
 @lru_cache(maxsize=256)
@@ -109,11 +109,11 @@ def _homes(matrices: tuple[LocalMatrix, ...], ranks: int, tensor: int) -> Homes:
         sliced, full = matrix.spread in (Spread.ROWS, Spread.COLUMNS), matrix.full[0] * matrix.full[1]
         row, slot = of_rank[rank], slots.setdefault((rank, column), Counter())
         row["home"] += matrix.elements
-        row["sliced"] += matrix.elements * sliced
-        row["returned"] += matrix.elements * (matrix.spread is not Spread.OWN)
+        row["sliced"] += matrix.elements if sliced else 0
+        row["returned"] += 0 if matrix.spread is Spread.OWN else matrix.elements
         slot["computed"] += full
-        slot["joined"] += full * sliced
-        slot["columns"] += full * (matrix.spread is Spread.COLUMNS)
+        slot["joined"] += full if sliced else 0
+        slot["columns"] += full if matrix.spread is Spread.COLUMNS else 0
         slot["spread"] += 0 if matrix.spread is Spread.OWN else full if sliced else full * tensor
         shapes.setdefault((rank, column), Counter())[matrix.full] += 1
     for rank, column in [slot for slot in slots if slot[1] == -1]:  # each tensor rank computes these, beside what it has of the others
@@ -148,16 +148,16 @@ def products(rounds: Sequence[MatrixRound], state_format: StateFormat, hardware:
 
     Five iterations of 4 a^2 b + 2 a^3 FLOPs each for an (a, b) matrix, a <= b.
     """
-    found: Counter[Product] = Counter()
+    total: Counter[Product] = Counter()
     for part in rounds:
         shares = [_products(share, state_format) for share in part.homes.shapes]
-        found.update(max(shares, key=partial(products_time, hardware=hardware)))
-    return found
+        total.update(max(shares, key=partial(products_time, hardware=hardware)))
+    return total
 
 
 def _products(shapes: Sequence[tuple[tuple[int, int], int]], state_format: StateFormat) -> Counter[Product]:
     """The products of the matrices of a rank, and how often each is computed."""
-    found: Counter[Product] = Counter()
+    counts: Counter[Product] = Counter()
     for (rows, columns), count in shapes:
         short, long = sorted((rows, columns))
         most = at_once(rows, columns)
@@ -165,13 +165,13 @@ def _products(shapes: Sequence[tuple[tuple[int, int], int]], state_format: State
             if batch and calls:
                 for n, k in ((short, long), (short, short), (long, short)):
                     product = Product(NAME, "update", short, n, k, batch, state_format.weight_bytes)
-                    found[product] += calls * state_format.newton_schulz_steps
-    return found
+                    counts[product] += calls * state_format.newton_schulz_steps
+    return counts
 
 
-def products_time(found: Mapping[Product, int], hardware: Hardware) -> float:
+def products_time(counts: Mapping[Product, int], hardware: Hardware) -> float:
     """Return the seconds of products, of which each is computed some times."""
-    return sum(count * kernel_time.product_time(product, hardware)[0] for product, count in found.items())
+    return sum(count * kernel_time.product_time(product, hardware)[0] for product, count in counts.items())
 
 
 def update_bytes(rounds: Sequence[MatrixRound], element_bytes: int, *, batched: bool = True) -> float:

@@ -18,8 +18,8 @@ def planned(config: RunConfig, world_size: int) -> JobPlan | None:
 
 def refused(config: RunConfig, world_size: int) -> Violation | None:
     """Return why a job is refused, for the first of its phases that does not fit; None as of `violation`."""
-    found = (violation(job, size, planned(job, size)) for job, size in phases.alone(config, world_size))
-    return next(filter(None, found), None)
+    refusals = (violation(job, size, planned(job, size)) for job, size in phases.alone(config, world_size))
+    return next(filter(None, refusals), None)
 
 
 def violation(config: RunConfig, world_size: int, result: JobPlan | None) -> Violation | None:

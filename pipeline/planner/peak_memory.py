@@ -184,19 +184,19 @@ def _reductions(held: list[list[PlannedBucket]], engine: EngineModel, *, compile
     return [*sizes, *([] if compiled else [0.0]), *_sent(held[0], engine)]
 
 
-def _gradients(own: list[PlannedBucket], engine: EngineModel) -> list[float]:
+def _gradients(buckets: list[PlannedBucket], engine: EngineModel) -> list[float]:
     """Bytes of the whole gradients of buckets, those of experts first: attention is before them."""
-    ordered = sorted((bucket for bucket in own if bucket.trained), key=lambda bucket: bucket.axis)
+    ordered = sorted((bucket for bucket in buckets if bucket.trained), key=lambda bucket: bucket.axis)
     return [float(bucket.elements * engine.gradient_bytes) for bucket in ordered]
 
 
-def _sent(own: list[PlannedBucket], engine: EngineModel) -> list[float]:
+def _sent(buckets: list[PlannedBucket], engine: EngineModel) -> list[float]:
     """As _gradients, while they are reduced: with the copy that is sent in another dtype."""
     copied = engine.reduce_bytes if engine.reduce_bytes < engine.gradient_bytes else 0
-    return [size * (1 + copied / engine.gradient_bytes) for size in _gradients(own, engine)]
+    return [size * (1 + copied / engine.gradient_bytes) for size in _gradients(buckets, engine)]
 
 
-def _gathered(own: list[PlannedBucket], state_format: StateFormat) -> float:
+def _gathered(buckets: list[PlannedBucket], state_format: StateFormat) -> float:
     """Bytes of the gathered weights of buckets."""
     gathers = state_format.zero_stage == 3
-    return float(sum(bucket.elements for bucket in own if bucket.ranks > 1) * state_format.weight_bytes) if gathers else 0.0
+    return float(sum(bucket.elements for bucket in buckets if bucket.ranks > 1) * state_format.weight_bytes) if gathers else 0.0

@@ -202,8 +202,7 @@ class Recorder(TorchDispatchMode):
             self._calls[self._id(outputs[1])] = call
             return call
         if operator in (_FLASH_BACKWARD, _RING_BACKWARD):
-            forward = self._calls[self._id(args[5])]
-            return AttentionCall(**{**forward.__dict__, "phase": self.phase})
+            return replace(self._calls[self._id(args[5])], phase=self.phase)
         name = operator.name().partition(".")[0]
         if name in _FUNCTIONAL:
             group = next(a for a in reversed(args) if isinstance(a, str) and a in self._axes)

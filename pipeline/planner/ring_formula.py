@@ -128,8 +128,8 @@ def _executed(call: AttentionCall, *, short: bool = False) -> tuple[list[Operati
                 document_attention.short_forward(q, k, v, mask)
             else:
                 partial_attention.forward(q, k, v, mask, window=rules.window)
-    found = fuse(recorder.recording, fused=False)
-    return found.operations[_PART], found.peak[_PART][backward]
+    fused = fuse(recorder.recording, fused=False)
+    return fused.operations[_PART], fused.peak[_PART][backward]
 
 
 def add_memory(recording: Recording) -> None:

@@ -74,7 +74,7 @@ def judge(results: Mapping[str, Result], nodes: Sequence[str], cluster: ClusterC
     """Judge all results.
 
     Args:
-        results: node -> its result, as measure.Preflight writes it.
+        results: node -> its result, as measure.RankChecks writes it.
         nodes: of the job; one without a result is bad: its processes did not start, hang or were killed.
         cluster: GPUs per node, promised fabric, slow_factor, free_gb.
 
@@ -184,16 +184,16 @@ def _between(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[
     yield from _bandwidths("all-reduce between", "all-reduce with a neighbor", rates, usual, max(SLOW_NETWORK, cluster.slow_factor))
 
 
-def _bandwidths(check: str, what: str, rates: Mapping[str, float], usual: float, factor: float) -> Iterator[Finding]:
+def _bandwidths(check: str, label: str, rates: Mapping[str, float], usual: float, factor: float) -> Iterator[Finding]:
     for node, rate in rates.items():
-        problem = f"{what}: {rate:.3g} GB/s, the median is {usual:.3g}" if rate < usual / factor else None
+        problem = f"{label}: {rate:.3g} GB/s, the median is {usual:.3g}" if rate < usual / factor else None
         yield Finding(node, check, f"{rate:.3g} GB/s", f"{usual:.3g} GB/s", problem)
 
 
 def _network(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Finding]:
     for node, result in results.items():
-        if found := result.get("network"):
-            network = node_result.Network(**found)
+        if fields := result.get("network"):
+            network = node_result.Network(**fields)
             yield Finding(node, "network", str(network), cluster.fabric or "", node_result.refused(network, cluster.fabric))
 
 
@@ -208,22 +208,22 @@ def _names(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Fi
         names = result.get("names") or {}
         if not names:
             continue
-        own = [name for name in names if name in (result.get("host"), f"{node}{cluster.host_suffix}")]
+        host_names = [name for name in names if name in (result.get("host"), f"{node}{cluster.host_suffix}")]
         problems = [f"name server: {names['error']}"] if "error" in names else []
-        for name in own:
+        for name in host_names:
             others = [error for other, error in asked.get(name, {}).items() if other != node]
             if names[name] or (others and all(others)):
                 problems.append(f"its host name {name} is not resolved ({names[name] or others[0]})")
         for name, error in names.items():
-            if name != "error" and name not in own and error and any(e is None for e in asked[name].values()):
+            if name != "error" and name not in host_names and error and any(e is None for e in asked[name].values()):
                 problems.append(f"does not resolve the host name {name} ({error}), which others do")
         yield Finding(node, "host names", f"{sum(e is None for e in names.values())} of {len(names)}", "", "; ".join(problems) or None)
 
 
 def _file_system(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Finding]:
-    found = {node: state for node, result in results.items() if (state := result.get("file_system"))}
-    usual = _median(state.get("seconds") for state in found.values())
-    for node, state in found.items():
+    states = {node: state for node, result in results.items() if (state := result.get("file_system"))}
+    usual = _median(state.get("seconds") for state in states.values())
+    for node, state in states.items():
         problem = file_system_problem(state, cluster.free_gb)
         if problem is None and state.get("seconds", 0) > max(SLOW_WRITE, 10 * usual):
             problem = f"{state['folder']}: 1 MB was written in {state['seconds']:.3g} s, the median is {usual:.3g} s"
@@ -256,19 +256,19 @@ def _clocks(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding
     readings = {node: clock for node, result in results.items() if (clock := result.get("clock"))}
     usual = [statistics.median(row) for row in zip(*readings.values(), strict=False)]
     for node, clock in readings.items():
-        skew = statistics.median(own - median for own, median in zip(clock, usual, strict=False))
+        skew = statistics.median(reading - median for reading, median in zip(clock, usual, strict=False))
         problem = f"its clock differs by {skew:+.3g} s from the median" if abs(skew) > CLOCK_SKEW else None
         yield Finding(node, "clock", f"{skew:+.3f} s", "0 s", problem)
 
 
 def _versions(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]:
     """The most frequent version counts; of two equally frequent ones, that of the first node."""
-    known = {node: found for node, result in results.items() if (found := result.get("versions"))}
+    known = {node: versions for node, result in results.items() if (versions := result.get("versions"))}
     names = list(dict.fromkeys(name for versions in known.values() for name in versions))
     usual = {name: Counter(versions.get(name) for versions in known.values()).most_common(1)[0][0] for name in names}
-    for node, found in known.items():
-        other = [f"{name} is {found.get(name)}, on most nodes {usual[name]}" for name in names if found.get(name) != usual[name]]
-        value = f"torch {found.get('torch')}, commit {str(found.get('commit'))[:12]}"
+    for node, versions in known.items():
+        other = [f"{name} is {versions.get(name)}, on most nodes {usual[name]}" for name in names if versions.get(name) != usual[name]]
+        value = f"torch {versions.get('torch')}, commit {str(versions.get('commit'))[:12]}"
         yield Finding(node, "versions", value, "", "; ".join(other) or None)
 
 

@@ -93,7 +93,7 @@ def send(step: str, node: str, result: dict[str, Any], seconds: float) -> bool:
     return False
 
 
-class Preflight:
+class RankChecks:
     """The checks of one rank. The first rank of a node writes the result of the node.
 
     Args:

@@ -25,14 +25,14 @@ from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.layers.lora import linear_layers
-from pipeline.layers.uniform_quantization import Quantized, Scheme
+from pipeline.layers.uniform_quantization import QuantizedMatrix, Scheme
 from pipeline.models.config import ModelConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.quantization import compressed_tensors, gptq
 from pipeline.quantization.blocks import CPU, BlockByBlock
 from pipeline.quantization.calibration_text import read_sequences
 from pipeline.quantization.quantized_weights import QuantizedWeights, check_model, quantized_layers
-from pipeline.quantization.report import ErrorSum, Report
+from pipeline.quantization.report import ErrorSum, QuantizationReport
 
 log = logging.getLogger("pipeline")
 
@@ -40,7 +40,7 @@ REPORT = "quantization.json"
 
 
 @dataclass(frozen=True)
-class Samples:
+class CalibrationSamples:
     """The token sequences of a quantized export.
 
     Attributes:
@@ -82,7 +82,7 @@ def settings_of(stage: Convert) -> dict[str, Any]:
     return {f"stage.{name}": getattr(stage, name) for name in names}
 
 
-def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> Samples:
+def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: ModelConfig, tokenizer: TextEncoder) -> CalibrationSamples:
     """Refuse what cannot be quantized, and read the documents.
 
     Args:
@@ -101,12 +101,12 @@ def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: Model
         lambda: _sequences("calibration", stage, data, weights, tokenizer),
         lambda: read_held_out(stage, data, weights, tokenizer),
     )
-    return Samples(calibration, held_out)
+    return CalibrationSamples(calibration, held_out)
 
 
 @contextmanager
 def prepared(
-    stage: Convert, samples: Samples, weights: Weights, model: ModelConfig, folder: Path, device: torch.device
+    stage: Convert, samples: CalibrationSamples, weights: Weights, model: ModelConfig, folder: Path, device: torch.device
 ) -> Iterator[Quantization]:
     """Yield the quantized weights of a model.
 
@@ -155,7 +155,9 @@ def measure(
     bits = 8 * quantization.packing.stored_bytes / count
     dynamic = stage.quantize == "int8_dynamic"
     measured = scores(held_out, model, weights, quantization.weights, dynamic=dynamic, device=device)
-    write_report(folder, Report(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **measured))
+    write_report(
+        folder, QuantizationReport(stage.quantize, stage.rounding, parameters, count, bits, before, after, error.relative, **measured)
+    )
 
 
 def read_held_out(stage: Convert, data: DataConfig, checkpoint: MergedWeights, tokenizer: TextEncoder) -> Tensor | None:
@@ -192,7 +194,7 @@ def _quantize_inputs(block: nn.Module) -> None:
     compressed_tensors.quantize_inputs(layer for _, layer in linear_layers(block))
 
 
-def write_report(folder: Path, report: Report) -> None:
+def write_report(folder: Path, report: QuantizationReport) -> None:
     """Write quantization.json, and log it."""
     (folder / REPORT).write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
     log.info("convert: %s", report.text())
@@ -226,7 +228,7 @@ def perplexity(model: BlockByBlock, sequences: Tensor, label: str) -> float:
     return math.exp(min(total / len(sequences), 700.0))
 
 
-class SolvedLayers(Mapping[str, Quantized]):
+class SolvedLayers(Mapping[str, QuantizedMatrix]):
     """Name of a layer -> its quantized weight, read from the file when it is wanted.
 
     Args:
@@ -238,17 +240,17 @@ class SolvedLayers(Mapping[str, Quantized]):
         self._folder = folder
         self._names: dict[str, None] = {}
 
-    def add(self, layer: str, weight: Quantized) -> None:
+    def add(self, layer: str, weight: QuantizedMatrix) -> None:
         """Write a layer."""
         parts = {"codes": weight.codes, "scale": weight.scale, "zero_point": weight.zero_point}
         save_file({name: part.contiguous() for name, part in parts.items()}, self._path(layer))
         self._names[layer] = None
 
-    def __getitem__(self, layer: str) -> Quantized:
+    def __getitem__(self, layer: str) -> QuantizedMatrix:
         """Read a layer."""
         if layer not in self._names:
             raise KeyError(layer)
-        return Quantized(**load(self._path(layer).read_bytes()))
+        return QuantizedMatrix(**load(self._path(layer).read_bytes()))
 
     def __contains__(self, layer: object) -> bool:
         """Whether a layer was written."""

@@ -11,14 +11,14 @@ from pipeline.common.errors import collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.conversion import stock_logits
-from pipeline.conversion.export_files import Writer
+from pipeline.conversion.export_files import ExportWriter
 from pipeline.conversion.original import Original, token_ids
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models.config import ModelConfig
 from pipeline.quantization import gguf_file, gguf_layout
 from pipeline.quantization.export import read_held_out, scores, write_report
 from pipeline.quantization.gguf_tokens import read_tokens
-from pipeline.quantization.report import ErrorSum, Report
+from pipeline.quantization.report import ErrorSum, QuantizationReport
 
 
 def check(
@@ -46,7 +46,7 @@ def write(
     model: ModelConfig,
     tokenizer: TextEncoder,
     original: Original | None,
-    writer: Writer,
+    writer: ExportWriter,
     device: torch.device,
 ) -> int:
     """Write model.gguf, compare its logits, and write the report of quantized types. Collective.
@@ -84,6 +84,6 @@ def write(
         error.add(weights.tensor(weight), stored.tensor(weight))
     measured = scores(read_held_out(stage, data, weights, tokenizer), model, weights, stored, device=device)
     bits = 8 * stored.bytes / parameters
-    report = Report(kind, "nearest", parameters, parameters, bits, 4 * parameters, stored.bytes, error.relative, **measured)
+    report = QuantizationReport(kind, "nearest", parameters, parameters, bits, 4 * parameters, stored.bytes, error.relative, **measured)
     write_report(folder, report)
     return parameters

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pipeline.checkpoint.weights import Weights, rounded
 from pipeline.common.errors import UserError
-from pipeline.conversion.export_files import OutputFile, Writer, Written, buffer_of, digest_of
+from pipeline.conversion.export_files import ExportWriter, OutputFile, Written, buffer_of, digest_of
 from pipeline.models.config import ModelConfig
 from pipeline.quantization import gguf_layout
 from pipeline.quantization.gguf_tokens import Tokens
@@ -42,7 +42,7 @@ def check(config: ModelConfig, quantize: str) -> None:
 
 
 def write(
-    folder: Path, weights: Weights, config: ModelConfig, tokens: Tokens, *, kind: str, name: str, writer: Writer | None = None
+    folder: Path, weights: Weights, config: ModelConfig, tokens: Tokens, *, kind: str, name: str, writer: ExportWriter | None = None
 ) -> int:
     """Write model.gguf. Collective.
 
@@ -64,7 +64,7 @@ def write(
         CheckFailed: the file does not hold the weights of the checkpoint.
     """
     stored = _Stored(weights, config, tokens, kind, name)
-    (writer or Writer()).write(folder, [OutputFile(FILE, stored.bytes, stored.write, stored.read)])
+    (writer or ExportWriter()).write(folder, [OutputFile(FILE, stored.bytes, stored.write, stored.read)])
     return sum(prod(shape) for _, shape, _ in stored.rows)
 
 
@@ -82,7 +82,7 @@ class _Stored:
 
         self._weights, self._config, self._tokens, self._kind, self._name = weights, config, tokens, kind, name
         wanted, plain, fallback = (GGMLQuantizationType[type_] for type_ in (_TYPES[kind][0], "F32", "F16"))
-        self.rows: list[tuple[gguf_layout.Row, tuple[int, ...], Any]] = []
+        self.rows: list[tuple[gguf_layout.GGUFTensor, tuple[int, ...], Any]] = []
         for row in gguf_layout.rows(config):
             shape = row.shape(self._shapes(row))
             blocked = kind.startswith("q") and shape[-1] % 32 != 0
@@ -122,7 +122,7 @@ class _Stored:
                 continue
             yield row.name, digest_of(row.from_file(stored.plain(row.name), self._shapes(row)))
 
-    def _shapes(self, row: gguf_layout.Row) -> list[tuple[int, ...]]:
+    def _shapes(self, row: gguf_layout.GGUFTensor) -> list[tuple[int, ...]]:
         return [self._weights.shape(part) for part in row.tensor.names]
 
 

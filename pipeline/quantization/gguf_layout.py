@@ -134,8 +134,8 @@ def _kinds_of_layers(config: Any) -> Iterator[str]:
 
 def architecture_of(config: ModelConfig) -> Architecture:
     """Return the architecture of a model."""
-    found = ARCHITECTURES[registry.mapping_of(config).architecture]
-    return replace(found, name="nemotron_h_moe") if found.name == "nemotron_h" and getattr(config, "experts", False) else found
+    arch = ARCHITECTURES[registry.mapping_of(config).architecture]
+    return replace(arch, name="nemotron_h_moe") if arch.name == "nemotron_h" and getattr(config, "experts", False) else arch
 
 
 def is_read_by_transformers(config: ModelConfig) -> bool:
@@ -151,7 +151,7 @@ def _differences(config: ModelConfig, wanted: Mapping[str, Any]) -> dict[str, An
 
 
 @dataclass(frozen=True)
-class Row:
+class GGUFTensor:
     """A tensor of a file.
 
     Attributes:
@@ -216,7 +216,7 @@ _BLOCK_TENSORS = {
 }
 
 
-def rows(config: ModelConfig) -> Iterator[Row]:
+def rows(config: ModelConfig) -> Iterator[GGUFTensor]:
     """Yield the tensors of a file. A tied head is not stored; the experts of a layer are stacked, as ours are."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
@@ -245,7 +245,7 @@ def rows(config: ModelConfig) -> Iterator[Row]:
             yield _row(config, architecture, stored, tensor)
 
 
-def _row(config: Any, architecture: Architecture, name: str, tensor: StockTensor) -> Row:
+def _row(config: Any, architecture: Architecture, name: str, tensor: StockTensor) -> GGUFTensor:
     """A tensor of a file, with what the architecture does to it."""
     kind, linear = re.sub(r"^blk\.\d+\.", "", name), ".linear_attn." in tensor.hf_name
     order = (-1, 2, config.head_dim // 2, 1) if architecture.neighbors and kind in ("attn_q.weight", "attn_k.weight") else None
@@ -261,7 +261,7 @@ def _row(config: Any, architecture: Architecture, name: str, tensor: StockTensor
         views |= {"ssm_conv1d.weight": (-1, config.mamba_kernel), "ssm_a": (-1, 1), "ssm_d": (-1, 1), "ssm_norm.weight": (groups, -1)}
     if config.family == "granite_hybrid" and not config.experts:
         name = name.replace("_shexp", "")
-    return Row(name, tensor, order, int(kind == "ssm_out.weight"), change, views.get(kind))
+    return GGUFTensor(name, tensor, order, int(kind == "ssm_out.weight"), change, views.get(kind))
 
 
 def add_settings(writer: GGUFWriter, config: Any, tokens: Tokens, *, name: str, file_type: int) -> None:

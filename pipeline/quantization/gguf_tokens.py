@@ -84,15 +84,15 @@ def read_tokens(encoder: TextEncoder, vocab_size: int, named: TokenIds) -> Token
             _refuse(folder, f"changes text before it splits it (normalizer {normalizer.get('type')})")
         log.warning("convert: llama.cpp does not compose characters (NFC), as the tokenizer does: decomposed text gets other tokens there")
     for token in content.get("added_tokens", []):
-        if found := [name for name in ("lstrip", "rstrip", "single_word") if token.get(name)]:
-            _refuse(folder, f"has the token {token['content']} with {' and '.join(found)}")
+        if flags := [name for name in ("lstrip", "rstrip", "single_word") if token.get(name)]:
+            _refuse(folder, f"has the token {token['content']} with {' and '.join(flags)}")
     template = chat_template.load(folder)
     return Tokens(texts, kinds, merges, split, ids, bool(before), bool(after), None if template is None else template.text)
 
 
-def _refuse(folder: Path, what: str) -> NoReturn:
+def _refuse(folder: Path, behavior: str) -> NoReturn:
     """Refuse a tokenizer that does what llama.cpp does not do for byte-level BPE."""
-    raise UserError.of("tokenizer.path", folder, f"{what}, which llama.cpp does not do", "set stage.format=huggingface")
+    raise UserError.of("tokenizer.path", folder, f"{behavior}, which llama.cpp does not do", "set stage.format=huggingface")
 
 
 def _ends(ends: dict[int, str], preferred: str | None) -> dict[str, int]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipeline.common.progress import Progress
 from pipeline.layers.lora import linear_layers
-from pipeline.layers.uniform_quantization import Quantized, Scheme, range_parameters, round_to_codes
+from pipeline.layers.uniform_quantization import QuantizedMatrix, Scheme, range_parameters, round_to_codes
 from pipeline.quantization.blocks import CPU, BlockByBlock
 
 #: Added to the diagonal of the Hessian, relative to its mean, as in the paper.
@@ -34,7 +34,7 @@ class Hessian:
         self._handle.remove()
 
 
-def solve_layer(weight: Tensor, hessian: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) -> Quantized:
+def solve_layer(weight: Tensor, hessian: Tensor, scheme: Scheme, dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
     """Quantize a weight column by column; the columns behind each one compensate its error.
 
     Args:
@@ -67,7 +67,7 @@ def solve_layer(weight: Tensor, hessian: Tensor, scheme: Scheme, dtype: torch.dt
             errors[:, column - start] = error[:, 0]
         weight[:, stop:] -= errors @ factor[start:stop, stop:]
     scales, zero_points = zip(*parameters, strict=True)
-    return Quantized(codes, torch.cat(scales, dim=1), torch.cat(zero_points, dim=1))
+    return QuantizedMatrix(codes, torch.cat(scales, dim=1), torch.cat(zero_points, dim=1))
 
 
 def _inverse_factor(hessian: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ def _inverse_factor(hessian: Tensor) -> Tensor:
     return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped.double())), upper=True).float()
 
 
-def solve(model: BlockByBlock, sequences: Tensor, scheme: Scheme, dtype: torch.dtype) -> Iterator[tuple[str, Quantized]]:
+def solve(model: BlockByBlock, sequences: Tensor, scheme: Scheme, dtype: torch.dtype) -> Iterator[tuple[str, QuantizedMatrix]]:
     """Quantize the linear layers of a decoder, block by block: each block sees the outputs of the quantized blocks before it.
 
     Args:
@@ -99,7 +99,7 @@ def solve(model: BlockByBlock, sequences: Tensor, scheme: Scheme, dtype: torch.d
 
 def _solve_block(
     model: BlockByBlock, name: str, block: nn.Module, hidden: list[Tensor], scheme: Scheme, dtype: torch.dtype
-) -> Iterator[tuple[str, Quantized]]:
+) -> Iterator[tuple[str, QuantizedMatrix]]:
     """Quantize the layers of a block, and replace its inputs by the outputs of the quantized block."""
     layers = dict(linear_layers(block))
     hessians = {layer: Hessian(linear) for layer, linear in layers.items()}
@@ -109,5 +109,5 @@ def _solve_block(
         hessian.remove()
         solved = solve_layer(linear.weight, hessian.value, scheme, dtype)
         linear.weight = nn.Parameter(solved.dequantize(), requires_grad=False)  # not in place: the weights may have others' memory
-        yield f"{name}.{layer}", Quantized(*(part.to(CPU) for part in (solved.codes, solved.scale, solved.zero_point)))
+        yield f"{name}.{layer}", QuantizedMatrix(*(part.to(CPU) for part in (solved.codes, solved.scale, solved.zero_point)))
     model.apply(block, hidden)

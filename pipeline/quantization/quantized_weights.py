@@ -10,7 +10,7 @@ from torch import Tensor
 from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import UserError
 from pipeline.layers.lora import linear_layers
-from pipeline.layers.uniform_quantization import Quantized, Scheme, quantize
+from pipeline.layers.uniform_quantization import QuantizedMatrix, Scheme, quantize
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
 from pipeline.models.stock_tensors import StockTensor
@@ -65,19 +65,19 @@ class QuantizedWeights:
     """
 
     def __init__(
-        self, weights: Weights, config: ModelConfig, scheme: Scheme, dtype: torch.dtype, solved: Mapping[str, Quantized] | None = None
+        self, weights: Weights, config: ModelConfig, scheme: Scheme, dtype: torch.dtype, solved: Mapping[str, QuantizedMatrix] | None = None
     ) -> None:
         self.scheme = scheme
         self._weights, self._dtype, self._solved = weights, dtype, solved or {}
         self._rows = {name: row for row in quantized_rows(config) for name in row.names}
         self._last: tuple[StockTensor, list[Tensor]] | None = None
 
-    def quantized(self, row: StockTensor) -> Quantized:
+    def quantized(self, row: StockTensor) -> QuantizedMatrix:
         """Return the quantized tensor of the stock model, for a row of quantized_rows."""
         layers = [name.removesuffix(".weight") for name in row.names]
         if all(layer in self._solved for layer in layers):
             parts = [self._solved[layer] for layer in layers]
-            return Quantized(*(row.to_hf([getattr(part, each) for part in parts]) for each in ("codes", "scale", "zero_point")))
+            return QuantizedMatrix(*(row.to_hf([getattr(part, field) for part in parts]) for field in ("codes", "scale", "zero_point")))
         return quantize(row.to_hf([self._weights.tensor(name) for name in row.names]), self.scheme, self._dtype)
 
     def names(self) -> list[str]:

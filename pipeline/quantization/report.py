@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Report:
+class QuantizationReport:
     """What quantization has changed.
 
     Attributes:

@@ -105,8 +105,8 @@ class Findings:
 
     def _unknown(self) -> list[str]:
         """What a replay of one rank cannot know."""
-        found = ["waits for slower ranks", "kernels that slow each other down"]
-        return ["waits for other pipeline stages (the bubble)", *found] if self.pipelined else found
+        reasons = ["waits for slower ranks", "kernels that slow each other down"]
+        return ["waits for other pipeline stages (the bubble)", *reasons] if self.pipelined else reasons
 
 
 def analyze(entries: Sequence[Entry], hardware: Hardware, host_seconds: float | None = None) -> Findings:
@@ -202,8 +202,8 @@ def host_waits(replay: Replay) -> list[SiteWait]:
         if waited.begin < first:
             continue
         counts[waited.wait.site, waited.wait.name].append(waited.end - waited.begin)
-    found = [SiteWait(site, name, len(seconds), sum(seconds)) for (site, name), seconds in counts.items()]
-    return sorted(found, key=lambda wait: (-wait.seconds, -wait.count))
+    waits = [SiteWait(site, name, len(seconds), sum(seconds)) for (site, name), seconds in counts.items()]
+    return sorted(waits, key=lambda wait: (-wait.seconds, -wait.count))
 
 
 def late_gathers(entries: Sequence[Entry]) -> list[LateGather]:
@@ -216,17 +216,17 @@ def late_gathers(entries: Sequence[Entry]) -> list[LateGather]:
     for number, entry in enumerate(entries):
         if isinstance(entry, Work) and entry.kind == "collective" and entry.name == "all_gather" and number in uses:
             streams[entry.stream].append((number, entry))
-    found: defaultdict[tuple[str, str, str], list[tuple[int, float, str]]] = defaultdict(list)
+    by_site: defaultdict[tuple[str, str, str], list[tuple[int, float, str]]] = defaultdict(list)
     for queued in streams.values():
         for place, (number, work) in enumerate(queued):
             use, user = uses[number]
             # Those that were queued before it, after it could have been queued instead, and that nothing has needed yet.
             ahead = [other for earlier, other in queued[:place] if uses[earlier][0] > use]
             if ahead:
-                found[work.site, work.name, work.axis].append((len(ahead), sum(other.seconds for other in ahead), user))
+                by_site[work.site, work.name, work.axis].append((len(ahead), sum(other.seconds for other in ahead), user))
     late = [
         LateGather(*key, user=some[0][2], count=len(some), behind=max(n for n, _, _ in some), seconds=max(s for _, s, _ in some))
-        for key, some in found.items()
+        for key, some in by_site.items()
     ]
     return sorted(late, key=lambda gather: -gather.seconds)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
+from pipeline.rehearsal.device_record import DeviceRecord, EntryKind, site
 
 #: In place of a line of code: an operator of PyTorch, in the backward pass.
 BACKWARD = "(backward pass)"
@@ -96,12 +96,12 @@ class DeviceCalls:
         finally:
             self.record.stop()
         entries = self.record.take()
-        names: Counter[int] = Counter(entries["object"][entries["kind"] == Kind.KERNEL].tolist())
-        for entry in entries[entries["kind"] == Kind.KERNEL]:
+        names: Counter[int] = Counter(entries["object"][entries["kind"] == EntryKind.KERNEL].tolist())
+        for entry in entries[entries["kind"] == EntryKind.KERNEL]:
             address = int(entry["object"])
             if address in names:
                 kernels[self.record.name(entry)] += names.pop(address)
-        for index in (entries["kind"] == Kind.HOST_WAIT).nonzero()[0].tolist():
+        for index in (entries["kind"] == EntryKind.HOST_WAIT).nonzero()[0].tolist():
             waits[self.record.call_name(entries[index]), lines.get(index, "")] += 1
 
 

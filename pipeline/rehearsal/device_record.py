@@ -16,7 +16,7 @@ import numpy as np
 PACKAGE = Path(__file__).parents[1]
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """What an entry of the record is."""
 
     KERNEL = 1
@@ -47,7 +47,7 @@ class Kind(IntEnum):
 #:   shape: KERNEL: grid x, y, z, threads of a block. PRODUCT: m, n, k, batch. COLLECTIVE: size of the communicator, root or peer, own rank.
 #:     COPY: 1 to the device, 2 to the host, 3 on the device, 0 on the host; 1 if the host's memory is pageable. HOST_WAIT: 1 if the caching
 #:     allocator waits.
-#:   thread: as threading.get_native_id(). call: index in the table of calls, see DeviceRecord.call_name. kind: a Kind.
+#:   thread: as threading.get_native_id(). call: index in the table of calls, see DeviceRecord.call_name. kind: an EntryKind.
 ENTRY = np.dtype(
     [
         ("time", "<i8"),

@@ -77,10 +77,10 @@ def torch_libraries() -> tuple[Path, str, str]:
     Raises:
         UserError: it is a build without CUDA, or with a CUDA that the driver does not know.
     """
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
         raise UserError.of("torch", "not installed", "must be a build with CUDA", "install torch: see README")
-    folder = Path(found.origin).parent
+    folder = Path(spec.origin).parent
     text = (folder / "version.py").read_text()
     version, cuda = _assigned(text, "__version__"), _assigned(text, "cuda")
     if not cuda or not (folder / "lib" / "libtorch_cuda.so").exists():
@@ -93,8 +93,8 @@ def torch_libraries() -> tuple[Path, str, str]:
 
 def _assigned(text: str, name: str) -> str:
     """The string that a module assigns to a name; "" if it is another value."""
-    found = re.search(rf"^{name}\b[^=]*= '([^']*)'", text, re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}\b[^=]*= '([^']*)'", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def imported(folder: Path) -> set[str]:

@@ -40,7 +40,7 @@ class GraphBreak:
     skipped: bool = False
 
     def __str__(self) -> str:
-        return f"{self.site}  {self.reason}{'; the whole function is not compiled' * self.skipped}"
+        return f"{self.site}  {self.reason}" + ("; the whole function is not compiled" if self.skipped else "")
 
 
 @contextmanager
@@ -57,7 +57,7 @@ def listening(folder: Path = PACKAGE) -> Iterator[Counter[GraphBreak]]:
     logger.setLevel(logging.DEBUG)
     logger.propagate = False  # nobody asked for these messages
     try:
-        yield handler.found
+        yield handler.breaks
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
@@ -69,7 +69,7 @@ class _Listener(logging.Handler):
 
     def __init__(self, folder: str) -> None:
         super().__init__()
-        self.found: Counter[GraphBreak] = Counter()
+        self.breaks: Counter[GraphBreak] = Counter()
         self._folder = folder
         self._sites: dict[tuple[str, str], str] = {}
 
@@ -78,7 +78,7 @@ class _Listener(logging.Handler):
         message = record.getMessage()
         if (match := _BREAK.match(message)) is not None:
             text, _, stack = match["text"].partition("\nUser code traceback:")
-            self.found[GraphBreak(self._site((match["file"], match["line"]), stack), _reason(text), text.startswith(_SKIPPED))] += 1
+            self.breaks[GraphBreak(self._site((match["file"], match["line"]), stack), _reason(text), text.startswith(_SKIPPED))] += 1
 
     def _site(self, place: tuple[str, str], stack: str) -> str:
         """The line of the package for a place; the compiler gives the stack with the first break at a place only."""

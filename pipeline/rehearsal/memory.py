@@ -40,7 +40,7 @@ class Moment:
 class Moments:
     """Collects moments. Each `note` ends a part and begins the next one."""
 
-    found: list[Moment] = field(default_factory=list)
+    entries: list[Moment] = field(default_factory=list)
 
     def note(self, name: str) -> Moment:
         """Note a moment, and reset the peaks."""
@@ -53,23 +53,23 @@ class Moments:
             stats["num_alloc_retries"],
             stats["inactive_split_bytes.all.current"],
         )
-        self.found.append(moment)
+        self.entries.append(moment)
         torch.cuda.reset_peak_memory_stats()
         return moment
 
     def last(self, name: str) -> Moment:
         """The last moment of a name."""
-        return next(moment for moment in reversed(self.found) if moment.name == name)
+        return next(moment for moment in reversed(self.entries) if moment.name == name)
 
     @property
     def peak(self) -> Moment:
         """The moment with the highest peak."""
-        return max(self.found, key=lambda moment: moment.peak)
+        return max(self.entries, key=lambda moment: moment.peak)
 
     @property
     def reserved(self) -> int:
         """Most that the allocator ever had."""
-        return max(moment.reserved for moment in self.found)
+        return max(moment.reserved for moment in self.entries)
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,8 @@ def state_bytes(trainer: Trainer) -> tuple[int, int]:
     optimizer = _storages(tensor for value in saved for tensor in _tensors(value))
     # Under ZeRO 3, the rounded partitions if the master weights are in host memory; else the partitions are the master weights.
     weights |= {address: size for address, size in _storages(trainer.engine.partitions()).items() if address not in optimizer}
-    own = {address: size for address, size in optimizer.items() if address not in weights}
-    return sum(weights.values()), sum(own.values())
+    optimizer_only = {address: size for address, size in optimizer.items() if address not in weights}
+    return sum(weights.values()), sum(optimizer_only.values())
 
 
 def by_kind(moments: Moments, state: tuple[int, int], outside: int) -> ByKind:
@@ -121,7 +121,7 @@ def by_kind(moments: Moments, state: tuple[int, int], outside: int) -> ByKind:
         outside: of ByKind.
     """
     weights, optimizer = state
-    between = min(moment.allocated for moment in moments.found if moment.name == BETWEEN)
+    between = min(moment.allocated for moment in moments.entries if moment.name == BETWEEN)
     libraries = max(0, between - weights - optimizer)
     peak = moments.peak.peak
     return ByKind(weights, optimizer, libraries, peak - weights - optimizer - libraries, moments.reserved - peak, outside)

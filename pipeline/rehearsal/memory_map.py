@@ -18,7 +18,7 @@ class Last:
 
 
 @dataclass(slots=True)
-class Part:
+class MemoryRange:
     """Memory from `begin` up to `end` that had the same accesses.
 
     Attributes:
@@ -44,9 +44,9 @@ class MemoryMap:
 
     def __init__(self) -> None:
         self._begins: list[int] = []
-        self._parts: list[Part] = []
+        self._parts: list[MemoryRange] = []
 
-    def parts(self, access: Access) -> list[Part]:
+    def parts(self, access: Access) -> list[MemoryRange]:
         """Return the parts of some memory, which they cover exactly; parts are split and added for it."""
         first, last = self._split(access.begin), self._split(access.end)
         position, place = access.begin, first
@@ -56,7 +56,7 @@ class MemoryMap:
             else:
                 end = min(access.end, self._begins[place]) if place < last else access.end
                 self._begins.insert(place, position)
-                self._parts.insert(place, Part(position, end))
+                self._parts.insert(place, MemoryRange(position, end))
                 position, last = end, last + 1
             place += 1
         return self._parts[first:last]
@@ -65,7 +65,7 @@ class MemoryMap:
         """Some work has written all of some memory: it becomes one part."""
         first, end = self._split(access.begin), self._split(access.end)
         self._begins[first:end] = [access.begin]
-        self._parts[first:end] = [Part(access.begin, access.end, last)]
+        self._parts[first:end] = [MemoryRange(access.begin, access.end, last)]
 
     def handed_out(self, access: Access) -> None:
         """The allocator hands out memory: its values are undefined."""
@@ -88,7 +88,7 @@ class MemoryMap:
         place = bisect_right(self._begins, address) - 1
         if place >= 0 and self._begins[place] < address < self._parts[place].end:
             part = self._parts[place]
-            rest = Part(address, part.end, part.write, dict(part.reads), part.freed, part.is_new, list(part.early))
+            rest = MemoryRange(address, part.end, part.write, dict(part.reads), part.freed, part.is_new, list(part.early))
             part.end = address
             self._begins.insert(place + 1, address)
             self._parts.insert(place + 1, rest)

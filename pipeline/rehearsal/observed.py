@@ -24,7 +24,7 @@ from pipeline.rehearsal.analysis import Findings, analyze, axis_names
 from pipeline.rehearsal.calls import DeviceCalls, Launches
 from pipeline.rehearsal.compiled_kernels import SeenKernels, launches_told
 from pipeline.rehearsal.memory import BETWEEN, Moments
-from pipeline.rehearsal.operations import Recorder, recorded
+from pipeline.rehearsal.operations import OperationRecorder, recorded
 from pipeline.rehearsal.record import STEP
 from pipeline.training.trainer import Trainer
 from pipeline.training.weight_update import StepResult
@@ -38,7 +38,7 @@ RECORDED = 2
 
 
 @dataclass
-class Seen:
+class Observations:
     """What was seen of the steps.
 
     Attributes:
@@ -78,7 +78,7 @@ class ObservedTrainer(Trainer):
         device: the driver.
         observed: number of the step in which everything is recorded, from 1 on.
         timed: number of the step whose launches are counted, while nothing is recorded. In RECORDED steps after it operators are recorded,
-            which makes them slow: they are not in Seen.seconds.
+            which makes them slow: they are not in Observations.seconds.
         hardware: the GPU.
     """
 
@@ -86,11 +86,11 @@ class ObservedTrainer(Trainer):
         self, config: RunConfig, mesh: Mesh, moments: Moments, device: DeviceCalls, observed: int, timed: int, hardware: Hardware
     ) -> None:
         super().__init__(config, mesh)
-        self.seen = Seen()
+        self.seen = Observations()
         self._moments, self._device, self._observed, self._timed = moments, device, observed, timed
         self._number, self._observing = 0, False
         self._hardware, self._recording = hardware, ExitStack()
-        self._recorder: Recorder | None = None
+        self._recorder: OperationRecorder | None = None
         stage = next(iter(self.model.stage_modules()))
         stage.register_forward_hook(self._forward_ended)
         self._allocated: dict[int, int] = {}

@@ -52,7 +52,7 @@ _COMPOSITE = (torch.ops.aten.matmul.default, torch.ops.aten.flatten.using_ints, 
 _FUNCTIONAL_ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """What `recorded` records.
 
     Args:
@@ -207,7 +207,7 @@ class _Trace:
     """PyTorch's trace of its CUDA calls; its callbacks stay registered, and tell the active recorder."""
 
     def __init__(self) -> None:
-        self.active: Recorder | None = None
+        self.active: OperationRecorder | None = None
         self.stop = EarlyStop()
         self._registered = False
 
@@ -218,13 +218,13 @@ class _Trace:
         self._registered = True
         torch._C._activate_gpu_trace()
         self.stop = without_exceptions()
-        _gpu_trace.register_callback_for_event_record(self._tell(Recorder.event_recorded))
-        _gpu_trace.register_callback_for_event_wait(self._tell(Recorder.event_waited))
-        _gpu_trace.register_callback_for_memory_allocation(self._tell(Recorder.allocated))
-        _gpu_trace.register_callback_for_memory_deallocation(self._tell(Recorder.freed))
-        _gpu_trace.register_callback_for_device_synchronization(self._tell(Recorder.device_waited))
-        _gpu_trace.register_callback_for_stream_synchronization(self._tell(Recorder.stream_waited))
-        _gpu_trace.register_callback_for_event_synchronization(self._tell(Recorder.event_waited_by_host))
+        _gpu_trace.register_callback_for_event_record(self._tell(OperationRecorder.event_recorded))
+        _gpu_trace.register_callback_for_event_wait(self._tell(OperationRecorder.event_waited))
+        _gpu_trace.register_callback_for_memory_allocation(self._tell(OperationRecorder.allocated))
+        _gpu_trace.register_callback_for_memory_deallocation(self._tell(OperationRecorder.freed))
+        _gpu_trace.register_callback_for_device_synchronization(self._tell(OperationRecorder.device_waited))
+        _gpu_trace.register_callback_for_stream_synchronization(self._tell(OperationRecorder.stream_waited))
+        _gpu_trace.register_callback_for_event_synchronization(self._tell(OperationRecorder.event_waited_by_host))
 
     def _tell(self, method: Callable[..., None]) -> Callable[..., None]:
         """A callback that calls a method of the active recorder."""
@@ -240,8 +240,8 @@ _TRACE = _Trace()
 
 
 @contextmanager
-def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Path = PACKAGE) -> Iterator[Recorder]:
-    """Record what this process does on its CUDA device until the end of the context; collectives by `Recorder.collective`.
+def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Path = PACKAGE) -> Iterator[OperationRecorder]:
+    """Record what this process does on its CUDA device until the end of the context; collectives by `OperationRecorder.collective`.
 
     Args:
         hardware: the GPU, whose times the work gets.
@@ -250,7 +250,7 @@ def recorded(hardware: Hardware, axes: Mapping[tuple[int, ...], str], folder: Pa
     """
     _TRACE.register()
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=MOST_ALLOCATIONS)
-    recorder = Recorder(hardware, axes, folder, _TRACE.stop)
+    recorder = OperationRecorder(hardware, axes, folder, _TRACE.stop)
     recorder.entries += _allocated_earlier()
     _TRACE.active = recorder
     try:

@@ -72,12 +72,12 @@ def work_of(operator: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
     changed: list[Tensor] = []
     values = (*args, *(kwargs.get(name) for name, _ in written[len(args) :]))
     for (_, is_written), value in zip(written, values, strict=True):
-        found = list(operator_kinds.tensors(value)) if value is not None else []
+        tensors = list(operator_kinds.tensors(value)) if value is not None else []
         if is_written:
-            changed += found
+            changed += tensors
         if not (is_written and overwrites):
-            inputs += found
-    made = [tensor for tensor in operator_kinds.tensors(result) if not any(tensor is one for one in changed)]
+            inputs += tensors
+    made = [tensor for tensor in operator_kinds.tensors(result) if not any(tensor is other for other in changed)]
     on_device = [[tensor for tensor in some if tensor.is_cuda and not isinstance(tensor, FakeTensor)] for some in (inputs, changed + made)]
     if not any(on_device):
         return None

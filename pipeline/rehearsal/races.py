@@ -64,9 +64,9 @@ def races(entries: Sequence[Entry]) -> list[Race]:
     order = _Order()
     for entry in entries:
         order.issue(entry)
-    counts = Counter(key for key, _ in order.found)
+    counts = Counter(key for key, _ in order.races)
     sizes: defaultdict[_Key, int] = defaultdict(int)
-    for key, size in order.found:
+    for key, size in order.races:
         sizes[key] = max(sizes[key], size)
     return [Race(*key, size=sizes[key], count=count) for key, count in counts.most_common()]
 
@@ -96,7 +96,7 @@ class _Order:
     """The clocks, and what they say of each access."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[_Key, int]] = []
+        self.races: list[tuple[_Key, int]] = []
         self._clocks: defaultdict[int, _Clock] = defaultdict(dict)
         self._events: dict[int, _Clock] = {}
         self._host: _Clock = {}
@@ -157,7 +157,7 @@ class _Order:
     def _add(self, kind: RaceKind, before: Last, after: Last, freed: str, size: int) -> None:
         first, second = before.work, after.work
         key = kind, (first.name, first.site), (second.name, second.site), (first.stream, second.stream), freed
-        self.found.append((key, size))
+        self.races.append((key, size))
 
     def _wait(self, wait: HostWait) -> None:
         """What is queued later begins after what the host has waited for."""
@@ -217,7 +217,7 @@ def _joined(clock: _Clock, other: _Clock) -> _Clock:
     return result
 
 
-def report(found: Iterable[Race], at_most: int = 20) -> list[str]:
+def report(races: Iterable[Race], at_most: int = 20) -> list[str]:
     """Return races as lines of text."""
-    lines = [str(race) for race in found]
+    lines = [str(race) for race in races]
     return lines[:at_most] + ([f"... and {len(lines) - at_most} more"] if len(lines) > at_most else [])

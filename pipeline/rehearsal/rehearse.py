@@ -17,7 +17,7 @@ import torch
 
 from pipeline.checkpoint.fragments import plan
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
+from pipeline.checkpoint.saver import SaveOutcome, Saver, SaveRequest
 from pipeline.checkpoint.staging import LiveSource, Snapshot, Staging, staged_bytes
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Coordinates, Layout
@@ -35,7 +35,7 @@ from pipeline.rehearsal import graph_breaks, memory
 from pipeline.rehearsal.calls import DeviceCalls
 from pipeline.rehearsal.graph_breaks import GraphBreak
 from pipeline.rehearsal.memory import BETWEEN, ByKind, Moments
-from pipeline.rehearsal.observed import RECORDED, ObservedTrainer, Seen
+from pipeline.rehearsal.observed import RECORDED, Observations, ObservedTrainer
 from pipeline.rehearsal.start_up import StartUp
 from pipeline.training import loop
 from pipeline.training.batch_loader import BatchLoader
@@ -71,7 +71,7 @@ class Rehearsal:
     mesh: Mesh
     moments: Moments
     kinds: ByKind
-    seen: Seen
+    seen: Observations
     state: tuple[int, int]
     saved: int
     random: bool
@@ -190,7 +190,7 @@ class HostCopySaver(Saver):
         self._staging = Staging([share.part for share in self._shares], device)
         self._moments = moments
         self._snapshot: Snapshot | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[SaveOutcome] = []
 
     def begin(self, request: SaveRequest) -> None:
         """See Saver."""
@@ -200,7 +200,7 @@ class HostCopySaver(Saver):
         self._snapshot = self._staging.begin(sources, lambda _: None)
         self._snapshot.queued.wait()
         self._moments.note("save")
-        self._outcomes.append(Outcome(request.step))
+        self._outcomes.append(SaveOutcome(request.step))
 
     def holds_weights(self) -> bool:
         """See Saver."""
@@ -213,7 +213,7 @@ class HostCopySaver(Saver):
             self._snapshot.released.set()
             self._snapshot = None
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         """See Saver."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
@@ -287,11 +287,11 @@ class RandomTokens(Objective):
         text = tokens(length + 1)
         if self._kind == "masked":
             targets = np.where(generator.random((rows, length)) < 0.15, text[:, 1:], IGNORE)
-            found = {"tokens": text[:, :-1], "targets": targets, "documents": documents}
+            arrays = {"tokens": text[:, :-1], "targets": targets, "documents": documents}
             if getattr(model, "next_sentence", False):
-                found |= {"segments": np.zeros((rows, length), np.int64), "next_sentence": generator.integers(2, size=rows)}
-            return found
+                arrays |= {"segments": np.zeros((rows, length), np.int64), "next_sentence": generator.integers(2, size=rows)}
+            return arrays
         if self.decoder_length:
             return {"tokens": tokens(length), "targets": text[:, 1:], "decoder_tokens": text[:, :-1], "documents": documents}
-        found = {"tokens": text[:, :-1], "targets": text[:, 1:]}
-        return found | ({"documents": documents} if training.document_mask else {})
+        arrays = {"tokens": text[:, :-1], "targets": text[:, 1:]}
+        return arrays | ({"documents": documents} if training.document_mask else {})

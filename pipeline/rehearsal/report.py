@@ -44,56 +44,57 @@ def collectives(calls: list[Call], mesh: Mesh) -> dict[tuple[str, str, bool], tu
     return {key: (count, sizes[key]) for key, count in counts.items()}
 
 
-def lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+def lines(rehearsal: Rehearsal, planned: JobPlan) -> Iterator[str]:
     """Yield what is printed."""
-    hardware, where = planned.hardware, found.mesh.coordinates
+    hardware, where = planned.hardware, rehearsal.mesh.coordinates
+    random = ", random tokens" if rehearsal.random else ""
     places = ", ".join(f"{axis} {getattr(where, axis)}" for axis in ("pipeline", "data", "expert", "context", "tensor"))
-    yield f"rank {found.mesh.rank} of {planned.layout.world_size:,} ({places}) on {hardware.name}{', random tokens' * found.random}"
-    yield from memory_lines(found, planned)
-    yield from host_lines(found, planned)
+    yield f"rank {rehearsal.mesh.rank} of {planned.layout.world_size:,} ({places}) on {hardware.name}{random}"
+    yield from memory_lines(rehearsal, planned)
+    yield from host_lines(rehearsal, planned)
     yield "collectives of a step"
-    for (axis, name, beside), (count, size) in collectives(found.seen.calls, found.mesh).items():
-        yield f"  {axis:<16}{name:<16}{count:7,} {size / GB:10.3f} GB{'  beside other work' * beside}"
-    if found.unknown:
-        yield f"functions of CUDA without an answer, whose calls failed: {', '.join(found.unknown)}"
+    for (axis, name, beside), (count, size) in collectives(rehearsal.seen.calls, rehearsal.mesh).items():
+        yield f"  {axis:<16}{name:<16}{count:7,} {size / GB:10.3f} GB{'  beside other work' if beside else ''}"
+    if rehearsal.unknown:
+        yield f"functions of CUDA without an answer, whose calls failed: {', '.join(rehearsal.unknown)}"
 
 
-def memory_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+def memory_lines(rehearsal: Rehearsal, planned: JobPlan) -> Iterator[str]:
     """Yield the memory at the parts of a step, and by kind beside the plan."""
     yield f"{'memory, GB':<16}{'allocated':>10}{'peak':>10}{'reserved':>10}{'fragments':>10}{'retries':>9}"
-    for name in parts(found.moments):
-        moment = found.moments.last(name)
+    for name in parts(rehearsal.moments):
+        moment = rehearsal.moments.last(name)
         sizes = (moment.allocated, moment.peak, moment.reserved, moment.fragmented)
         yield f"  {name:<14}{''.join(f'{size / GB:10.2f}' for size in sizes)}{moment.retries:9}"
     yield f"{'by kind, GB':<16}{'rehearsed':>10}{'planned':>10}"
-    for name, both in compared(found, planned).items():
+    for name, both in compared(rehearsal, planned).items():
         percent = "" if both.difference is None or name == "overhead" else f"  {100 * both.difference:+.1f} %"
         yield f"  {name:<14}{both.rehearsed / GB:10.2f}{both.planned / GB:10.2f}{percent}"
-    yield from difference_lines(found, planned)
+    yield from difference_lines(rehearsal, planned)
     capacity = planned.hardware.memory_gb
-    outside = found.kinds.outside / GB
-    yield f"  headroom {capacity - found.kinds.total / GB:.1f} of {capacity:.1f} GB ({outside:.1f} GB are assumed for CUDA and NCCL)"
+    outside = rehearsal.kinds.outside / GB
+    yield f"  headroom {capacity - rehearsal.kinds.total / GB:.1f} of {capacity:.1f} GB ({outside:.1f} GB are assumed for CUDA and NCCL)"
 
 
-def host_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+def host_lines(rehearsal: Rehearsal, planned: JobPlan) -> Iterator[str]:
     """Yield seconds of the host beside the planned step, launches, and waits."""
-    seen, step = found.seen, planned.estimate.step_time
-    seconds = host_seconds(found)
+    seen, step = rehearsal.seen, planned.estimate.step_time
+    seconds = host_seconds(rehearsal)
     verdict = "host-bound" if seconds > HOST_BOUND * step else "not host-bound"
     yield f"host: {seconds:.2f} s a step, the GPU {step:.2f} s as planned: {verdict} (this machine)"
-    yield from found.start_up.lines()
+    yield from rehearsal.start_up.lines()
     per_block = "" if seen.block is None else f"; forward pass of a block: {seen.block.kernels:,} kernels, {seen.block.products:,} products"
     made = seen.launches
     counts = f"{made.kernels:,} kernels, {made.products:,} products, {made.copies:,} copies, {made.events:,} events"
     yield f"launches a step: {counts}{per_block}"
-    if (graphs := compiled_graphs()) or found.breaks:
-        yield f"compiled: {graphs} graphs, {found.breaks.total()} breaks"
-        yield from (f"  {count:5} x {where}" for where, count in found.breaks.most_common())
+    if (graphs := compiled_graphs()) or rehearsal.breaks:
+        yield f"compiled: {graphs} graphs, {rehearsal.breaks.total()} breaks"
+        yield from (f"  {count:5} x {where}" for where, count in rehearsal.breaks.most_common())
     yield from generated_lines(seen.generated.found())
     yield f"waits of the host for the device in a step: {sum(seen.waits.values())}"
     for (name, line), count in seen.waits.most_common(LINES):
         yield f"  {count:5} x {line or '(no line of this package)'}  {name}"
-    yield f"host memory: {found.host_peak / GB:.2f} GB; a save copies {found.saved / GB:.2f} GB to the host"
+    yield f"host memory: {rehearsal.host_peak / GB:.2f} GB; a save copies {rehearsal.saved / GB:.2f} GB to the host"
 
 
 def generated_lines(kernels: list[GeneratedKernel]) -> Iterator[str]:
@@ -118,58 +119,58 @@ def compiled_graphs() -> int:
     return int(counters["stats"].get("unique_graphs", 0))
 
 
-def host_seconds(found: Rehearsal) -> float:
+def host_seconds(rehearsal: Rehearsal) -> float:
     """Seconds of the host in the last step without a record or a save."""
-    return found.seen.seconds[-2]
+    return rehearsal.seen.seconds[-2]
 
 
 def parts(moments: Moments) -> list[str]:
     """The names of the parts of a step that were seen, in order."""
-    return [name for name in dict.fromkeys(moment.name for moment in moments.found) if name != BETWEEN]
+    return [name for name in dict.fromkeys(moment.name for moment in moments.entries) if name != BETWEEN]
 
 
-def content(found: Rehearsal, planned: JobPlan, overrides: list[str], seconds: float) -> dict[str, Any]:
+def content(rehearsal: Rehearsal, planned: JobPlan, overrides: list[str], seconds: float) -> dict[str, Any]:
     """Return rehearsal.json as values of JSON. Sizes are bytes, times are seconds."""
-    seen, step = found.seen, planned.estimate.step_time
+    seen, step = rehearsal.seen, planned.estimate.step_time
     return {
-        "job": {**_job(planned, found.mesh.rank, overrides), "random_tokens": found.random},
+        "job": {**_job(planned, rehearsal.mesh.rank, overrides), "random_tokens": rehearsal.random},
         "memory": {
             "fits": True,
             "capacity": planned.hardware.memory_gb * GB,
-            "moments": [dataclasses.asdict(found.moments.last(name)) for name in parts(found.moments)],
+            "moments": [dataclasses.asdict(rehearsal.moments.last(name)) for name in parts(rehearsal.moments)],
             "kinds": {
                 name: {"rehearsed": both.rehearsed, "planned": both.planned, "difference": both.difference}
-                for name, both in compared(found, planned).items()
+                for name, both in compared(rehearsal, planned).items()
             },
-            "blocks": dataclasses.asdict(blocks(found, planned)),
-            "outside": found.kinds.outside,
-            "saved": found.saved,
-            "host_peak": found.host_peak,
+            "blocks": dataclasses.asdict(blocks(rehearsal, planned)),
+            "outside": rehearsal.kinds.outside,
+            "saved": rehearsal.saved,
+            "host_peak": rehearsal.host_peak,
         },
         "steps": {
             "step_seconds": seen.seconds,
-            "seconds": host_seconds(found),
+            "seconds": host_seconds(rehearsal),
             "planned_step_seconds": step,
-            "is_bound": host_seconds(found) > HOST_BOUND * step,
+            "is_bound": host_seconds(rehearsal) > HOST_BOUND * step,
             "waits": [{"call": name, "line": line, "count": count} for (name, line), count in seen.waits.most_common()],
         },
-        "start_up": {**dataclasses.asdict(found.start_up), "until_first_step": found.start_up.until_first_step},
+        "start_up": {**dataclasses.asdict(rehearsal.start_up), "until_first_step": rehearsal.start_up.until_first_step},
         "launches": {
             "step": dataclasses.asdict(seen.launches),
             "block_forward": None if seen.block is None else dataclasses.asdict(seen.block),
             "kernels": dict(seen.kernels.most_common()),
             "compiled": {
                 "graphs": compiled_graphs(),
-                "breaks": [{**dataclasses.asdict(one), "count": count} for one, count in found.breaks.most_common()],
+                "breaks": [{**dataclasses.asdict(place), "count": count} for place, count in rehearsal.breaks.most_common()],
             },
             "generated": [dataclasses.asdict(kernel) for kernel in seen.generated.found()],
         },
         "collectives": [
             {"axis": axis, "name": name, "beside": beside, "count": count, "bytes": size}
-            for (axis, name, beside), (count, size) in collectives(seen.calls, found.mesh).items()
+            for (axis, name, beside), (count, size) in collectives(seen.calls, rehearsal.mesh).items()
         ],
         "replay": None if seen.findings is None else seen.findings.content(),
-        "unknown_functions": found.unknown,
+        "unknown_functions": rehearsal.unknown,
         **_made_by(),
         "seconds": round(seconds, 1),
     }
@@ -241,13 +242,13 @@ class Compared:
         return f"{self.rehearsed / _GB:.3f} GB, planned {self.planned / _GB:.3f} GB{more}"
 
 
-def compared(found: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
+def compared(rehearsal: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
     """Return each kind of memory as rehearsed and as planned for this rank.
 
     `passes` are gradients, activations, gathered weights and temporary tensors, `peak` all tensors without the workspaces of libraries,
     `overhead` these, CUDA, NCCL and fragmentation.
     """
-    kinds, memory = found.kinds, planned.estimate.memories[found.mesh.coordinates.pipeline]
+    kinds, memory = rehearsal.kinds, planned.estimate.memories[rehearsal.mesh.coordinates.pipeline]
     peak = kinds.weights + kinds.optimizer + kinds.passes
     return {
         "weights": Compared(kinds.weights, memory.weights + memory.frozen),
@@ -259,21 +260,21 @@ def compared(found: Rehearsal, planned: JobPlan) -> dict[str, Compared]:
     }
 
 
-def blocks(found: Rehearsal, planned: JobPlan) -> Compared:
+def blocks(rehearsal: Rehearsal, planned: JobPlan) -> Compared:
     """Return what the forward pass of a micro-batch leaves allocated in the blocks, without the last one of a pipeline stage."""
-    kept = found.seen.kept
+    kept = rehearsal.seen.kept
     return Compared(sum(kept.values()), sum(planned.trace.block(index).saved for index in kept))
 
 
-def difference_lines(found: Rehearsal, planned: JobPlan) -> Iterator[str]:
+def difference_lines(rehearsal: Rehearsal, planned: JobPlan) -> Iterator[str]:
     """Yield the kinds whose plan differs, the part of a step with the most memory, and whether blocks keep what is planned."""
-    kinds = compared(found, planned)
+    kinds = compared(rehearsal, planned)
     peak = kinds["peak"].rehearsed
-    fullest = max((moment for moment in found.moments.found if moment.name != BETWEEN), key=lambda moment: moment.peak)
+    fullest = max((moment for moment in rehearsal.moments.entries if moment.name != BETWEEN), key=lambda moment: moment.peak)
     for name in _KINDS:
         if kinds[name].differs(peak):
             where = f", most in the {fullest.name}" if name == "passes" else ""
             yield f"  the plan differs: {name} {kinds[name]}{where}"
-    kept = blocks(found, planned)
-    if found.seen.kept and kept.differs(peak):
-        yield f"  the plan differs: in a forward pass, {len(found.seen.kept)} blocks keep {kept}"
+    kept = blocks(rehearsal, planned)
+    if rehearsal.seen.kept and kept.differs(peak):
+        yield f"  the plan differs: in a forward pass, {len(rehearsal.seen.kept)} blocks keep {kept}"

@@ -39,10 +39,10 @@ class SourceLines:
         frame = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename  # the code itself has no hash if torch.compile made it with a constant that has none
-            if (found := self._files.get(name)) is None:
-                found = self._files[name] = self._file(name)
-            if found:
-                line = f"{found}:{frame.f_lineno}"
+            if (file := self._files.get(name)) is None:
+                file = self._files[name] = self._file(name)
+            if file:
+                line = f"{file}:{frame.f_lineno}"
                 break
             frame = frame.f_back  # type: ignore[assignment] # None at the outermost frame
         else:

@@ -90,7 +90,7 @@ def choose(wanted: str | None) -> Path:
 def cuda_version(python: Path) -> str | None:
     """Return the CUDA version of an interpreter's torch, such as "13.0"; None without a CUDA build, or if it cannot be run."""
     try:
-        found = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=True).stdout.strip()
+        version = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found or None
+    return version or None

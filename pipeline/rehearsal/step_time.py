@@ -104,15 +104,15 @@ def _late_host(gaps: list[Interval], computing: list[Placed]) -> list[tuple[Inte
 
 def _before(gaps: list[Interval], work: list[Placed]) -> list[tuple[Interval, Placed]]:
     """Each gap with the work that begins at its end; without those at whose end none does."""
-    found = []
+    pairs = []
     following = iter(sorted((placed for placed in work if placed.end > placed.begin), key=lambda placed: placed.begin))
     placed = next(following, None)
     for begin, end in gaps:
         while placed is not None and placed.begin < end:
             placed = next(following, None)
         if placed is not None:
-            found.append(((begin, end), placed))
-    return found
+            pairs.append(((begin, end), placed))
+    return pairs
 
 
 def _by_site(late: list[tuple[Interval, Placed]], replay: Replay) -> dict[str, float]:

@@ -41,7 +41,7 @@ _DETAIL = 0.04
 
 
 @dataclass(frozen=True)
-class Bar:
+class WorkBar:
     """Some work of a row: place, width, color, opacity and text."""
 
     x: str
@@ -57,7 +57,7 @@ class Row:
 
     name: str
     y: int
-    bars: list[Bar]
+    bars: list[WorkBar]
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class Picture:
 
     title: str
     rows: list[Row]
-    exposed: list[Bar]
-    late: list[Bar]
+    exposed: list[WorkBar]
+    late: list[WorkBar]
     x_ticks: list[tuple[str, str]]
     height: int
     width: int = WIDTH
@@ -222,7 +222,7 @@ def _x(time: float, begin: float, end: float) -> float:
     return LEFT + (time - begin) / (end - begin) * (WIDTH - LEFT - 10) if end > begin else LEFT
 
 
-def _bars(spans: Sequence[_Span], begin: float, end: float) -> Iterator[Bar]:
+def _bars(spans: Sequence[_Span], begin: float, end: float) -> Iterator[WorkBar]:
     """Bars of a row: each column has the kind that takes most of it, and neighbors that look alike are one bar."""
     columns: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     longest: dict[int, _Span] = {}
@@ -251,8 +251,8 @@ def _bars(spans: Sequence[_Span], begin: float, end: float) -> Iterator[Bar]:
         yield _bar(run)
 
 
-def _bar(run: tuple[int, int, tuple[str, str], _Span]) -> Bar:
+def _bar(run: tuple[int, int, tuple[str, str], _Span]) -> WorkBar:
     """A run of columns as a bar, which names the longest work in it."""
     first, last, (name, opacity), span = run
     text = f"{span.text}: {1e3 * span.begin:,.3f} to {1e3 * span.end:,.3f} ms"
-    return Bar(str(first), str(last - first), _color(name), opacity, text)
+    return WorkBar(str(first), str(last - first), _color(name), opacity, text)

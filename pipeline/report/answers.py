@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pipeline.common.texts import count
-from pipeline.report.history import Health, History, Seen
+from pipeline.report.history import CorpusProgress, Health, History
 from pipeline.report.run import LOSS_STEPS, Run, State, duration
 
 #: Characters of a reason in a sentence or a table.
@@ -128,7 +128,7 @@ def lost(history: History) -> str:
     return f"{history.lost:.2f} of {history.run.node_hours:.2f}{listed}"
 
 
-def data(seen: tuple[Seen, ...]) -> str:
+def data(seen: tuple[CorpusProgress, ...]) -> str:
     """The corpora, most samples first."""
     if not seen:
         return "not known"
@@ -200,9 +200,9 @@ def last_error(run: Run) -> list[Answer]:
     return [Answer(question, short(run.error, 400), level)]
 
 
-def _wrapped(found: Iterable[Answer], width: int) -> Iterator[str]:
+def _wrapped(answers: Iterable[Answer], width: int) -> Iterator[str]:
     """Answers as lines; those that ask for attention begin with "!"."""
-    for answer in found:
+    for answer in answers:
         yield f"{'!' if answer.level == 'bad' else ' '} {answer.question}"
         yield from textwrap.wrap(answer.text, max(width, 24), initial_indent="    ", subsequent_indent="    ") or [""]
 

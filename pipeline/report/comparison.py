@@ -121,10 +121,10 @@ def _best(places: Sequence[RankedRun]) -> str:
         if best.run.trouble or not is_finite(best.run.loss):
             return "no run has a finite loss yet"
         return f"run {best.name} has the lowest training loss ({best.run.loss:.4f}); no run has a validation loss"
-    what, lowest = "validation loss", f"{best.score:.4f}"
+    measure, lowest = "validation loss", f"{best.score:.4f}"
     if per_byte(runs):
-        what, lowest = "number of bits per byte of the validation split", f"{lowest}; their tokenizers differ"
-    head = f"run {best.name} has the lowest {what} ({lowest})"
+        measure, lowest = "number of bits per byte of the validation split", f"{lowest}; their tokenizers differ"
+    head = f"run {best.name} has the lowest {measure} ({lowest})"
     if not others:
         return f"{head}; no other run has one"
     steps = {place.run.validation_step for place in (best, *others)}
@@ -133,7 +133,7 @@ def _best(places: Sequence[RankedRun]) -> str:
     if all(place.error is None for place in others):
         equal = [place.name for place in others if place.behind == 0]
         if equal:
-            return f"{1 + len(equal)} runs have the lowest {what} ({lowest}): {first_names([best.name, *equal], _NAMED)}{end}"
+            return f"{1 + len(equal)} runs have the lowest {measure} ({lowest}): {first_names([best.name, *equal], _NAMED)}{end}"
         return f"{ahead}; the noise of validation is not known{end}"
     within = [place.name for place in others if place.within_noise]
     if not within and others[0].error == 0:

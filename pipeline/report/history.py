@@ -28,7 +28,7 @@ _UNKNOWN_START_UP = "start-up, validation and checkpoints"
 
 
 @dataclass(frozen=True)
-class Seen:
+class CorpusProgress:
     """A corpus.
 
     Attributes:
@@ -49,7 +49,7 @@ class Seen:
         return self.samples / self.epoch if self.epoch else None
 
 
-def seen(config: Mapping[str, Any], epochs: Mapping[str, int], samples: int) -> tuple[tuple[Seen, ...], tuple[str, ...]]:
+def seen(config: Mapping[str, Any], epochs: Mapping[str, int], samples: int) -> tuple[tuple[CorpusProgress, ...], tuple[str, ...]]:
     """Return the corpora, and why they are unknown.
 
     Args:
@@ -69,7 +69,7 @@ def seen(config: Mapping[str, Any], epochs: Mapping[str, int], samples: int) -> 
         return (), (f"config.yaml: data.blend cannot be read: {error!r}",)
     if not taken:
         return (), ("no event names the corpora of this run: it was made by an older version",)
-    return tuple(Seen(name, count, count * length, epochs.get(name)) for name, count in taken.items()), ()
+    return tuple(CorpusProgress(name, count, count * length, epochs.get(name)) for name, count in taken.items()), ()
 
 
 def _in_proportion(epochs: Mapping[str, int], samples: int) -> dict[str, int]:
@@ -157,7 +157,7 @@ class History:
     columns: dict[str, list[tuple[int, float]]]
     config: dict[str, Any]
     spent: tuple[Spent, ...]
-    seen: tuple[Seen, ...]
+    seen: tuple[CorpusProgress, ...]
     health: Health | None
 
     @property
@@ -172,14 +172,14 @@ def read(run_dir: Path, now: float | None = None) -> History:
     lines = run_files.read_metrics(run_dir)
     config, config_problems = run_files.read_config(run_dir, whole=True)
     columns = metrics_file.columns(lines.content)
-    found, problems = seen(config, run.life.corpora, run.samples or 0)
+    corpora, problems = seen(config, run.life.corpora, run.samples or 0)
     known = (*run.problems, *(problem for problem in (*config_problems, *lines.problems, *problems) if problem not in run.problems))
     return History(
         run=replace(run, problems=known),
         columns=columns,
         config=config,
         spent=spent(run, columns.get("seconds", [])),
-        seen=found,
+        seen=corpora,
         health=health(lines.content),
     )
 

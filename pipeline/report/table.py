@@ -72,7 +72,7 @@ def runs_below(folder: Path, depth: int = DEPTH, above: tuple[str, ...] = ()) ->
         log.warning("%s: cannot be read (%s): runs in it are left out", folder, error.strerror)
         return []
     names = sorted(inside, key=lambda name: (len(name), name))
-    return [found for name in names for found in runs_below(folder / name, depth - 1, (*above, real))]
+    return [run for name in names for run in runs_below(folder / name, depth - 1, (*above, real))]
 
 
 def read_all(run_dirs: Sequence[Path], now: float | None = None) -> list[Run]:

@@ -160,9 +160,9 @@ def answers_of(counted: Content, stretches: Sequence[Stretch], shards: Sequence[
         answers["parent"] = [f"began with the weights of {'; '.join(origins)}"]
     if counted.months is not None:
         (first_year, first), (last_year, last) = counted.months
-        of = f"of the {counted.dated:,} documents that tell a date"
-        answers["latest"] = [f"{last:02d}/{last_year}, {of}"]
-        answers["period"] = [f"{first:02d}/{first_year} to {last:02d}/{last_year}, {of} _(complete this)_"]
+        dated = f"of the {counted.dated:,} documents that tell a date"
+        answers["latest"] = [f"{last:02d}/{last_year}, {dated}"]
+        answers["period"] = [f"{first:02d}/{first_year} to {last:02d}/{last_year}, {dated} _(complete this)_"]
     if counted.other:
         answers["characteristics"] = [f"{run}: {key}={', '.join(files)}" for run, (key, files) in counted.other.items()]
     if counted.removed[0]:
@@ -202,16 +202,16 @@ def sections(answers: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     Args:
         answers: key of a question -> lines; a question without is a blank, None.
     """
-    found, used = [], set()
+    filled, used = [], set()
     for number, title, questions in SECTIONS:
         entries = []
         for question in questions:
             key, _, text = question.partition(" ")
             used.add(key)
             entries.append({"key": key, "question": text, "answer": list(answers[key]) if answers.get(key) else None})
-        found.append({"number": number, "title": title, "questions": entries})
+        filled.append({"number": number, "title": title, "questions": entries})
     assert set(answers) <= used, set(answers) - used
-    return found
+    return filled
 
 
 def markdown(filled: Sequence[Mapping[str, Any]]) -> Iterator[str]:

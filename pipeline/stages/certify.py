@@ -130,7 +130,7 @@ def _trained(certificate: Certificate) -> dict[str, Any]:
                 "precision": comparison.dtype,
                 "method": comparison.method,
                 "tolerances": comparison.tolerances,
-                "differences": _values(comparison.found),
+                "differences": _values(comparison.differences),
                 "rounding": _values(comparison.rounding),
             }
             for comparison in certificate.comparisons

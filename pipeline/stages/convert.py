@@ -27,8 +27,8 @@ from pipeline.conversion import (
     stock_logits,
     universal_export,
 )
-from pipeline.conversion.export_files import Writer, export_folder, write_manifest
-from pipeline.conversion.huggingface_folder import Source, original_of
+from pipeline.conversion.export_files import ExportWriter, export_folder, write_manifest
+from pipeline.conversion.huggingface_folder import ExportSource, original_of
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models import config_classes, registry
@@ -81,7 +81,7 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm, path: P
     tokenizer = open_tokenizer(config.tokenizer, Path(config.run_dir))
     weights = open_merged(reader.with_weights(reader.Checkpoint(path), stage.weights), stage.adapter)
     model = config_classes.from_dict(weights.config["model"])
-    source = Source(weights, model, tokenizer, original_of(weights, model, tokenizer))
+    source = ExportSource(weights, model, tokenizer, original_of(weights, model, tokenizer))
     samples = _check(config, stage, output, source) if comm.rank == 0 else None
     if comm.bcast(samples is not None):
         if comm.rank > 0:
@@ -90,7 +90,7 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm, path: P
     settings = _settings(config, stage, path, tokenizer)
     with export_folder(output, settings, comm) as (folder, writer):
         if samples:
-            writer = Writer()  # without records: its report counts what is written in one run
+            writer = ExportWriter()  # without records: its report counts what is written in one run
         parameters = _write(folder, config, stage, source, samples, writer)
         if writer.is_first:
             if stage.format == "huggingface" and samples is None:
@@ -101,8 +101,8 @@ def _export(config: RunConfig, stage: Convert, output: Path, comm: Comm, path: P
 
 def _find(config: RunConfig, stage: Convert, output: Path, comm: Comm) -> list[Path]:
     """Return the checkpoint to export; none if its export is complete. Collective."""
-    found: list[Path] = comm.bcast(_unfinished(config, stage, output) if comm.rank == 0 else None)
-    return found
+    paths: list[Path] = comm.bcast(_unfinished(config, stage, output) if comm.rank == 0 else None)
+    return paths
 
 
 def _unfinished(config: RunConfig, stage: Convert, output: Path) -> list[Path]:
@@ -118,7 +118,7 @@ def _unfinished(config: RunConfig, stage: Convert, output: Path) -> list[Path]:
     return [path]
 
 
-def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> export.Samples | None:
+def _check(config: RunConfig, stage: Convert, output: Path, source: ExportSource) -> export.CalibrationSamples | None:
     """Refuse what cannot be exported, and return the token sequences of an export with integer weights."""
     weights, model, tokenizer = source.weights, source.model, source.tokenizer
     checks: list[Callable[[], object]] = [
@@ -140,7 +140,9 @@ def _check(config: RunConfig, stage: Convert, output: Path, source: Source) -> e
     return None
 
 
-def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, samples: export.Samples | None, writer: Writer) -> int:
+def _write(
+    folder: Path, config: RunConfig, stage: Convert, source: ExportSource, samples: export.CalibrationSamples | None, writer: ExportWriter
+) -> int:
     """Write the files of an export. Returns the number of parameters. Collective."""
     dtype, shard_bytes = DTYPES[stage.dtype], int(stage.shard_gigabytes * 1e9)
     if samples:
@@ -170,10 +172,12 @@ def _write(folder: Path, config: RunConfig, stage: Convert, source: Source, samp
     )
 
 
-def _write_quantized(folder: Path, config: RunConfig, stage: Convert, source: Source, samples: export.Samples, writer: Writer) -> int:
+def _write_quantized(
+    folder: Path, config: RunConfig, stage: Convert, source: ExportSource, samples: export.CalibrationSamples, writer: ExportWriter
+) -> int:
     """Write the files of an export with integer weights, by one rank, and its report. Returns the number of parameters."""
-    dtype, shard_bytes, own = DTYPES[stage.dtype], int(stage.shard_gigabytes * 1e9), device.choose(0)
-    with export.prepared(stage, samples, source.weights, source.model, folder.with_name("layers"), own) as quantized:
+    dtype, shard_bytes, target = DTYPES[stage.dtype], int(stage.shard_gigabytes * 1e9), device.choose(0)
+    with export.prepared(stage, samples, source.weights, source.model, folder.with_name("layers"), target) as quantized:
         parameters = huggingface_folder.write(
             *(folder, config.tokenizer, source),
             dtype=dtype,
@@ -183,7 +187,7 @@ def _write_quantized(folder: Path, config: RunConfig, stage: Convert, source: So
             writer=writer,
         )
         held_out = samples.held_out
-        export.measure(folder, stage, source.weights, quantized, source.model, held_out=held_out, parameters=parameters, device=own)
+        export.measure(folder, stage, source.weights, quantized, source.model, held_out=held_out, parameters=parameters, device=target)
     return parameters
 
 

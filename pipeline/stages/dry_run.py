@@ -32,8 +32,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
         config = finetuning.complete(config, world_size, overrides=compose.task_arguments())
-    own = f"run_dir={quoted(config.run_dir)}"  # in a sweep that of the point
-    arguments = [own if key_of(word) == "run_dir" else word for word in compose.task_arguments()]
+    run_dir = f"run_dir={quoted(config.run_dir)}"  # in a sweep that of the point
+    arguments = [run_dir if key_of(word) == "run_dir" else word for word in compose.task_arguments()]
     cluster = live.corrected(config.cluster)
     if violations := [*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)]:
         raise UserError(violations)

@@ -73,9 +73,9 @@ def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks)
             trainer = trainer or Trainer(config, meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes, ranks.local_size))
             load = partial(_load, config, stage, trainer, settings)
             path, step, evaluated = _read(run_dir, stage, path, load, ranks)
-            found = validation_scores.evaluate(config, stage, trainer, data)
+            scores = validation_scores.evaluate(config, stage, trainer, data)
             if ranks.rank == 0:
-                validation_scores.write(run_dir, path, step, found, evaluated)
+                validation_scores.write(run_dir, path, step, scores, evaluated)
         shard_verification.finish(data.objectives())
 
 

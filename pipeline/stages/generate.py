@@ -26,7 +26,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules.check import layout_violations
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Generate
-from pipeline.conversion.huggingface_folder import Source, original_of
+from pipeline.conversion.huggingface_folder import ExportSource, original_of
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.chat_template import ChatTemplate
@@ -90,7 +90,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             weights.check_draft(stage, drafts, model, Path(config.tokenizer.path), config.parallel.expert)
             models.append((weights.draft_config(config, drafts), drafts))
         settings = _settings(config, stage, checkpoint, drafts, tokenizer)
-        if violations := [violation for each, _ in models for violation in layout_violations(each)]:
+        if violations := [violation for model_config, _ in models for violation in layout_violations(model_config)]:
             raise UserError(violations)
         comm = BroadcastRanks(ranks.rank, ranks.world_size)
         with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 parts = PromptParts(prompts, reader, stops, unfinished, mine, logprobs=stage.logprobs, write=leader)
                 generator: Generator | BeamGenerator | VllmEngine
                 if stage.engine == "vllm":
-                    source = Source(checkpoint, model, tokenizer, original_of(checkpoint, model, tokenizer))
+                    source = ExportSource(checkpoint, model, tokenizer, original_of(checkpoint, model, tokenizer))
                     generator = vllm_engine.open_engine(models[0][0], stage, source, mesh, stops, ranks.local_rank, prompts.lines)
                 else:
                     longest, lines = reader.longest(prompts), prompts.lines

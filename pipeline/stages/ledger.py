@@ -25,7 +25,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Ledger as LedgerConfig
 from pipeline.data.load import removal
-from pipeline.data.load.ledger import Ledger, Selection
+from pipeline.data.load.ledger import DocumentLedger, DocumentQuery
 from pipeline.report import training_content
 from pipeline.training import lineage, removal_certificate
 from pipeline.training.lineage import Stretch
@@ -67,11 +67,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     rows: Iterable[dict[str, Any]]
     rows = _documents_of_step(stretches, stage) if stage.step and checkpoint is None else _steps_of_documents(stretches, stage)
     if stage.certificate and checkpoint:
-        rows = found = list(rows)
+        rows = listed = list(rows)
         question = {name: getattr(stage, name) for name in QUESTIONS}
         question |= {} if any(question.values()) else {"documents": "all that were removed"}
         ledger = stretches[-1].ledger(stage.shards)
-        text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, found, ledger, gaps)
+        text = removal_certificate.write(Path(stage.certificate), checkpoint, question, stretches, listed, ledger, gaps)
         print(f"{text}\n{stage.certificate}\n")
     shown: list[dict[str, Any]] = []
     with nullcontext() if stage.out is None else atomic_file(Path(stage.out), "wb") as handle:
@@ -104,41 +104,41 @@ def _documents_of_step(stretches: list[Stretch], stage: LedgerConfig) -> Iterato
     _refuse(stage, QUESTIONS, f"stage.step={step}, which prints all documents")
     if stage.micro_batch is not None and stage.rank is None:
         raise UserError.of("stage.micro_batch", stage.micro_batch, "is one of a rank", "set stage.rank")
-    stretch = next((found for found in reversed(stretches) if found.before < step <= found.last), None)
+    stretch = next((candidate for candidate in reversed(stretches) if candidate.before < step <= candidate.last), None)
     if stretch is None:
         rule = f"was not made: the steps of {stretches[-1].run_dir} are {stretches[0].before + 1} to {stretches[-1].last}"
         raise UserError.of("stage.step", step, rule, "choose one of them")
-    numbers, what = stretch.numbers(step), f"step {step} of {stretch.run_dir}"
+    numbers, head = stretch.numbers(step), f"step {step} of {stretch.run_dir}"
     if stage.rank is not None:
         numbers = _share(stretch, step, numbers, stage)
-        what += f", rank {stage.rank}" + ("" if stage.micro_batch is None else f", micro-batch {stage.micro_batch}")
+        head += f", rank {stage.rank}" + ("" if stage.micro_batch is None else f", micro-batch {stage.micro_batch}")
     if (ledger := stretch.ledger(stage.shards)) is None:
         return
     parts = ledger.documents(numbers)
     if out := {removal.identity(line) for line in stretch.left_out(step)}:
         parts = parts[:, [(ledger.shards[shard].entry["xxh3"], document) not in out for shard, document in parts[1:3].T.tolist()]]
     keys, first = np.unique(parts[1] << 32 | parts[2], return_index=True)
-    print(f"{what}: {len(numbers):,} samples, {int(parts[3].sum()):,} tokens, {len(keys):,} documents\n")
+    print(f"{head}: {len(numbers):,} samples, {int(parts[3].sum()):,} tokens, {len(keys):,} documents\n")
     fields = _fields(ledger, parts[1:3, np.sort(first)[: None if stage.out else SHOWN]])
     for row, shard, document, tokens in parts.T.tolist():
         yield {**fields.get((shard, document), {}), "sample": int(numbers[row]), **ledger.place(shard, document), "read": tokens}
 
 
-def _fields(ledger: Ledger, documents: np.ndarray) -> dict[tuple[int, int], dict[str, Any]]:
+def _fields(ledger: DocumentLedger, documents: np.ndarray) -> dict[tuple[int, int], dict[str, Any]]:
     """The metadata of documents by (shard, document), of which `documents` (2, n) has pairs; empty with a warning without text shards."""
-    found = {}
+    known = {}
     for shard in np.unique(documents[0]).tolist():
         wanted = set(documents[1, documents[0] == shard].tolist())
         try:
             for document, (_, fields) in enumerate(ledger.metadata(shard)):
                 if document in wanted:
-                    found[shard, document] = fields
+                    known[shard, document] = fields
                 if document >= max(wanted):
                     break
         except UserError as error:
             log.warning("documents have no names: %s", error.violations[0])
             break
-    return found
+    return known
 
 
 def _share(stretch: Stretch, step: int, numbers: np.ndarray, stage: LedgerConfig) -> np.ndarray:
@@ -153,13 +153,13 @@ def _share(stretch: Stretch, step: int, numbers: np.ndarray, stage: LedgerConfig
         rule = f"is not known: step {step} was made with {starts[-1]['layout']}, and config.yaml has {layout.axes_text()}"
         raise UserError.of("stage.rank", rank, rule, "leave it out")
     count = len(numbers) // layout.batch_shards
-    own = numbers[layout.batch_shard(layout.coordinates(rank)) * count :][:count]
+    of_rank = numbers[layout.batch_shard(layout.coordinates(rank)) * count :][:count]
     if micro_batch is None:
-        return own
-    each = config.training.micro_batch_size * config.training.sequence_length // config.training.sample_length
-    if micro_batch * each >= count:
-        raise UserError.of("stage.micro_batch", micro_batch, f"is not one of the {count // each} of a rank", "choose a smaller one")
-    return own[micro_batch * each :][:each]
+        return of_rank
+    size = config.training.micro_batch_size * config.training.sequence_length // config.training.sample_length
+    if micro_batch * size >= count:
+        raise UserError.of("stage.micro_batch", micro_batch, f"is not one of the {count // size} of a rank", "choose a smaller one")
+    return of_rank[micro_batch * size :][:size]
 
 
 def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterator[dict[str, Any]]:
@@ -169,7 +169,7 @@ def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterat
         raise UserError.of(
             "stage.step", None, "is not set, and no documents are chosen", "set stage.step, stage.where, stage.ids or stage.contains"
         )
-    selection = Selection(stage.where, None if stage.ids is None else _ids(Path(stage.ids)), stage.contains or "")
+    selection = DocumentQuery(stage.where, None if stage.ids is None else _ids(Path(stage.ids)), stage.contains or "")
     removed = {removal.identity(line) for line in stretches[-1].removed}
     lines, ends = bytearray(), [0]  # JSON takes a fifth of the memory of dictionaries
     first: list[int] = []
@@ -194,8 +194,8 @@ def _steps_of_documents(stretches: list[Stretch], stage: LedgerConfig) -> Iterat
                     matched[content].add(row["document"])
                     if row["steps"]:
                         read[content].add(row["document"])
-                        own = by_run[row["run"]]
-                        own[:] = min([*own[:1], row["steps"][0]]), max([*own[1:], row["steps"][-1]])
+                        span = by_run[row["run"]]
+                        span[:] = min([*span[:1], row["steps"][0]]), max([*span[1:], row["steps"][-1]])
     if missing := ", ".join(sorted(selection.missing_fields)):
         raise UserError.of("stage.where", missing, "is a field of no training document", "the fields are in the answer of stage.step")
     if missing_ids := selection.missing_ids:
@@ -221,7 +221,7 @@ def _ids(path: Path) -> frozenset[str]:
     return ids
 
 
-def _rows(stretch: Stretch, ledger: Ledger, shard: int, fields: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _rows(stretch: Stretch, ledger: DocumentLedger, shard: int, fields: dict[int, dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield documents of a shard with the steps of a run directory that have read them, and those that have left them out."""
     documents, content = np.array(list(fields), dtype=np.int64), ledger.shards[shard].entry["xxh3"]
     parts = ledger.samples_of(shard, documents, int(stretch.samples[-1]))
@@ -230,31 +230,31 @@ def _rows(stretch: Stretch, ledger: Ledger, shard: int, fields: dict[int, dict[s
     out = stretch.leaves_out(content, documents, parts[0], when)
     tokens = np.bincount(parts[0, ~out], parts[2, ~out], len(documents)).tolist()
     steps, left_out = (_by_row(parts[0, chosen], when[chosen], len(documents)) for chosen in (~out, out))
-    for document, read, own, without in zip(documents.tolist(), tokens, steps, left_out, strict=True):
+    for document, read, at_steps, without in zip(documents.tolist(), tokens, steps, left_out, strict=True):
         place = ledger.place(shard, document)
-        found: dict[str, Any] = {"times": round(read / max(place["tokens"], 1), 3), "steps": own}
+        usage: dict[str, Any] = {"times": round(read / max(place["tokens"], 1), 3), "steps": at_steps}
         if (content, document) in stretch.removed_numbers:
-            found |= {"removed_from": stretch.removed_from((content, document)), "left_out": without}
-        yield {**fields[document], "run": str(stretch.run_dir), **place, **found}
+            usage |= {"removed_from": stretch.removed_from((content, document)), "left_out": without}
+        yield {**fields[document], "run": str(stretch.run_dir), **place, **usage}
 
 
 def _by_row(rows: np.ndarray, steps: np.ndarray, count: int) -> Iterator[list[int]]:
     """Yield the steps of each of `count` rows in ascending order, each step once."""
     pairs = np.unique(rows << 32 | steps)
-    bounds, found = np.searchsorted(pairs >> 32, np.arange(count + 1)).tolist(), (pairs & 0xFFFFFFFF).tolist()
-    yield from (found[start:stop] for start, stop in itertools.pairwise(bounds))
+    bounds, values = np.searchsorted(pairs >> 32, np.arange(count + 1)).tolist(), (pairs & 0xFFFFFFFF).tolist()
+    yield from (values[start:stop] for start, stop in itertools.pairwise(bounds))
 
 
 def _runs(stretches: list[Stretch], read: Mapping[str, list[int]]) -> Iterator[str]:
     """Yield which steps of every run directory have read documents, and which checkpoints none. `read` has the first and the last step."""
     for stretch in stretches:
-        own = read.get(str(stretch.run_dir))
+        span = read.get(str(stretch.run_dir))
         made = f"{stretch.run_dir}: steps {stretch.before + 1:,} to {stretch.last:,}"
-        if not own:
+        if not span:
             yield f"{made} have read none"
             continue
-        yield f"{made}: first read at step {own[0]:,}, last at step {own[1]:,}"
-        without = [native.step_of(path) for path in native.complete(stretch.run_dir) if native.step_of(path) < own[0]]
+        yield f"{made}: first read at step {span[0]:,}, last at step {span[1]:,}"
+        without = [native.step_of(path) for path in native.complete(stretch.run_dir) if native.step_of(path) < span[0]]
         yield f"  its checkpoints without them: {', '.join(map(str, without)) or 'none'}"
 
 

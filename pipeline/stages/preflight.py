@@ -67,7 +67,7 @@ def _run_rank(config: RunConfig, ranks: Ranks, folder: Path) -> None:
             time.sleep(GRACE_SECONDS)
             judged()
 
-    succeeded = measure.Preflight(config.cluster, ranks, where, folder, at_the_limit).run()
+    succeeded = measure.RankChecks(config.cluster, ranks, where, folder, at_the_limit).run()
     if not succeeded:
         time.sleep(GRACE_SECONDS)
     bad = judged() if ranks.rank == 0 else {}

@@ -70,7 +70,7 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     outside = int(engine_model(state_format_of(job)).context_bytes)
     moments = Moments()
     try:
-        found = rehearse(job, world_size, rank, stage.steps, outside, moments, imports)
+        result = rehearse(job, world_size, rank, stage.steps, outside, moments, imports)
     except RuntimeError as error:
         if (of_gpu := out_of_memory.of_device(error)) is None:
             raise
@@ -78,11 +78,11 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
         lines += out_of_memory.table(planned, Used.of_this_gpu())
         _write(config, report.without_memory(planned, rank, moments, lines[0], compose.task_arguments()))
         raise CheckFailed("\n".join([*lines, *out_of_memory.fixes(job, world_size, gpu)])) from error
-    _write(config, report.content(found, planned, compose.task_arguments(), time.perf_counter() - started))
-    print("\n".join(report.lines(found, planned)))
-    if found.seen.findings is not None:
-        timeline.write(found.seen.findings, Path(config.run_dir) / TIMELINE)
-        print("\n".join([*found.seen.findings.lines(), f"timeline: {Path(config.run_dir) / TIMELINE}, and as a Chrome trace beside it"]))
+    _write(config, report.content(result, planned, compose.task_arguments(), time.perf_counter() - started))
+    print("\n".join(report.lines(result, planned)))
+    if result.seen.findings is not None:
+        timeline.write(result.seen.findings, Path(config.run_dir) / TIMELINE)
+        print("\n".join([*result.seen.findings.lines(), f"timeline: {Path(config.run_dir) / TIMELINE}, and as a Chrome trace beside it"]))
     print(f"rehearsed: {Path(config.run_dir) / FILE}")
 
 

@@ -24,13 +24,13 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     assert isinstance(stage, Report)
     if ranks.rank > 0:
         return  # additional ranks do nothing
-    found = [path for folder, key in _folders(config.run_dir, stage) for path in _runs(folder, key)]
+    paths = [path for folder, key in _folders(config.run_dir, stage) for path in _runs(folder, key)]
     out = Path(stage.out or Path(config.run_dir, "report.html"))
     make_folder(out.parent, "stage.out" if stage.out else "run_dir")
-    histories = [history.read(path) for path in dict.fromkeys(found)]
+    histories = [history.read(path) for path in dict.fromkeys(paths)]
     width = min(shutil.get_terminal_size((120, 24)).columns, 140)
-    for one in histories if len(histories) == 1 else ():
-        print("\n".join(answers.lines(one, width)))
+    for single in histories if len(histories) == 1 else ():
+        print("\n".join(answers.lines(single, width)))
     if len(histories) > 1:
         places = page.compared(histories)
         print(table.text([place.run for place in places], width))
@@ -58,7 +58,7 @@ def _runs(folder: Path, key: str) -> list[Path]:
         near = sorted(path.name for path in folder.parent.iterdir() if path.is_dir())[:8] if folder.parent.is_dir() else []
         fix = f"set {key} to a run directory; {folder.parent} has {', '.join(near)}" if near else f"set {key} to a run directory"
         raise UserError.of(key, folder, "does not exist", fix)
-    if not (found := table.runs_below(folder)):
+    if not (runs := table.runs_below(folder)):
         rule = "contains no training run: neither events.jsonl nor metrics.jsonl"
         raise UserError.of(key, folder, rule, f"set {key} to the run_dir of stage=pretrain or stage=finetune, or to a folder of several")
-    return found
+    return runs

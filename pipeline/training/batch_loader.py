@@ -138,7 +138,7 @@ class BatchLoader:
     def _next(self, pending: deque[Future[DeviceBatch]]) -> DeviceBatch:
         """Wait for the oldest batch; raises the first failure, which may be that of a later batch."""
         future = pending.popleft()
-        self.stalls += not future.done()
+        self.stalls += 0 if future.done() else 1
         try:
             return future.result()
         except UnreadableFile as error:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from pipeline.common.languages import UNKNOWN
-from pipeline.data.load.ledger import Ledger
+from pipeline.data.load.ledger import DocumentLedger
 from pipeline.data.shard.text_shards import language
 from pipeline.training.lineage import Stretch
 
@@ -80,9 +80,9 @@ class Content:
         }
         for name, value in values.items():
             self.by[name].setdefault(value, Counts()).add(len(text), tokens, read)
-        found = next((match for name in DATES if (match := _MONTH.match(str(fields.get(name) or "")))), None)
-        if found is not None and 1 <= int(found[2]) <= 12:
-            month = (int(found[1]), int(found[2]))
+        date = next((match for name in DATES if (match := _MONTH.match(str(fields.get(name) or "")))), None)
+        if date is not None and 1 <= int(date[2]) <= 12:
+            month = (int(date[1]), int(date[2]))
             first, last = self.months or (month, month)
             self.months, self.dated = (min(first, month), max(last, month)), self.dated + 1
 
@@ -108,7 +108,7 @@ def of(stretches: list[Stretch], shards: list[str]) -> Content:
     """
     content = Content()
     read: dict[str, np.ndarray] = {}
-    places: dict[str, tuple[Ledger, int]] = {}
+    places: dict[str, tuple[DocumentLedger, int]] = {}
     for stretch in stretches:
         if (ledger := stretch.ledger(shards)) is None:
             data = stretch.config.data.instructions
@@ -131,7 +131,7 @@ def of(stretches: list[Stretch], shards: list[str]) -> Content:
     return content
 
 
-def _tokens_read(stretch: Stretch, ledger: Ledger) -> Iterator[tuple[int, np.ndarray]]:
+def _tokens_read(stretch: Stretch, ledger: DocumentLedger) -> Iterator[tuple[int, np.ndarray]]:
     """Yield every shard with the tokens of each of its documents that the steps have read, (documents,) int64."""
     for shard, of_shard in enumerate(ledger.shards):
         documents = np.arange(len(ledger.tokens(shard)))

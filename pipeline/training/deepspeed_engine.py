@@ -184,7 +184,7 @@ class DeepSpeedEngine(Engine):
         if (theirs := self._engine.get_global_grad_norm()) is not None:
             norm = self._scalar(theirs)
         skipped = not self._engine.was_step_applied()
-        self._updates += not skipped
+        self._updates += 0 if skipped else 1
         flag = self._scalar(float(skipped))
         self._after_update(flag)
         self._average.update(flag.to(self._masters[0][1]["weight"].device))  # which may be in host memory
@@ -235,9 +235,9 @@ class DeepSpeedEngine(Engine):
         if mapping is None:
             return 0, {}
         (flat,) = self._base.param_groups[mapping.param_group_index]["params"]
-        own, place = mapping.lp_fragment_address, mapping.hp_fragment_address
+        address, place = mapping.lp_fragment_address, mapping.hp_fragment_address
         tensors = {"weight": flat.detach(), **{kind: self._base.state[flat][kind] for kind in kinds}}
-        return own.start, {kind: values.narrow(0, place.start, place.numel) for kind, values in tensors.items()}
+        return address.start, {kind: values.narrow(0, place.start, place.numel) for kind, values in tensors.items()}
 
     def _replica_of(self, piece: Piece) -> tuple[int, int, str]:
         """See replica_of."""

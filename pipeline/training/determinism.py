@@ -45,8 +45,8 @@ def enable(environment: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         UserError: a variable has a value with which runs differ.
     """
-    if found := list(violations(environment)):
-        raise UserError(found)
+    if problems := list(violations(environment)):
+        raise UserError(problems)
     for name, variable in VARIABLES.items():
         environment.setdefault(name, variable.allowed[0])
     torch.use_deterministic_algorithms(True)

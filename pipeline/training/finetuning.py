@@ -87,13 +87,13 @@ def _other_model(config: RunConfig, model: ModelConfig, overrides: Sequence[str]
         if getattr(model, item.name) not in (getattr(mine, item.name), getattr(longer, item.name))
         and (f"model.{item.name}" in given or "model" in given)
     ]
-    found = []
+    problems = []
     for name in [name for name in different if f"model.{name}" in given]:
         advice = "; training.context_factor makes its context longer" if name.startswith(("rope_", "max_positions")) else ""
-        found.append(Violation(f"model.{name}", getattr(mine, name), rule.format(f"model.{name}={getattr(model, name)}"), fix + advice))
+        problems.append(Violation(f"model.{name}", getattr(mine, name), rule.format(f"model.{name}={getattr(model, name)}"), fix + advice))
     if implied := [f"model.{name}={getattr(model, name)}" for name in different if f"model.{name}" not in given]:
-        found.append(Violation("model", given["model"], rule.format(", ".join(implied[:4])), fix))
-    return found
+        problems.append(Violation("model", given["model"], rule.format(", ".join(implied[:4])), fix))
+    return problems
 
 
 def _with_objective(config: RunConfig) -> RunConfig:

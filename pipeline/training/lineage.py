@@ -21,7 +21,7 @@ from pipeline.config import saved, warmup
 from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import removal
-from pipeline.data.load.ledger import Ledger
+from pipeline.data.load.ledger import DocumentLedger
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import TokenShardObjective
 from pipeline.training import skipped_samples
@@ -62,7 +62,7 @@ class Stretch:
         first, stop = self.samples[step - self.before - 1 : step - self.before + 1].tolist()
         return np.array([number for number in self.skipped.take(first, stop - first) if number < stop], dtype=np.int64)
 
-    def ledger(self, shards: Sequence[str] = ()) -> Ledger | None:
+    def ledger(self, shards: Sequence[str] = ()) -> DocumentLedger | None:
         """Return the documents of its samples; None with a warning if they are none of token shards.
 
         Args:
@@ -79,7 +79,7 @@ class Stretch:
         data = replace(self.config.data, verify="off", stage_in=None, remove=removed)
         samples = kind.open_training(replace(self.config, data=data), (1, 2)).samples
         folders = [Path(folder) for folder in shards or [data.shards]]
-        return Ledger(samples, [folder for folder in folders if shards or folder.is_dir()])
+        return DocumentLedger(samples, [folder for folder in folders if shards or folder.is_dir()])
 
     def left_out(self, step: int) -> list[dict[str, Any]]:
         """Return the documents that a step has left out."""
@@ -144,16 +144,16 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None, gaps: lis
     if steps != list(range(before + 1, before + 1 + len(steps))):
         missing = next(number for number in range(before + 1, steps[-1]) if number not in after)
         raise UserError.of(key, run_dir, f"metrics.jsonl lacks step {missing}", "restore it from a copy: it tells which samples were read")
-    found = [stretch for path, step in origins(parent) for stretch in _older(path, step, gaps)]
+    stretches = [stretch for path, step in origins(parent) for stretch in _older(path, step, gaps)]
     if steps:
         first = 0
         if begins:  # as the trunk or the newest member says; if that is gone, by the batch size of the first step
-            trunks = (int(stretch.samples[-1]) for stretch in reversed(found) if stretch.last == before)
+            trunks = (int(stretch.samples[-1]) for stretch in reversed(stretches) if stretch.last == before)
             first = next(trunks, after[steps[0]] - warmup.batch_size(config.training, before))
         samples = np.array([first, *(after[step] for step in steps)], dtype=np.int64)
         left_out = np.array([counts[step] for step in steps], dtype=np.int64)
-        found.append(Stretch(run_dir, config, before, samples, skipped_samples.read(run_dir), removal.of_run(run_dir), left_out))
-    return found
+        stretches.append(Stretch(run_dir, config, before, samples, skipped_samples.read(run_dir), removal.of_run(run_dir), left_out))
+    return stretches
 
 
 def _parent(run_dir: Path) -> dict[str, Any] | None:

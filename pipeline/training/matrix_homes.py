@@ -71,8 +71,8 @@ class MatrixHomes:
             groups.setdefault(space.group, []).append(space)
         self.rounds = [
             Round(part, rule, group, tensor, orthogonalize, adjust)
-            for group, own in groups.items()
-            for part in divide_in_rounds(own, elements_at_once(group.size() * tensor.size()))
+            for group, members in groups.items()
+            for part in divide_in_rounds(members, elements_at_once(group.size() * tensor.size()))
         ]
 
 
@@ -181,10 +181,10 @@ class Round:
         shared = [[m for m in there if m.spread is not Spread.OWN] for there in self._by_column]
         sent = [[_slice(results[m], m, column) for m in shared[self._column]] for column in range(self._tensor.size())]
         parts = _exchange(sent, [[m.elements for m in there] for there in shared], self._tensor, self._empty)
-        found = {m: result for m, result in results.items() if m.spread is Spread.OWN}
+        slices = {m: result for m, result in results.items() if m.spread is Spread.OWN}
         for there, values in zip(shared, parts, strict=True):
-            found |= dict(zip(there, values, strict=True))
-        return found
+            slices |= dict(zip(there, values, strict=True))
+        return slices
 
     def _part(self, flat: list[Tensor], matrix: LocalMatrix, rank: int) -> Tensor:
         """The elements of a matrix that this rank holds."""
@@ -228,10 +228,10 @@ def _exchange(sent: Sequence[Sequence[Tensor]], sizes: Sequence[Sequence[int]], 
     if group.size() == 1:
         return [[tensor.reshape(-1) for tensor in sent[0]]]
     flat = torch.cat([empty, *(tensor.reshape(-1) for tensors in sent for tensor in tensors)])
-    received = [sum(each) for each in sizes]
+    received = [sum(counts) for counts in sizes]
     result = flat.new_empty(sum(received))
     dist.all_to_all_single(result, flat, received, [sum(tensor.numel() for tensor in tensors) for tensors in sent], group=group)
-    return [list(part.split(list(each))) for part, each in zip(result.split(received), sizes, strict=True)]
+    return [list(part.split(list(counts))) for part, counts in zip(result.split(received), sizes, strict=True)]
 
 
 def _by_shape(matrices: dict[LocalMatrix, Tensor], orthogonalize: Orthogonalize) -> dict[LocalMatrix, Tensor]:
@@ -239,7 +239,7 @@ def _by_shape(matrices: dict[LocalMatrix, Tensor], orthogonalize: Orthogonalize)
     shapes: dict[tuple[int, int], list[LocalMatrix]] = {}
     for matrix in matrices:
         shapes.setdefault(matrix.full, []).append(matrix)
-    found: dict[LocalMatrix, Tensor] = {}
+    results: dict[LocalMatrix, Tensor] = {}
     for group in shapes.values():
-        found |= dict(zip(group, orthogonalize([matrices.pop(m) for m in group]), strict=True))
-    return found
+        results |= dict(zip(group, orthogonalize([matrices.pop(m) for m in group]), strict=True))
+    return results

@@ -37,7 +37,7 @@ _LOGGED_CORPORA = 10
 
 
 @dataclass(frozen=True)
-class _Pending:
+class _PendingStep:
     """A step whose metrics may not have been copied from the device yet."""
 
     state: TrainState
@@ -83,7 +83,7 @@ class Metrics(Callback):
         self._tokens_per_sample = config.training.sample_length
         self._skipped_before = resumed.step - resumed.updates
         self._noise = NoiseScale(run_dir)
-        self._pending: _Pending | None = None
+        self._pending: _PendingStep | None = None
         self._last_log = (resumed.samples, resumed.step, time.monotonic())
         self._steps, self._last = steps, {}  # type: int, dict[str, Any]
         self._progress = partial(Progress, steps - resumed.step, config.stage.name, "step", rank, every=math.inf)
@@ -105,7 +105,7 @@ class Metrics(Callback):
         numbers = (result.gradient_norm, result.lr, result.skipped, *result.more.values())
         values = HostCopy(torch.stack([step.loss.detach().float(), *(number.to(step.loss.device) for number in numbers)]))
         previous = self._pending
-        self._pending = _Pending(step.state, values, step.samples, step.seconds, tuple(result.more), step.more, memory_used())
+        self._pending = _PendingStep(step.state, values, step.samples, step.seconds, tuple(result.more), step.more, memory_used())
         if previous is not None:
             self._write(previous)
         self._bar.advance(1, f"loss {self._last['loss']:.3f}" if self._last else "")
@@ -172,7 +172,7 @@ class Metrics(Callback):
         """The line of the last written step."""
         return self._last
 
-    def _write(self, pending: _Pending) -> None:
+    def _write(self, pending: _PendingStep) -> None:
         """Write the line of a step."""
         loss, norm, lr, skipped, *more = pending.values.values()
         self._skipped_before += int(skipped)

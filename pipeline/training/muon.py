@@ -132,11 +132,11 @@ class Muon(EagerAdamW):
         updates = homes.updates({weight: self._direction(weight, scales_of[weight][0]) for weight in homes.masters})
         for weight in homes.masters:
             weight.mul_(scales_of[weight][1])
-        kinds = {(each.master, each.factor) for each in updates}
+        kinds = {(update.master, update.factor) for update in updates}
         rates = {(weight, factor): scales_of[weight][0].lr * factor for weight, factor in kinds}
-        for each in updates:
-            elements = each.master.view(-1)[each.start : each.start + each.values.numel()]
-            elements.addcmul_(each.values, rates[each.master, each.factor], value=-1)
+        for update in updates:
+            elements = update.master.view(-1)[update.start : update.start + update.values.numel()]
+            elements.addcmul_(update.values, rates[update.master, update.factor], value=-1)
 
     def _direction(self, weight: Tensor, scales: Scales) -> Tensor:
         """Update the momentum of a weight, and return what is orthogonalized."""

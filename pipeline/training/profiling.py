@@ -51,28 +51,28 @@ class Profiler(Callback):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities, profile_memory=True, acc_events=True) as found:
+        with profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
             yield
             _synchronize()
         try:
-            self._write(found, number)
+            self._write(profiler, number)
         except OSError as error:
             log.warning("step %d: the profile was not written: %s", number, error)
 
-    def _write(self, found: profile, number: int) -> None:
+    def _write(self, profiler: profile, number: int) -> None:
         """Write the trace and the report."""
         self._folder.mkdir(exist_ok=True)
         trace = self._folder / f"step-{number:08d}-rank-{self._rank:05d}.json.gz"
         partial = trace.with_name(f".{trace.name.removesuffix('.json.gz')}.partial.json.gz")
         try:
-            found.export_chrome_trace(str(partial))
+            profiler.export_chrome_trace(str(partial))
             summary = read(partial)
             os.replace(partial, trace)
         finally:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
         key = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = found.key_averages().table(sort_by=key, row_limit=_OPERATIONS, max_name_column_width=60)
+        table = profiler.key_averages().table(sort_by=key, row_limit=_OPERATIONS, max_name_column_width=60)
         head = f"step {number}, rank {self._rank} on {socket.gethostname()}; the profiler itself takes a part of the time"
         report = trace.with_name(trace.name.replace(".json.gz", ".txt"))
         with atomic_file(report, "w", parents=False) as handle:
@@ -92,7 +92,7 @@ _COVERING = ("c10d::", "ProfilerStep", "Optimizer.", "DistributedDataParallel", 
 
 
 @dataclass(frozen=True)
-class Summary:
+class StepProfile:
     """Figures of a step.
 
     Attributes:
@@ -123,7 +123,7 @@ class Summary:
         return "\n".join(lines)
 
 
-def read(path: Path) -> Summary:
+def read(path: Path) -> StepProfile:
     """Return the figures of a trace file, .json.gz.
 
     Raises:
@@ -133,7 +133,7 @@ def read(path: Path) -> Summary:
         return summary(json.load(handle)["traceEvents"])
 
 
-def summary(events: Sequence[Mapping[str, Any]]) -> Summary:
+def summary(events: Sequence[Mapping[str, Any]]) -> StepProfile:
     """Return the figures of the events of a trace."""
     timed = [event for event in events if event.get("ph") == "X" and "dur" in event and event.get("cat") != "Trace"]
     kernels = [event for event in timed if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
@@ -145,7 +145,7 @@ def summary(events: Sequence[Mapping[str, Any]]) -> Summary:
     totals = [int(args["Total Allocated"]) for args in memory]
     start = totals[0] - int(memory[0]["Bytes"]) if memory else 0
     span = union([(min(begin for begin, _ in map(_interval, timed)), max(end for _, end in map(_interval, timed)))]) if timed else []
-    return Summary(
+    return StepProfile(
         "GPU" if kernels else "CPU",
         length(span) / 1e6,
         length(compute) / 1e6,

@@ -57,9 +57,9 @@ class RecomputationChecks(Callback):
         if self._mesh.layout.data > 1:
             expected = self._from_other(first)
             flags.append((self._digests({name: self._from_other(value) for name, value in inputs.items()}) != expected).any())
-        own = torch.stack(flags)
-        if any(on_any_rank(self._mesh, own)):
-            raise self._error(step.state.step, own.tolist())
+        differs = torch.stack(flags)
+        if any(on_any_rank(self._mesh, differs)):
+            raise self._error(step.state.step, differs.tolist())
 
     def _rows(self, tokens: Tensor) -> int:
         """The sequences of a micro-batch; all of the step if there are pipeline stages, whose schedules need several micro-batches."""
@@ -71,19 +71,19 @@ class RecomputationChecks(Callback):
         """Compute a forward pass, and return the digests of its results, int64 (results,)."""
         batch = inputs.copy()
         tokens = batch.pop("tokens")
-        with self._recorded() as found:
+        with self._recorded() as digests:
             losses, _ = self._trainer.evaluate(tokens, cast(Batch, batch))
-        own = self._mesh.layout.batch_shard(self._mesh.coordinates) * len(tokens)
-        return torch.stack([*found, digest(losses[own : own + len(tokens)])])
+        first = self._mesh.layout.batch_shard(self._mesh.coordinates) * len(tokens)
+        return torch.stack([*digests, digest(losses[first : first + len(tokens)])])
 
     @contextmanager
     def _recorded(self) -> Iterator[list[Tensor]]:
         """Record the digests of what the stages of this rank return and their heads read."""
-        found: list[Tensor] = []
+        digests: list[Tensor] = []
 
         def record(value: Any) -> None:
             if isinstance(value, Tensor) and value.is_floating_point():
-                found.append(digest(value))
+                digests.append(digest(value))
 
         handles = []
         for stage in self._trainer.model.stage_modules():
@@ -92,7 +92,7 @@ class RecomputationChecks(Callback):
             if stage.head is not None:
                 handles.append(stage.head.register_forward_pre_hook(lambda _module, arguments: record(arguments[0])))
         try:
-            yield found
+            yield digests
         finally:
             for handle in handles:
                 handle.remove()
@@ -108,17 +108,17 @@ class RecomputationChecks(Callback):
             work.wait()
         return received
 
-    def _error(self, step: int, own: list[bool]) -> UserError:
+    def _error(self, step: int, differs: list[bool]) -> UserError:
         """What to say of ranks whose bits differ; every rank returns the same. Collective."""
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, own)
+        dist.all_gather_object(gathered, differs)
         unstable = [rank for rank, flags in enumerate(gathered) if flags[0]]
         pairs = [rank for rank, flags in enumerate(gathered) if len(flags) > 1 and flags[1] and not flags[0]]
         if unstable:
-            what = f"{self._named(unstable)} computed other bits when they computed a forward pass again"
+            finding = f"{self._named(unstable)} computed other bits when they computed a forward pass again"
         else:
-            what = f"{self._named(pairs)} computed other bits than the data rank before theirs from its batch: {self._suspects(pairs)}"
-        rule = f"{what}, after step {step}; no checkpoint of step {step} was written"
+            finding = f"{self._named(pairs)} computed other bits than the data rank before theirs from its batch: {self._suspects(pairs)}"
+        rule = f"{finding}, after step {step}; no checkpoint of step {step} was written"
         fix = "run again without these nodes (sbatch --exclude): the newest checkpoint is continued; have their GPUs tested"
         return UserError.of(KEY, self._every, rule, fix)
 

@@ -78,8 +78,8 @@ def attach(
             continue
         folder = folder_of(config) / data.fingerprint(config, 0)
         if not on_rank_0(partial(_is_stored, folder, weights)):
-            found = _computed(config, trainer, data, full=full, report=report)
-            on_rank_0(partial(_store, folder, found, str(weights)))
+            answers = _computed(config, trainer, data, full=full, report=report)
+            on_rank_0(partial(_store, folder, answers, str(weights)))
         data.reference = _read(folder, trainer.mesh.rank)
 
 
@@ -101,7 +101,7 @@ def _is_stored(folder: Path, weights: str | None) -> bool:
 def _computed(config: RunConfig, trainer: Trainer, data: Preferences, *, full: bool, report: Callable[[str], None]) -> np.ndarray:
     """The log-probabilities of all pairs, fp32 (pairs, 2) in the order of the files; `full`: without training.attention_group."""
     pairs, size = int(data.samples.counts[0]), config.training.global_batch_size
-    found, samples = np.zeros((pairs, 2), dtype=np.float32), np.arange(pairs)
+    reference, samples = np.zeros((pairs, 2), dtype=np.float32), np.arange(pairs)
     places = data.samples.places(samples)
     if trainer.mesh.rank == 0:
         log.info("computing the reference log-probabilities of %s pairs", f"{pairs:,}")
@@ -110,10 +110,10 @@ def _computed(config: RunConfig, trainer: Trainer, data: Preferences, *, full: b
         for number, (tokens, batch) in enumerate(batches):
             answers = trainer.answers(tokens, batch, full=full)
             mine = places[number * size : (number + 1) * size]
-            found[mine] = answers[: len(mine)].cpu().numpy()
+            reference[mine] = answers[: len(mine)].cpu().numpy()
             bar.advance(1)
             report("reference log-probabilities")
-    return found
+    return reference
 
 
 def _store(folder: Path, answers: np.ndarray, weights: str) -> None:

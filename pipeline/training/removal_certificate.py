@@ -14,7 +14,7 @@ from pipeline.checkpoint import checked_json, native
 from pipeline.common import artifact, events, git_commit, metrics_file
 from pipeline.common.errors import UserError
 from pipeline.data.load import removal
-from pipeline.data.load.ledger import Ledger
+from pipeline.data.load.ledger import DocumentLedger
 from pipeline.training.lineage import Stretch
 
 #: Files of a run directory from which the statement follows.
@@ -28,11 +28,11 @@ def checkpoint_of(run_dir: Path, step: int | None) -> Path:
         UserError: there is none.
     """
     complete = native.complete(run_dir)
-    found = [path for path in complete if step in (None, native.step_of(path))]
-    if not found:
+    matches = [path for path in complete if step in (None, native.step_of(path))]
+    if not matches:
         steps = ", ".join(str(native.step_of(path)) for path in complete) or "none"
         raise UserError.of("stage.step", step, f"is no checkpoint of {run_dir}, which has: {steps}", "choose one of them")
-    return found[-1]
+    return matches[-1]
 
 
 def write(
@@ -41,7 +41,7 @@ def write(
     question: dict[str, Any],
     stretches: list[Stretch],
     rows: list[dict[str, Any]],
-    ledger: Ledger | None,
+    ledger: DocumentLedger | None,
     gaps: list[str],
 ) -> str:
     """Write the certificate, and return it in words.
@@ -66,10 +66,10 @@ def write(
         if (since := row.get("removed_from")) is not None and row["steps"] and row["steps"][-1] >= since:
             rule = f"document {row['document']} of {row['shard']} was removed from step {since} on, and read at step {row['steps'][-1]}"
             raise UserError.of("stage.certificate", path, rule, f"{removal.FILE} of {row['run']} was changed by hand: restore it")
-        found = documents.setdefault(removal.identity(row), {**row, "times": 0.0, "steps": {}, "left_out": {}})
-        found["times"] = round(found["times"] + row["times"], 3)
-        found["steps"] |= {row["run"]: row["steps"]} if row["steps"] else {}
-        found["left_out"] |= {row["run"]: row["left_out"]} if row.get("left_out") else {}
+        entry = documents.setdefault(removal.identity(row), {**row, "times": 0.0, "steps": {}, "left_out": {}})
+        entry["times"] = round(entry["times"] + row["times"], 3)
+        entry["steps"] |= {row["run"]: row["steps"]} if row["steps"] else {}
+        entry["left_out"] |= {row["run"]: row["left_out"]} if row.get("left_out") else {}
     if not documents:
         raise UserError.of("stage.certificate", path, "has no documents to speak of: none was removed, none matches", "choose documents")
     if open_ones := [row for key, row in documents.items() if key not in left_out and row["steps"]]:

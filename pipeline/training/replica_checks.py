@@ -28,7 +28,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.parallel.pieces import Piece
 from pipeline.training.callback import Callback, Step
 from pipeline.training.trainer import Trainer
-from pipeline.training.weight_copies import FORWARD, ROUNDED, Part, digest, disagreements, gathered, on_any_rank, on_host, parts_of
+from pipeline.training.weight_copies import FORWARD, ROUNDED, PieceDigest, digest, disagreements, gathered, on_any_rank, on_host, parts_of
 from pipeline.training.weight_update import StepResult
 
 log = logging.getLogger("pipeline")
@@ -43,7 +43,7 @@ class _Entry:
     """A digest that is exchanged: of a kind, of a piece of this rank.
 
     Attributes:
-        kind: as in Part.
+        kind: as in PieceDigest.
         piece: of the weight.
         trained: whether the weight is trained.
         partitioned: whether ZeRO divides the weight that is saved.
@@ -74,10 +74,10 @@ class ReplicaChecks(Callback):
         self._trainer, self._mesh, self._hosts = trainer, trainer.mesh, hosts
         kinds = ("weight", *OPTIMIZERS[config.optimizer.name].state, *([EMA] if config.training.ema else []))
         model, zero = trainer.model, config.parallel.zero_stage > 0
-        found = [_Entry(kind, p, trained=True, partitioned=zero) for p in model.pieces.values() for kind in (FORWARD, ROUNDED, *kinds)]
-        found += [_Entry("weight", piece, trained=False, partitioned=False) for piece in model.fixed.values()]
-        found += [_Entry("weight", piece, trained=False, partitioned=True) for piece in model.sharded.values()]
-        self._entries = sorted(found, key=lambda entry: entry.key)
+        entries = [_Entry(kind, p, trained=True, partitioned=zero) for p in model.pieces.values() for kind in (FORWARD, ROUNDED, *kinds)]
+        entries += [_Entry("weight", piece, trained=False, partitioned=False) for piece in model.fixed.values()]
+        entries += [_Entry("weight", piece, trained=False, partitioned=True) for piece in model.sharded.values()]
+        self._entries = sorted(entries, key=lambda entry: entry.key)
         # A state in host memory, which the CPU would hash before every save, is checked when a check is scheduled.
         on_device = [entry for entry in self._entries if entry.kind == FORWARD or not entry.trained]
         self._at_saves = on_device if config.parallel.offload == "optimizer" else self._entries
@@ -115,13 +115,13 @@ class ReplicaChecks(Callback):
 
     def _digests(self, entries: list[_Entry]) -> Tensor:
         """The digests of entries, int64 (entries,): those of partitions are of this rank's elements."""
-        found: dict[tuple[str, str, tuple[tuple[int, int], ...]], Tensor] = {}
+        sums: dict[tuple[str, str, tuple[tuple[int, int], ...]], Tensor] = {}
         for part in parts_of(self._trainer.engine, state=entries is self._entries):
             key = part.name, part.kind, part.box
             value = torch.as_tensor(part.digest, device=self._mesh.device)  # that of an offloaded optimizer is on the host
-            found[key] = found[key] + value if key in found else value
+            sums[key] = sums[key] + value if key in sums else value
         zero = torch.zeros((), dtype=torch.int64, device=self._mesh.device)
-        return torch.stack([found.pop(entry.key, zero) for entry in entries])
+        return torch.stack([sums.pop(entry.key, zero) for entry in entries])
 
     def _unequal(self, entries: list[_Entry], digests: Tensor) -> Tensor:
         """Which entries differ from another copy, bool (entries,). Replaces the digests of partitions by those of their weights."""
@@ -129,19 +129,19 @@ class ReplicaChecks(Callback):
         divided = [entry.partitioned and entry.kind != FORWARD for entry in entries]
         experts = [entry.piece.is_sliced_along("expert") for entry in entries]
         for group, has_experts in ((mesh.dense, False), (mesh.data, True)):
-            own = [index for index, expert in enumerate(experts) if expert == has_experts]
+            members = [index for index, expert in enumerate(experts) if expert == has_experts]
             shards, replicas = mesh.zero_groups(experts=has_experts)
-            _sum(shards, digests, [index for index in own if divided[index]])
+            _sum(shards, digests, [index for index in members if divided[index]])
             if replicas is not None:
-                _compare(replicas, digests, [index for index in own if divided[index]], unequal)
-            _compare(group, digests, [index for index in own if not divided[index]], unequal)
+                _compare(replicas, digests, [index for index in members if divided[index]], unequal)
+            _compare(group, digests, [index for index in members if not divided[index]], unequal)
         _compare(mesh.tensor, digests, [i for i, entry in enumerate(entries) if not entry.piece.is_sliced_along("tensor")], unequal)
         for shared, ends in (("tied_embedding", mesh.tied_embedding), ("pipeline", mesh.pipeline)):
             if ends is not None:
                 _compare(ends, digests, [i for i, entry in enumerate(entries) if entry.piece.shared == shared], unequal)
-        of = {entry.key: index for index, entry in enumerate(entries)}
+        places = {entry.key: index for index, entry in enumerate(entries)}
         rounded = [i for i, entry in enumerate(entries) if entry.kind == ROUNDED]
-        forward = [of[entries[i].piece.name, FORWARD, entries[i].piece.box] for i in rounded]
+        forward = [places[entries[i].piece.name, FORWARD, entries[i].piece.box] for i in rounded]
         unequal[rounded] |= digests[rounded] != digests[forward]
         return unequal
 
@@ -159,11 +159,11 @@ class ReplicaChecks(Callback):
         mine = [part for part in parts_of(self._trainer.engine) if part.name in kept]
         if scalars:
             labels = ("gradient norm", "learning rate", "skipped step", "updates", "loss scale", "steps without overflow")
-            mine += [Part("number", label, (), 1, 1, digest(value)) for label, value in zip(labels, numbers, strict=True)]
+            mine += [PieceDigest("number", label, (), 1, 1, digest(value)) for label, value in zip(labels, numbers, strict=True)]
         ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(ranks, on_host(mine))
-        found = disagreements(self._mesh.layout, ranks)
-        lines = [f"{difference} (on {' and '.join(dict.fromkeys(self._hosts[rank] for rank in difference.ranks))})" for difference in found]
+        pairs = disagreements(self._mesh.layout, ranks)
+        lines = [f"{difference} (on {' and '.join(dict.fromkeys(self._hosts[rank] for rank in difference.ranks))})" for difference in pairs]
         more = f"; and {len(names) - len(kept)} other weights" if len(names) > len(kept) else ""
         last = "no step of this job was checked before" if self._equal_until is None else f"all were equal after step {self._equal_until}"
         rule = f"copies differ after step {step}: {'; '.join(lines)}{more}; {last}, and no checkpoint of step {step} was written"
@@ -226,20 +226,20 @@ class UntrainedWeights:
         for group in (self._mesh.dense, self._mesh.tensor):
             if group.size() > 1:
                 dist.all_reduce(alive, dist.ReduceOp.MAX, group=group)
-        found = (alive == 0).any().long()
+        untrained = (alive == 0).any().long()
         for group in self._mesh.all_ranks if self._mesh.layout.world_size > 1 else ():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-        if int(found):
+            dist.all_reduce(untrained, dist.ReduceOp.MAX, group=group)
+        if int(untrained):
             self._tell(step, last, [[name for name, lives in zip(names, row, strict=True) if not lives] for row in alive.tolist()])
 
     def _have_moments(self, names: Sequence[str]) -> Tensor:
         """Whether this rank has first moments of a weight other than zero, bool (weights,)."""
-        found = dict.fromkeys(names, torch.zeros((), dtype=torch.bool, device=self._mesh.device))
+        nonzero = dict.fromkeys(names, torch.zeros((), dtype=torch.bool, device=self._mesh.device))
         for fragment in self._trainer.engine.fragments():
             moments = fragment.tensors.get(self._moment)
             if isinstance(moments, Tensor):
-                found[fragment.piece.name] = found[fragment.piece.name] | moments.any().to(self._mesh.device)
-        return torch.stack([found[name] for name in names])
+                nonzero[fragment.piece.name] = nonzero[fragment.piece.name] | moments.any().to(self._mesh.device)
+        return torch.stack([nonzero[name] for name in names])
 
     def _tell(self, step: int, last: int, mine: list[list[str]]) -> None:
         """Record what all ranks found. Collective."""
@@ -247,9 +247,9 @@ class UntrainedWeights:
         dist.all_gather_object(ranks, mine)
         if self._mesh.rank != 0:
             return
-        for row, what in enumerate((f"did not change since step {last}", "never had a gradient")):
-            found = list(dict.fromkeys(name for rank in ranks for name in rank[row]))
-            if found:
-                more = f" and {len(found) - _NAMED} others" if len(found) > _NAMED else ""
-                log.warning("step %d: trained weights that %s: %s%s", step, what, ", ".join(found[:_NAMED]), more)
-                events.record(self._run_dir, "untrained", step=step, what=what, weights=found)
+        for row, finding in enumerate((f"did not change since step {last}", "never had a gradient")):
+            weights = list(dict.fromkeys(name for rank in ranks for name in rank[row]))
+            if weights:
+                more = f" and {len(weights) - _NAMED} others" if len(weights) > _NAMED else ""
+                log.warning("step %d: trained weights that %s: %s%s", step, finding, ", ".join(weights[:_NAMED]), more)
+                events.record(self._run_dir, "untrained", step=step, what=finding, weights=weights)

@@ -57,8 +57,8 @@ def begin(config: RunConfig, trainer: Trainer, path: Path | None, training_data:
             damaged[path] = error
             path = on_rank_0(partial(older_checkpoint, Path(config.run_dir), damaged))
     for folder, reason in damaged.items():  # only now: without an older checkpoint the next start has to find them
-        aside, found = on_rank_0(partial(native.set_aside, folder)), reason.violations[0]
-        log.warning("renamed a damaged checkpoint to %s (%s: %s), continuing from %s", aside, found.value, found.rule, path)
+        aside, violation = on_rank_0(partial(native.set_aside, folder)), reason.violations[0]
+        log.warning("renamed a damaged checkpoint to %s (%s: %s), continuing from %s", aside, violation.value, violation.rule, path)
     return state
 
 
@@ -120,17 +120,17 @@ def initialize(config: RunConfig, trainer: Trainer, checkpoint: Checkpoint) -> T
         compatibility.check_same_model(checkpoint, config, other_head=has_other_head, context_factor=config.training.context_factor)
     else:
         compatibility.check_tokenizer(checkpoint.path, checkpoint.config, Path(config.tokenizer.path))
-    found = None if config.lora.adapter is None else _read_adapter(config, config.lora.adapter, checkpoint)
+    adapter = None if config.lora.adapter is None else _read_adapter(config, config.lora.adapter, checkpoint)
     fragments = trainer.engine.fragments()
     weights = [fragment for fragment in fragments if not is_adapter(fragment.piece.name)]
     if has_other_head:  # its last layer is new, and so is the first one if the checkpoint has none
         stored = {name for name in checkpoint.names() if not name.startswith("head.sentence.output.")}
         weights = [fragment for fragment in weights if fragment.piece.name in stored or not fragment.piece.name.startswith("head.")]
-    base = MergedWeights(checkpoint, None if found is None else dataclasses.replace(found, layers={}))
+    base = MergedWeights(checkpoint, None if adapter is None else dataclasses.replace(adapter, layers={}))
     source = base if grown is None else GrownWeights(base, grown, config)
     load_any_layout.load(source, [dataclasses.replace(f, tensors={"weight": f.tensors["weight"]}) for f in weights])
-    if found is not None:
-        _load_adapter(found, [f for f in fragments if is_adapter(f.piece.name)])
+    if adapter is not None:
+        _load_adapter(adapter, [f for f in fragments if is_adapter(f.piece.name)])
     weight_averaging.begin(fragments)
     trainer.engine.loaded(0)
     dist.barrier()
@@ -147,16 +147,16 @@ def _has_other_head(config: RunConfig, checkpoint: Checkpoint) -> bool:
 
 def _read_adapter(config: RunConfig, folder: str, checkpoint: Checkpoint) -> Adapter:
     """Read the adapter that a run begins with, which must be one of the checkpoint's model."""
-    found = read_peft(Path(folder), config.model, "lora.adapter")
-    on_rank_0(lambda: check_base(found, MergedWeights(checkpoint), config.model, "lora.adapter"))
-    return found
+    adapter = read_peft(Path(folder), config.model, "lora.adapter")
+    on_rank_0(lambda: check_base(adapter, MergedWeights(checkpoint), config.model, "lora.adapter"))
+    return adapter
 
 
 @torch.no_grad()
-def _load_adapter(found: Adapter, fragments: list[Fragment]) -> None:
+def _load_adapter(adapter: Adapter, fragments: list[Fragment]) -> None:
     """Start adapters with the values of another one."""
     for fragment in fragments:
-        factors = found.layers[layer_of(fragment.piece.name)]
+        factors = adapter.layers[layer_of(fragment.piece.name)]
         full = factors.a if factor_of(fragment.piece.name) == "a" else factors.b
         weight = fragment.tensors["weight"]
         weight.copy_(extract_fragment(full, fragment.piece, fragment.start, weight.numel()))

@@ -200,16 +200,12 @@ class SpikeWatch(Callback):
 
     def _found_on_rank_0(self) -> bool:
         """Whether rank 0 has found a spike; collective."""
-        found: bool = on_rank_0(lambda: self._spikes.found is not None)
-        return found
+        spiked: bool = on_rank_0(lambda: self._spikes.found is not None)
+        return spiked
 
 
 def train(
-    config: RunConfig,
-    trainer: Trainer,
-    data: Objective,
-    state: TrainState,
-    attempt: Callable[[TrainState, SkippedSamples], TrainState],
+    config: RunConfig, trainer: Trainer, data: Objective, state: TrainState, attempt: Callable[[TrainState, SkippedSamples], TrainState]
 ) -> TrainState:
     """Train, from an older checkpoint after every loss spike; every rank calls this.
 
@@ -228,19 +224,19 @@ def train(
         try:
             return attempt(state, skipped)
         except SpikeFoundError as spike:
-            found = spike
-        path, skipped = on_rank_0(partial(rewind, config, found, skipped))
+            error = spike
+        path, skipped = on_rank_0(partial(rewind, config, error, skipped))
         state = resume.begin(config, trainer, path, data)
 
 
-def rewind(config: RunConfig, found: SpikeFoundError, skipped: SkippedSamples) -> tuple[Path, SkippedSamples]:
+def rewind(config: RunConfig, error: SpikeFoundError, skipped: SkippedSamples) -> tuple[Path, SkippedSamples]:
     """Record a rewind and remove the checkpoints of the abandoned steps. Only rank 0 calls this.
 
     The checkpoint is at least two steps older than the first step of the spike: the step after it had a normal loss with its weights.
 
     Args:
         config: configuration of the run.
-        found: the spike, and the state of the run.
+        error: the spike, and the state of the run.
         skipped: the samples that are skipped so far.
 
     Returns:
@@ -249,29 +245,29 @@ def rewind(config: RunConfig, found: SpikeFoundError, skipped: SkippedSamples) -
     Raises:
         UserError: training.max_rewinds is reached, or there is no such checkpoint.
     """
-    run_dir, training, spike = Path(config.run_dir), config.training, found.spike
+    run_dir, training, spike = Path(config.run_dir), config.training, error.spike
     assert spike is not None, "rank 0 has the spike"
-    what = f"the loss spiked at step {spike.first} ({spike.reason}; {training.spike_patience} steps in a row)"
+    finding = f"the loss spiked at step {spike.first} ({spike.reason}; {training.spike_patience} steps in a row)"
     if len(skipped.rewinds) >= training.max_rewinds:
-        rule = f"{what}, after {len(skipped.rewinds)} rewinds of this run; {skipped_samples.FILE} lists them"
+        rule = f"{finding}, after {len(skipped.rewinds)} rewinds of this run; {skipped_samples.FILE} lists them"
         fix = "reduce optimizer.lr or look at these samples; raise it to skip more of them, or continue with training.spike_factor=0"
         raise UserError.of("training.max_rewinds", training.max_rewinds, rule, fix)
     checkpoint = _checkpoint_before(config, spike.first, skipped)
     if checkpoint is None:
-        rule = f"{what}, and no checkpoint of a step up to {spike.first - 2} is left to return to"
+        rule = f"{finding}, and no checkpoint of a step up to {spike.first - 2} is left to return to"
         raise UserError.of("training.spike_factor", training.spike_factor, rule, "raise checkpoint.keep, or set training.spike_factor=0")
     start = native.read_index(checkpoint).train_state
-    last = found.state.samples
-    for step in range(found.state.step, spike.last + DELAY):  # the same end, whenever an interrupted run learns of the spike
+    last = error.state.samples
+    for step in range(error.state.step, spike.last + DELAY):  # the same end, whenever an interrupted run learns of the spike
         last = skipped.after(last, warmup.batch_size(training, step))
     entry = Rewind(start.step, spike.first, spike.reason, start.samples, last)
     more = SkippedSamples([*skipped.rewinds, entry])
     count = len(more.rewinds)
     # Before the list: a job that is killed between them records the event twice, and none is missing.
-    events.record(run_dir, "rewind", step=found.state.step, number=count, **dataclasses.asdict(entry))
+    events.record(run_dir, "rewind", step=error.state.step, number=count, **dataclasses.asdict(entry))
     skipped_samples.write(run_dir, more)
     text = "%s: back to %s, without samples %d to %d (rewind %d of training.max_rewinds=%d)"
-    log.warning(text, what, checkpoint, entry.first, entry.last - 1, count, training.max_rewinds)
+    log.warning(text, finding, checkpoint, entry.first, entry.last - 1, count, training.max_rewinds)
     drop_abandoned(run_dir)
     return checkpoint, more
 
@@ -299,11 +295,11 @@ def drop_abandoned(run_dir: Path) -> None:
 def _checkpoint_before(config: RunConfig, spike: int, skipped: SkippedSamples) -> Path | None:
     """Return the newest complete checkpoint that is at least two steps older than a spike, or that of the fork; None without one."""
     run_dir = Path(config.run_dir)
-    own = native.complete(run_dir)
-    for folder in reversed(own):
+    complete = native.complete(run_dir)
+    for folder in reversed(complete):
         with suppress(DamagedCheckpointError):
             if native.step_of(folder) <= spike - 2 and not skipped.are_of(native.read_index(folder).train_state.samples):
                 return folder
-    if config.checkpoint.fork is None or own:
+    if config.checkpoint.fork is None or complete:
         return None
     return starting_checkpoint(run_dir, config.checkpoint)

@@ -107,4 +107,4 @@ def epochs(samples: Dataset) -> dict[str, int]:
         name = str(shard.entry.get("corpus", ""))
         tokens[name] = tokens.get(name, 0) + int(shard.entry.get("tokens", 0))
     count, total = int(np.sum(samples.counts)), sum(tokens.values())
-    return {name: round(count * own / total) for name, own in tokens.items()} if total else {"": count}
+    return {name: round(count * size / total) for name, size in tokens.items()} if total else {"": count}

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipeline.checkpoint import handover, native
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
+from pipeline.checkpoint.saver import SaveOutcome, Saver, SaveRequest
 from pipeline.common.atomic_files import advice, is_full
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
@@ -79,7 +79,7 @@ class Saves(Callback):
         self._on_complete = on_complete
         self._complete: list[int] = []
         self._in_a_row, self._failing_since = 0, 0.0
-        self._last: Outcome | None = None
+        self._last: SaveOutcome | None = None
         self._failed = False
         self._fatal: UserError | None = None
         trainer.before_update = self.before_update
@@ -222,7 +222,7 @@ class Saves(Callback):
             self._fatal = error
         return self._fatal is not None
 
-    def _count(self, outcome: Outcome) -> None:
+    def _count(self, outcome: SaveOutcome) -> None:
         """Log and count a checkpoint that failed; rank 0 ends the run after too many in a row."""
         most = self._config.checkpoint.max_failures
         if self._rank > 0:

@@ -33,12 +33,12 @@ def finish(data: Sequence[Objective | None], seconds: float = WAIT_SECONDS) -> i
         UserError: a shard is corrupt; the message names it.
     """
     deadline = time.monotonic() + seconds
-    streams = [stream for each in data if each is not None for stream in each.streams]
+    streams = [stream for objective in data if objective is not None for stream in objective.streams]
     counts = [_finish(stream, deadline) for stream in streams if stream.lazy_checks]
     unverified, read = (sum(count) for count in zip(*counts, strict=True)) if counts else (0, 0)
     if unverified and dist.get_rank() == 0:
-        what = "were not verified against their checksums before it ended; data.verify=all verifies all shards before the run"
-        log.warning("data.verify=lazy: %d of %d token shards that this run has read %s", unverified, read, what)
+        outcome = "were not verified against their checksums before it ended; data.verify=all verifies all shards before the run"
+        log.warning("data.verify=lazy: %d of %d token shards that this run has read %s", unverified, read, outcome)
     return unverified
 
 

@@ -103,9 +103,9 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
         begin, how = initial_checkpoint(settings.initialize_from), INITIALIZE
     if begin is None:
         return None
-    own = is_own(run_dir, begin)
-    index = _newest_index([*native.complete(run_dir), begin] if own else [begin])
-    if index is None or own:
+    resumes = is_own(run_dir, begin)
+    index = _newest_index([*native.complete(run_dir), begin] if resumes else [begin])
+    if index is None or resumes:
         return None if index is None else index.parent
     step = index.train_state.step
     if how == FORK and step >= config.training.steps:
@@ -161,8 +161,8 @@ def with_loss_weights(config: RunConfig, resumed: Path | None) -> RunConfig:
         start = initial_checkpoint(config.checkpoint.initialize_from)
     for path in [] if start is None else [start, *reversed(native.complete(Path(config.run_dir)))]:
         with suppress(DamagedCheckpointError):  # it is reported, or replaced by an older one, when it is loaded
-            found = loss_weights.inherited(config, native.read_index(path).config["training"])
-            return replace(config, training=replace(config.training, **found))
+            inherited = loss_weights.inherited(config, native.read_index(path).config["training"])
+            return replace(config, training=replace(config.training, **inherited))
     return config
 
 

@@ -114,8 +114,8 @@ class Stragglers(Callback):
         self._timer.arm()
         yield
         if number % self._every == 0:
-            own = self._timer.seconds()
-            self._pending = number, HostCopy(self._gather(median(own) if own else 0.0))
+            seconds = self._timer.seconds()
+            self._pending = number, HostCopy(self._gather(median(seconds) if seconds else 0.0))
 
     def _gather(self, seconds: float) -> Tensor:
         """Return the time of every rank, fp32 (ranks,), in sums over the groups of the mesh: no communicator of all ranks is needed."""
@@ -138,8 +138,8 @@ class Stragglers(Callback):
         more = f" and {len(slow) - _NAMED} more" if len(slow) > _NAMED else ""
         text = "step %d: forward passes are slower than the median of all ranks of their pipeline stage, in %d intervals in a row, on %s%s"
         log.warning(text, step, INTERVALS, named, more)
-        found = {host: {"rank": rank, "ratio": round(ratio, 3)} for host, (ratio, rank) in worst}
-        events.record(self._run_dir, "straggler", step=step, nodes=found, count=len(slow))
+        nodes = {host: {"rank": rank, "ratio": round(ratio, 3)} for host, (ratio, rank) in worst}
+        events.record(self._run_dir, "straggler", step=step, nodes=nodes, count=len(slow))
 
 
 class SlowNodes:

@@ -119,9 +119,10 @@ class Trainer:
             losses = self._pipeline(tokens, batch).evaluate(tokens, batch).flatten()
         if self._config.lora.dropout:
             self.model.train()
-        counts = counts * (self.mesh.coordinates.context == 0 and self.mesh.coordinates.pipeline == 0)
-        found = self._gather_sequences(torch.stack([losses.double(), counts.double()], dim=1))
-        return found[:, 0], found[:, 1]
+        if self.mesh.coordinates.context or self.mesh.coordinates.pipeline:  # counted once
+            counts = torch.zeros_like(counts)
+        gathered = self._gather_sequences(torch.stack([losses.double(), counts.double()], dim=1))
+        return gathered[:, 0], gathered[:, 1]
 
     def top_tokens(self, tokens: Tensor, batch: Batch, k: int) -> Tensor:
         """Compute the most probable next tokens of each position; arguments as in train.
@@ -133,15 +134,15 @@ class Trainer:
         for stage in self.model.stage_modules():
             stage.top_k = k
         pipeline = self._pipeline(tokens, batch, length // mesh.layout.context * (2 * k + 1))
-        found = torch.zeros(rows, length, 2 * k + 1, device=mesh.device)
-        own: slice | Tensor = slice(None)
+        top = torch.zeros(rows, length, 2 * k + 1, device=mesh.device)
+        positions: slice | Tensor = slice(None)
         if mesh.layout.context > 1:
-            own = context_parallel.local_positions(length, mesh.context, self._config.parallel.context_kind, mesh.device)
-        found[:, own] = pipeline.evaluate(tokens, batch).unflatten(1, (-1, 2 * k + 1))
+            positions = context_parallel.local_positions(length, mesh.context, self._config.parallel.context_kind, mesh.device)
+        top[:, positions] = pipeline.evaluate(tokens, batch).unflatten(1, (-1, 2 * k + 1))
         for stage in self.model.stage_modules():
             stage.top_k = 0
-        found[..., :k].round_()  # the mean over micro-batches divides by their number, and multiplies again
-        return self._gather_sequences(found)
+        top[..., :k].round_()  # the mean over micro-batches divides by their number, and multiplies again
+        return self._gather_sequences(top)
 
     def measured(self, size: int) -> Tensor:
         """Return the sums over the sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective.
@@ -177,10 +178,10 @@ class Trainer:
             self.model.eval()
         assert self._preferences is not None, "the objective has answers"
         with full_attention(self.model) if full else nullcontext():
-            found = self._preferences.answers(tokens, batch)
+            answers = self._preferences.answers(tokens, batch)
         if self._config.lora.dropout:
             self.model.train()
-        return self._gather_sequences(found.double())
+        return self._gather_sequences(answers.double())
 
     def _with_reference(self, tokens: Tensor, batch: Batch) -> Batch:
         """Add what a batch of preferences lacks, and forget what was measured before."""
@@ -192,8 +193,8 @@ class Trainer:
 
     def _measured(self, size: int) -> Tensor:
         """Return the sums of Stack.measured over the micro-batches of a step, fp32 (size,); zeros on ranks without the last stage."""
-        found = [sums for stage in self.model.stage_modules() for sums in stage.measured]
-        return torch.stack(found).sum(dim=0) if found else torch.zeros(size, device=self.mesh.device)
+        measured = [sums for stage in self.model.stage_modules() for sums in stage.measured]
+        return torch.stack(measured).sum(dim=0) if measured else torch.zeros(size, device=self.mesh.device)
 
     def _forget_measured(self) -> None:
         """Clear Stack.measured."""
@@ -249,8 +250,8 @@ class Trainer:
         sums = loss.new_zeros(0) if sums is None else sums
         if self.mesh.layout.world_size == 1:
             return loss, torch.stack(flags) if flags else loss.new_zeros(0), sums
-        own = torch.cat([loss[None], sums]) * float(self.mesh.coordinates.tensor == 0)
-        totals = torch.cat([own, *(flag[None] for flag in flags)]).double()
+        local = torch.cat([loss[None], sums]) * float(self.mesh.coordinates.tensor == 0)
+        totals = torch.cat([local, *(flag[None] for flag in flags)]).double()
         for group in self.mesh.all_ranks:
             if group.size() > 1:
                 dist.all_reduce(totals, group=group)

@@ -81,17 +81,17 @@ def validate(
     """
     samples = data.validation_sample(None if batches is None else batches * training.global_batch_size)
     loader = BatchLoader(data, training, trainer.mesh, prefetch)
-    found: list[Tensor] = []  # of each batch, by sequence: the sum of the loss, and the number of targets
+    results: list[Tensor] = []  # of each batch, by sequence: the sum of the loss, and the number of targets
     measured = torch.zeros(data.sums, dtype=torch.float64, device=trainer.mesh.device)
     progress = Progress(math.ceil(len(samples) / training.global_batch_size), "validate", "batch", trainer.mesh.rank)
     with progress as bar, trainer.engine.trained_weights():
         for tokens, batch in loader.validation(samples):
-            found.append(torch.stack(trainer.evaluate(tokens, batch)))
+            results.append(torch.stack(trainer.evaluate(tokens, batch)))
             if data.sums:
                 measured += trainer.measured(data.sums).double()
             bar.advance(1)
             on_batch()
-    losses, targets = torch.cat(found, dim=1).cpu()[:, : len(samples)]
+    losses, targets = torch.cat(results, dim=1).cpu()[:, : len(samples)]
     bytes_per_target = data.bytes_per_target(samples)
     text = None if bytes_per_target is None else targets * torch.from_numpy(bytes_per_target)
     sums = measured.cpu().numpy()
@@ -139,8 +139,8 @@ class Validations(Callback):
         report = partial(self._report, f"validation after step {number}")
         report()
         batches = self._training.validation_batches
-        found = validate(self._trainer, self._data, self._training, batches=batches, prefetch=self._prefetch, on_batch=report)
-        self._record(number, found, self._data.identity)
+        result = validate(self._trainer, self._data, self._training, batches=batches, prefetch=self._prefetch, on_batch=report)
+        self._record(number, result, self._data.identity)
         step.since = time.monotonic()
 
 

@@ -33,7 +33,7 @@ FORWARD, ROUNDED = "forward weight", "rounded master weight"
 
 
 @dataclass(frozen=True)
-class Part:
+class PieceDigest:
     """The digest of a run of elements of a piece that this rank holds.
 
     Attributes:
@@ -58,7 +58,7 @@ class Disagreement:
     """Copies that should be equal and are not.
 
     Attributes:
-        kinds: as in Part, of those that differ.
+        kinds: as in PieceDigest, of those that differ.
         name: of the weight.
         axis: the mesh axis along which they differ; several joined by "+" if no two copies differ along one axis only; empty if a rank's
             weights are not its rounded master weights.
@@ -95,7 +95,7 @@ def digest(values: Tensor, first: int = 0) -> Tensor:
     return total
 
 
-def parts_of(engine: Engine, *, state: bool = True) -> Iterator[Part]:
+def parts_of(engine: Engine, *, state: bool = True) -> Iterator[PieceDigest]:
     """Yield the digests of what this rank holds of the weights and of the optimizer state. Collective: ZeRO 3 gathers the weights.
 
     Args:
@@ -105,26 +105,26 @@ def parts_of(engine: Engine, *, state: bool = True) -> Iterator[Part]:
     dtypes: dict[str, torch.dtype] = {}
     for piece, weight in engine.forward_weights():
         dtypes[piece.name] = weight.dtype
-        yield Part(FORWARD, piece.name, piece.box, piece.elements, piece.elements, digest(weight))
+        yield PieceDigest(FORWARD, piece.name, piece.box, piece.elements, piece.elements, digest(weight))
     for fragment in engine.fragments():
         piece = fragment.piece
         if not state and piece.name in dtypes:
             continue
         tensors = {kind: values for kind, values in fragment.tensors.items() if not isinstance(values, NF4Weight)}  # frozen
         for kind, values in tensors.items():
-            yield Part(kind, piece.name, piece.box, piece.elements, values.numel(), digest(values, fragment.start))
+            yield PieceDigest(kind, piece.name, piece.box, piece.elements, values.numel(), digest(values, fragment.start))
             if kind == "weight" and piece.name in dtypes:
                 rounded = digest(engine.gradient_point(tensors).to(dtypes[piece.name]), fragment.start)
-                yield Part(ROUNDED, piece.name, piece.box, piece.elements, values.numel(), rounded)
+                yield PieceDigest(ROUNDED, piece.name, piece.box, piece.elements, values.numel(), rounded)
 
 
-def scalars(values: Mapping[str, Tensor]) -> Iterator[Part]:
+def scalars(values: Mapping[str, Tensor]) -> Iterator[PieceDigest]:
     """Yield the digests of numbers that are the same on every rank."""
     for name, value in values.items():
-        yield Part("scalar", name, (), value.numel(), value.numel(), digest(value))
+        yield PieceDigest("scalar", name, (), value.numel(), value.numel(), digest(value))
 
 
-def on_host(parts: Iterable[Part]) -> list[Part]:
+def on_host(parts: Iterable[PieceDigest]) -> list[PieceDigest]:
     """Return the parts with their digests as Python numbers; waits for each device once."""
     listed = list(parts)
     digests = [torch.as_tensor(part.digest) for part in listed]
@@ -132,10 +132,10 @@ def on_host(parts: Iterable[Part]) -> list[Part]:
     for device in {value.device for value in digests}:  # the state of an offloaded optimizer is on the host
         here = [index for index, value in enumerate(digests) if value.device == device]
         values |= zip(here, torch.stack([digests[index] for index in here]).tolist(), strict=True)
-    return [Part(p.kind, p.name, p.box, p.elements, p.count, values[index]) for index, p in enumerate(listed)]
+    return [PieceDigest(p.kind, p.name, p.box, p.elements, p.count, values[index]) for index, p in enumerate(listed)]
 
 
-def disagreements(layout: Layout, ranks: list[list[Part]]) -> list[Disagreement]:
+def disagreements(layout: Layout, ranks: list[list[PieceDigest]]) -> list[Disagreement]:
     """Return what differs between copies, the first weights of the model first.
 
     Args:
@@ -151,25 +151,25 @@ def disagreements(layout: Layout, ranks: list[list[Part]]) -> list[Disagreement]
             count, value = held.setdefault(key, {}).get(rank, (0, 0))
             held[key][rank] = (count + part.count, _wrap(value + int(part.digest)))
     copies = {key: _copies(layout, elements[key], by_rank) for key, by_rank in held.items()}
-    found = []
+    differing = []
     for (kind, name, box), here in copies.items():
         if kind == ROUNDED:
             forward = copies.get((FORWARD, name, box), {})
             if here and forward and not set(here.values()) & set(forward.values()):
                 rank = next(iter(forward))
-                found.append(Disagreement((ROUNDED,), name, "", (rank, rank)))
+                differing.append(Disagreement((ROUNDED,), name, "", (rank, rank)))
         elif len(set(here.values())) > 1:
-            found.append(_pair(layout, kind, name, here))
-    return _by_weight(found)
+            differing.append(_pair(layout, kind, name, here))
+    return _by_weight(differing)
 
 
 def on_any_rank(mesh: Mesh, flags: Tensor) -> list[bool]:
     """Return which flags are set on any rank of the job, bool (flags,). Collective; waits for the device."""
-    found = flags.long()
+    raised = flags.long()
     if mesh.layout.world_size > 1:
         for group in mesh.all_ranks:
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
-    return [bool(flag) for flag in found.tolist()]
+            dist.all_reduce(raised, dist.ReduceOp.MAX, group=group)
+    return [bool(flag) for flag in raised.tolist()]
 
 
 def gathered(lines: list[str]) -> list[str]:
@@ -187,32 +187,32 @@ def _copies(layout: Layout, elements: int, by_rank: dict[int, tuple[int, int]]) 
     for rank in by_rank:
         where = layout.coordinates(rank)
         groups.setdefault((where.pipeline, where.tensor, *layout.zero_group_of(where)), []).append(rank)
-    found = {}
+    digests = {}
     for members in groups.values():
         complete = sum(by_rank[rank][0] for rank in members) == elements
-        found[members[0]] = _wrap(sum(by_rank[rank][1] for rank in members)) if complete else members[0]  # incomplete: equal to no other
-    return found
+        digests[members[0]] = _wrap(sum(by_rank[rank][1] for rank in members)) if complete else members[0]  # incomplete: equal to no other
+    return digests
 
 
 def _pair(layout: Layout, kind: str, name: str, copies: dict[int, int]) -> Disagreement:
     """Name the axis of two copies that differ, if possible one axis only."""
     best: tuple[list[str], tuple[int, int]] | None = None
-    for one, other in combinations(sorted(copies), 2):
-        if copies[one] != copies[other]:
-            here, there = asdict(layout.coordinates(one)), asdict(layout.coordinates(other))
+    for left, right in combinations(sorted(copies), 2):
+        if copies[left] != copies[right]:
+            here, there = asdict(layout.coordinates(left)), asdict(layout.coordinates(right))
             axes = [axis for axis in here if here[axis] != there[axis]]
             if best is None or len(axes) < len(best[0]):
-                best = axes, (one, other)
+                best = axes, (left, right)
     assert best is not None
     return Disagreement((kind,), name, "+".join(best[0]), best[1])
 
 
-def _by_weight(found: list[Disagreement]) -> list[Disagreement]:
+def _by_weight(disagreements: list[Disagreement]) -> list[Disagreement]:
     """Join the disagreements of a weight along the same axis."""
     joined: dict[tuple[str, str, tuple[int, int]], tuple[str, ...]] = {}
-    for each in found:
-        key = (each.name, each.axis, each.ranks)
-        joined[key] = (*joined.get(key, ()), *each.kinds)
+    for item in disagreements:
+        key = (item.name, item.axis, item.ranks)
+        joined[key] = (*joined.get(key, ()), *item.kinds)
     return [Disagreement(kinds, *key) for key, kinds in joined.items()]
 
 

@@ -16,7 +16,7 @@ from pipeline.checkpoint.async_save import AsyncSaver, Node
 from pipeline.checkpoint.fragments import Held, plan
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import Index, TrainState
-from pipeline.checkpoint.saver import Outcome, SaveRequest
+from pipeline.checkpoint.saver import SaveOutcome, SaveRequest
 from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.config.optimizer import OptimizerConfig
 
@@ -56,13 +56,13 @@ class Run:
         index = Index(TrainState(self.step), {})
         self.saver.begin(SaveRequest(self.step, self.fragments(), lambda: update, lambda: Commit(index, 9, 0, frozenset())))
 
-    def end(self) -> Outcome:
+    def end(self) -> SaveOutcome:
         self.saver.wait()
         self.saver.wait_for_commit()
         (outcome,) = self.saver.poll()
         return outcome
 
-    def save(self) -> Outcome:
+    def save(self) -> SaveOutcome:
         self.begin()
         return self.end()
 
@@ -114,7 +114,7 @@ class Job:
         commit = None if rank else lambda: Commit(Index(TrainState(step), {}), 9, 0, frozenset())
         self.savers[rank].begin(SaveRequest(step, fragments, lambda: None, commit))
 
-    def save(self, step: int, torn: tuple[int, ...] = (), dying: int | None = None) -> list[list[Outcome]]:
+    def save(self, step: int, torn: tuple[int, ...] = (), dying: int | None = None) -> list[list[SaveOutcome]]:
         """The outcomes of the ranks; the copies of some are useless, and a writer dies when it has got those of its node."""
         if dying is not None:
             os.kill(self.processes[dying].pid, signal.SIGSTOP)

@@ -24,7 +24,7 @@ from pipeline.checkpoint import data_file, native, read_plan
 from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.native import PARTS, Index, PartsEntry, TrainState
 from pipeline.checkpoint.parts import Box, Part, block_bytes, overlap
-from pipeline.checkpoint.reader import Checkpoint, Run
+from pipeline.checkpoint.reader import Checkpoint, WantedRun
 from pipeline.checkpoint.records import merge, record_name, write_record
 from pipeline.common.atomic_files import digest
 from pipeline.common.errors import DamagedCheckpointError
@@ -86,17 +86,17 @@ def save(folder: Path, weights: dict[str, dict[str, Tensor]], held: dict[str, li
     return folder
 
 
-def runs_of(weights: dict[str, dict[str, Tensor]], held: dict[str, list[list[Held]]], rank: int) -> list[Run]:
+def runs_of(weights: dict[str, dict[str, Tensor]], held: dict[str, list[list[Held]]], rank: int) -> list[WantedRun]:
     """What a rank of a layout wants, in fresh tensors."""
     runs = []
     for name, ranks in held.items():
         for h in ranks[rank] if rank < len(ranks) else ():
             fresh = {kind: torch.full((h.count,), torch.nan, dtype=full.dtype) for kind, full in weights[name].items()}
-            runs.append(Run(name, tuple(weights[name]["weight"].shape), h.box, h.start, fresh))
+            runs.append(WantedRun(name, tuple(weights[name]["weight"].shape), h.box, h.start, fresh))
     return runs
 
 
-def check(weights: dict[str, dict[str, Tensor]], runs: list[Run]) -> None:
+def check(weights: dict[str, dict[str, Tensor]], runs: list[WantedRun]) -> None:
     for run in runs:
         for kind, values in run.tensors.items():
             held = Held(run.box, run.start, values.numel())
@@ -260,7 +260,7 @@ def test_missing_parts_and_other_weights_are_named(tmp_path: Path) -> None:
         Checkpoint(path).tensor("w")
     values = {"weight": torch.zeros(6)}
     with pytest.raises(DamagedCheckpointError) as raised:
-        Checkpoint(path).read([Run("w", (2, 3), ((0, 2), (0, 3)), 0, values), Run("v", (6,), ((0, 6),), 0, values)])
+        Checkpoint(path).read([WantedRun("w", (2, 3), ((0, 2), (0, 3)), 0, values), WantedRun("v", (6,), ((0, 6),), 0, values)])
     assert [v.rule for v in raised.value.violations] == ["w has shape [256, 512], not [2, 3]", "does not contain the weight v"]
 
 
@@ -274,7 +274,7 @@ def test_other_dtypes_and_missing_moments(tmp_path: Path) -> None:
     assert not checkpoint.tensor("frozen", "exp_avg").any()
     half = torch.full((50,), torch.nan, dtype=torch.bfloat16)
     zero = torch.full((50,), torch.nan)
-    checkpoint.read([Run("trained", (50,), ((0, 50),), 0, {"weight": half, "exp_avg_sq": zero})])
+    checkpoint.read([WantedRun("trained", (50,), ((0, 50),), 0, {"weight": half, "exp_avg_sq": zero})])
     assert torch.equal(half, weights["trained"]["weight"].bfloat16())
     assert not zero.any()
 

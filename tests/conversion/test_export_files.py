@@ -13,7 +13,7 @@ from pipeline.common.atomic_files import report_disk_full
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.mpi import SingleProcessComm
 from pipeline.conversion import consolidated_export, huggingface_export, safetensors_file, stock_logits
-from pipeline.conversion.export_files import OutputFile, Writer, export_folder, share, write_manifest
+from pipeline.conversion.export_files import ExportWriter, OutputFile, export_folder, share, write_manifest
 from pipeline.models import config_classes, registry
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.models.small_decoders import CONFIGS
@@ -143,7 +143,7 @@ def test_a_missing_tensor_fails_by_name(tmp_path):
         return None, None
 
     with pytest.raises(CheckFailed, match=r"norm\.weight is missing in weights\.bin"):
-        Writer().write(tmp_path, [OutputFile("weights.bin", 4, write, lambda path: [])])  # noqa: ARG005
+        ExportWriter().write(tmp_path, [OutputFile("weights.bin", 4, write, lambda path: [])])  # noqa: ARG005
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,7 +180,7 @@ class OfOneFile:
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "bloom", "deepseek"])
 def test_one_file_loads_into_our_model(name, tmp_path):
     model = random_model(CONFIGS[name]).eval()
-    consolidated_export.write(tmp_path, OfOneFile(model, CONFIGS[name]), dtype=torch.float32, writer=Writer())
+    consolidated_export.write(tmp_path, OfOneFile(model, CONFIGS[name]), dtype=torch.float32, writer=ExportWriter())
     described = json.loads((tmp_path / "params.json").read_text())
     config = config_classes.from_dict(described["model"])
     assert (config, described["step"], described["dtype"]) == (CONFIGS[name], 7, "float32")

@@ -12,7 +12,7 @@ from torch import nn
 
 from pipeline.common.errors import UserError
 from pipeline.conversion import megatron_export, megatron_layout
-from pipeline.conversion.export_files import Writer
+from pipeline.conversion.export_files import ExportWriter
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.helpers import free_port
 from tests.models.small_decoders import CONFIGS
@@ -97,7 +97,7 @@ def test_megatron_core_computes_our_logits(name, tmp_path):
     ours = random_model(config).eval()
     megatron_layout.check(config)
     parameters = megatron_export.write(
-        tmp_path, InMemory(ours), config, dtype=torch.float32, shard_bytes=60_000, tokenizer="tokenizer", writer=Writer()
+        tmp_path, InMemory(ours), config, dtype=torch.float32, shard_bytes=60_000, tokenizer="tokenizer", writer=ExportWriter()
     )
     assert parameters == sum(parameter.numel() for parameter in ours.parameters())
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "release"

@@ -16,7 +16,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from pipeline.common.errors import UserError
 from pipeline.conversion import foreign_configs, megatron_export
-from pipeline.conversion.export_files import Writer
+from pipeline.conversion.export_files import ExportWriter
 from pipeline.models import config_classes
 from tests.conversion import foreign_folders
 from tests.conversion.foreign_folders import ARGUMENTS, LLAMA, gpt, llama, samples
@@ -280,7 +280,7 @@ def test_an_export_is_imported_again(name, tmp_path, tokenizer):
     """stage.format=megatron, whose layers and experts are stacked; bit for bit, with the same configuration."""
     ours = random_model(MODELS[name])
     weights = InMemory(ours)
-    export = {"dtype": torch.float32, "shard_bytes": 60_000, "tokenizer": str(tokenizer), "writer": Writer()}
+    export = {"dtype": torch.float32, "shard_bytes": 60_000, "tokenizer": str(tokenizer), "writer": ExportWriter()}
     megatron_export.write(tmp_path, weights, MODELS[name], **export)
     shutil.copytree(tokenizer, tmp_path / "tokenizer")
     source = tmp_path / "release" if name == "mixtral" else tmp_path  # the folder of the step, or that above

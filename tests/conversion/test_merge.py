@@ -64,7 +64,7 @@ def test_weights_and_moments_are_the_mean(trained, tmp_path, monkeypatch, words,
 
 
 def test_the_mean_of_one_checkpoint_is_that_checkpoint(trained, tmp_path):
-    merge.merge([merge.Source(at(trained, 4), 1 / 3)] * 3, tmp_path / "merged")
+    merge.merge([merge.MergeMember(at(trained, 4), 1 / 3)] * 3, tmp_path / "merged")
     for name in at(trained, 4).names():
         assert torch.equal(at(tmp_path / "merged", 4).tensor(name), at(trained, 4).tensor(name))
 

@@ -17,7 +17,7 @@ from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
 from pipeline.config.rules import convert as rules
 from pipeline.conversion import universal_export, universal_format
-from pipeline.conversion.export_files import Writer
+from pipeline.conversion.export_files import ExportWriter
 from pipeline.conversion.import_model import import_model
 from pipeline.models import registry
 from pipeline.parallel.pieces import Piece
@@ -57,7 +57,7 @@ def exported(run: Path, output: Path, model=MODEL) -> Path:
     weights = open_merged(find(run, "latest"), None)
     universal_export.check(weights, model)
     rate = next_rate(weights.config, weights.train_state.updates)
-    universal_export.write(output, weights, model, rate, Writer())
+    universal_export.write(output, weights, model, rate, ExportWriter())
     return output
 
 

@@ -14,7 +14,7 @@ from pipeline.common.condition import Condition
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.load import blend
-from pipeline.data.load.ledger import Ledger
+from pipeline.data.load.ledger import DocumentLedger
 from pipeline.data.shard import text_shards
 from pipeline.data.shard.shards import WrittenShard
 from tests.data.test_clean import PROSE, clean, config
@@ -108,7 +108,7 @@ def test_the_best_documents_of_each_language_are_tokenized_and_the_ledger_names_
     manifest = artifact.read(tokens, key="data.tokens", stage="tokenize")
     assert manifest.totals["train"]["documents"] == 7, "a fifth of each language, without one"
     samples = blend.open_training(configured("stage=pretrain", f"data.tokens={tokens}", "training.sequence_length=32", "model=gpt-tiny"))
-    ledger = Ledger(samples, [shards])
+    ledger = DocumentLedger(samples, [shards])
     named = [fields["page"] for shard in range(len(ledger.shards)) for _, fields in ledger.metadata(shard)]
     assert sorted(named) == [16, 17, 18, 36, 37, 38, 39]
     run("convert_tokens", tmp_path, *common, "stage.to=parquet", f"stage.output={tmp_path}/rows")

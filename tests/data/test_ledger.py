@@ -14,7 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.load import blend
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase
-from pipeline.data.load.ledger import Ledger, Selection
+from pipeline.data.load.ledger import DocumentLedger, DocumentQuery
 from pipeline.data.load.permutation import permute, unpermute
 from pipeline.data.tokenize import token_shards
 from pipeline.training import lineage
@@ -56,7 +56,7 @@ def test_the_numbers_of_a_schedule_are_the_inverse_of_its_places(plan):
         assert after >= len(samples) or (after == -1 and plan[-1][2][corpus] == 0)
 
 
-def logged(ledger: Ledger, samples, count: int) -> dict[int, Counter]:
+def logged(ledger: DocumentLedger, samples, count: int) -> dict[int, Counter]:
     """Tokens of every (shard, document) in every sample, by a loop over positions; a document is found in a list of the tokens' owners."""
     owners = []
     for shard, of_shard in enumerate(ledger.shards):
@@ -95,7 +95,7 @@ def test_both_directions_equal_a_log_of_every_token(two, settings):
     check.check(config, 1)
     samples = blend.open_training(config)
     count = min(int(samples.counts.sum()) * 5 // 4, 5000)  # beyond an epoch
-    ledger = Ledger(samples, [])
+    ledger = DocumentLedger(samples, [])
     log = logged(ledger, samples, count)
     rows, shards, documents, tokens = ledger.documents(np.arange(count))
     assert (np.diff(rows) >= 0).all()
@@ -121,16 +121,16 @@ def test_steps_without_skipped_samples():
 def test_a_selection_is_of_fields_ids_and_text():
     fields = {"id": "a/1", "url": "https://x.example.org/p", "license": "cc0"}
     for selection, matches in (
-        (Selection({"url": "*.example.org/*", "license": "cc*"}), True),
-        (Selection({"url": "*.example.com/*"}), False),
-        (Selection({"author": "*"}), False),
-        (Selection({}, frozenset({"a/1"})), True),
-        (Selection({}, frozenset({"a/2"})), False),
-        (Selection({}, None, "so"), True),
-        (Selection({"url": "*"}, None, "not there"), False),
+        (DocumentQuery({"url": "*.example.org/*", "license": "cc*"}), True),
+        (DocumentQuery({"url": "*.example.com/*"}), False),
+        (DocumentQuery({"author": "*"}), False),
+        (DocumentQuery({}, frozenset({"a/1"})), True),
+        (DocumentQuery({}, frozenset({"a/2"})), False),
+        (DocumentQuery({}, None, "so"), True),
+        (DocumentQuery({"url": "*"}, None, "not there"), False),
     ):
         assert selection.matches(b"some text", fields) == matches
-    chosen = Selection({"lisense": "*"}, frozenset({"shards/7", "https://x", "5", "gone"}))
+    chosen = DocumentQuery({"lisense": "*"}, frozenset({"shards/7", "https://x", "5", "gone"}))
     for fields in ({"id": 5}, {"id": "mine", "shard_id": "shards/7"}, {"id": "b", "url": "https://x"}, {"id": "c", "url": ["https://x"]}):
         chosen.matches(b"", fields)
     assert chosen.missing_ids == {"gone"}
@@ -140,7 +140,7 @@ def test_a_selection_is_of_fields_ids_and_text():
 @pytest.mark.long
 def test_metadata_does_not_replace_what_the_ledger_says(forked, shards, tmp_path, monkeypatch):
     own, named = (
-        Ledger.metadata,
+        DocumentLedger.metadata,
         {"steps": [77], "times": 5.0, "document": 0, "shard": "x", "tokens": 999, "run": "y", "read": 1, "license": "z"},
     )
     ask = ("ledger", forked / "run", f"stage.out={tmp_path}/out.jsonl", f"stage.shards=[{shards}]")
@@ -149,7 +149,7 @@ def test_metadata_does_not_replace_what_the_ledger_says(forked, shards, tmp_path
         for question in (("stage.where={id: '*'}",), ("stage.step=4",)):
             run(*ask, *question)
             rows.append([{name: value for name, value in row.items() if name != "license"} for row in answers(tmp_path / "out.jsonl")])
-        monkeypatch.setattr(Ledger, "metadata", lambda *of: ((text, fields | named) for text, fields in own(*of)))
+        monkeypatch.setattr(DocumentLedger, "metadata", lambda *of: ((text, fields | named) for text, fields in own(*of)))
     ours = ("run", "shard", "content", "document", "start", "tokens", "times", "steps")
     assert [[row[name] for name in ours] for row in rows[0]] == [[row[name] for name in ours] for row in rows[2]]
     assert [(row["sample"], row["document"], row["read"]) for row in rows[1]] == [(r["sample"], r["document"], r["read"]) for r in rows[3]]

@@ -17,7 +17,7 @@ from pipeline.config.rules import check
 from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.conversion import merge
 from pipeline.data.load import blend
-from pipeline.data.load.ledger import Ledger
+from pipeline.data.load.ledger import DocumentLedger
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.removal import FILE, Removal
@@ -43,7 +43,7 @@ def test_ranges_are_read_without_removed_documents(documents, data):
         assert np.frombuffer(content, "<u2").tolist() == np.where(removed, 0, stream)[start:stop].tolist()
 
 
-def written(ledger: Ledger, path: Path, chosen: list[tuple[int, int]]) -> Path:
+def written(ledger: DocumentLedger, path: Path, chosen: list[tuple[int, int]]) -> Path:
     path.write_text("".join(json.dumps(ledger.place(*document)) + "\n" for document in chosen))
     return path
 
@@ -54,7 +54,7 @@ def test_every_other_token_and_target_stays(two, tmp_path, packing):
     words = ("stage=pretrain", *TINY, f"data.tokens={two}", "++data.blend={web: {}, books: {}}", f"data.packing={packing}")
     before = configured(*words)
     samples = blend.open_training(before)
-    ledger, rows = Ledger(samples, []), np.arange(400)
+    ledger, rows = DocumentLedger(samples, []), np.arange(400)
     chosen = [(shard, document) for shard in range(len(ledger.shards)) for document in range(1, len(ledger.tokens(shard)), 5)]
     after = configured(*words, f"data.remove={written(ledger, tmp_path / 'out', chosen)}")
     check.check(after, 1)
@@ -146,7 +146,7 @@ def test_what_nobody_knows_is_not_certified(removed, tmp_path, capsys):
 def test_a_merge_remembers_and_its_ledger_goes_on(removed, tokens, shards, tmp_path):
     """Trained on itself, as the trunk of a fork, and as the weights of another run; the newest member is named first."""
     merged, data = tmp_path / "merged", (f"data.tokens={tokens}", f"data.shards={shards}", "optimizer.schedule=constant")
-    sources = [merge.Source(Checkpoint(native.folder_of(removed["run"], step)), 0.5) for step in (6, 5)]
+    sources = [merge.Member(Checkpoint(native.folder_of(removed["run"], step)), 0.5) for step in (6, 5)]
     merge.merge(sources, merged)
     content = (removed["run"] / FILE).read_text()
     run("pretrain", tmp_path / "fork", *data, f"checkpoint.fork={merged}/step-6", "training.steps=7")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.layers.uniform_quantization import Quantized, Scheme, quantize
+from pipeline.layers.uniform_quantization import QuantizedMatrix, Scheme, quantize
 from pipeline.quantization import gptq
 from pipeline.quantization.blocks import CPU, BlockByBlock
 from pipeline.quantization.export import SolvedLayers, perplexity
@@ -143,7 +143,7 @@ def test_the_device_computes_all_of_it(name, monkeypatch):
     found = dict(gptq.solve(BlockByBlock(InMemory(model), config, meta), tokens, scheme, torch.float32))
     assert devices == {(meta, meta, meta)}
     assert found.keys() == layers_of(model).keys()
-    assert all(isinstance(weight, Quantized) and weight.codes.is_meta for weight in found.values())
+    assert all(isinstance(weight, QuantizedMatrix) and weight.codes.is_meta for weight in found.values())
     hidden = returned.count((8, 32, config.hidden)), returned.count((4, 32, config.hidden))
     assert hidden == (1 + config.layers,) * 2, "each batch after the embedding and after each block"
     assert len(returned) == sum(hidden) + 3 * len(found)

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from pipeline.config import hardware
 from pipeline.rehearsal.compiled_kernels import SeenKernels, launches_told
-from pipeline.rehearsal.device_record import DeviceRecord, Kind, site
+from pipeline.rehearsal.device_record import DeviceRecord, EntryKind, site
 from pipeline.rehearsal.operations import recorded
 from pipeline.rehearsal.record import Work
 
@@ -56,13 +56,16 @@ def step(model: nn.Module, record: DeviceRecord) -> dict[str, object]:
         value = loss.item()
     record.stop()
     entries = record.take()
-    blocks = entries[entries["kind"] == Kind.TENSOR_ALLOCATE]["size"].sum() - entries[entries["kind"] == Kind.TENSOR_FREE]["size"].sum()
+    blocks = (
+        entries[entries["kind"] == EntryKind.TENSOR_ALLOCATE]["size"].sum()
+        - entries[entries["kind"] == EntryKind.TENSOR_FREE]["size"].sum()
+    )
     return {
-        "kernels": Counter(record.name(entry).split("<")[0] for entry in entries[entries["kind"] == Kind.KERNEL]),
-        "graphs": Counter(record.name(entry) for entry in entries[entries["kind"] == Kind.GRAPH]),
-        "products": Counter(map(str, entries[entries["kind"] == Kind.PRODUCT]["shape"].tolist())),
+        "kernels": Counter(record.name(entry).split("<")[0] for entry in entries[entries["kind"] == EntryKind.KERNEL]),
+        "graphs": Counter(record.name(entry) for entry in entries[entries["kind"] == EntryKind.GRAPH]),
+        "products": Counter(map(str, entries[entries["kind"] == EntryKind.PRODUCT]["shape"].tolist())),
         "waits": len(waits),
-        "recorded_waits": int((entries["kind"] == Kind.HOST_WAIT).sum()),
+        "recorded_waits": int((entries["kind"] == EntryKind.HOST_WAIT).sum()),
         "value": value,
         "allocated": torch.cuda.memory_allocated() - before,
         "blocks": int(blocks),
@@ -167,12 +170,14 @@ def low_precision() -> dict[str, object]:
         scales = torch.ones(shape, device="cuda"), torch.ones(shape and (1, 1024), device="cuda")
         torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
     products = record.take()
-    products = products[products["kind"] == Kind.PRODUCT]
+    products = products[products["kind"] == EntryKind.PRODUCT]
     x, weights = torch.empty(512, 256, requires_grad=True, **bf16), torch.empty(4, 256, 128, requires_grad=True, **bf16)
     ends = torch.tensor([128, 256, 384, 512], device="cuda", dtype=torch.int32)
     torch._grouped_mm(x, weights, offs=ends).pow(2).sum().backward()
     entries = record.take()
-    grouped = [name for entry in entries[entries["kind"] == Kind.KERNEL] if "cutlass" in (name := record.name(entry)) and "Gemm" in name]
+    grouped = [
+        name for entry in entries[entries["kind"] == EntryKind.KERNEL] if "cutlass" in (name := record.name(entry)) and "Gemm" in name
+    ]
     return {
         "products": products["shape"].tolist(),
         "types": products["size"].tolist(),

@@ -15,7 +15,7 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config import hardware
 from pipeline.rehearsal import driver, driver_source
-from pipeline.rehearsal.device_record import DeviceRecord, Kind, demangled
+from pipeline.rehearsal.device_record import DeviceRecord, EntryKind, demangled
 
 MIB = 1 << 20
 SMALL = dataclasses.replace(hardware.load("h100"), memory_gb=64 * MIB / 1e9)
@@ -132,7 +132,13 @@ def test_the_record_has_the_order_of_the_calls(library, record):
     record.stop()
     library.cudaDeviceSynchronize()
     entries = record.take()
-    assert [Kind(kind) for kind in entries["kind"]] == [Kind.KERNEL, Kind.EVENT_RECORD, Kind.STREAM_WAIT, Kind.FILL, Kind.HOST_WAIT]
+    assert [EntryKind(kind) for kind in entries["kind"]] == [
+        EntryKind.KERNEL,
+        EntryKind.EVENT_RECORD,
+        EntryKind.STREAM_WAIT,
+        EntryKind.FILL,
+        EntryKind.HOST_WAIT,
+    ]
     assert entries["stream"].tolist() == [side.value, side.value, 0, 0, side.value]
     assert entries["shape"][0].tolist() == [7, 2, 1, 128]
     assert record.name(entries[0]) == "add(float*, int)"
@@ -207,8 +213,8 @@ def test_host_waits_are_told(library, record):
         library.cudaDeviceSynchronize()
     library.cudaDeviceSynchronize()
     entries = record.take()
-    assert told == np.flatnonzero(entries["kind"] == Kind.HOST_WAIT)[:3].tolist()
-    assert entries["shape"][entries["kind"] == Kind.COPY].tolist() == [[2, 0, 0, 0], [2, 1, 0, 0]]
+    assert told == np.flatnonzero(entries["kind"] == EntryKind.HOST_WAIT)[:3].tolist()
+    assert entries["shape"][entries["kind"] == EntryKind.COPY].tolist() == [[2, 0, 0, 0], [2, 1, 0, 0]]
 
 
 @needs_compiler

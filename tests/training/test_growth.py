@@ -17,7 +17,7 @@ from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.grown_weights import GrownWeights
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.native import Index, TrainState
-from pipeline.checkpoint.reader import Checkpoint, Run
+from pipeline.checkpoint.reader import Checkpoint, WantedRun
 from pipeline.common.errors import UserError
 from pipeline.models import registry
 from pipeline.parallel.pieces import Piece
@@ -96,7 +96,7 @@ def grown(checkpoint: Checkpoint, model: Any, *settings: str) -> Any:
     made = growth_of(checkpoint, model, *settings)
     assert made is not None
     full = [
-        Run(name, tuple(w.shape), tuple((0, size) for size in w.shape), 0, {"weight": w.data.view(-1)})
+        WantedRun(name, tuple(w.shape), tuple((0, size) for size in w.shape), 0, {"weight": w.data.view(-1)})
         for name, w in built.named_parameters()
     ]
     GrownWeights(MergedWeights(checkpoint), made, config).read(full)

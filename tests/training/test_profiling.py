@@ -34,13 +34,13 @@ def test_the_figures_of_a_gpu() -> None:
         memory(4_000, -1_000, 1),
     ]
     found = profiling.summary(kernels + host)
-    assert found == profiling.Summary("GPU", 1e-3, 450e-6, 400e-6, 150e-6, (2_000, 5_000, 4_000))
+    assert found == profiling.StepProfile("GPU", 1e-3, 450e-6, 400e-6, 150e-6, (2_000, 5_000, 4_000))
     assert "exposed communication 0.15 ms (15.0%)" in str(found)
     assert "0.0000 GB at the begin" in str(found)
 
 
 def test_a_trace_without_events() -> None:
-    assert profiling.summary([]) == profiling.Summary("CPU", 0.0, 0.0, 0.0, 0.0, None)
+    assert profiling.summary([]) == profiling.StepProfile("CPU", 0.0, 0.0, 0.0, 0.0, None)
 
 
 def test_profiled_steps_of_a_run(tokens: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.native import TrainState
-from pipeline.checkpoint.saver import Outcome, Saver, SaveRequest
+from pipeline.checkpoint.saver import SaveOutcome, Saver, SaveRequest
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.parallel import mesh as meshes
@@ -27,7 +27,7 @@ class Scripted(Saver):
 
     def __init__(self, events: list[str], outcomes: list[str]) -> None:
         self.events, self._outcomes = events, outcomes
-        self._ended: list[Outcome] = []
+        self._ended: list[SaveOutcome] = []
         self._copies = False
 
     def begin(self, request: SaveRequest) -> None:
@@ -36,7 +36,7 @@ class Scripted(Saver):
         reason = self._outcomes.pop(0) if self._outcomes else ""
         weight = "norm.weight" if "not finite" in reason else ""
         folder = None if reason else Path(f"step-{request.step:08d}")
-        self._ended.append(Outcome(request.step, folder, reason, weight))
+        self._ended.append(SaveOutcome(request.step, folder, reason, weight))
 
     def holds_weights(self) -> bool:
         return self._copies
@@ -45,7 +45,7 @@ class Scripted(Saver):
         self.events.append("released")
         self._copies = False
 
-    def poll(self) -> list[Outcome]:
+    def poll(self) -> list[SaveOutcome]:
         ended, self._ended = self._ended, []
         return ended
 

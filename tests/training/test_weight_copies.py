@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pipeline.config.layout import Coordinates, Layout
-from pipeline.training.weight_copies import Part, digest, disagreements
+from pipeline.training.weight_copies import PieceDigest, digest, disagreements
 
 #: 32 ranks.
 LAYOUT = Layout(pipeline=2, data=2, tensor=2, expert=2, context=2)
@@ -33,10 +33,13 @@ def test_a_digest_depends_on_every_bit_and_position() -> None:
     assert int(digest(torch.tensor([0.0]))) != int(digest(torch.tensor([-0.0])))
 
 
-def copies(wrong: Coordinates, name: str = "norm.weight") -> list[list[Part]]:
+def copies(wrong: Coordinates, name: str = "norm.weight") -> list[list[PieceDigest]]:
     """The parts of all ranks, of which one holds other values."""
     return [
-        [Part("exp_avg", name, FULL, 32, 32, 7 if LAYOUT.coordinates(rank) == wrong else 5), Part("weight", name, FULL, 32, 32, 1)]
+        [
+            PieceDigest("exp_avg", name, FULL, 32, 32, 7 if LAYOUT.coordinates(rank) == wrong else 5),
+            PieceDigest("weight", name, FULL, 32, 32, 1),
+        ]
         for rank in range(LAYOUT.world_size)
     ]
 
@@ -65,10 +68,10 @@ def test_copies_that_zero_divides() -> None:
     layout = Layout(pipeline=1, data=2, tensor=2)
     shares = {(0, 0): (20, 3), (0, 1): (18, 2), (1, 0): (12, 4), (1, 1): (14, 5)}  # (data, tensor): elements and digest
 
-    def ranks(changed: int = 0) -> list[list[Part]]:
+    def ranks(changed: int = 0) -> list[list[PieceDigest]]:
         where = [layout.coordinates(rank) for rank in range(4)]
         held = [(shares[at.data, at.tensor], changed * at.tensor) for at in where]
-        return [[Part("weight", "w", FULL, 32, count, value + more)] for (count, value), more in held]
+        return [[PieceDigest("weight", "w", FULL, 32, count, value + more)] for (count, value), more in held]
 
     assert disagreements(layout, ranks()) == []
     assert [found.axis for found in disagreements(layout, ranks(changed=1))] == ["tensor"]
@@ -78,8 +81,8 @@ def test_copies_in_groups_of_zero() -> None:
     """The first two data ranks have one copy, the others another one."""
     layout = Layout(pipeline=1, data=4, tensor=1, zero_block=(2, 1, 1))
 
-    def ranks(*digests: int) -> list[list[Part]]:
-        return [[Part("weight", "w", FULL, 32, 16, value)] for value in digests]
+    def ranks(*digests: int) -> list[list[PieceDigest]]:
+        return [[PieceDigest("weight", "w", FULL, 32, 16, value)] for value in digests]
 
     assert disagreements(layout, ranks(1, 2, 1, 2)) == []
     (found,) = disagreements(layout, ranks(1, 2, 1, 3))
@@ -88,12 +91,12 @@ def test_copies_in_groups_of_zero() -> None:
 
 def test_a_missing_partition_is_no_copy() -> None:
     layout = Layout(pipeline=1, data=2, tensor=2)
-    parts = [[Part("weight", "w", FULL, 32, 16, 1)] for _ in range(3)]
+    parts = [[PieceDigest("weight", "w", FULL, 32, 16, 1)] for _ in range(3)]
     assert disagreements(layout, [*parts, []])
 
 
 def test_forward_weights_are_the_rounded_master_weights() -> None:
     layout = Layout(pipeline=1, data=1, tensor=1)
-    parts = [Part("forward weight", "w", FULL, 32, 32, 1), Part("rounded master weight", "w", FULL, 32, 32, 2)]
+    parts = [PieceDigest("forward weight", "w", FULL, 32, 32, 1), PieceDigest("rounded master weight", "w", FULL, 32, 32, 2)]
     (found,) = disagreements(layout, [parts])
     assert str(found) == "w: the forward pass of rank 0 does not read the rounded master weight"

@@ -29,7 +29,7 @@ from pipeline.parallel.partition import partition_weights
 from pipeline.planner import trace
 from pipeline.rehearsal.calls import DeviceCalls
 from pipeline.rehearsal.compiled_kernels import GeneratedKernel, SeenKernels, launches_told
-from pipeline.rehearsal.operations import Recorder, recorded
+from pipeline.rehearsal.operations import OperationRecorder, recorded
 from pipeline.rehearsal.record import Entry, Mark, Work
 from pipeline.training.buckets import build_buckets
 from pipeline.training.gradient_reduction import GradientReducer, Reduction
@@ -147,7 +147,7 @@ class _Adding:
     """Notes which weight's gradient is being added to its bucket."""
 
     def __init__(self) -> None:
-        self.recorder: Recorder | None = None
+        self.recorder: OperationRecorder | None = None
 
     def before(self, model: LocalModel) -> None:
         """Register hooks of the weights that run before those that are registered next."""

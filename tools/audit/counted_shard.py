@@ -133,7 +133,7 @@ def install(counts: Counts) -> None:
     from pipeline.common.unfinished import Unfinished
     from pipeline.data.dedup import clusters, distributed, duplicates
     from pipeline.data.shard.passes import ShardPasses
-    from pipeline.data.shard.spilled_documents import Pool
+    from pipeline.data.shard.spilled_documents import SpillPool
 
     def in_pass(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,9 +175,9 @@ def install(counts: Counts) -> None:
     wrapped(distributed, "fetch", with_property("fetched", len))
     wrapped(distributed, "values_of", with_property("lookups", lambda _: 1))
     wrapped(Unfinished, "write", with_property("note_bytes", _note_bytes, of_result=False))
-    wrapped(Pool, "record", with_property("texts", lambda _: counts.current == "clusters"))
-    wrapped(Pool, "record", with_property("texts_bytes", lambda result: sum(map(len, result)) * (counts.current == "clusters")))
-    wrapped(Pool, "record", with_property("shown_bytes", lambda result: sum(map(len, result)) * (counts.current == "shuffle")))
+    wrapped(SpillPool, "record", with_property("texts", lambda _: counts.current == "clusters"))
+    wrapped(SpillPool, "record", with_property("texts_bytes", lambda result: sum(map(len, result)) * (counts.current == "clusters")))
+    wrapped(SpillPool, "record", with_property("shown_bytes", lambda result: sum(map(len, result)) * (counts.current == "shuffle")))
 
 
 def _note_bytes(arguments: Any) -> int:

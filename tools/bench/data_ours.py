@@ -62,7 +62,7 @@ def store(job: Job) -> Job:
     for number, part in enumerate(np.array_split(np.arange(len(lengths)), 8)):
         shard, start = folder / f"train-{number:05d}.tar", int(lengths[: part[0]].sum())
         with shard.open("wb") as handle:
-            writer = token_shards.Writer(handle, shard.stem, np.dtype("<u2"))
+            writer = token_shards.ShardWriter(handle, shard.stem, np.dtype("<u2"))
             writer.add(tokens[start : start + lengths[part].sum()], lengths[part])
             counts = writer.close()
         files[shard.name] = artifact.entry(shard, **counts, text_bytes=4 * counts["tokens"], split="train", corpus="default")

@@ -21,7 +21,7 @@ from pipeline.certification.comparison import Outcome
 from pipeline.certification.conditioning import in_precision
 from pipeline.certification.distributed import RanksFailedError, run_ranks
 from pipeline.certification.layout_training import begin, train_in_layout
-from pipeline.certification.ranks_work import RankResult, Work, continue_elsewhere, train_all
+from pipeline.certification.ranks_work import RankResult, RankWork, continue_elsewhere, train_all
 from pipeline.certification.reference import train_plain
 from pipeline.certification.state import other_layout
 from pipeline.config.layout import Layout
@@ -166,7 +166,7 @@ def saved(setup: Setup, count: int, name: str) -> Row:
     if size == count:
         other, size = dataclasses.replace(other, parallel=dataclasses.replace(other.parallel, tensor=1, zero_stage=0)), 1
     with tempfile.TemporaryDirectory() as folder:
-        work = Work({"bf16": config}, folder, copies=False, saved="bf16")
+        work = RankWork({"bf16": config}, folder, copies=False, saved="bf16")
         run_ranks(count, train_deterministically, work, seconds=PATIENCE, gpus=setup.cuda)
         run_ranks(size, continue_elsewhere, other, folder, seconds=PATIENCE, gpus=setup.cuda)
         result: RankResult = torch.load(f"{folder}/bf16", weights_only=False)
@@ -187,7 +187,7 @@ def train_each(configs: Sequence[tuple[str, RunConfig]], folder: str) -> None:
         _write(folder, name, train_in_layout(config, begin(config)))
 
 
-def train_deterministically(work: Work) -> None:
+def train_deterministically(work: RankWork) -> None:
     """Train, save and continue, with equal bits on a GPU too."""
     if torch.cuda.is_available():
         determinism.enable()

@@ -45,8 +45,8 @@ def check(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: with every violation.
     """
-    if found := violations(config, world_size):
-        raise UserError(found)
+    if problems := violations(config, world_size):
+        raise UserError(problems)
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
@@ -54,48 +54,48 @@ def violations(config: RunConfig, world_size: int) -> list[Violation]:
 
     The ranks of phases that name their nodes are those of these nodes, whatever the job has.
     """
-    found = _violations(config, layouts.ranks_at(config, 0, world_size))
+    wrong = _violations(config, layouts.ranks_at(config, 0, world_size))
     for number, step in enumerate(phases.starts(config)[1:], 1):
         later = _violations(phases.at(config, step), layouts.ranks_at(config, step, world_size))
-        found += [replace(violation, rule=f"{violation.rule} (training.phases.{number})") for violation in later if violation not in found]
+        wrong += [replace(violation, rule=f"{violation.rule} (training.phases.{number})") for violation in later if violation not in wrong]
     if config.stage.name in TRAINING_STAGES and config.checkpoint.fork is None:
-        found += phases.end_violations(config)
-    return found
+        wrong += phases.end_violations(config)
+    return wrong
 
 
 def _violations(config: RunConfig, world_size: int) -> list[Violation]:
     """The rules that the configuration of one phase violates."""
     if config.stage.name == "submit":  # the settings are those of its jobs, which differ in the stage
         return list(cluster.submit_violations(config))
-    found = knobs.range_violations(config)
-    if any(violation.key.partition(".")[0] in _RELATED for violation in found):
-        return found
-    found += [
+    wrong = knobs.range_violations(config)
+    if any(violation.key.partition(".")[0] in _RELATED for violation in wrong):
+        return wrong
+    wrong += [
         *model_violations(config.model),
         *cluster.violations(config.cluster),
         *paths.violations(config),
         *dry_run_violations(config, world_size),
     ]
-    found += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
+    wrong += [*stage.violations(config, world_size), *evaluation.violations(config), *data.violations(config)]
     name, job = config.stage.name, planned_job(config) if isinstance(config.stage, Plan | Rehearse) else config
-    found += cluster.layout_violations(config)
-    found += [*stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
+    wrong += cluster.layout_violations(config)
+    wrong += [*stage_violations(config.lora, name), *training.stage_violations(config, job.stage.name)]
     if name in ("shard", "generate"):
-        found += unread.violations(config)
+        wrong += unread.violations(config)
     if name == "shard":
-        found += [*clean.violations(config.clean), *dedup_violations(config.dedup)]
+        wrong += [*clean.violations(config.clean), *dedup_violations(config.dedup)]
     if name == "train_tokenizer":
-        found += tokenizer_violations(config.tokenizer)
+        wrong += tokenizer_violations(config.tokenizer)
     if name in (*PARALLEL_STAGES, *TRAINING_STAGES) and name != "evaluate":
-        found += deepspeed.violations(config, world_size)
+        wrong += deepspeed.violations(config, world_size)
     if name in PARALLEL_STAGES and name != "evaluate":  # its model is that of the checkpoint: evaluation_violations
-        found += training.warmup_violations(config.training)
+        wrong += training.warmup_violations(config.training)
         if name in ("plan", "rehearse") and job.stage.name == "finetune":
-            return found  # its other rules are checked once its model is complete
+            return wrong  # its other rules are checked once its model is complete
         if not plans_other_layouts(config.stage):
-            found += [*_settings_violations(job), *unread.unread(job, unread.LAYOUT_ROWS), *size_violations(job, world_size)]
-        found += objectives.violations(job)
-    return found
+            wrong += [*_settings_violations(job), *unread.unread(job, unread.LAYOUT_ROWS), *size_violations(job, world_size)]
+        wrong += objectives.violations(job)
+    return wrong
 
 
 def training_violations(config: RunConfig, world_size: int) -> list[Violation]:

@@ -76,7 +76,7 @@ def layout_violations(config: RunConfig) -> Iterator[Violation]:
         except UserError as error:
             yield from (replace(violation, key=f"cluster.layouts.{number}") for violation in error.violations)
         else:
-            yield from (replace(found, key=f"cluster.layouts.{number}") for found in layouts.unchanged(config, values))
+            yield from (replace(violation, key=f"cluster.layouts.{number}") for violation in layouts.unchanged(config, values))
     if cluster.choose_layout == "planner":
         if cluster.layouts:
             rule = "is not read with cluster.choose_layout=planner"
@@ -94,10 +94,10 @@ _OWN = ("stage", "submit", "dry_run", "hydra")
 
 def submit_violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the rules that the settings of stage=submit violate: every other group is checked for each stage."""
-    found = knobs.range_violations(config.submit, "submit.")
-    yield from found
+    broken = knobs.range_violations(config.submit, "submit.")
+    yield from broken
     yield from paths.violations(config)
-    if not found:
+    if not broken:
         yield from _stages(config.submit)
         yield from _overrides(config.submit)
 

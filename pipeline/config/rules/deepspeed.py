@@ -41,8 +41,8 @@ def violations(config: RunConfig, world_size: int) -> Iterator[Violation]:
         yield Violation("parallel.engine", "deepspeed", rule, f"set parallel.engine=native, without {deepspeed_json.KEY}")
         return
     for key, (value, rule) in REQUIRED.items():
-        if (found := attrgetter(key)(config)) != value:
-            yield Violation(key, found, rule, f"set it to {'null' if value is None else value}, or parallel.engine=native")
+        if (actual := attrgetter(key)(config)) != value:
+            yield Violation(key, actual, rule, f"set it to {'null' if value is None else value}, or parallel.engine=native")
     if getattr(config.model, "parametrization", "standard") == "mup":  # not all families have it
         rule = "has learning rates of its own, which parallel.engine=deepspeed does not set"
         yield Violation("model.parametrization", "mup", rule, "set it to standard, or parallel.engine=native")
@@ -67,10 +67,10 @@ def _file(config: RunConfig, path: str, world_size: int) -> Iterator[Violation]:
     if settings.violations:  # the command line has named them
         return
     for key, (value, source) in settings.values.items():
-        if (found := attrgetter(key)(config)) != value:
+        if (actual := attrgetter(key)(config)) != value:
             rule = f"contradicts {source} of {deepspeed_json.KEY}={path}, which sets {key}={value}"
             fix = f'write {deepspeed_json.KEY} on the command line, without {key}, or set {source} to "auto" in the file'
-            yield Violation(key, found, rule, fix)
+            yield Violation(key, actual, rule, fix)
     if not isinstance(steps := settings.get("gradient_accumulation_steps"), int) or world_size % config.parallel.model_ranks:
         return
     ranks, micro = world_size // config.parallel.model_ranks, config.training.micro_batch_size

@@ -30,5 +30,5 @@ def violations(config: RunConfig) -> Iterator[Violation]:
 
 def reads_average(wanted: EvaluationConfig) -> bool:
     """Whether the jobs evaluate averaged weights."""
-    chosen = [found[1] for override in wanted.overrides if (found := re.fullmatch(r"stage\.weights=\W*(\w+)\W*", override))]
+    chosen = [match[1] for override in wanted.overrides if (match := re.fullmatch(r"stage\.weights=\W*(\w+)\W*", override))]
     return chosen[-1:] == ["ema"]

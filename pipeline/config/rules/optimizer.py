@@ -50,7 +50,7 @@ def _mup(optimizer: OptimizerConfig) -> Iterator[Violation]:
 def _decay_ends(config: RunConfig) -> Iterator[Violation]:
     """Every decay ends before the run, and begins after the warm-up and the decay before it have ended."""
     optimizer, training = config.optimizer, config.training
-    before, what = warmup.lr_steps(optimizer, training), "the warm-up"
+    before, phase = warmup.lr_steps(optimizer, training), "the warm-up"
     keys = [*(f"optimizer.decay_ends.{number}" for number in range(len(optimizer.decay_ends))), "training.steps"]
     for key, (begin, end) in zip(keys, warmup.decays(optimizer, training), strict=True):
         if 0 < training.steps <= end and key != "training.steps":
@@ -58,11 +58,11 @@ def _decay_ends(config: RunConfig) -> Iterator[Violation]:
             yield Violation(key, end, rule, "remove it, or increase training.steps")
             return
         if begin < before and end:  # 0: known once the data is open
-            rule = f"is the end of a decay of {end - begin} steps, which begins before the end of {what} at step {before}"
+            rule = f"is the end of a decay of {end - begin} steps, which begins before the end of {phase} at step {before}"
             least = before + (optimizer.decay_steps or max(1, before // 9))
             yield Violation(key, end, rule, f"set it to at least {least}, or reduce optimizer.decay_steps")
             return
-        before, what = end, "the decay before it"
+        before, phase = end, "the decay before it"
 
 
 def _schedule_free(config: RunConfig) -> Iterator[Violation]:

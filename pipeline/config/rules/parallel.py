@@ -233,21 +233,21 @@ def zero_groups(config: RunConfig, world_size: int) -> Iterator[Violation]:
     if not _is_group(value) or value == zero_group.JOB or world_size % parallel.model_ranks:  # these are refused with their own rules
         return
     data = world_size // parallel.model_ranks
-    dense, found = data * parallel.expert * parallel.context, zero_group.group_ranks(parallel, tasks, world_size)
-    if found == dense or (found is not None and found > 1 and zero_group.block(found, parallel, data)):
+    dense, size = data * parallel.expert * parallel.context, zero_group.group_ranks(parallel, tasks, world_size)
+    if size == dense or (size is not None and size > 1 and zero_group.block(size, parallel, data)):
         return
     fix = f"set it to {' or '.join([zero_group.JOB, *map(str, zero_group.legal(parallel, data))])}"
     axes = f"of {dense} data ranks (data {data} x expert {parallel.expert} x context {parallel.context})"
     nodes = f"nodes of cluster.tasks_per_node={tasks} ranks"
     if value != zero_group.NODE:
         rule = f"is no size of groups {axes} that divide these axes"
-    elif found is None:
+    elif size is None:
         rule = f"requires {nodes} that hold whole tensor groups (parallel.tensor={parallel.tensor}) and parts of one pipeline stage"
-    elif found == 1:
+    elif size == 1:
         rule = f"shards over the data ranks of a node, and {nodes} have one each"
         fix = f"set cluster.tasks_per_node to the ranks of a node, or {fix}"
     else:
-        rule = f"shards over the {found} data ranks of a node, which is no size of groups {axes} that divide these axes"
+        rule = f"shards over the {size} data ranks of a node, which is no size of groups {axes} that divide these axes"
     yield Violation(_GROUP, value, rule, fix)
 
 

@@ -119,9 +119,9 @@ def _inputs(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _output(key: str, value: str, *, is_file: bool) -> Iterator[Violation]:
     """An output can be created: it has a legal name, and where it is to be, there is nothing else."""
-    what = "file" if is_file else "folder"
+    kind = "file" if is_file else "folder"
     if not value.strip():
-        yield Violation(key, repr(value), f"must name a {what}", f"set {key}, or remove an unset variable from it")
+        yield Violation(key, repr(value), f"must name a {kind}", f"set {key}, or remove an unset variable from it")
     elif value.startswith("~"):
         yield Violation(key, value, "would create a folder named ~, which is not replaced by your home", f"write {key}=$HOME/...")
     elif rule := _blocked(Path(value), is_file=is_file):

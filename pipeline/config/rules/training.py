@@ -140,8 +140,8 @@ def batches(config: RunConfig, world_size: int, step: int | None = None) -> list
     while step is None and (end := layouts.phase_end(config, starts[-1])) is not None:
         starts.append(end)
     shards = world_size // ranks * config.parallel.expert
-    found = [[v for key, size in layouts.batches(config, start) for v in _global_batch(config, shards, key, size)] for start in starts]
-    return found[-1] if all(found) else []
+    violations = [[v for key, size in layouts.batches(config, start) for v in _global_batch(config, shards, key, size)] for start in starts]
+    return violations[-1] if all(violations) else []
 
 
 def noise_scale(config: RunConfig, world_size: int) -> Iterator[Violation]:
@@ -157,15 +157,15 @@ def noise_scale(config: RunConfig, world_size: int) -> Iterator[Violation]:
     for axis, reason in reasons.items():
         if (size := getattr(parallel, axis)) > 1:
             yield Violation(key, every, f"is not supported with parallel.{axis}={size} ranks, {reason}", "set it to 0")
-    each = parallel.zero_stage >= 2
-    if each and parallel.pipeline > 1:
+    by_micro = parallel.zero_stage >= 2
+    if by_micro and parallel.pipeline > 1:
         rule = f"is not supported with parallel.zero_stage={parallel.zero_stage} and parallel.pipeline={parallel.pipeline}"
         yield Violation(key, every, rule, "set parallel.zero_stage=1, or it to 0")
     sizes = [size for _, size in warmup.keyed_values(training.batch_rampup, "global_batch_size", training.global_batch_size)]
-    if (min(sizes) // training.micro_batch_size if each else world_size // ranks) < 2:
-        what = "micro-batches" if each else f"data ranks (parallel.zero_stage={parallel.zero_stage})"
-        rule = f"compares the gradients of {what} with that of the batch, and there is one"
-        fix = "reduce training.micro_batch_size" if each else "use two data ranks, or parallel.zero_stage=2 with two micro-batches"
+    if (min(sizes) // training.micro_batch_size if by_micro else world_size // ranks) < 2:
+        shares = "micro-batches" if by_micro else f"data ranks (parallel.zero_stage={parallel.zero_stage})"
+        rule = f"compares the gradients of {shares} with that of the batch, and there is one"
+        fix = "reduce training.micro_batch_size" if by_micro else "use two data ranks, or parallel.zero_stage=2 with two micro-batches"
         yield Violation(key, every, rule, fix)
 
 

@@ -114,7 +114,7 @@ def of_words(words: Words, of_language: Sequence[tuple[str, float]]) -> Counts:
         spaced, characters = _per_text(separate, words.offsets), _per_text(spans.lengths * separate, words.offsets)
     if not (2 * spaced >= count).all():
         lettered = _per_text(with_letter(words, spans), words.offsets)
-    own, has_list = _stop_words(words, of_language)
+    stop_words, has_list = _stop_words(words, of_language)
     return {
         "words": count,
         "spaced": spaced,
@@ -122,7 +122,7 @@ def of_words(words: Words, of_language: Sequence[tuple[str, float]]) -> Counts:
         "lettered_words": lettered,
         "hashes": words.sum_texts(_hash_signs(words)),
         "ellipses": words.sum_texts(ellipses(words)),
-        "stop_words": own,
+        "stop_words": stop_words,
         "has_stop_words": has_list,
     }
 
@@ -182,8 +182,8 @@ def _stop_words(words: Words, of_language: Sequence[tuple[str, float]]) -> tuple
     number = np.array([languages.get(code, -1) for code, _ in of_language])
     is_known, which = known.find(words.hashes)
     texts = words.spans.texts[is_known]
-    own = lists[which, number[texts]] & (number[texts] >= 0)
-    return np.bincount(texts[own], minlength=len(number)), number >= 0
+    is_stop_word = lists[which, number[texts]] & (number[texts] >= 0)
+    return np.bincount(texts[is_stop_word], minlength=len(number)), number >= 0
 
 
 @cache

@@ -55,12 +55,12 @@ class StepLimits:
     def __getitem__(self, key: str) -> np.ndarray:
         """(texts,) values of a key; (texts, n) of a key that is a list of n numbers."""
         general = getattr(self._knobs, key)
-        own = languages.by_label(
+        by_label = languages.by_label(
             {code: values[key] for code, values in self._knobs.by_language.items() if key in values}, self._batch.detector.covered
         )
-        if not own:
+        if not by_label:
             return np.broadcast_to(np.array(general), (len(self._batch.texts), *np.shape(general)))
-        return np.array([own.get(label, general) for label, _ in self._batch.languages])
+        return np.array([by_label.get(label, general) for label, _ in self._batch.languages])
 
 
 class Verdict(NamedTuple):
@@ -130,11 +130,11 @@ class DocumentBatch:
     @cached_property
     def languages(self) -> list[Language]:
         """The language of the prose of every text, and its share of it. Computed once: later changes do not affect it."""
-        found = [UNKNOWN] * len(self.texts)
+        detected = [UNKNOWN] * len(self.texts)
         alive = np.flatnonzero(self.alive).tolist()
         for index, language in zip(alive, self._identified(alive), strict=True):
-            found[index] = language
-        return found
+            detected[index] = language
+        return detected
 
     def _identified(self, indices: Sequence[int]) -> list[Language]:
         return self.detector.identify([code_detection.prose(self.texts[index]) for index in indices])

@@ -84,13 +84,13 @@ class FastText:
         hidden, known = self._hidden([_words(text) for text in texts])
         scores = hidden @ self._output.T
         if self._loss == TREE:
-            found = self._leaves(scores)
+            probabilities = self._leaves(scores)
         elif self._loss == SOFTMAX:
             exponentials = np.exp(scores - scores.max(axis=1, keepdims=True))
-            found = exponentials / exponentials.sum(axis=1, keepdims=True)
+            probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
         else:
-            found = 1 / (1 + np.exp(-scores.astype(np.float64)))
-        return np.where(known[:, None], found, 0).astype(np.float32)
+            probabilities = 1 / (1 + np.exp(-scores.astype(np.float64)))
+        return np.where(known[:, None], probabilities, 0).astype(np.float32)
 
     def _hidden(self, texts: Sequence[list[bytes]]) -> tuple[np.ndarray, np.ndarray]:
         """The mean row of every text, (texts, dim), and whether it has one, (texts,)."""
@@ -113,10 +113,10 @@ class FastText:
             size = max(WORDS_KEPT, len(new))
             self._sums, self._counts = np.zeros((size, self._output.shape[1]), np.float32), np.zeros(size, np.int64)
         if new:
-            own = slice(len(self._places), len(self._places) + len(new))
+            added = slice(len(self._places), len(self._places) + len(new))
             rows, owners = self._rows_of_words(new)
-            self._sums[own], self._counts[own] = _summed(self._input, rows, owners, len(new)), np.bincount(owners, minlength=len(new))
-            self._places |= {word: own.start + number for number, word in enumerate(new)}
+            self._sums[added], self._counts[added] = _summed(self._input, rows, owners, len(new)), np.bincount(owners, minlength=len(new))
+            self._places |= {word: added.start + number for number, word in enumerate(new)}
         return np.fromiter(map(self._places.__getitem__, words), np.int64, len(words))
 
     def _is_word(self, word: bytes) -> bool:
@@ -128,8 +128,8 @@ class FastText:
         rows, owners = ids[ids >= 0], np.flatnonzero(ids >= 0)
         if self._maxn >= max(1, self._minn):
             spelled = [number for number, word in enumerate(words) if word != END and self._is_word(word)]
-            hashes, of = _character_ngrams([words[number] for number in spelled], self._minn, self._maxn)
-            more, of_more = self._hashed(hashes.astype(np.uint64), np.array(spelled, dtype=np.int64)[of])
+            hashes, of_ngram = _character_ngrams([words[number] for number in spelled], self._minn, self._maxn)
+            more, of_more = self._hashed(hashes.astype(np.uint64), np.array(spelled, dtype=np.int64)[of_ngram])
             rows, owners = np.concatenate([rows, more]), np.concatenate([owners, of_more])
         order = np.argsort(owners, kind="stable")
         return rows[order], owners[order]
@@ -138,12 +138,12 @@ class FastText:
         """The rows of n-grams of words, and the text of each in ascending order."""
         chosen = [number for number, word in enumerate(words) if self._is_word(word)]
         hashes = _fnv([words[number] for number in chosen]).view(np.int32).astype(np.int64).view(np.uint64)
-        sums, own, found = hashes, owners[chosen], []
+        sums, texts, parts = hashes, owners[chosen], []
         for more in range(1, self._word_ngrams):
             sums = sums[:-1] * _WORD_FACTOR + hashes[more:]
-            same = own[:-more] == own[more:]
-            found.append(self._hashed(sums[same], own[:-more][same]))
-        rows, of_text = (np.concatenate(part) for part in zip(*found, strict=True))
+            same = texts[:-more] == texts[more:]
+            parts.append(self._hashed(sums[same], texts[:-more][same]))
+        rows, of_text = (np.concatenate(part) for part in zip(*parts, strict=True))
         order = np.argsort(of_text, kind="stable")
         return rows[order], of_text[order]
 
@@ -240,9 +240,9 @@ def _summed(matrix: np.ndarray, rows: np.ndarray, owners: np.ndarray, count: int
     """The sum of the rows of each of `count` owners, fp32 (count, columns); the owners are in ascending order."""
     sums = np.zeros((count, matrix.shape[1]), dtype=np.float32)
     for start in range(0, len(rows), CHUNK):
-        own = owners[start : start + CHUNK]
-        first = np.flatnonzero(np.diff(own, prepend=-1))
-        sums[own[first]] += np.add.reduceat(matrix[rows[start : start + CHUNK]], first, axis=0)
+        chunk = owners[start : start + CHUNK]
+        first = np.flatnonzero(np.diff(chunk, prepend=-1))
+        sums[chunk[first]] += np.add.reduceat(matrix[rows[start : start + CHUNK]], first, axis=0)
     return sums
 
 
@@ -278,8 +278,8 @@ def _fnv(words: Sequence[bytes]) -> np.ndarray:
     starts = np.cumsum(lengths) - lengths
     hashes = np.full(len(words), _BASIS)
     for place in range(int(lengths.max(initial=0))):
-        own = np.flatnonzero(lengths > place)
-        hashes[own] = (hashes[own] ^ _SIGNED[content[starts[own] + place]]) * _PRIME
+        longer = np.flatnonzero(lengths > place)
+        hashes[longer] = (hashes[longer] ^ _SIGNED[content[starts[longer] + place]]) * _PRIME
     return hashes
 
 
@@ -294,16 +294,16 @@ def _character_ngrams(words: Sequence[bytes], minn: int, maxn: int) -> tuple[np.
     left = last[of_word] - np.arange(len(begins))  # characters behind this one in its word
     edge = (left == 0) | (np.diff(of_word, prepend=-1) > 0)
     hashes, starts = np.full(len(begins), _BASIS), np.arange(len(begins))
-    found: list[tuple[np.ndarray, np.ndarray]] = []
+    ngrams: list[tuple[np.ndarray, np.ndarray]] = []
     for n in range(1, maxn + 1):
         starts = starts[left[starts] >= n - 1]
         added, values = starts + n - 1, hashes[starts]
         for byte in range(4):
-            own = np.flatnonzero(sizes[added] > byte)
-            values[own] = (values[own] ^ _SIGNED[content[begins[added[own]] + byte]]) * _PRIME
+            longer = np.flatnonzero(sizes[added] > byte)
+            values[longer] = (values[longer] ^ _SIGNED[content[begins[added[longer]] + byte]]) * _PRIME
         hashes[starts] = values
         if n >= minn:
             kept = starts if n > 1 else starts[~edge]
-            found.append((hashes[kept], of_word[kept]))
-    hashes_of, words_of = (np.concatenate(part) for part in zip(*found, strict=True))
+            ngrams.append((hashes[kept], of_word[kept]))
+    hashes_of, words_of = (np.concatenate(part) for part in zip(*ngrams, strict=True))
     return hashes_of, words_of

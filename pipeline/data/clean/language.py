@@ -34,15 +34,15 @@ class Detector(ABC):
 
     def identify(self, texts: Sequence[str]) -> list[Language]:
         """Return the main language of every text."""
-        found = [UNKNOWN] * len(texts)
+        detected = [UNKNOWN] * len(texts)
         unclear = list(range(len(texts)))
         for size in SAMPLE_CHARACTERS:
             starts = [max(0, (len(texts[number]) - size) // 2) for number in unclear]
             samples = [texts[number][start : start + size] for number, start in zip(unclear, starts, strict=True)]
             for number, language in zip(unclear, self.detect(samples), strict=True):
-                found[number] = language
-            unclear = [number for number in unclear if found[number][1] < CLEAR and len(texts[number]) > size]
-        return found
+                detected[number] = language
+            unclear = [number for number in unclear if detected[number][1] < CLEAR and len(texts[number]) > size]
+        return detected
 
     @abstractmethod
     def detect(self, samples: Sequence[str]) -> list[Language]:
@@ -80,9 +80,9 @@ class FastTextDetector(Detector):
         # Codes of Wikipedia, which lid.176 has: als is Alemannic there, and Tosk Albanian in ISO 639-3.
         codes = ["gsw" if name == "als" and "sq" in names else name for name in names]
         labels = [languages.normalized(code) for code in codes]
-        own = {_language(code) for code in codes}
+        known = {_language(code) for code in codes}
         self._codes = [
-            (code, code if label in own and _language(code) != label else label) for code, label in zip(codes, labels, strict=True)
+            (code, code if label in known and _language(code) != label else label) for code, label in zip(codes, labels, strict=True)
         ]
         self._labels = sorted({label for _, label in self._codes})
         columns = np.array([self._labels.index(label) for _, label in self._codes])
@@ -91,8 +91,8 @@ class FastTextDetector(Detector):
 
     def detect(self, samples: Sequence[str]) -> list[Language]:
         """Return the most probable language of every sample; the probabilities of its scripts are added."""
-        each = self._model.probabilities(samples)
-        summed = np.add.reduceat(each[:, self._order], self._starts, axis=1)
+        probabilities = self._model.probabilities(samples)
+        summed = np.add.reduceat(probabilities[:, self._order], self._starts, axis=1)
         best = summed.argmax(axis=1)
         return [
             (self._labels[label], min(1.0, float(row[label]))) if row[label] > 0 else UNKNOWN
@@ -102,9 +102,9 @@ class FastTextDetector(Detector):
     def covered(self, code: str) -> tuple[str, ...]:
         """Return the labels that a code names, those of its own language first: of `ckb` not `ku`."""
         general = languages.covered(code)
-        own = {label for name, label in self._codes if code.lower() in (name.lower(), _language(name))}
-        found = set(general) if len(general) > 1 else own or set(general)
-        return tuple(sorted(found & set(self._labels)))
+        named = {label for name, label in self._codes if code.lower() in (name.lower(), _language(name))}
+        labels = set(general) if len(general) > 1 else named or set(general)
+        return tuple(sorted(labels & set(self._labels)))
 
     def nearest(self, code: str) -> str:
         """Return codes that are meant most likely."""
@@ -125,15 +125,15 @@ def detector(clean: CleanConfig) -> Detector:
             fix = "name a file (OpenLID, GlotLID, lid.176), or compile it, which requires a C++ compiler: pip install pycld2"
             raise UserError.of("clean.language.model", "null", rule, fix)
         return Cld2()
-    found = FastTextDetector(clean.language.model)
+    model = FastTextDetector(clean.language.model)
     codes = [("clean.language.keep", code) for code in clean.language.keep]
     for name in STEPS:  # a step may have values of languages that are in no text
         mine = getattr(getattr(clean, name), "by_language", {})
         codes += [(f"clean.{name}.by_language", code) for code in mine if not languages.covered(code)]
     for key, code in codes:
-        if not found.covered(code):
-            raise UserError.of(key, code, f"is no language of clean.language.model={clean.language.model}", found.nearest(code))
-    return found
+        if not model.covered(code):
+            raise UserError.of(key, code, f"is no language of clean.language.model={clean.language.model}", model.nearest(code))
+    return model
 
 
 def _language(code: str) -> str:

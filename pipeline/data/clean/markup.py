@@ -94,7 +94,7 @@ def _mentions(text: str) -> frozenset[int]:
     listed = [(tag, following) for tag, following in pairs if _ENUMERATION.fullmatch(text, tag.end(), following.start())]
     for tag, following in [*reversed(listed), *listed]:  # the word is after the last one, or before the first one
         if not mentioned.isdisjoint((tag.start(), following.start())):
-            mentioned |= {one.start() for one in (tag, following) if _stands_alone(text, one)}
+            mentioned |= {candidate.start() for candidate in (tag, following) if _stands_alone(text, candidate)}
     return frozenset(mentioned)
 
 

@@ -146,10 +146,10 @@ def named(codes: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 def spans(text: str) -> list[tuple[int, int]]:
     """The spans of numbers of persons, in order."""
-    found: list[tuple[int, int]] = []
+    numbers: list[tuple[int, int]] = []
     for digits in _DIGITS.finditer(text):
         start = digits.start()
-        if found and start < found[-1][1]:
+        if numbers and start < numbers[-1][1]:
             continue
         prefix = _PREFIX.search(text, max(0, start - 8), start)
         starts = [prefix.start()] if prefix else []
@@ -157,8 +157,8 @@ def spans(text: str) -> list[tuple[int, int]]:
             starts.append(start)
         span = next((span for first in starts if (span := _span(text, first))), None)
         if span:
-            found.append(span)
-    return found
+            numbers.append(span)
+    return numbers
 
 
 def _span(text: str, start: int) -> tuple[int, int] | None:

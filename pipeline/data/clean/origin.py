@@ -68,12 +68,12 @@ class _Addresses:
 
     def contain(self, urls: list[object]) -> np.ndarray:
         """Return which URLs are at an address or below it."""
-        found = np.zeros(len(urls), dtype=bool)
+        contained = np.zeros(len(urls), dtype=bool)
         if self._known is not None and len(self._known.known):
             pairs = [(index, _hash(part)) for index, url in enumerate(urls) if url for part in _above(str(url))]
             owners, hashes = np.array(pairs, dtype=np.uint64).reshape(-1, 2).T
-            found[owners[self._known.find(hashes)[0]].astype(np.int64)] = True
-        return found
+            contained[owners[self._known.find(hashes)[0]].astype(np.int64)] = True
+        return contained
 
 
 def _hash(text: str) -> int:

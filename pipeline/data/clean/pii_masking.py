@@ -78,13 +78,13 @@ def personal(knobs: PersonalStep) -> Step:
             return
         masks = batch.mark(*(_SEARCHES[kind].possible for kind in kinds))
         for index in alive_indices(batch, np.logical_or.reduce(masks)):
-            found, text = [], batch.texts[index]
+            names, text = [], batch.texts[index]
             for kind, possible in zip(kinds, masks, strict=True):
                 if possible[index] and (spans := _SEARCHES[kind].find(text)):
-                    found.append(_SEARCHES[kind].name)
+                    names.append(_SEARCHES[kind].name)
                     text = _replaced(text, spans, kind)
-            if found:
-                yield Verdict(index, f"masked {', '.join(found)}", text)
+            if names:
+                yield Verdict(index, f"masked {', '.join(names)}", text)
 
     return step
 

@@ -147,16 +147,16 @@ def gopher(knobs: GopherStep) -> Step:
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         limits = StepLimits(knobs, batch)
-        found = counts.gopher(batch)
-        count = found["words"]
-        divisor, line_count = np.maximum(count, 1), np.maximum(found["lines"], 1)
-        mean_length = found["spaced_characters"] / np.maximum(found["spaced"], 1)
-        spaced = 2 * found["spaced"] >= count  # whether spaces separate at least half of the words
-        bullets, open_lines = found["bullets"] / line_count, found["open_lines"] / line_count
-        hashes, dots = found["hashes"] / divisor, found["ellipses"] / divisor
+        stats = counts.gopher(batch)
+        count = stats["words"]
+        divisor, line_count = np.maximum(count, 1), np.maximum(stats["lines"], 1)
+        mean_length = stats["spaced_characters"] / np.maximum(stats["spaced"], 1)
+        spaced = 2 * stats["spaced"] >= count  # whether spaces separate at least half of the words
+        bullets, open_lines = stats["bullets"] / line_count, stats["open_lines"] / line_count
+        hashes, dots = stats["hashes"] / divisor, stats["ellipses"] / divisor
         # A token of a script without spaces is a sentence.
-        alphabetic, tokens = np.where(spaced, (found["lettered_tokens"], found["tokens"]), (found["lettered_words"], count))
-        missing, has_list = found["stop_words"] < limits["stop_words"], found["has_stop_words"]
+        alphabetic, tokens = np.where(spaced, (stats["lettered_tokens"], stats["tokens"]), (stats["lettered_words"], count))
+        missing, has_list = stats["stop_words"] < limits["stop_words"], stats["has_stop_words"]
         return drop(
             batch,
             [
@@ -202,12 +202,12 @@ def fineweb(knobs: FineWebStep) -> Step:
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         limits = StepLimits(knobs, batch)
-        found = counts.fineweb(batch, limits["short_line"])
-        count = np.maximum(found["lines"], 1)
-        closed, short, repeats = found["closed"], found["short"], found["repeated_characters"]
+        stats = counts.fineweb(batch, limits["short_line"])
+        count = np.maximum(stats["lines"], 1)
+        closed, short, repeats = stats["closed"], stats["short"], stats["repeated_characters"]
         many = count > 1  # the rules do not apply to a single line
-        characters = np.maximum(batch.characters - found["newlines"], 1)  # without the newlines within the text
-        newlines = count / np.maximum(found["words"], 1)
+        characters = np.maximum(batch.characters - stats["newlines"], 1)  # without the newlines within the text
+        newlines = count / np.maximum(stats["words"], 1)
         return drop(
             batch,
             [
@@ -225,12 +225,12 @@ def language(knobs: LanguageStep) -> Step:
     """Drop documents in other languages, or with too small a share of the main language. If `keep` is empty, all documents are kept."""
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        found = batch.languages
+        detected = batch.languages
         wanted = {label for code in knobs.keep for label in batch.detector.covered(code)}
         if not wanted:
             return ()
-        other = np.array([label not in wanted for label, _ in found])
-        unclear = np.array([share < knobs.share for _, share in found])
+        other = np.array([label not in wanted for label, _ in detected])
+        unclear = np.array([share < knobs.share for _, share in detected])
         return drop(batch, [(other, "other language"), (unclear, "language unclear")])
 
     return step

@@ -26,9 +26,9 @@ class ChosenWords:
         spans, self._count = words.spans, len(chosen)
         self._starts, self._ends, self._texts, self._hashes = spans.starts, spans.ends, spans.texts, words.hashes
         if not chosen.all():
-            own = np.flatnonzero(chosen[self._texts])
+            indices = np.flatnonzero(chosen[self._texts])
             self._starts, self._ends, self._texts, self._hashes = (
-                array[own] for array in (self._starts, self._ends, self._texts, self._hashes)
+                array[indices] for array in (self._starts, self._ends, self._texts, self._hashes)
             )
 
     def most_covered(self, lengths: range) -> Iterator[np.ndarray]:
@@ -108,13 +108,13 @@ def repetition(knobs: RepetitionStep) -> Step:
         characters, limits = batch.characters, StepLimits(knobs, batch)
         lines, paragraphs = batch.words.lines, _paragraphs(batch.words)
         faults: Faults = []
-        for spans, what, share, part in (
+        for spans, unit, share, part in (
             (lines, "lines", limits["lines"], limits["line_characters"]),
             (paragraphs, "paragraphs", limits["paragraphs"], limits["paragraph_characters"]),
         ):
             count, size = repeated(batch.words, spans)
-            faults.append((count > share * np.maximum(np.diff(spans.offsets), 1), f"repeated {what}"))
-            faults.append((size > part * characters, f"characters in repeated {what}"))
+            faults.append((count > share * np.maximum(np.diff(spans.offsets), 1), f"repeated {unit}"))
+            faults.append((size > part * characters, f"characters in repeated {unit}"))
         return drop(batch, [*faults, *_ngrams(batch, limits["top_ngrams"], limits["long_ngrams"])])
 
     return step

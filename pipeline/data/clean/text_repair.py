@@ -180,16 +180,16 @@ def boilerplate(knobs: BoilerplateStep) -> Step:
 
     def without_phrases(text: str) -> str:
         pieces = list(line_slices(text))
-        found = [has_phrase(text[start:end]) for start, end in pieces]
-        if not any(found):
+        flagged = [has_phrase(text[start:end]) for start, end in pieces]
+        if not any(flagged):
             return text
         spans, kept = code_detection.protected(text), ""
-        for (start, end), searched in zip(pieces, found, strict=True):
+        for (start, end), searched in zip(pieces, flagged, strict=True):
             if not searched:
                 kept += text[start:end]
                 continue
-            ended = text[end - 1] == "\n"
-            lines = [_line_before(text, start), *text[start : end - ended].split("\n"), _line_after(text, end)]
+            stop = end - 1 if text[end - 1] == "\n" else end
+            lines = [_line_before(text, start), *text[start:stop].split("\n"), _line_after(text, end)]
             for number, line in enumerate(lines[1:-1], start=1):
                 notice = (
                     len(line) <= knobs.longest_line

@@ -86,10 +86,10 @@ _HEAD = np.dtype([("kept", "<i8"), ("size", "<i8"), ("near", "?")])
 """A cluster, or the part of it on one rank: its kept document, the number of dropped ones, whether one of them is a near duplicate."""
 
 
-def to_json(found: Clusters) -> dict[str, Any]:
+def to_json(clusters: Clusters) -> dict[str, Any]:
     """All fields except `drop` and `origin`, as JSON."""
-    plain = dataclasses.asdict(replace(found, drop=found.drop[:0], origin=found.origin[:0]))
-    return {**plain, "drop": None, "origin": None, "sizes": list(found.sizes.items())}
+    plain = dataclasses.asdict(replace(clusters, drop=clusters.drop[:0], origin=clusters.origin[:0]))
+    return {**plain, "drop": None, "origin": None, "sizes": list(clusters.sizes.items())}
 
 
 def from_json(encoded: dict[str, Any], drop: np.ndarray, origin: np.ndarray) -> Clusters:
@@ -102,7 +102,7 @@ def joined(first: Clusters, second: Clusters) -> Clusters:
     """Combine two successive searches, the second one over the documents that the first one kept."""
     sizes = {size: first.sizes.get(size, 0) + second.sizes.get(size, 0) for size in sorted(first.sizes.keys() | second.sizes.keys())}
     listed = sorted([*first.clusters, *second.clusters], key=lambda cluster: -cluster.size)[:LISTED]
-    drop, origin = (np.concatenate([getattr(found, name) for found in (first, second)]) for name in ("drop", "origin"))
+    drop, origin = (np.concatenate([getattr(search, name) for search in (first, second)]) for name in ("drop", "origin"))
     order = np.argsort(drop)
     exact, near, chained = (getattr(first, name) + getattr(second, name) for name in ("exact", "near", "chained"))
     return Clusters(drop[order], origin[order], exact, near, chained, listed, sizes)
@@ -164,13 +164,13 @@ def _with_centers(comm: Comm, copies: np.ndarray, stars: np.ndarray) -> np.ndarr
 
     def center(numbers: np.ndarray, _: np.ndarray) -> np.ndarray:
         places = np.searchsorted(stars["right"], numbers)
-        found = np.zeros(len(numbers), dtype=stars.dtype)
-        found["left"], found["jaccard"] = numbers, 1
+        centers = np.zeros(len(numbers), dtype=stars.dtype)
+        centers["left"], centers["jaccard"] = numbers, 1
         if len(stars):
             places = np.minimum(places, len(stars) - 1)
             dropped = stars["right"][places] == numbers
-            found[dropped] = stars[places[dropped]]
-        return found
+            centers[dropped] = stars[places[dropped]]
+        return centers
 
     centers = distributed.ask(comm, copies["left"], copies["left_holder"], center)
     copies = copies.copy()

@@ -75,8 +75,8 @@ def find(comm: Comm, documents: Documents, settings: DedupConfig, known: Known |
     remaining, known_remaining = (np.ones(len(numbers), dtype=bool) for numbers in (documents.numbers, known.numbers))
     if settings.exact or documents.bands is None:
         columns = (known.numbers, documents.numbers), (known.keys, documents.keys), (known_length, documents.lengths)
-        _, found = exact.find(comm, *map(np.concatenate, columns))
-        copies = found[found["right"] >= 0]  # without copies within the other corpora
+        _, edges = exact.find(comm, *map(np.concatenate, columns))
+        copies = edges[edges["right"] >= 0]  # without copies within the other corpora
         remaining = ~np.isin(documents.numbers, copies["right"])
     compared = np.empty(0, dtype=_PAIR)
     known_bands = minhash.all_band_hashes(known.signatures, settings.bands, settings.rows)
@@ -106,8 +106,8 @@ def _candidates(comm: Comm, sources: Sequence[Source], bands: int) -> np.ndarray
         for part in range(count):
             rows = np.concatenate([_band_rows(*of_source, part, count, comm.rank) for of_source in columns])
             rows = distributed.sorted_over_ranks(comm, rows, ("hash", "shortness", "number"))
-            found = _bucket_pairs(*_with_predecessors(comm, rows))
-            pairs = _distinct(np.concatenate([pairs, exchange(comm, found, found["right_holder"])]))
+            bucket_pairs = _bucket_pairs(*_with_predecessors(comm, rows))
+            pairs = _distinct(np.concatenate([pairs, exchange(comm, bucket_pairs, bucket_pairs["right_holder"])]))
     return pairs
 
 
@@ -191,9 +191,9 @@ def _verified(comm: Comm, pairs: np.ndarray, documents: Documents, settings: Ded
             distinct, places = np.unique(left, return_index=True)
             here = pairs["left_holder"][batch][places] == comm.rank
             others = distributed.fetch(comm, distinct[~here], pairs["left_holder"][batch][places][~here], documents.read)
-            own = np.union1d(distinct[here], right)
-            texts = [*others, *documents.read(own.tolist())]
-            numbers = [*distinct[~here].tolist(), *own.tolist()]
+            local = np.union1d(distinct[here], right)
+            texts = [*others, *documents.read(local.tolist())]
+            numbers = [*distinct[~here].tolist(), *local.tolist()]
             sets = dict(zip(numbers, minhash.shingle_sets(texts, settings.shingle), strict=True))
             jaccard[batch] = [minhash.jaccard(sets[a], sets[b]) for a, b in zip(left.tolist(), right.tolist(), strict=True)]
             progress.advance(len(left))

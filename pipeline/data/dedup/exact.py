@@ -90,12 +90,12 @@ def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, length: np.ndarray)
         best_of[heads] = best
         best_of[copy] = best_of[first]
         worse = np.flatnonzero(best_of["number"] != rows["number"])
-        found = np.empty(len(worse), dtype=EDGE)
+        added = np.empty(len(worse), dtype=EDGE)
         for name in _BEST.names or ():
-            found[f"left_{name}" if name != "number" else "left"] = best_of[name][worse]
-        found["right"], found["right_length"], found["right_holder"] = rows["number"][worse], rows["length"][worse], comm.rank
-        found["jaccard"], found["exact"] = 1.0, True
-        edges.append(found)
+            added[f"left_{name}" if name != "number" else "left"] = best_of[name][worse]
+        added["right"], added["right_length"], added["right_holder"] = rows["number"][worse], rows["length"][worse], comm.rank
+        added["jaccard"], added["exact"] = 1.0, True
+        edges.append(added)
     joined = np.concatenate(edges)
     return np.sort(joined["right"]), joined
 

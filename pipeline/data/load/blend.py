@@ -208,12 +208,12 @@ def phases(data: DataConfig, sample_length: int, epoch: Sequence[int] | None = N
         assert epoch is not None
         worth = dict(zip(names, epoch, strict=True))
     if not data.phases:
-        own = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in data.blend.items()}
-        return [Phase([own[name] * worth[name] for name in names])]
+        weights = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in data.blend.items()}
+        return [Phase([weights[name] * worth[name] for name in names])]
     return [
         Phase(
             [phase.weights.get(name, 0.0) * worth[name] for name in names],
-            phase.until_tokens and phase.until_tokens // sample_length,
+            None if phase.until_tokens is None else phase.until_tokens // sample_length,
             phase.run,
         )
         for phase in data.phases

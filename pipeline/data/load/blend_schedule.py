@@ -82,7 +82,7 @@ class BlendSchedule:
         Returns:
             (n,) int64, the sample with each of these numbers; -1 if the corpus ends before it, with weight 0 in the last phase.
         """
-        found = np.full_like(ordinals, -1)
+        samples = np.full_like(ordinals, -1)
         phases = np.searchsorted(self._before[:, corpus], ordinals, side="right") - 1
         for phase in np.unique(phases).tolist():
             chain = _chain(self._units[phase])
@@ -95,8 +95,8 @@ class BlendSchedule:
             numbers = -(-((runs + 1) * remaining - remaining // 2) // unit) - 1
             for _, unit, remaining in reversed(chain[:level]):  # among the samples that the corpora before it leave
                 numbers = (numbers * remaining + remaining // 2) // (remaining - unit)
-            found[of_phase] = numbers * self._runs[phase] + places + self._starts[phase]
-        return found
+            samples[of_phase] = numbers * self._runs[phase] + places + self._starts[phase]
+        return samples
 
     def counts(self, samples: int) -> np.ndarray:
         """The number of samples of each corpus among the first `samples` samples, (corpora,) int64."""

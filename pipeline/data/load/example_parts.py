@@ -116,19 +116,19 @@ def pack_part(
         lines = lines_of(span)
         while chunk := list(islice(lines, _CHUNK_LINES)):
             kept = [line for line in chunk if line.strip()]
-            found: Iterator[list[Example] | BadLine] = iter(reader.examples(kept))
+            parsed: Iterator[list[Example] | BadLine] = iter(reader.examples(kept))
             usable: list[Example] = []
             for line in chunk:
                 number += 1
                 if not line.strip():
                     continue
-                each = next(found)
-                if isinstance(each, BadLine):
-                    notes.unusable.append((path, number, str(each), isinstance(each, TooLongError)))
+                result = next(parsed)
+                if isinstance(result, BadLine):
+                    notes.unusable.append((path, number, str(result), isinstance(result, TooLongError)))
                     continue
-                removed = sum(example.cut for example in each)
-                notes.usable, notes.cut, notes.cut_tokens = notes.usable + 1, notes.cut + (removed > 0), notes.cut_tokens + removed
-                usable += each
+                removed = sum(example.cut for example in result)
+                notes.usable, notes.cut, notes.cut_tokens = notes.usable + 1, notes.cut + (1 if removed else 0), notes.cut_tokens + removed
+                usable += result
             if usable:  # compact at once: an example of int64 takes four times the memory
                 examples.append(np.array([len(example.tokens) for example in usable], dtype=np.int64))
                 tokens.append(np.concatenate([example.tokens for example in usable]).astype(dtype))
@@ -169,5 +169,5 @@ def lines_of(span: Span) -> Iterator[bytes]:
                 place += len(line)
                 yield line
         except streams.DamageError as error:
-            rule = f"{error.what} after {error.position:,} bytes: {error}"
+            rule = f"{error.problem} after {error.position:,} bytes: {error}"
             raise UserError.of("data.instructions", span.file.path, rule, "copy it again, or remove it from the list") from error

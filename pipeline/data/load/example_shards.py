@@ -87,11 +87,11 @@ class ExamplesInMemory:
         """See Examples."""
         starts, stops = self.index.starts[sequences], self.index.starts[sequences + 1]
         owners = np.searchsorted(self._firsts, starts, side="right") - 1
-        found = []
+        examples = []
         for owner, start, stop in zip(owners.tolist(), starts.tolist(), stops.tolist(), strict=True):
             part, place = self._parts[owner], slice(start - self._firsts[owner], stop - self._firsts[owner])
-            found.append((part.tokens[place], part.is_answer[place]))
-        return found
+            examples.append((part.tokens[place], part.is_answer[place]))
+        return examples
 
 
 class ExamplesInShards:
@@ -140,7 +140,7 @@ def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dic
     about = {"text_bytes": part.notes.text_bytes, "split": split, "corpus": "default"}
     about |= {"content": part.fingerprint, "answer_tokens": int(part.is_answer.sum())}
     with atomic_file(path) as handle:
-        writer = token_shards.Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
+        writer = token_shards.ShardWriter(handle, path.name.removesuffix(".tar"), encoder.dtype)
         writer.add(part.tokens, part.lengths)
         places = writer.close(arrays, **about, **encoder.totals)
     return artifact.entry(path, **places, **about, notes=asdict(part.notes))
@@ -182,12 +182,12 @@ def check(
     bad = _numbered(parts)
     formats, ignored = _added([notes.formats for notes in parts]), _added([notes.ignored for notes in parts])
     spelled = _added([notes.spelled for notes in parts])
-    for path, found in formats.items():
-        if len(found) > 1:
-            listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
+    for path, counts in formats.items():
+        if len(counts) > 1:
+            listed = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
             raise UserError.of(key, path, f"has records of several formats: {listed}", "write a file for each format")
         if folder is not None:
-            _log_notes(key, path, found, ignored[path])
+            _log_notes(key, path, counts, ignored[path])
             warn_of_spelled(f"{key}: {path}", spelled.get(path, {}))
     list_path = _write_list(folder, key, bad) if folder is not None else None
     unusable, usable = [line for line in bad if not line.left_out], sum(notes.usable for notes in parts)
@@ -239,8 +239,8 @@ def _log_notes(key: str, path: str, formats: Counter[str], ignored: Counter[str]
     if repaired := ignored.pop("messages.repaired", 0):
         log.info("%s: %s: %s chats are repaired (data.instructions.repair)", key, path, f"{repaired:,}")
     if ignored:
-        found = ", ".join(f"{name} ({count:,})" for name, count in ignored.most_common())
-        log.info("%s: %s: these keys are not used: %s", key, path, found)
+        listed = ", ".join(f"{name} ({count:,})" for name, count in ignored.most_common())
+        log.info("%s: %s: these keys are not used: %s", key, path, listed)
 
 
 def _write_list(folder: Path, key: str, bad: Sequence[_Unusable]) -> Path | None:

@@ -24,7 +24,7 @@ from pipeline.data.shard import text_shards
 from pipeline.data.tokenize import token_shards
 
 
-class Ledger:
+class DocumentLedger:
     """The documents of the samples of a run.
 
     Args:
@@ -56,19 +56,19 @@ class Ledger:
         first = np.searchsorted(self._starts, starts, side="right") - 1
         parts, places = expanded(np.searchsorted(self._starts, ends) - first)  # a range may go on in the next shard
         shards = first[parts] + places
-        found = []
+        per_shard = []
         for shard in np.unique(shards).tolist():
-            own = np.flatnonzero(shards == shard)
-            begin = np.maximum(starts[parts[own]], self._starts[shard]) - self._starts[shard]
-            end = np.minimum(ends[parts[own]], self._starts[shard + 1]) - self._starts[shard]
+            in_shard = np.flatnonzero(shards == shard)
+            begin = np.maximum(starts[parts[in_shard]], self._starts[shard]) - self._starts[shard]
+            end = np.minimum(ends[parts[in_shard]], self._starts[shard + 1]) - self._starts[shard]
             bounds = self._ends_of(shard)
             document = np.searchsorted(bounds, begin, side="right")
             which, steps = expanded(np.searchsorted(bounds, end) + 1 - document)
             documents = document[which] + steps
             before = np.concatenate([[0], bounds])[documents]
             tokens = np.minimum(bounds[documents], end[which]) - np.maximum(before, begin[which])
-            found.append(np.stack([rows[parts[own[which]]], np.full(len(which), shard), documents, tokens, own[which]]))
-        joined = np.concatenate(found, axis=1)
+            per_shard.append(np.stack([rows[parts[in_shard[which]]], np.full(len(which), shard), documents, tokens, in_shard[which]]))
+        joined = np.concatenate(per_shard, axis=1)
         return joined[:4, np.argsort(joined[4], kind="stable")]
 
     def samples_of(self, shard: int, documents: np.ndarray, limit: int) -> np.ndarray:
@@ -123,16 +123,16 @@ class Ledger:
         """
         path = self.shards[shard].path
         manifest = artifact.read(path.parent, key="data.tokens", stage="tokenize")
-        if (found := self._texts.get(str(manifest.settings.get("data.shards")))) is None:
+        if (origin := self._texts.get(str(manifest.settings.get("data.shards")))) is None:
             folders = ", ".join(str(folder) for folder, _ in self._texts.values()) or "none"
             rule = f"has no folder from which {path.parent} was tokenized; given: {folders}"
             raise UserError.of("stage.shards", folders, rule, "add the folder of these text shards, which name the documents")
-        for text, fields in text_shards.tokenized(text_shards.readable(*found, path.name), manifest.settings, found[1]):
+        for text, fields in text_shards.tokenized(text_shards.readable(*origin, path.name), manifest.settings, origin[1]):
             meta = fields.pop("meta", None) or {}
             yield text, {**fields, **meta, "corpus": fields.get("corpus"), **({"shard_id": fields.get("id")} if "id" in meta else {})}
 
 
-class Selection:
+class DocumentQuery:
     """Which documents a question is about: those that match all of its parts.
 
     Args:
@@ -154,9 +154,9 @@ class Selection:
         """Whether a document is one of them."""
         self.missing_fields -= fields.keys()
         if self._ids is not None:
-            found = {str(fields[name]) for name in ("id", "shard_id", "url") if name in fields} & self._ids
-            self.missing_ids -= found
-            if not found:
+            ids = {str(fields[name]) for name in ("id", "shard_id", "url") if name in fields} & self._ids
+            self.missing_ids -= ids
+            if not ids:
                 return False
         if self._contains not in text:
             return False

@@ -93,9 +93,9 @@ def _publish(
         if not entries:
             continue
         tokens = sum(entry["tokens"] for entry in entries.values())
-        found = [notes[name] for name in entries]
+        split_notes = [notes[name] for name in entries]
         limit = config.data.quarantine_limit
-        example_shards.check(found, reader, key=key, limit=limit, length=length, tokens=tokens, folder=unfinished.output)
+        example_shards.check(split_notes, reader, key=key, limit=limit, length=length, tokens=tokens, folder=unfinished.output)
         sequences = sum(entry["sequences"] for entry in entries.values())
         inputs = tokens - sum(entry["documents"] for entry in entries.values())  # the last token of an example is only a target
         totals[split] |= {"sequences": sequences, "padding": 1 - inputs / (sequences * length)}

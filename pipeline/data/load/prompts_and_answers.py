@@ -99,7 +99,7 @@ class ExampleReader:
 
     def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
         """Return the examples of every line, or why it has none."""
-        return [found if isinstance(found, BadLine) else [found] for found in self.read(lines)]
+        return [example if isinstance(example, BadLine) else [example] for example in self.read(lines)]
 
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
         """Return the example of every line, or why it is none."""
@@ -109,7 +109,7 @@ class ExampleReader:
                 records.append(record_of(json_lines.parse(line)))
             except BadLine as error:
                 records.append(error)
-        return [found if isinstance(found, BadLine) else self._fitted(found) for found in self._encoded(records)]
+        return [example if isinstance(example, BadLine) else self._fitted(example) for example in self._encoded(records)]
 
     def _encoded(self, records: Sequence[ChatRecord | TextRecord | BadLine]) -> list[Example | BadLine]:
         """Return the examples of records, of any length."""
@@ -137,17 +137,17 @@ class ExampleReader:
     @cached_property
     def _turn(self) -> int | None:
         """The token that ends an answer in the middle of a chat."""
-        found = None if self._template is None else chat_template.end_of_turn(self._template, self._chats)
-        if found is None:
+        token = None if self._template is None else chat_template.end_of_turn(self._template, self._chats)
+        if token is None:
             log.warning("the chat template has no special token that ends an answer: only the last one of a chat learns to end")
-        return found
+        return token
 
     def _tokens(self, texts: Sequence[str], *, complete: bool = False) -> list[list[int]]:
         """Encode texts, and note the special tokens that they spell."""
-        found = self._text_encoder.encode(texts, complete=complete)
+        ids = self._text_encoder.encode(texts, complete=complete)
         self.notes.spelled.update(self._text_encoder.spelled)
         self._text_encoder.spelled.clear()
-        return found
+        return ids
 
     def _rendered(self, record: ChatRecord) -> _Chat | BadLine:
         """Return a chat in the template of the tokenizer, or why it cannot be used; raises UserError without a template."""
@@ -221,15 +221,15 @@ class PairReader(ExampleReader):
         if first + second <= room:
             return [chosen, rejected]
         needed, half = f"{first + second - 2} tokens with both answers", room // 2
-        one = self._fitted(chosen, max(room - second, half), needed)
-        other = self._fitted(rejected, max(room - first, room - half), needed)
-        if isinstance(one, BadLine):
-            return one
-        if isinstance(other, BadLine):
-            return other
-        if one.tokens.tolist() == other.tokens.tolist():
+        cut_chosen = self._fitted(chosen, max(room - second, half), needed)
+        cut_rejected = self._fitted(rejected, max(room - first, room - half), needed)
+        if isinstance(cut_chosen, BadLine):
+            return cut_chosen
+        if isinstance(cut_rejected, BadLine):
+            return cut_rejected
+        if cut_chosen.tokens.tolist() == cut_rejected.tokens.tolist():
             return TooLongError(f"has {needed}; training.sequence_length={self._longest - 1} cuts the part in which they differ")
-        return [one, other]
+        return [cut_chosen, cut_rejected]
 
 
 def _in_spans(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

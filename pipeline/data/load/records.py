@@ -102,13 +102,13 @@ def record_of(fields: Any) -> ChatRecord | TextRecord:
         BadLine: it has no format, or those of two.
     """
     fields = _present(fields, 'with "messages", "conversations", "instruction" and "output", or "prompt" and "completion"')
-    found = [name for mark, name in _MARKS.items() if mark in fields]
-    if not found and "prompt" in fields:
+    names = [name for mark, name in _MARKS.items() if mark in fields]
+    if not names and "prompt" in fields:
         raise BadLine('has a "prompt" and no "completion"')
-    if len(found) != 1:
-        several = f"has the keys of several formats: {', '.join(FORMATS[name] for name in found)}"
-        raise BadLine(several if found else f"must be an object with {', or '.join(FORMATS.values())}")
-    (name,) = found
+    if len(names) != 1:
+        several = f"has the keys of several formats: {', '.join(FORMATS[name] for name in names)}"
+        raise BadLine(several if names else f"must be an object with {', or '.join(FORMATS.values())}")
+    (name,) = names
     record, used = _READERS[name](fields)
     is_chat = name == "prompt and completion" and isinstance(record, ChatRecord)
     return _noted(record, f"conversational {name}" if is_chat else name, fields, used)
@@ -136,14 +136,14 @@ def pair_of(fields: Any) -> tuple[ChatRecord | TextRecord, ChatRecord | TextReco
     return _noted(preferred, name, fields, {key, "chosen", "rejected"}), other
 
 
-def _present(fields: Any, what: str) -> dict[str, Any]:
+def _present(fields: Any, expected: str) -> dict[str, Any]:
     """Return the keys of a record that are set; Arrow writes null for absent ones."""
     if not isinstance(fields, dict):
-        raise BadLine(f"must be an object {what}")
-    found = {key: value for key, value in fields.items() if value is not None}
-    if refused := [key for key in REFUSED_KEYS if found.get(key) not in (None, [], "")]:
+        raise BadLine(f"must be an object {expected}")
+    present = {key: value for key, value in fields.items() if value is not None}
+    if refused := [key for key in REFUSED_KEYS if present.get(key) not in (None, [], "")]:
         raise BadLine(f'has "{refused[0]}", which is not supported; remove it')
-    return found
+    return present
 
 
 def _noted(record: Record, name: str, fields: Mapping[str, Any], used: set[str]) -> Record:
@@ -224,7 +224,7 @@ def _is_whole_chat(answer: Any) -> bool:
 def _whole_chats(fields: Mapping[str, Any]) -> tuple[ChatRecord, ChatRecord]:
     """Two chats that begin with the same messages, as in UltraFeedback; "prompt" beside them is one of these messages."""
     chosen, rejected = fields["chosen"], fields["rejected"]
-    differences = (number for number, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    differences = (number for number, (left, right) in enumerate(zip(chosen, rejected, strict=False)) if left != right)
     shared = next(differences, min(len(chosen), len(rejected)))
     if not shared or not isinstance(chosen[shared - 1], dict) or chosen[shared - 1].get("role") not in ("user", "tool"):
         raise BadLine('"chosen" and "rejected" are chats that do not begin with the same messages up to a question')

@@ -54,8 +54,8 @@ class Removal:
         for shard in shards:
             firsts.setdefault(shard.entry["xxh3"], []).append(position)
             position += shard.entry["tokens"]
-        found = sorted({(first + line["start"], line["tokens"]) for line in lines for first in firsts.get(line["content"], ())})
-        starts, lengths = np.array(found, dtype=np.int64).reshape(-1, 2).T
+        spans = sorted({(first + line["start"], line["tokens"]) for line in lines for first in firsts.get(line["content"], ())})
+        starts, lengths = np.array(spans, dtype=np.int64).reshape(-1, 2).T
         return cls(starts, starts + lengths, filler)
 
     @property
@@ -134,7 +134,7 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
     """
     from pipeline.data.tokenize import token_shards  # loads tokenizers, which not every reader of tokens needs
 
-    own = of_run(run_dir)
+    current = of_run(run_dir)
     older = [] if (run_dir / FILE).is_file() else [line for origin in origins for line in of_run(origin)]
     new = [] if named is None else read(Path(named))
     if named is not None and not new:
@@ -143,14 +143,14 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
         )
     named_shards = {line["content"] for line in new}
     ends = {shard.entry["xxh3"]: token_shards.ends(shard.path, shard.entry) for shard in shards if shard.entry["xxh3"] in named_shards}
-    if unknown := [line for line in new if line not in own and not _is_at(line, ends.get(line["content"], np.empty(0)))]:
+    if unknown := [line for line in new if line not in current and not _is_at(line, ends.get(line["content"], np.empty(0)))]:
         rule = f"{len(unknown)} of {len(new)} documents are in no token shard of this run, such as {unknown[0].get('shard', '')}"
         fix = "choose them with stage=ledger and the run_dir of a run that reads these shards"
         raise UserError.of("data.remove", named, rule, fix)
     kept: dict[Identity, dict[str, Any]] = {}
-    for line in (*own, *older, *new):
+    for line in (*current, *older, *new):
         kept.setdefault(identity(line), line)
-    if len(kept) > len(own):
+    if len(kept) > len(current):
         with atomic_file(run_dir / FILE, "w") as handle:
             handle.writelines(json.dumps(line) + "\n" for line in kept.values())
     return len(kept)

@@ -59,7 +59,7 @@ class Retries:
         since = time.monotonic()
         for wait in (*WAITS, None):
             try:
-                found = attempt()
+                result = attempt()
             except OSError as error:
                 self._log_once(path, error)
                 if wait is None or self._given_up.wait(wait):
@@ -67,7 +67,7 @@ class Retries:
                     raise UnreadableFile(path, error, since) from error
             else:
                 self._log_success(path, since)
-                return found
+                return result
         raise AssertionError
 
     def _log_once(self, path: Path, error: OSError) -> None:

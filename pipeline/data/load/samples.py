@@ -181,21 +181,21 @@ class Samples(Dataset):
             limit: samples from this one on are left out.
 
         Returns:
-            int64 (2, found): the row in `sequences`, and the sample.
+            int64 (2, n): the row in `sequences`, and the sample.
         """
         run, seed = self._runs[corpus], self._seeds[corpus]
         count = int(self.counts[corpus] // run)
         rows = np.flatnonzero(sequences < count * run)
         texts, places = np.divmod(sequences[rows], run)
         read = limit if self.schedule is None else int(self.schedule.counts(limit)[corpus])
-        found = [np.empty((2, 0), dtype=np.int64)]
+        per_epoch = [np.empty((2, 0), dtype=np.int64)]
         for epoch in range(-(-read // (count * int(run)))):
             indices = unpermute(texts, count, np.array([seed]), epoch) if self._shuffled else texts
             ordinals = (epoch * count + indices) * run + places
             numbers = ordinals if self.schedule is None else self.schedule.numbers(corpus, ordinals)
             early = (numbers >= 0) & (numbers < limit)
-            found.append(np.stack([rows[early], numbers[early]]))
-        return np.concatenate(found, axis=1)
+            per_epoch.append(np.stack([rows[early], numbers[early]]))
+        return np.concatenate(per_epoch, axis=1)
 
     def ranges(self, indices: np.ndarray) -> np.ndarray:
         """Return where the tokens of samples are in the stream, as Sequences.ranges; the rows are those of `indices`."""

@@ -36,19 +36,19 @@ class Shard:
         fields = {"dtype": "uint8", "tokens": self.entry[name], "offset": self.entry.get(f"{name}_offset", 0)}
         return replace(self, entry={**self.entry, **fields})
 
-    def check_size(self, found: int | None) -> Violation | None:
+    def check_size(self, size: int | None) -> Violation | None:
         """Compare a file size with the manifest.
 
         Args:
-            found: bytes; None for a missing file.
+            size: bytes; None for a missing file.
 
         Returns:
             The violation, or None if the size is correct.
         """
         written = self.entry["bytes"]
-        if found == written:
+        if size == written:
             return None
-        rule = "is missing" if found is None else f"is truncated or overwritten: {found} bytes, {written} were written"
+        rule = "is missing" if size is None else f"is truncated or overwritten: {size} bytes, {written} were written"
         return Violation(self.made_as[0], self.path, rule, self.fix)
 
     def verify(self) -> None:

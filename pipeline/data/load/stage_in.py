@@ -49,10 +49,10 @@ def staged(data: DataConfig, *, examples: bool = False) -> DataConfig:
 
     if examples:
         tokens = data.instructions.tokens
-        return dataclasses.replace(data, instructions=dataclasses.replace(data.instructions, tokens=tokens and copy(tokens)))
-    own = [name for name, corpus in data.blend.items() if corpus.tokens]
-    blend = {name: dataclasses.replace(data.blend[name], tokens=copy(str(data.blend[name].tokens))) for name in own}
-    tokens = data.tokens if data.blend and len(own) == len(data.blend) else copy(data.tokens)
+        return dataclasses.replace(data, instructions=dataclasses.replace(data.instructions, tokens=copy(tokens) if tokens else tokens))
+    tokenized = [name for name, corpus in data.blend.items() if corpus.tokens]
+    blend = {name: dataclasses.replace(data.blend[name], tokens=copy(str(data.blend[name].tokens))) for name in tokenized}
+    tokens = data.tokens if data.blend and len(tokenized) == len(data.blend) else copy(data.tokens)
     return dataclasses.replace(data, tokens=tokens, blend={**data.blend, **blend})
 
 

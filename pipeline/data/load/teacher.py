@@ -98,5 +98,5 @@ class TeacherAnswers:
         """
         self._check_number(int(np.max(indices, initial=-1)) + 1)
         size = self._record.itemsize * int(self.totals["length"])
-        found = self.stream.read(np.asarray(indices, dtype=np.int64) * size, size).view(self._record)
-        return {f"teacher_{name}": np.ascontiguousarray(found[name]) for name in ("tokens", "log_probabilities")}
+        records = self.stream.read(np.asarray(indices, dtype=np.int64) * size, size).view(self._record)
+        return {f"teacher_{name}": np.ascontiguousarray(records[name]) for name in ("tokens", "log_probabilities")}

@@ -157,14 +157,14 @@ class TokenStream:
         """Read bytes of a shard, whose file is opened again after an error: a stale handle stays stale."""
         try:
             file = self._file(shard)  # this reference keeps the file open during the read
-            found = os.pread(file.fd, size, start)
-            if len(found) != size:
+            content = os.pread(file.fd, size, start)
+            if len(content) != size:
                 self._raise_short_read(self.shards[shard])
         except OSError:
             with self._lock:
                 self._open.pop(shard, None)
             raise
-        return found
+        return content
 
     def _raise_short_read(self, shard: Shard) -> NoReturn:
         """Raise the error for a file that was truncated while open, or for a read that returned fewer bytes than the file has."""

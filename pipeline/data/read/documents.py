@@ -49,8 +49,8 @@ def metadata(document: Document, language: str, tags: Sequence[str] = (), score:
 
 def fields(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a condition reads of a record in a shard: the fields of its input, and corpus, lang and score, as far as known."""
-    own = {name: value for name, value in record.items() if name not in ("meta", "source") and value is not None}
-    return {"source": record.get("source"), **(record.get("meta") or {}), **own}
+    known = {name: value for name, value in record.items() if name not in ("meta", "source") and value is not None}
+    return {"source": record.get("source"), **(record.get("meta") or {}), **known}
 
 
 @dataclass(frozen=True, slots=True)

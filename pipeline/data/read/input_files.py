@@ -247,8 +247,8 @@ def content(comm: Comm, sources: Sequence[InputFile]) -> str:
     with ThreadPoolExecutor(_THREADS) as pool:
         mine = list(pool.map(_sample, sources[comm.rank :: comm.size]))
     samples: list[str] = [""] * len(sources)
-    for rank, found in enumerate(comm.allgather(mine)):
-        samples[rank :: comm.size] = found
+    for rank, rank_samples in enumerate(comm.allgather(mine)):
+        samples[rank :: comm.size] = rank_samples
     state = xxhash.xxh3_64()
     for source, sample in zip(sources, samples, strict=True):
         state.update(f"{source.label}\0{source.size}\0{sample}\0".encode())

@@ -39,12 +39,12 @@ def same_names(files: Iterable[InputFile]) -> dict[str, tuple[int, list[str]]]:
     groups: dict[tuple[str, str], list[str]] = {}
     for file in files:
         groups.setdefault((file.corpus, _stem(file.name)), []).append(file.name)
-    found: dict[str, tuple[int, list[str]]] = {}
+    shared: dict[str, tuple[int, list[str]]] = {}
     for (corpus, _), names in groups.items():
         if len(names) > 1:
-            number, first = found.get(corpus, (0, names))
-            found[corpus] = (number + 1, first)
-    return found
+            number, first = shared.get(corpus, (0, names))
+            shared[corpus] = (number + 1, first)
+    return shared
 
 
 def _stem(name: str) -> str:

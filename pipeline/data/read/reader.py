@@ -33,25 +33,25 @@ def sections(path: str, compression: str, begins: bytes | None) -> list[Section]
     Args:
         begins: with what the data of a member begins where reading may go on behind damage; None ends at the first damage.
     """
-    found = [Section()]
+    result = [Section()]
     with open_raw(path) as handle:
         size = handle.seek(0, io.SEEK_END)
         while True:
-            section = found[-1]
+            section = result[-1]
             handle.seek(section.stored)
             stream = Decompressed(handle, compression, section)
             try:
                 while stream.read(BUFFER_BYTES):
                     pass
-                return found
+                return result
             except CheckError as error:
                 following = None if begins is None else _next_member(handle, compression, stream.member[0] + 1, begins)
                 stored, section.end = stream.verified
-                lost = following - stream.member[0] if following else size - stored * (not isinstance(error, CutError))
+                lost = following - stream.member[0] if following else size - (0 if isinstance(error, CutError) else stored)
                 section.damage, section.damaged = type(error)(section.end, str(error), lost), Section(*stream.member)
                 if following is None:
-                    return found
-                found.append(Section(following, section.end))
+                    return result
+                result.append(Section(following, section.end))
 
 
 def _next_member(handle: IO[bytes], compression: str, start: int, begins: bytes) -> int | None:
@@ -102,7 +102,7 @@ def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[D
         rule = f"{change}, after its bytes {span.start:,} to {span.start + span.size:,} were read"
         raise UserError.of(key, source.path, rule, "end what writes it, or read a copy; then begin again, in an empty data.shards")
     if failure:
-        rule = f"is read with other bytes than before, and {failure.what} after {failure.position:,} bytes of data: {failure}"
+        rule = f"is read with other bytes than before, and {failure.problem} after {failure.position:,} bytes of data: {failure}"
         raise UserError.of(key, source.path, rule, "read a copy in another place")
 
 
@@ -119,15 +119,15 @@ def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document |
         for section in verified:
             try:
                 documents = content(replace(span, section=section, verify=verify), options)
-                for found in documents:
-                    yield found
-                    if not isinstance(found, Skipped):
+                for item in documents:
+                    yield item
+                    if not isinstance(item, Skipped):
                         is_empty = False
                         yield from documents  # the remainder, without a test per document
             except DamageError as error:
                 if isinstance(error, CheckError) and error is not section.damage:
                     raise
-                is_empty, lost, reason = False, error.lost, f"{error.what}: {error}"
+                is_empty, lost, reason = False, error.lost, f"{error.problem}: {error}"
                 if lost is None:
                     lost = source.size - (error.position if not compression and error.position < source.size else 0)
                 if error is section.damage:
@@ -149,6 +149,6 @@ def _taken_back(documents: Iterator[Document | Bad | Skipped], position: int) ->
     """What can be read of a damaged member although it does not pass its check: its documents behind a position, in words."""
     sizes = []
     with suppress(DamageError):
-        for found in documents:
-            sizes += [utf8_length(found.text)] if isinstance(found, Document) and found.offset >= position else []
+        for item in documents:
+            sizes += [utf8_length(item.text)] if isinstance(item, Document) and item.offset >= position else []
     return f"; {len(sizes):,} documents, {sum(sizes):,} bytes, that can be read do not pass its check, and are left out" if sizes else ""

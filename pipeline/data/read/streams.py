@@ -39,12 +39,12 @@ class DamageError(Exception):
     """A stream is damaged or truncated.
 
     Attributes:
-        what: what is the matter.
+        problem: what is the matter.
         position: bytes of data before the damage.
         lost: stored bytes that cannot be read; None if they are unknown.
     """
 
-    what = "is damaged or truncated"
+    problem = "is damaged or truncated"
 
     def __init__(self, position: int, reason: str, lost: int | None = None) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ class CheckError(DamageError):
 class LimitError(CheckError):
     """Compressed data need too much memory."""
 
-    what = f"needs more than {_MEMORY >> 30} GB of memory to be decompressed"
+    problem = f"needs more than {_MEMORY >> 30} GB of memory to be decompressed"
 
 
 class CutError(CheckError):

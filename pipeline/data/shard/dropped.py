@@ -20,7 +20,7 @@ from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import Comm
 from pipeline.data.dedup.clusters import ORIGIN, ClusterKind, Clusters
 from pipeline.data.dedup.distributed import fetch
-from pipeline.data.shard.spilled_documents import Pool
+from pipeline.data.shard.spilled_documents import SpillPool
 
 NAME = "dropped.jsonl.zst"
 
@@ -48,23 +48,23 @@ def writer(path: Path) -> Iterator[Add]:
         yield add
 
 
-def write_duplicates(comm: Comm, pool: Pool, found: Clusters) -> None:
+def write_duplicates(comm: Comm, pool: SpillPool, duplicated: Clusters) -> None:
     """Write the duplicates of every part of this rank next to its spill, with the identity of the document that is kept. Collective."""
-    kept = np.unique(found.origin["kept"])
+    kept = np.unique(duplicated.origin["kept"])
     kept = kept[kept >= 0]
     identities = fetch(comm, kept, pool.holders_of(kept), lambda numbers: [_identity(pool, number) for number in numbers])
     originals = dict(zip(kept.tolist(), identities, strict=True))
-    parts = pool.parts_of(found.drop)
+    parts = pool.parts_of(duplicated.drop)
     for part in pool.mine:
         with writer(pool.stem(part).with_suffix(BY_DEDUPLICATION)) as add:
             mine = parts == part
-            for number, (kept_number, kind) in zip(found.drop[mine].tolist(), found.origin[mine].tolist(), strict=True):
+            for number, (kept_number, kind) in zip(duplicated.drop[mine].tolist(), duplicated.origin[mine].tolist(), strict=True):
                 (meta, text), reason = pool.record(number), ClusterKind(kind).reason
                 original = originals[kept_number] if kept_number >= 0 else "a document of dedup.against"
                 add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
 
 
-def _identity(pool: Pool, number: int) -> str:
+def _identity(pool: SpillPool, number: int) -> str:
     return str(orjson.loads(pool.record(number)[0])["id"])
 
 
@@ -81,18 +81,18 @@ SUFFIX = ".drop"
 _ROW = np.dtype([("number", "<i8"), *ORIGIN.descr])
 
 
-def save(pool: Pool, found: Clusters) -> None:
+def save(pool: SpillPool, duplicated: Clusters) -> None:
     """Save the drops of the parts of this rank; a part without any has no file."""
-    rows = np.empty(len(found.drop), dtype=_ROW)
-    rows["number"], rows["kept"], rows["kind"] = found.drop, found.origin["kept"], found.origin["kind"]
-    bounds = np.searchsorted(found.drop, pool.starts)
+    rows = np.empty(len(duplicated.drop), dtype=_ROW)
+    rows["number"], rows["kept"], rows["kind"] = duplicated.drop, duplicated.origin["kept"], duplicated.origin["kind"]
+    bounds = np.searchsorted(duplicated.drop, pool.starts)
     for part in pool.mine:
         if bounds[part] < bounds[part + 1]:
             with atomic_file(pool.stem(part).with_suffix(SUFFIX)) as handle:
                 handle.write(rows[bounds[part] : bounds[part + 1]].tobytes())
 
 
-def load(pool: Pool) -> tuple[np.ndarray, np.ndarray]:
+def load(pool: SpillPool) -> tuple[np.ndarray, np.ndarray]:
     """The drops of the parts of this rank: `drop` and `origin` of Clusters."""
     paths = [pool.stem(part).with_suffix(SUFFIX) for part in pool.mine]
     rows = np.concatenate([np.empty(0, _ROW), *(np.fromfile(path, dtype=_ROW) for path in paths if path.exists())])

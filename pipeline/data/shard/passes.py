@@ -27,7 +27,7 @@ from pipeline.data.read.input_files import InputPart, Listing
 from pipeline.data.shard import dropped, limits, shard_report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
-from pipeline.data.shard.spilled_documents import Pool, contained
+from pipeline.data.shard.spilled_documents import SpillPool, contained
 from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
@@ -111,7 +111,7 @@ class ShardPasses:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in listing.bad)
             _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
         self.check_limits(counts.documents)
-        pool = Pool(comm, self._stem, runs, index, self._dedup)
+        pool = SpillPool(comm, self._stem, runs, index, self._dedup)
         try:
             return self._write(pool, counts)
         finally:
@@ -134,7 +134,7 @@ class ShardPasses:
         everyone = comm.allgather((runs, index))
         return [bounds for of_rank, _ in everyone for bounds in of_rank], [offset for _, of_rank in everyone for offset in of_rank]
 
-    def _write(self, pool: Pool, counts: PartCounts) -> dict[str, Any]:
+    def _write(self, pool: SpillPool, counts: PartCounts) -> dict[str, Any]:
         """Passes 2 and 3 on the pool of all parts; see write."""
         comm, unfinished = self._comm, self._unfinished
         duplicated, plan = self._planned(pool, counts)
@@ -169,7 +169,7 @@ class ShardPasses:
         return totals
 
     def _publish(
-        self, written: shards.WrittenShard, counts: PartCounts, found: Clusters, excerpts: shard_report.Excerpts, plan: list[ShardPlan]
+        self, written: shards.WrittenShard, counts: PartCounts, duplicated: Clusters, excerpts: shard_report.Excerpts, plan: list[ShardPlan]
     ) -> dict[str, Any]:
         """Write report and manifest; return the totals. Only on rank 0."""
         unfinished = self._unfinished
@@ -178,13 +178,15 @@ class ShardPasses:
             files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
             files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
             dropped.join(unfinished.output / dropped.NAME, files)
-        return shards.publish(unfinished.output, unfinished.settings, written, counts, found, excerpts, self._files, self._data.compare)
+        return shards.publish(
+            unfinished.output, unfinished.settings, written, counts, duplicated, excerpts, self._files, self._data.compare
+        )
 
-    def _count_duplicates(self, pool: Pool, found: Clusters, counts: PartCounts) -> None:
+    def _count_duplicates(self, pool: SpillPool, duplicated: Clusters, counts: PartCounts) -> None:
         """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""
-        groups, sizes = pool.groups_and_sizes(found.drop)
+        groups, sizes = pool.groups_and_sizes(duplicated.drop)
         table = np.zeros((len(self._order.corpora), len(clusters.ClusterKind), 2), dtype=np.int64)
-        np.add.at(table, (groups // 2, found.origin["kind"]), np.stack([np.ones_like(sizes), sizes], axis=1))
+        np.add.at(table, (groups // 2, duplicated.origin["kind"]), np.stack([np.ones_like(sizes), sizes], axis=1))
         gathered = self._comm.gather(table)
         if gathered is not None:
             for corpus, of_corpus in zip(self._order.corpora, sum(gathered).tolist(), strict=True):
@@ -192,7 +194,7 @@ class ShardPasses:
                     if documents:
                         counts.count_lost(corpus, f"dedup: {kind.reason}", documents, size)
 
-    def _planned(self, pool: Pool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
+    def _planned(self, pool: SpillPool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
         """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step.
 
         The drops are saved by part, and a rank loads those of its parts.
@@ -209,7 +211,7 @@ class ShardPasses:
             self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [asdict(shard) for shard in plan]})
         return duplicated, plan
 
-    def _duplicates(self, pool: Pool) -> Clusters:
+    def _duplicates(self, pool: SpillPool) -> Clusters:
         """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs."""
         dedup, comm = self._dedup, self._comm
         duplicated = clusters.NOTHING
@@ -220,15 +222,15 @@ class ShardPasses:
         if dedup.exact or dedup.near:
             chosen = ~contained(documents.numbers, duplicated.drop) if dedup.url else None
             known = signatures.load(comm, dedup) if dedup.against else None
-            found = duplicates.find(comm, pool.documents(url=False, chosen=chosen), dedup, known)
-            duplicated = clusters.joined(duplicated, found)
+            by_text = duplicates.find(comm, pool.documents(url=False, chosen=chosen), dedup, known)
+            duplicated = clusters.joined(duplicated, by_text)
         if dedup.paragraphs:
             pool.find_repeated(duplicated.drop, dedup.paragraph_characters)
         return duplicated
 
-    def _plan(self, pool: Pool, found: Clusters, counts: PartCounts) -> list[ShardPlan]:
+    def _plan(self, pool: SpillPool, duplicated: Clusters, counts: PartCounts) -> list[ShardPlan]:
         """The shard plan, identical on all ranks."""
-        tallies = pool.tally(self._order, found.drop)
+        tallies = pool.tally(self._order, duplicated.drop)
         plan = plan_shards(self._order, tallies, self._data.shard_megabytes) if tallies else None
         if tallies and not plan:
             lost: dict[str, list[int]] = {}

@@ -21,7 +21,7 @@ from pipeline.data.dedup.distributed import fetch
 from pipeline.data.read import inventory
 from pipeline.data.read.input_files import InputFile
 from pipeline.data.shard.process_part import KEPT, PartCounts
-from pipeline.data.shard.spilled_documents import Pool
+from pipeline.data.shard.spilled_documents import SpillPool
 from pipeline.data.shard.text_shards import SPLITS
 
 EXCERPT = 300
@@ -103,14 +103,14 @@ def _step(counts: StepCounts) -> dict[str, Any]:
     }
 
 
-def excerpts_of(comm: Comm, pool: Pool, found: Clusters) -> Excerpts:
+def excerpts_of(comm: Comm, pool: SpillPool, duplicated: Clusters) -> Excerpts:
     """What the report shows of the documents in clusters, read by the ranks that hold them; on rank 0. Collective."""
 
     def read(numbers: Sequence[int]) -> list[bytes]:
         records = [pool.record(number) for number in numbers]
         return [orjson.dumps((orjson.loads(meta)["id"], text[: 4 * EXCERPT].decode("utf-8", "ignore")[:EXCERPT])) for meta, text in records]
 
-    listed = found.clusters if comm.rank == 0 else []
+    listed = duplicated.clusters if comm.rank == 0 else []
     shown = {number for cluster in listed for number in (cluster.kept, *cluster.dropped[:5]) if number is not None}
     numbers = np.array(sorted(shown), dtype=np.int64)
     return dict(zip(numbers.tolist(), map(orjson.loads, fetch(comm, numbers, pool.holders_of(numbers), read)), strict=True))
@@ -174,7 +174,7 @@ def html(report: dict[str, Any], compare: str | None = None) -> str:
         language_rows=_share_rows([(code or "unknown", number, size) for code, (number, size) in output["languages"].items()]),
         length_rows=_share_rows([(f"{1 << int(bit):,} to {(2 << int(bit)) - 1:,}", n, n) for bit, n in output["lengths"].items()]),
         score_rows=[
-            [code or "unknown", *(f"{each[percent]:.4g}" for percent in SHOWN_PERCENTS)] for code, each in output["scores"].items()
+            [code or "unknown", *(f"{scores[percent]:.4g}" for percent in SHOWN_PERCENTS)] for code, scores in output["scores"].items()
         ],
         file_rows=list(_input_rows(report["input"]["files"])),
         skipped_rows=list(_input_rows(report["input"]["skipped"])),
@@ -211,8 +211,8 @@ def _compared_rows(*reports: dict[str, Any]) -> Iterator[list[Any]]:
             rows.append((f"{language or 'unknown'}: kept by cleaning", reasons.get(KEPT, [0])[0], sum(n for n, _ in reasons.values())))
         for name, documents, whole in rows:
             counted.setdefault(name, [(0, 0)] * len(reports))[place] = documents, whole
-    for name, found in counted.items():
-        yield [name, *(value for documents, whole in found for value in (documents, Bar(documents, whole)))]
+    for name, counts in counted.items():
+        yield [name, *(value for documents, whole in counts for value in (documents, Bar(documents, whole)))]
 
 
 def _input_rows(counts: dict[str, dict[str, list[int]]]) -> Iterator[list[Any]]:
@@ -317,13 +317,13 @@ def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
     for split in ("train", "validation"):
         count = totals[split]
         yield f"{split} {count['documents']:,} documents, {count['bytes'] / 1e6:,.1f} MB, {count['shards']} shards"
-    for what, words in (
+    for kind, words in (
         ("empty", "empty documents dropped"),
         ("bad", "unreadable documents"),
         ("cleaned", "documents dropped by cleaning"),
     ):
-        if totals[f"{what}_documents"]:
-            yield f"{totals[f'{what}_documents']:,} {words}"
+        if totals[f"{kind}_documents"]:
+            yield f"{totals[f'{kind}_documents']:,} {words}"
     if totals.get("skipped"):  # since manifests count it
         yield f"{totals['skipped']:,} files or parts of files not read, see report.html"
     if totals["exact_duplicates"] or totals["near_duplicates"]:

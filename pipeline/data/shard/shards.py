@@ -27,7 +27,7 @@ from pipeline.data.read.input_files import InputFile, Listing
 from pipeline.data.shard import dropped, shard_report, text_shards
 from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import ShardPlan
-from pipeline.data.shard.sweep import Found
+from pipeline.data.shard.sweep import Swept
 from pipeline.data.shard.text_shards import SPLITS
 
 Entries = dict[str, dict[str, Any]]
@@ -80,27 +80,27 @@ class WrittenShard:
         self.files += other.files
         add_counts(self.languages, other.languages)
         add_counts(self.repeated, other.repeated)
-        pairs = [(self.lengths, other.lengths), *((self.scores.setdefault(name, {}), found) for name, found in other.scores.items())]
+        pairs = [(self.lengths, other.lengths), *((self.scores.setdefault(name, {}), scores) for name, scores in other.scores.items())]
         for mine, others in pairs:
             for bit, documents in others.items():
                 mine[bit] = mine.get(bit, 0) + documents
 
     def percentiles(self) -> dict[str, list[float]]:
         """Return for every language the lowest scores that 0, 1, ..., 100 percent of its documents do not exceed."""
-        found = {}
+        by_language = {}
         for language, counts in sorted(self.scores.items()):
             scores = sorted(counts, key=float)
             below = np.cumsum([counts[score] for score in scores])
             places = np.searchsorted(below, np.maximum(1, np.ceil(below[-1] * np.arange(101) / 100)))
-            found[language] = [float(scores[place]) for place in places.tolist()]
-        return found
+            by_language[language] = [float(scores[place]) for place in places.tolist()]
+        return by_language
 
 
-def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfig, dedup: DedupConfig, records: Path) -> dict[str, Any]:
+def write(folder: Path, plan: ShardPlan, swept: Iterator[Swept], data: DataConfig, dedup: DedupConfig, records: Path) -> dict[str, Any]:
     """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
-        found: its documents.
+        swept: its documents.
         records: folder of the completion records, where the documents are saved that dedup.paragraphs drops.
 
     Returns:
@@ -115,7 +115,7 @@ def write(folder: Path, plan: ShardPlan, found: Iterator[Found], data: DataConfi
 
     def documents(add: dropped.Add | None) -> Iterator[tuple[bytes, bytes]]:
         nonlocal written
-        for document in found:
+        for document in swept:
             size = len(document.text)
             if document.repeated:
                 repeated[:] = repeated[0] + 1, repeated[1] + size
@@ -154,7 +154,7 @@ def publish(
     settings: dict[str, Any],
     written: WrittenShard,
     counts: PartCounts,
-    found: Clusters,
+    duplicated: Clusters,
     excerpts: shard_report.Excerpts,
     inputs: list[InputFile],
     compare: str | None = None,
@@ -175,8 +175,8 @@ def publish(
         "empty_documents": counts.empty,
         "bad_documents": len(counts.bad),
         "cleaned_documents": sum(n for step in counts.steps.values() for n, _ in step.dropped.values()),
-        "exact_duplicates": found.exact,
-        "near_duplicates": found.near,
+        "exact_duplicates": duplicated.exact,
+        "near_duplicates": duplicated.near,
         "repeated_documents": sum(documents for documents, _ in written.repeated.values()),
     }
     if (folder / dropped.NAME).exists():
@@ -189,7 +189,7 @@ def publish(
         "lengths": {bit: written.lengths[bit] for bit in sorted(written.lengths, key=int)},
         "scores": written.percentiles(),
     }
-    made = shard_report.build(counts, found, excerpts, output, settings, inputs)
+    made = shard_report.build(counts, duplicated, excerpts, output, settings, inputs)
     pages = {
         "report.json": shard_report.as_json(made),
         "report.html": shard_report.html(made, compare).encode("utf-8", "replace"),

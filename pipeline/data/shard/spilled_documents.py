@@ -67,7 +67,7 @@ def permutations(dedup: DedupConfig) -> int:
     return dedup.permutations if dedup.near and (dedup.save_signatures or dedup.against) else 0
 
 
-class Pool:
+class SpillPool:
     """The spills of all parts, and those of this rank, which stay open.
 
     Args:
@@ -194,7 +194,7 @@ class Pool:
         if gathered is None:
             return None
         documents = sum(entry[0] for entry in gathered)
-        firsts = [min(filter(None, found), default=None) for found in zip(*(entry[1] for entry in gathered), strict=True)]
+        firsts = [min(filter(None, candidates), default=None) for candidates in zip(*(entry[1] for entry in gathered), strict=True)]
         return [Tally(int(documents[group]), np.concatenate(summed[group] or []), firsts[group]) for group in range(order.groups)]
 
     def find_repeated(self, drop: np.ndarray, characters: int) -> None:

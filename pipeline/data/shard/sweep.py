@@ -16,14 +16,14 @@ from pipeline.common.mpi import Comm
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import paragraphs
 from pipeline.data.shard.shuffle import ShardPlan
-from pipeline.data.shard.spilled_documents import Pool, contained
+from pipeline.data.shard.spilled_documents import SpillPool, contained
 
 PIECE_BYTES = 64 << 20
 """Approximate bytes of text that a rank sends and receives at a time; about five times in memory."""
 
 
 @dataclass(frozen=True)
-class Found:
+class Swept:
     """A document of a shard.
 
     Attributes:
@@ -52,12 +52,12 @@ class Sweep:
         dedup: whether and which paragraphs are removed.
     """
 
-    def __init__(self, comm: Comm, pool: Pool, drop: np.ndarray, dedup: DedupConfig) -> None:
+    def __init__(self, comm: Comm, pool: SpillPool, drop: np.ndarray, dedup: DedupConfig) -> None:
         self._comm, self._pool, self._drop, self._dedup = comm, pool, drop, dedup
         self._keys = {part: spilled.shuffle_keys() for part, spilled in pool.mine.items()}
         self._flags = {part: paragraphs.Flags(pool.stem(part)) for part in pool.mine} if dedup.paragraphs else {}
 
-    def documents(self, shards: Sequence[ShardPlan]) -> Iterator[Found]:
+    def documents(self, shards: Sequence[ShardPlan]) -> Iterator[Swept]:
         """Yield the documents of this rank's shard of a round, in shuffled order; of none if it has no shard. Collective.
 
         Args:
@@ -73,12 +73,12 @@ class Sweep:
             keys, numbers, rows = (np.concatenate([received[column] for received in incoming]) for column in range(3))
             records = [record for received in incoming for record in received[3]]
             for place in np.lexsort((numbers, keys)).tolist():
-                yield Found(rows[place], *records[place])
+                yield Swept(rows[place], *records[place])
 
     def _piece(self, shard: ShardPlan, piece: int, pieces: int) -> _Piece | None:
         """This rank's documents of a piece of a shard, None if there are none."""
         bounds = [shard.first + (shard.stop - shard.first) * number // pieces for number in (piece, piece + 1)]
-        found: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        chunks: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         records: list[tuple[bytes, bytes, bool]] = []
         for part, spilled in self._pool.mine.items():
             keys = self._keys[part]
@@ -93,13 +93,13 @@ class Sweep:
                     kept &= numbers == shard.only
                 if not kept.any():
                     continue
-                found.append((keys[low:high][kept], numbers[kept], rows[kept]))
+                chunks.append((keys[low:high][kept], numbers[kept], rows[kept]))
                 for is_kept, (meta, text), number in zip(kept.tolist(), spilled.records(low, high), rows["number"].tolist(), strict=True):
                     if is_kept:
                         records.append((meta, *self._without_repeated(part, number, text)))
-        if not found:
+        if not chunks:
             return None
-        keys, numbers, rows = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        keys, numbers, rows = (np.concatenate(arrays) for arrays in zip(*chunks, strict=True))
         return keys, numbers, rows, records
 
     def _without_repeated(self, part: int, number: int, text: bytes) -> tuple[bytes, bool]:

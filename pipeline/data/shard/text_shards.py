@@ -95,17 +95,17 @@ class Selection:
 
 
 def tokenized(
-    found: Iterable[tuple[bytes, dict[str, Any]]], settings: Mapping[str, Any], text: Manifest
+    documents: Iterable[tuple[bytes, dict[str, Any]]], settings: Mapping[str, Any], text: Manifest
 ) -> Iterable[tuple[bytes, dict[str, Any]]]:
     """Return those of the documents of a shard that token shards have.
 
     Args:
-        found: the documents.
+        documents: the documents.
         settings: of the token shards, with data.select.
         text: manifest of the text shards.
     """
     chosen = Selection(select, text) if (select := settings.get("data.select")) else None
-    return found if chosen is None else ((content, record) for content, record in found if chosen(record))
+    return documents if chosen is None else ((content, record) for content, record in documents if chosen(record))
 
 
 def language(metadata: dict[str, Any]) -> str:

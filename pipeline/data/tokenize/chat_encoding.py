@@ -48,13 +48,13 @@ class ChatEncoder:
         pieces = [text[first:last] for (text, _), bounds in zip(texts, cuts, strict=True) for first, last in pairwise(bounds)]
         starts = [first for bounds in cuts for first in bounds[:-1]]
         self._tokenizer.encode_special_tokens = False
-        found = iter(zip(self._tokenizer.encode_batch(pieces, add_special_tokens=False), pieces, starts, strict=True))
+        encoded = iter(zip(self._tokenizer.encode_batch(pieces, add_special_tokens=False), pieces, starts, strict=True))
         whole = []
         for bounds in cuts:
             tokens: list[int] = []
             offsets = [np.zeros((0, 2), dtype=np.int64)]
             for _ in bounds[:-1]:
-                encoding, piece, start = next(found)
+                encoding, piece, start = next(encoded)
                 after_text = tokens and self._adds_space
                 ids, places = self._within(piece, self._added.get(tokens[-1])) if after_text else (encoding.ids, encoding.offsets)
                 tokens += ids

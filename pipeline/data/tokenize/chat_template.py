@@ -93,8 +93,8 @@ class ChatTemplate:
         self.text, self._variables, self._template = text, variables, environment.from_string(text)
         tree = environment.parse(text)
         self._marks_answers = any(node.name == "_mark" for node in tree.find_all(nodes.ExtensionAttribute))
-        found = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
-        self.names = frozenset(found | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
+        names = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
+        self.names = frozenset(names | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
         self.is_dated = "strftime_now" in self.names
 
     def prompt(self, chat: Chat) -> tuple[str, list[int]]:
@@ -147,8 +147,8 @@ class ChatTemplate:
                 rule = f"has {len(spans)} {{% generation %}} blocks for {len(numbers)} answers"
                 raise ChatError(f"the chat template {rule}, so the answers with weight 0 are not known")
             return text, spans, [span for number, span in zip(numbers, spans, strict=True) if chat.learned[number]]
-        found = list(self._spans(chat, text))
-        return text, [span for _, span in found], [span for number, span in found if chat.learned[number]]
+        numbered = list(self._spans(chat, text))
+        return text, [span for _, span in numbered], [span for number, span in numbered if chat.learned[number]]
 
     def _spans(self, chat: Chat, whole: str) -> list[tuple[int, Span]]:
         """Return the number and the part of every answer, in a template without marks."""
@@ -272,8 +272,8 @@ def end_of_turn(template: ChatTemplate, encoder: ChatEncoder) -> int | None:
         ((tokens, places),) = encoder.encode([(text, [first])])
         pieces = list(zip(tokens, places.tolist(), strict=True))
         inside = (token for token, (begin, end) in pieces if content < begin and end <= last)
-        if (found := next((token for token in inside if token in encoder.special), None)) is not None:
-            return found
+        if (turn_end := next((token for token in inside if token in encoder.special), None)) is not None:
+            return turn_end
         following = [token for token, (begin, _) in pieces if begin == last]
         if following and following[0] in encoder.special:
             return following[0]

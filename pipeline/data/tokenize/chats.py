@@ -92,7 +92,7 @@ def _repaired(messages: list[dict[str, Any]], learned: list[bool], ignored: Coun
     kept: list[tuple[dict[str, Any], bool]] = []
     for message, learns in zip(messages, learned, strict=True):
         role = message["role"]
-        if role == "assistant" and all(each["role"] in ("system", "developer") for each, _ in kept):
+        if role == "assistant" and all(earlier["role"] in ("system", "developer") for earlier, _ in kept):
             continue
         last, before = kept[-1] if kept else ({"role": None}, learns)
         plain = role != "tool" and not any(compared.keys() - {"role", "content"} for compared in (last, message))
@@ -107,32 +107,32 @@ def _repaired(messages: list[dict[str, Any]], learned: list[bool], ignored: Coun
 
 def _message(message: Mapping[str, Any], names: frozenset[str], ignored: Counter[str]) -> dict[str, Any]:
     """Return a message with the keys that templates read."""
-    found = {key: value for key, value in message.items() if value is not None or key == "content"}  # Arrow writes null for absent keys
-    role = found.get("role")
+    fields = {key: value for key, value in message.items() if value is not None or key == "content"}  # Arrow writes null for absent keys
+    role = fields.get("role")
     if role not in _ROLES:
         meant = _MEANT.get(str(role).lower(), str(role).lower())
         hint = f" ({meant} is meant?)" if meant in _ROLES else ""
         raise ChatError(f'has the role {json.dumps(role)}{hint}; "role" must be one of {", ".join(_ROLES)}')
-    if refused := [key for key in _REFUSED if key in found]:
+    if refused := [key for key in _REFUSED if key in fields]:
         raise ChatError(f'has "{refused[0]}", which is not supported; remove it')
-    if (calls := _tool_calls(found)) is not None:
+    if (calls := _tool_calls(fields)) is not None:
         if role != "assistant":
             raise ChatError(f"has tool_calls, and the role {role}")
-        found["tool_calls"] = calls
+        fields["tool_calls"] = calls
     else:
-        found.pop("tool_calls", None)
-    if reasoning := next((found[key] for key in _REASONING if key in found), None):
-        found = {"thinking": reasoning, **found, "reasoning_content": reasoning}  # as transformers does
+        fields.pop("tool_calls", None)
+    if reasoning := next((fields[key] for key in _REASONING if key in fields), None):
+        fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}  # as transformers does
         if not names & set(_REASONING):
             raise ChatError('has reasoning ("reasoning_content"), which the chat template does not show')
-    if "tool_calls" in found and "tool_calls" not in names:
+    if "tool_calls" in fields and "tool_calls" not in names:
         raise ChatError('has "tool_calls", which the chat template does not show')
-    found["content"] = _content(found, ignored)
-    if role == "assistant" and not (found["content"] or "").strip() and not calls:
+    fields["content"] = _content(fields, ignored)
+    if role == "assistant" and not (fields["content"] or "").strip() and not calls:
         raise ChatError("is an empty answer")
     known = {"role", "content", *WEIGHT_KEYS, *_NEEDED}
-    ignored.update(key for key in found if key not in known and key not in names)
-    return {key: value for key, value in found.items() if key not in WEIGHT_KEYS}
+    ignored.update(key for key in fields if key not in known and key not in names)
+    return {key: value for key, value in fields.items() if key not in WEIGHT_KEYS}
 
 
 def _content(message: Mapping[str, Any], ignored: Counter[str]) -> str | None:
@@ -164,7 +164,7 @@ def _tool_calls(message: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         return None
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ChatError('has "tool_calls" that are not a list of objects')
-    found = []
+    parsed = []
     for call in calls:
         function = call.get("function", call)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -175,16 +175,16 @@ def _tool_calls(message: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         if not isinstance(arguments, dict):
             raise ChatError(f"has a call of {function['name']} whose arguments are not an object")
         whole = {**function, "arguments": arguments}
-        found.append({**call, "function": whole} if "function" in call else whole)
-    return found
+        parsed.append({**call, "function": whole} if "function" in call else whole)
+    return parsed
 
 
-def _parsed(text: str, what: str) -> Any:
+def _parsed(text: str, subject: str) -> Any:
     """Parse JSON within a text."""
     try:
         return parse(text.encode())
     except BadLine as error:
-        raise ChatError(f"{what} JSON that cannot be used: {error}") from None
+        raise ChatError(f"{subject} JSON that cannot be used: {error}") from None
 
 
 def _is_learned(message: Mapping[str, Any]) -> bool:

@@ -150,7 +150,7 @@ def write_shard(source: IndexedDataset, first: int, stop: int, path: Path, encod
     """
     tokenizer, text_bytes = load(encoder.path.parent), 0
     with atomic_file(path) as handle:
-        writer = token_shards.Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
+        writer = token_shards.ShardWriter(handle, path.name.removesuffix(".tar"), encoder.dtype)
         for ids, lengths in source.documents(first, stop):
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < encoder.vocab_size:
                 rule = f"contains the token {int(ids.max())}, {encoder.path} has {encoder.vocab_size} entries"

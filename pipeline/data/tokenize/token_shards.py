@@ -44,7 +44,7 @@ def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
     return [names[number] for number in sorted(balanced([sizes[name] for name in names], rank, ranks))]
 
 
-class Writer:
+class ShardWriter:
     """Writes one token shard: add() appends documents, close() completes the file.
 
     Args:
@@ -127,7 +127,7 @@ def write(
     """
     source, text_bytes = text.files[name], 0
     with atomic_file(path) as handle:
-        writer = Writer(handle, path.name.removesuffix(".tar"), encoder.dtype)
+        writer = ShardWriter(handle, path.name.removesuffix(".tar"), encoder.dtype)
         with artifact.open_verified(shards, text, name) as shard:
             texts = text_shards.texts(shard)
             if "data.select" in settings:

@@ -146,20 +146,20 @@ class PromptEncoder:
     def encode(self, texts: Sequence[str], *, complete: bool = False) -> list[list[int]]:
         """The ids of each text; `complete` adds the special tokens around a text."""
         self._tokenizer.encode_special_tokens = self._stays_text
-        found = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
         for number, text in enumerate(texts):
             self.spelled.update(set(self._spelled.findall(text)))
-            if self._plain is not None and not self._reserved.isdisjoint(found[number]):
-                found[number] = self._plain.encode(text, add_special_tokens=False).ids
+            if self._plain is not None and not self._reserved.isdisjoint(encoded[number]):
+                encoded[number] = self._plain.encode(text, add_special_tokens=False).ids
         before, after = self._around if complete else ([], [])
-        return [[*(before if ids[: len(before)] != before else []), *ids, *after] for ids in found]  # a prompt may spell them
+        return [[*(before if ids[: len(before)] != before else []), *ids, *after] for ids in encoded]  # a prompt may spell them
 
 
 def warn_of_spelled(where: str, spelled: Mapping[str, int]) -> None:
     """Warn of special tokens that texts spell, if any do: token -> number of texts."""
     if spelled:
-        found = ", ".join(f"{token} ({count:,})" for token, count in Counter(spelled).most_common(10))
-        log.warning("%s: texts spell special tokens, and have their characters or the token as tokenizer.spelled says: %s", where, found)
+        listed = ", ".join(f"{token} ({count:,})" for token, count in Counter(spelled).most_common(10))
+        log.warning("%s: texts spell special tokens, and have their characters or the token as tokenizer.spelled says: %s", where, listed)
 
 
 def special_token(folder: Path, name: str) -> str | None:

@@ -36,11 +36,11 @@ class Exaone4Config(RotaryDecoderConfig, family="exaone4", kv_heads=8, vocab_siz
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        found = [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
+        broken = [*super().violations(), *window_violations("model.window", self.window, self.max_positions)]
         if self.window is None and self.sliding_window_pattern > 1:
             rule = "has local layers, which model.window=null leaves without a window"
-            found.append(Violation("model.sliding_window_pattern", self.sliding_window_pattern, rule, "set it to 1, or set model.window"))
-        return found
+            broken.append(Violation("model.sliding_window_pattern", self.sliding_window_pattern, rule, "set it to 1, or set model.window"))
+        return broken
 
 
 def _build(config: Exaone4Config) -> Model:

@@ -62,23 +62,23 @@ class Gemma4Config(
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        found = super().violations()
+        violations = super().violations()
         kinds, own = ({self.is_global(layer) for layer in range(end)} for end in (self.layers, max(0, self.layers - self.kv_shared_layers)))
         if self.kv_shared_layers and own != kinds:
             rule = "leaves no layer with keys and values of its own before these layers, of each kind (local, global) that the model has"
-            found.append(Violation("model.kv_shared_layers", self.kv_shared_layers, rule, "share those of fewer layers"))
+            violations.append(Violation("model.kv_shared_layers", self.kv_shared_layers, rule, "share those of fewer layers"))
         if self.global_head_width % 2:
             rule = "is odd; rotary embeddings rotate pairs of dims"
-            found.append(Violation("model.global_head_width", self.global_head_width, rule, "choose an even number"))
+            violations.append(Violation("model.global_head_width", self.global_head_width, rule, "choose an even number"))
         if self.global_kv_heads is not None and (self.heads % self.global_kv_heads or not self.attention_k_eq_v):
             rule = f"must divide model.heads={self.heads}, and requires model.attention_k_eq_v=true, as in the Hugging Face class"
-            found.append(
+            violations.append(
                 Violation("model.global_kv_heads", self.global_kv_heads, rule, "choose a divisor with model.attention_k_eq_v=true")
             )
         if self.rope_scaling not in ("none", "linear"):
             rule = f"is not supported by model.family={self.family}: its frequencies are divided by a factor"
-            found.append(Violation("model.rope_scaling", self.rope_scaling, rule, "set it to none or linear"))
-        return found
+            violations.append(Violation("model.rope_scaling", self.rope_scaling, rule, "set it to none or linear"))
+        return violations
 
 
 def _build(config: Gemma4Config) -> Model:
@@ -114,7 +114,7 @@ def _build(config: Gemma4Config) -> Model:
 
     def mlp(layer: int) -> nn.Module:
         wide = config.double_wide_mlp and config.is_shared(layer)
-        return GatedMLP(config.hidden, config.ffn_hidden * (1 + wide), bias=False, activation="gelu_tanh")
+        return GatedMLP(config.hidden, config.ffn_hidden * (2 if wide else 1), bias=False, activation="gelu_tanh")
 
     embed: Any = {"factor": factor}
     if width:
@@ -168,12 +168,12 @@ def _read_heads(content: dict[str, Any]) -> dict[str, Any]:
     if "per_layer_config" in content:
         stated, layers = as_object("per_layer_config", content["per_layer_config"]), content.get("num_hidden_layers", 30)
         of_layers = {str(layer).lstrip("0") or "0": as_object("per_layer_config", sizes) for layer, sizes in stated.items()}
-        found = [of_layers.pop(str(layer), {}) for layer in range(layers)]
+        sizes = [of_layers.pop(str(layer), {}) for layer in range(layers)]
         is_global = [*marked(layers - 1, _read_interval(content)["sliding_window_pattern"]), True]
-        if of_layers or found != [found[-1] if each else {} for each in is_global] or found[-1].keys() - of_global.keys():
+        if of_layers or sizes != [sizes[-1] if flag else {} for flag in is_global] or sizes[-1].keys() - of_global.keys():
             rule = f"must have {' and '.join(of_global)} of the layers with {GLOBAL}, the same of all of them, and nothing else"
             raise refusal("per_layer_config", stated, rule)
-        of_global = {"head_dim": width, "num_key_value_heads": kv_heads} | found[-1]
+        of_global = {"head_dim": width, "num_key_value_heads": kv_heads} | sizes[-1]
     heads = positive("num_global_key_value_heads", of_global["num_key_value_heads"])
     of_global_width = positive("global_head_dim", of_global["head_dim"])
     return {"head_width": width, "global_head_width": of_global_width, "global_kv_heads": None if heads == kv_heads else heads}
@@ -240,7 +240,7 @@ def _table(config: Gemma4Config) -> Table:
             names |= {"k_proj": "key", "k_norm": "key_norm"}
             names |= {} if config.attention_k_eq_v and config.is_global(layer) else {"v_proj": "value"}
         entries = (tensors(f"{LAYER}.self_attn.{theirs}", f"{block}.attention.{ours}") for theirs, ours in names.items())
-        return BlockTensors(tuple(entry for found in entries for entry in found), lambda _: [(layer, layer)])
+        return BlockTensors(tuple(entry for group in entries for entry in group), lambda _: [(layer, layer)])
 
     of_inputs = (
         *tensors("model.embed_tokens_per_layer", "embed.layer_inputs.embed.tokens"),

@@ -42,11 +42,11 @@ class GraniteHybridConfig(StateSpaceConfig, ExpertsConfig, GraniteConfig, family
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        found = [violation for violation in super().violations() if self.experts or violation.key != "model.top_k"]
+        violations = [violation for violation in super().violations() if self.experts or violation.key != "model.top_k"]
         if self.mamba_heads * self.mamba_head_dim % self.hidden:
             rule = f"times model.mamba_head_dim={self.mamba_head_dim} must be a multiple of model.hidden={self.hidden}"
-            found.append(Violation("model.mamba_heads", self.mamba_heads, rule, "choose other heads, or another width of them"))
-        return [*self.pattern_violations("M*"), *found]
+            violations.append(Violation("model.mamba_heads", self.mamba_heads, rule, "choose other heads, or another width of them"))
+        return [*self.pattern_violations("M*"), *violations]
 
 
 def _build(config: GraniteHybridConfig) -> Model:

@@ -161,8 +161,8 @@ def _read_linear(content: dict[str, Any]) -> dict[str, Any]:
         pattern = "".join(_LETTERS[kind] for kind in kinds)
     elif stated.keys() >= {*_PLACES}:
         places = [stated[name] for name in _PLACES]
-        each = sorted(map(repr, range(1, layers + 1)))
-        if not all(isinstance(x, list) for x in places) or sorted(map(repr, places[0] + places[1])) != each:
+        expected = sorted(map(repr, range(1, layers + 1)))
+        if not all(isinstance(x, list) for x in places) or sorted(map(repr, places[0] + places[1])) != expected:
             rule = f"must have each number from 1 to num_hidden_layers={layers} in either {' or '.join(_PLACES)}"
             raise refusal("linear_attn_config", stated, rule, "fix config.json")
         pattern = "".join("*" if place in places[0] else "K" for place in range(1, layers + 1))

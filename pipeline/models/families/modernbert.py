@@ -105,7 +105,7 @@ def _read_rope(content: dict[str, Any]) -> dict[str, Any]:
     parameters = as_object("rope_parameters", content.get("rope_parameters"))
     for key in sorted(parameters.keys() - _BASES.keys()):
         raise refusal(f"rope_parameters.{key}", parameters[key], f"must be {LOCAL} or {GLOBAL}, the kind of layer", "fix config.json")
-    found: dict[str, Any] = {}
+    bases: dict[str, Any] = {}
     for kind, (field, legacy, default) in _BASES.items():
         of_kind = {name: value for name, value in as_object(f"rope_parameters.{kind}", parameters.get(kind)).items() if value is not None}
         base = of_kind.pop("rope_theta", default if content.get(legacy) is None else content[legacy])
@@ -115,8 +115,8 @@ def _read_rope(content: dict[str, Any]) -> dict[str, Any]:
             raise refusal(f"rope_parameters.{kind}", parameters[kind], "has a partial_rotary_factor other than 1, which is not supported")
         for name, value in of_kind.items():
             raise refusal(f"rope_parameters.{kind}.{name}", value, "is not a key of rope_type=default")
-        found[field] = number(f"rope_parameters.{kind}.rope_theta", base)
-    return found
+        bases[field] = number(f"rope_parameters.{kind}.rope_theta", base)
+    return bases
 
 
 def _write_kinds(config: ModernBertConfig) -> dict[str, Any]:

@@ -59,19 +59,19 @@ class NemotronHConfig(
 
     def violations(self) -> list[Violation]:
         """See Sizes."""
-        found = [violation for violation in super().violations() if self.experts or violation.key != "model.top_k"]
+        violations = [violation for violation in super().violations() if self.experts or violation.key != "model.top_k"]
         if wrong := self.pattern_violations("M*-E"):
-            return [*wrong, *found]
+            return [*wrong, *violations]
         if bool(self.experts) != bool(self.blocks_of("E")):
             rule = f"does not fit model.layer_pattern={self.layer_pattern}: blocks of kind E have experts"
-            found.append(Violation("model.experts", self.experts, rule, "set it to 0 without such blocks, and to their number else"))
+            violations.append(Violation("model.experts", self.experts, rule, "set it to 0 without such blocks, and to their number else"))
         if self.mamba_heads % self.mamba_groups:
             rule = f"must be a multiple of model.mamba_groups={self.mamba_groups}"
-            found.append(Violation("model.mamba_heads", self.mamba_heads, rule, "choose a multiple"))
+            violations.append(Violation("model.mamba_heads", self.mamba_heads, rule, "choose a multiple"))
         if self.experts % self.groups:
             rule = f"must divide model.experts={self.experts}"
-            found.append(Violation("model.groups", self.groups, rule, "choose a divisor of model.experts"))
-        return found
+            violations.append(Violation("model.groups", self.groups, rule, "choose a divisor of model.experts"))
+        return violations
 
 
 def _build(config: NemotronHConfig) -> Model:
@@ -164,13 +164,13 @@ _RENAMED = {
 def _read_mamba(content: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of the keys that have earlier names."""
     defaults = {"n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001, "use_conv_bias": True}
-    found = {key: content.get(earlier, content.get(key, defaults[key])) for key, earlier in _RENAMED.items()}
-    if found["use_conv_bias"] is not True:
-        raise refusal("use_conv_bias", found["use_conv_bias"], "is not supported by this family; only true is")
+    values = {key: content.get(earlier, content.get(key, defaults[key])) for key, earlier in _RENAMED.items()}
+    if values["use_conv_bias"] is not True:
+        raise refusal("use_conv_bias", values["use_conv_bias"], "is not supported by this family; only true is")
     return {
-        "mamba_groups": positive("n_groups", found["n_groups"]),
-        "mamba_kernel": positive("conv_kernel", found["conv_kernel"]),
-        "mamba_smallest_step": number("time_step_min", found["time_step_min"]),
+        "mamba_groups": positive("n_groups", values["n_groups"]),
+        "mamba_kernel": positive("conv_kernel", values["conv_kernel"]),
+        "mamba_smallest_step": number("time_step_min", values["time_step_min"]),
     }
 
 

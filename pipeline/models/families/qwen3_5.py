@@ -68,7 +68,7 @@ _SECTIONS = ("mrope_section", "mrope_interleaved")
 def _read_rope(content: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary fields; sections have no effect on positions of text."""
     stated = {key: content[key] for key in ("rope_parameters", "rope_scaling") if isinstance(content.get(key), dict)}
-    without = {key: {name: value for name, value in found.items() if name not in _SECTIONS} for key, found in stated.items()}
+    without = {key: {name: value for name, value in parameters.items() if name not in _SECTIONS} for key, parameters in stated.items()}
     return _PARTIAL.read({**content, **without})
 
 

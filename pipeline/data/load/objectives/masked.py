@@ -128,10 +128,10 @@ class Masked(TokenShardObjective):
         shape = (len(indices), self._length)
         tokens = np.full(shape, end, dtype=texts.dtype)
         segments, documents = np.zeros(shape, dtype=np.int8), np.full(shape, -1, dtype=np.int32)
-        for row, (one, two, _) in enumerate(pairs):
-            whole = np.concatenate([[vocabulary.first], one, [vocabulary.between], two, [vocabulary.between]])
+        for row, (left, right, _) in enumerate(pairs):
+            whole = np.concatenate([[vocabulary.first], left, [vocabulary.between], right, [vocabulary.between]])
             tokens[row, : len(whole)] = whole
-            segments[row, len(one) + 2 : len(whole)] = 1
+            segments[row, len(left) + 2 : len(whole)] = 1
             documents[row, : len(whole)] = 0
         next_sentence = np.array([not follows for _, _, follows in pairs], dtype=np.int8)
         return {"tokens": tokens, "segments": segments, "documents": documents, "next_sentence": next_sentence}

@@ -198,7 +198,7 @@ class Pairs(Objective):
 
     def _warn_if_truncated(self, longest: int) -> None:
         """Warn at the first truncated pair."""
-        self._truncated += longest >= self._length
+        self._truncated += 1 if longest >= self._length else 0
         if self._truncated == 1 and longest >= self._length:
             log.warning("a pair has %d tokens and an end; pairs are truncated to training.sequence_length=%d", longest, self._length)
 

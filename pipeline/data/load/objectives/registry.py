@@ -96,10 +96,10 @@ def _check_tokenizer(config: SampleConfig, folder: Path, totals: dict[str, Any])
     source = "data.blend" if config.data.blend else f"data.tokens={config.data.tokens}"
     fix = "set tokenizer.path to the folder that stage=tokenize used, or tokenize the text with this one"
     check_same(folder, totals.get("tokenizer"), source, fix)
-    found, wanted = "none" if totals.get("bos") is None else "document", config.tokenizer.bos
-    if wanted not in ("auto", found):
-        rule = f"differs from {source}, which was tokenized with tokenizer.bos={found}"
-        raise UserError.of("tokenizer.bos", wanted, rule, f"set it to {found}, or run stage=tokenize into another folder")
+    written, wanted = "none" if totals.get("bos") is None else "document", config.tokenizer.bos
+    if wanted not in ("auto", written):
+        rule = f"differs from {source}, which was tokenized with tokenizer.bos={written}"
+        raise UserError.of("tokenizer.bos", wanted, rule, f"set it to {written}, or run stage=tokenize into another folder")
     if "bos" not in totals and (folder / "tokenizer.json").is_file():
         before, after = affixes(load(folder))
         if len(before) == 1 and not after and before != [totals["end_of_document"]]:

@@ -43,7 +43,7 @@ def read_from(handle: IO[bytes], span: Span, options: ReadOptions) -> Iterator[D
 
 
 def documents(
-    source: InputFile, found: Iterable[tuple[int, int, Record | str]], position: Callable[[int, int], str], base: int = 0
+    source: InputFile, parsed: Iterable[tuple[int, int, Record | str]], position: Callable[[int, int], str], base: int = 0
 ) -> Iterator[Document | Bad]:
     """Yield the documents of (offset, number, record or the reason why it is unusable).
 
@@ -51,7 +51,7 @@ def documents(
         position: makes the position of an unusable record of its offset and its number.
         base: added to offsets.
     """
-    for offset, number, record in found:
+    for offset, number, record in parsed:
         if isinstance(record, str):
             yield Bad(source.label, position(offset, number), record)
         else:

@@ -160,5 +160,5 @@ class _Sample:
 
 def _lines(span: Span, member: tar.TarMember, handle: IO[bytes], options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the documents of a JSON lines member."""
-    found = lines.records(handle, 0, None, options)
-    yield from lines.documents(span.file, found, lambda _, number: f"member {printable(member.name)}, line {number}", member.offset)
+    parsed = lines.records(handle, 0, None, options)
+    yield from lines.documents(span.file, parsed, lambda _, number: f"member {printable(member.name)}, line {number}", member.offset)

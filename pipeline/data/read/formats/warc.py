@@ -56,10 +56,8 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
         except OSError as error:
             if stream.damage is None:
                 where = "" if position is None else f"after the record at byte {position}"
-                plain = not split_compression(source.name)[1]
-                yield Bad(
-                    source.label, where, f"contains no readable WARC record: {library_reason(error)}", source.size - (position or 0) * plain
-                )
+                begin = 0 if split_compression(source.name)[1] else position or 0
+                yield Bad(source.label, where, f"contains no readable WARC record: {library_reason(error)}", source.size - begin)
 
 
 def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str, str] | str:

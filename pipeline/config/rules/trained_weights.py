@@ -22,14 +22,14 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
         layout: the layout of the job.
         names: all weights of the model, with its adapters -> whether the model has a gradient for it.
     """
-    found = []
+    broken = []
     layers = {layer_of(name) for name in names if is_adapter(name)}
     for key, patterns in (("targets", config.lora.targets), ("rank_pattern", config.lora.rank_pattern)):
         default = key == "targets" and bool(layers) and patterns == LoraConfig().targets  # a family may have one kind of layer only
         for pattern in patterns if config.lora.rank and not default else ():
             if not any(fnmatchcase(layer, pattern) for layer in layers) and config.lora.rank_pattern.get(pattern) != 0:
                 rule = f"matches no linear layer of model.family={config.model.family}" + (" with an adapter" if key != "targets" else "")
-                found.append(
+                broken.append(
                     Violation(
                         f"lora.{key}", pattern, rule, f"choose names such as {', '.join(sorted(layers)[:3]) or 'blocks.0.attention.query'}"
                     )
@@ -40,7 +40,7 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
             rule = (
                 f"is the rank of {layer}, and that of routed experts must be a multiple of {_MULTIPLE}: their kernel reads 16 bytes at once"
             )
-            found.append(
+            broken.append(
                 Violation(
                     "lora.rank", rank, rule, f"set it to {rank + -rank % _MULTIPLE}; lora.rank_pattern sets that of some layers alone"
                 )
@@ -48,7 +48,7 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
             break
     if of_experts and config.parallel.folded and config.lora.dropout:
         rule = f"would drop the same elements on all tensor ranks in {of_experts[0]}: with parallel.expert_tensor=1 they have other experts"
-        found.append(Violation("lora.dropout", config.lora.dropout, rule, "set it to 0, or remove parallel.expert_tensor"))
+        broken.append(Violation("lora.dropout", config.lora.dropout, rule, "set it to 0, or remove parallel.expert_tensor"))
     layers |= {layer.rpartition(".")[0] for layer in of_experts}
     modules = {name.rpartition(".")[0] for name in names if not is_adapter(name)}
     for pattern in config.lora.modules_to_save:
@@ -56,14 +56,14 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
         if not matching:
             rule = f"matches no module of model.family={config.model.family}"
             fix = f"choose names such as {', '.join(sorted(modules - layers)[-3:])}"
-            found.append(Violation("lora.modules_to_save", pattern, rule, fix))
+            broken.append(Violation("lora.modules_to_save", pattern, rule, fix))
         if adapted := [module for module in matching if module in layers]:
             rule = f"matches {adapted[0]}, which has an adapter"
-            found.append(Violation("lora.modules_to_save", pattern, rule, "name other modules, or exclude it by lora.targets"))
+            broken.append(Violation("lora.modules_to_save", pattern, rule, "name other modules, or exclude it by lora.targets"))
     for pattern in config.training.frozen:
         if not any(fnmatchcase(name, pattern) for name in names):
             fix = f"choose names such as {', '.join(_examples(names))}"
-            found.append(Violation("training.frozen", pattern, f"matches no weight of model.family={config.model.family}", fix))
+            broken.append(Violation("training.frozen", pattern, f"matches no weight of model.family={config.model.family}", fix))
     trained = {
         _stage(name, layout, config.model.layers) for name, has_gradient in names.items() if has_gradient and not is_frozen(config, name)
     }
@@ -71,10 +71,10 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
         where = "the model" if layout.stage_count == 1 else f"pipeline stage {idle[0]} of {layout.stage_count}"
         if config.lora.rank:
             fix = "set lora.targets such that each stage has an adapter"
-            return [*found, Violation("lora.targets", ", ".join(config.lora.targets), f"leaves nothing to train in {where}", fix)]
+            return [*broken, Violation("lora.targets", ", ".join(config.lora.targets), f"leaves nothing to train in {where}", fix)]
         fix = "freeze fewer weights" + ("" if layout.stage_count == 1 else ", or use fewer pipeline stages")
-        found.append(Violation("training.frozen", ", ".join(config.training.frozen), f"leaves nothing to train in {where}", fix))
-    return found
+        broken.append(Violation("training.frozen", ", ".join(config.training.frozen), f"leaves nothing to train in {where}", fix))
+    return broken
 
 
 def _stage(name: str, layout: Layout, layers: int) -> int:
