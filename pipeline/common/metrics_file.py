@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = "metrics.jsonl"
+#: Columns that together are the time from the first step of a start to its last one: none of them has a part of another.
+SECONDS = ("seconds", "validation_seconds", "save_seconds")
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
@@ -36,6 +38,18 @@ def last_with(run_dir: Path, name: str, count: int) -> list[dict[str, Any]]:
             if mark in line and isinstance(content := json.loads(line), dict) and name in content:
                 lines.append(content)
     return lines[::-1]
+
+
+def seconds_after(run_dir: Path, step: int) -> float:
+    """Return the time of the steps after a step, with their validations and saves, seconds; 0 if there is no file."""
+    path, seconds = run_dir / FILE, 0.0
+    for line in reversed(path.read_bytes().splitlines() if path.is_file() else []):
+        with suppress(ValueError, KeyError, TypeError):
+            content = json.loads(line)
+            if content["step"] <= step:
+                break
+            seconds += sum(content.get(name, 0.0) for name in SECONDS)
+    return seconds
 
 
 def columns(lines: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:

@@ -6,11 +6,12 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import events
 from pipeline.common.atomic_files import atomic_file
 from pipeline.launch import slurm
 
@@ -66,11 +67,12 @@ class Allocation:
         return [*options, "--overlap", "--mem=0"] if again else options
 
 
-def exclude(run_dir: Path, nodes: Iterable[str], reason: str) -> None:
+def exclude(run_dir: Path, nodes: Collection[str], reason: str) -> None:
     """Note nodes on which the run shall not continue."""
     known = _noted(run_dir) | {node: {"reason": reason, "time": time.time()} for node in nodes}
     with atomic_file(run_dir / EXCLUDED, "w") as handle:
         json.dump(known, handle, indent=1)
+    events.record(run_dir, "exclude", nodes=sorted(nodes), reason=reason)
 
 
 def excluded(run_dir: Path) -> dict[str, dict[str, Any]]:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pipeline.common import metrics_file
 from pipeline.report import run as runs
 from pipeline.report import run_files
+from pipeline.report.account import Columns, account_of, add
 from pipeline.report.run import Run
 
 T = TypeVar("T")
@@ -22,9 +21,8 @@ T = TypeVar("T")
 BLOCK, SPIKE = 100, 8.0
 #: Steps of the two means that are compared at the end of a run, at most.
 TREND_STEPS = 500
-#: What became of node-hours, besides failures.
-TRAINING, START_UP, BETWEEN, REST = "training", "start-up", "between starts, preflight and spare nodes", "validation and checkpoints"
-_UNKNOWN_START_UP = "start-up, validation and checkpoints"
+#: Buckets of an account that nobody wants.
+LOST = ("loading", "start-up", "waiting", "lost")
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,10 @@ class Spent:
     """Node-hours of a kind.
 
     Attributes:
-        kind: training, or what they were lost to; a failure by its reason.
+        kind: a bucket of account.BUCKETS; of what is lost, its cause.
         node_hours: of this kind.
         count: number of starts of the ranks with this kind.
-        lost: to failures, start-up or waiting nodes; training, validation and checkpoints are not lost.
+        lost: whether the bucket is of LOST.
     """
 
     kind: str
@@ -178,71 +176,21 @@ def read(run_dir: Path, now: float | None = None) -> History:
         run=replace(run, problems=known),
         columns=columns,
         config=config,
-        spent=spent(run, columns.get("seconds", [])),
+        spent=spent(run, columns),
         seen=corpora,
         health=health(lines.content),
     )
 
 
-def spent(run: Run, seconds: Sequence[tuple[int, float]]) -> tuple[Spent, ...]:
-    """Return where the node-hours of a run went.
-
-    The steps of metrics.jsonl up to the checkpoint with which a start ended are training. What is left of the time of a start that failed
-    is lost to its reason, such as steps after its last checkpoint and the time in which nobody noticed; of another start it is
-    validation and checkpoints.
-
-    Args:
-        seconds: (step, seconds) of the steps.
-    """
-    if run.node_hours is None:
-        return ()
-    sums = [0.0, *accumulate(value for _, value in seconds)]
-    steps = [step for step, _ in seconds]
-    by_kind: dict[tuple[str, bool], tuple[float, int]] = {}
-
-    def add(kind: str, hours: float, *, lost: bool = True) -> None:
-        before, count = by_kind.get((kind, lost), (0.0, 0))
-        by_kind[kind, lost] = (before + hours, count + 1)
-
-    of_starts = 0.0
-    for number, start in enumerate(run.starts):
-        nodes, end = max(len(start.nodes), 1) / 3600, start.end or run.last_sign or start.last
-        whole = max(end - start.begin, 0)
-        last_step = _end_step(run, number)
-        trained = min(_between(steps, sums, start.step, last_step), whole)
-        starting = 0.0 if start.ready is None else min(max(start.ready - start.begin, 0), whole - trained)
-        rest = whole - trained - starting
-        of_starts += whole * nodes
-        add(TRAINING, trained * nodes, lost=False)
-        if starting:
-            add(START_UP, starting * nodes)
-        if start.failed:
-            add(start.reason or "failed", rest * nodes)
-        else:
-            add(_UNKNOWN_START_UP if start.ready is None else REST, rest * nodes, lost=False)
-    if (between := run.node_hours - of_starts) > 1e-9:
-        add(BETWEEN, between)
-    kinds = [Spent(kind, hours, count, lost) for (kind, lost), (hours, count) in by_kind.items()]
+def spent(run: Run, columns: Columns) -> tuple[Spent, ...]:
+    """Return where the node-hours of a run went: its account, with what was lost by cause."""
+    found, hours = account_of(run, columns, run.last_sign or 0.0), dict[tuple[str, str], float]()
+    for (bucket, cause, _), seconds in found.seconds.items():
+        add(hours, {(bucket, cause): seconds / 3600})
+    kinds = [
+        Spent(cause or bucket, value, int(found.starts.get((bucket, cause), 0)), bucket in LOST) for (bucket, cause), value in hours.items()
+    ]
     return tuple(sorted(kinds, key=lambda kind: (kind.lost, -kind.node_hours)))
-
-
-def _end_step(run: Run, number: int) -> int:
-    """The last step of a start that counts: that of its last checkpoint, or of the next start; for the last start, the last one written."""
-    start = run.starts[number]
-    if number + 1 < len(run.starts):
-        return run.starts[number + 1].step
-    return run.step if start.end is None or start.end_step is None else start.end_step
-
-
-def _between(steps: Sequence[int], sums: Sequence[float], first: int, last: int) -> float:
-    """Seconds of the steps after `first`, up to `last`.
-
-    Args:
-        steps: ascending.
-        sums: seconds of the first 0, 1, ... of them.
-        first, last: steps.
-    """
-    return max(sums[bisect_right(steps, last)] - sums[bisect_right(steps, first)], 0.0)
 
 
 def health(lines: Sequence[dict[str, Any]]) -> Health | None:

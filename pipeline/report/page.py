@@ -181,7 +181,7 @@ def _starts(starts: Sequence[Start]) -> Table:
 
 def _spent(history: History) -> Table:
     whole = history.run.node_hours or 0.0
-    note = "Training: steps that count. A failure has the time after the last checkpoint of its start, and the time until it was noticed."
+    note = "Waiting: nodes without ranks. A failure has the steps that were made again, and the time until it was noticed."
     rows: list[list[Any]] = [
         [short(spent.kind), "yes" if spent.lost else "", spent.count, f"{spent.node_hours:.3f}", Bar(spent.node_hours, whole)]
         for spent in history.spent

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.common.errors import NEXT_PHASE
 from pipeline.report.run_files import is_finite
 
 #: Actions after which a job is over.
@@ -66,6 +67,12 @@ class Start:
         place: node and line of the error.
         unrecorded: whether its end is not recorded, and only that it wrote something until `end` is known.
         leaves: whether rank 0 has ended, so that the end of all ranks, and what follows, should be recorded soon.
+        loading: seconds in which weights were read.
+        stepping: when its first step began, seconds since 1970; None if it is unknown.
+        left: when rank 0 ended, seconds since 1970; None if it is unknown.
+        abandoned: seconds of the steps of earlier starts that it makes again.
+        rewound: seconds of the steps that it left after loss spikes, and of reading a checkpoint then.
+        blamed: nodes that did not answer, and that of the rank that failed first.
     """
 
     begin: float
@@ -86,6 +93,12 @@ class Start:
     place: str = ""
     unrecorded: bool = False
     leaves: bool = False
+    loading: float = 0.0
+    stepping: float | None = None
+    left: float | None = None
+    abandoned: float = 0.0
+    rewound: float = 0.0
+    blamed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,7 @@ class Life:
         corpora: samples of an epoch of each corpus, of the last start that names them.
         last: time of the last event, None without events.
         problems: what is missing.
+        excluded: time, node and reason of each time that a node was left out.
     """
 
     jobs: tuple[RecordedJob, ...]
@@ -105,6 +119,7 @@ class Life:
     corpora: dict[str, int]
     last: float | None
     problems: tuple[str, ...]
+    excluded: tuple[tuple[float, str, str], ...] = ()
 
     @property
     def ended(self) -> bool:
@@ -128,6 +143,7 @@ class _Reader:
         self._starts: list[Start] = []
         self._corpora: dict[str, int] = {}
         self._problems: list[str] = []
+        self._excluded: list[tuple[float, str, str]] = []
         self._cause = ""
 
     def read(self, event: dict[str, Any]) -> None:
@@ -145,6 +161,10 @@ class _Reader:
                 self._start(event)
             case "run_start":
                 self._run_start(event)
+            case "steps_start" | "rewind":
+                self._steps(event)
+            case "exclude":
+                self._excluded += [(event["time"], node, _text(event, "reason")) for node in _names(event, "nodes")]
             case "ranks_end":
                 self._ranks_end(event)
             case "run_end":
@@ -154,7 +174,7 @@ class _Reader:
 
     def result(self, last: float | None) -> Life:
         """Return what was read."""
-        return Life(tuple(self._jobs), tuple(self._starts), self._corpora, last, tuple(self._problems))
+        return Life(tuple(self._jobs), tuple(self._starts), self._corpora, last, tuple(self._problems), tuple(self._excluded))
 
     def _job(self, event: dict[str, Any]) -> RecordedJob | None:
         """The job of an event, if it is the current one."""
@@ -180,13 +200,14 @@ class _Reader:
 
     def _start(self, event: dict[str, Any]) -> Start:
         """The ranks are started."""
-        if self._open() is not None:
+        if (before := self._open()) is not None and before.leaves and before.reason == NEXT_PHASE:  # the same processes go on
+            before.end, self._cause = before.left, NEXT_PHASE
+        elif before is not None:
             self._abandon("the ranks ended without a record: killed")
-        nodes = event.get("nodes")
         start = Start(
             begin=event["time"],
             job=self._job(event),
-            nodes=tuple(map(str, nodes)) if isinstance(nodes, list) else (),
+            nodes=_names(event, "nodes"),
             step=max(int(_number(event, "step") or 0), 0),
             layout=_text(event, "layout"),
             version=_text(event, "version"),
@@ -201,6 +222,9 @@ class _Reader:
         start = self._open()
         if start is None or start.ready is not None or start.job is None or start.job is not self._job(event):
             start = self._start(event)
+            before = self._starts[-2].end if len(self._starts) > 1 else None
+            start.begin = min(max(_number(event, "began") or event["time"], before or 0.0), event["time"])
+        start.loading, start.abandoned = (_number(event, name) or 0.0 for name in ("loading", "abandoned"))
         self._extend(start, _number(event, "last_written"))
         start.ready = start.last = event["time"]
         start.step = max(int(_number(event, "step") or 0), 0)
@@ -212,11 +236,24 @@ class _Reader:
         if isinstance(corpora, dict):
             self._corpora = {str(name): int(count) for name, count in corpora.items() if isinstance(count, int)}
 
+    def _steps(self, event: dict[str, Any]) -> None:
+        """The steps begin; or the run leaves them after a loss spike, reads a checkpoint, and they begin again."""
+        if (start := self._open()) is None:
+            return
+        if event["event"] == "rewind":
+            start.rewound += _number(event, "seconds") or 0.0
+            start.step = min(start.step, int(_number(event, "checkpoint") or 0))
+        elif start.stepping is None:
+            start.stepping = event["time"]
+        else:
+            start.rewound += event["time"] - start.last
+        start.last = event["time"]
+
     def _run_end(self, event: dict[str, Any]) -> None:
         """Rank 0 ends. In a job, the end of all ranks follows."""
         if (start := self._open()) is None:
             return
-        start.last = event["time"]
+        start.last = start.left = event["time"]
         if start.job is None:
             code = int(_number(event, "code") or 0)
             self._close(start, event, code, failed=code in (1, 2))
@@ -237,6 +274,7 @@ class _Reader:
         if (start := self._open()) is not None:
             self._close(start, event, int(_number(event, "code") or 0), failed=bool(event.get("failed")))
             start.place = " ".join(part for part in (_text(event, "host"), _text(event, "where")) if part)
+            start.blamed = tuple({_text(event, "host"), *_names(event, "lost")} - {""})
 
     def _close(self, start: Start, event: dict[str, Any], code: int, *, failed: bool) -> None:
         start.end = start.last = event["time"]
@@ -276,6 +314,12 @@ class _Reader:
 def _text(event: dict[str, Any], name: str) -> str:
     value = event.get(name)
     return " ".join(value.split()) if isinstance(value, str) else ""
+
+
+def _names(event: dict[str, Any], name: str) -> tuple[str, ...]:
+    """The names of a list of an event."""
+    value = event.get(name)
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _number(event: dict[str, Any], name: str) -> float | None:

@@ -132,11 +132,12 @@ class Metrics(Callback):
             )
             raise UserError.of("run_dir", self._run_dir, rule, fix)
 
-    def validation(self, step: int, result: Validation, identity: Mapping[str, str]) -> None:
+    def validation(self, step: int, result: Validation, identity: Mapping[str, str], seconds: float) -> None:
         """Write the line of a validation: loss, its standard error, targets, bits per byte, more measures, and the same by corpus.
 
         Args:
             identity: of the data, Objective.identity.
+            seconds: from the end of the step to that of the validation.
         """
         self.flush()
         if self._rank > 0:
@@ -151,6 +152,7 @@ class Metrics(Callback):
             "validation_loss_stderr": result.standard_error,
             "validation_targets": result.targets,
             "validation_samples": result.samples,
+            "validation_seconds": seconds,
             **identity,
             "bits_per_byte": result.bits_per_byte,
             **result.measures,

@@ -264,7 +264,8 @@ def rewind(config: RunConfig, error: SpikeFoundError, skipped: SkippedSamples) -
     more = SkippedSamples([*skipped.rewinds, entry])
     count = len(more.rewinds)
     # Before the list: a job that is killed between them records the event twice, and none is missing.
-    events.record(run_dir, "rewind", step=error.state.step, number=count, **dataclasses.asdict(entry))
+    seconds = round(metrics_file.seconds_after(run_dir, start.step), 3)
+    events.record(run_dir, "rewind", step=error.state.step, number=count, seconds=seconds, **dataclasses.asdict(entry))
     skipped_samples.write(run_dir, more)
     text = "%s: back to %s, without samples %d to %d (rewind %d of training.max_rewinds=%d)"
     log.warning(text, finding, checkpoint, entry.first, entry.last - 1, count, training.max_rewinds)

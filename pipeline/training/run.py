@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 
 from pipeline.checkpoint import catalog, native
 from pipeline.checkpoint.native import TrainState
-from pipeline.common import ends, knobs, signals
+from pipeline.common import ends, events, knobs, signals
 from pipeline.common.errors import CONTINUE, NEXT_PHASE, ToBeContinued, UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import layouts, phases, warmup
@@ -136,7 +137,9 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
             check_trained(config, layout)
             trainer = Trainer(config, meshes.build_mesh(layout, device, minutes, ranks.local_size))
             claims.callback(trainer.engine.close)
+            since = time.monotonic()
             state = resume.begin(config, trainer, begin, data)
+            loading = time.monotonic() - since
             reference_answers.attach(config, trainer, begin, state, data, validation_data, watchdog.report)
             hosts = run_directory.gather_hosts()
             if state.step >= config.training.steps:
@@ -148,7 +151,7 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
             if first:
                 with run_directory.disk_errors(run_dir):
                     changed = run_directory.begin_training(config, begin)
-                recorded = run_events.recorded(config, layout, hosts, state.step, data.samples, parent, changed)
+                recorded = run_events.recorded(config, layout, hosts, state.step, data.samples, parent, changed, loading)
             metrics_of = _metrics_of(config, ranks, data, parent, peak_flops(config.cluster, config.precision, device))
             saver = choose_saver.choose(config, ranks, trainer, process, lock if first else None)
             stragglers = Stragglers(config, trainer, hosts)  # outside of attempts: it registers hooks
@@ -175,6 +178,8 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
                         ReplicaChecks(config, trainer, hosts),
                         RecomputationChecks(config, trainer, hosts),
                     ]
+                    if first:
+                        events.record(run_dir, "steps_start", step=state.step)
                     return loop.train(state, loader, trainer, callbacks, watchdog.report)
 
             with recorded, closing(saver), run_directory.disk_errors(run_dir), garbage_collection.at_fixed_steps():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ def recorded(
     samples: Dataset,
     parent: dict[str, Any] | None,
     changed: Sequence[tuple[str, Any, Any]] = (),
+    loading: float = 0.0,
 ) -> Iterator[None]:
     """Record the begin and the end of a block that trains. Only rank 0 calls it.
 
@@ -43,6 +45,7 @@ def recorded(
         samples: the training data.
         parent: Index.parent of its checkpoints.
         changed: settings that differ from those of the start before: key, old and new value.
+        loading: seconds in which the weights were read, or initialized.
     """
     run_dir = Path(config.run_dir)
     origin = "scratch" if parent is None else f"step {parent['step']} of {parent['path']} ({parent['how']})"
@@ -62,6 +65,9 @@ def recorded(
         corpora=epochs(samples),
         changed=[list(setting) for setting in changed],
         last_written=metrics.stat().st_mtime if metrics.is_file() else None,
+        began=round(_process_start(), 3),
+        loading=round(loading, 3),
+        abandoned=round(metrics_file.seconds_after(run_dir, step), 3),
     )
     try:
         yield
@@ -79,6 +85,13 @@ def recorded(
         _end(run_dir, folder, code, reason.partition("\n")[0], where)
         raise
     _end(run_dir, folder, 0, "finished")
+
+
+def _process_start() -> float:
+    """When this process began, seconds since 1970."""
+    ticks = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - (age if ticks else 0.0)  # some sandboxes tell no time
 
 
 def _report_other_origin(run_dir: Path, origin: str) -> None:

@@ -80,6 +80,7 @@ class Saves(Callback):
         self._complete: list[int] = []
         self._in_a_row, self._failing_since = 0, 0.0
         self._last: SaveOutcome | None = None
+        self._seconds = 0.0  # of the last save, until the line of the next step has them
         self._failed = False
         self._fatal: UserError | None = None
         trainer.before_update = self.before_update
@@ -96,6 +97,8 @@ class Saves(Callback):
             UserError: the run must end; the same on all ranks.
         """
         step.more["save_failures"] = self.failures
+        if self._seconds:
+            step.more["save_seconds"], self._seconds = self._seconds, 0.0
         self.poll()
         self._tell()
         if step.decision.failed:
@@ -112,7 +115,8 @@ class Saves(Callback):
     def save(self, step: Step) -> None:
         """See Callback."""
         self.begin(step.state)
-        step.since = time.monotonic()
+        now = time.monotonic()
+        self._seconds, step.since = now - step.since, now
 
     def end(self, step: Step) -> None:
         """Wait until the checkpoint of the last step is complete; raises as finish."""

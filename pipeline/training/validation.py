@@ -116,7 +116,7 @@ class Validations(Callback):
         config: of the run.
         trainer: computes the losses.
         data: the validation split; None if there is none.
-        record: called with step, result and Objective.identity, as Metrics.validation.
+        record: called with step, result, Objective.identity and seconds, as Metrics.validation.
         report: called with what is done next, as Watchdog.report.
     """
 
@@ -125,7 +125,7 @@ class Validations(Callback):
         config: RunConfig,
         trainer: Trainer,
         data: Objective | None,
-        record: Callable[[int, Validation, Mapping[str, str]], None],
+        record: Callable[[int, Validation, Mapping[str, str], float], None],
         report: Callable[[str], None],
     ) -> None:
         self._trainer, self._data, self._training, self._prefetch = trainer, data, config.training, config.data.prefetch
@@ -140,8 +140,9 @@ class Validations(Callback):
         report()
         batches = self._training.validation_batches
         result = validate(self._trainer, self._data, self._training, batches=batches, prefetch=self._prefetch, on_batch=report)
-        self._record(number, result, self._data.identity)
-        step.since = time.monotonic()
+        now = time.monotonic()
+        seconds, step.since = now - step.since, now
+        self._record(number, result, self._data.identity, seconds)
 
 
 def _by_corpus(

@@ -120,11 +120,11 @@ def test_a_validation_is_written_with_its_size_and_by_corpus(tmp_path, caplog):
     )
     state = TrainState(step=7, samples=0, updates=7)
     with Metrics(configured("stage=pretrain", "model=gpt-tiny", "tracking=disabled", f"run_dir={tmp_path}"), 0, state) as metrics:
-        metrics.validation(7, result, {"validation_data": "abc", "tokenizer": "def"})
+        metrics.validation(7, result, {"validation_data": "abc", "tokenizer": "def"}, 1.5)
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line.pop("corpora")["c11"] == {"validation_loss": None, "bits_per_byte": None, "validation_targets": 1}
     sizes = {"validation_loss_stderr": 0.03125, "validation_targets": 4096, "validation_samples": 64}
-    sizes |= {"validation_data": "abc", "tokenizer": "def"}
+    sizes |= {"validation_seconds": 1.5, "validation_data": "abc", "tokenizer": "def"}
     assert line == {"step": 7, "validation_loss": 2.5, "bits_per_byte": 0.9, "accuracy": 0.75, **sizes}
     assert (
         "step 7: validation loss 2.5000 +- 0.0312 on 4,096 targets (64 of 400 samples), 0.9000 bits per byte, accuracy 0.7500"
