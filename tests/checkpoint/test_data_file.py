@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,26 @@ def block_digests(content: bytes, block: int, before: int) -> list[int]:
     """Of blocks that are counted from `before` bytes before the content."""
     ends = [*range(block - before, len(content), block), len(content)]
     return [xxhash.xxh3_64_intdigest(content[a:b]) for a, b in zip([0, *ends], ends, strict=False) if a < b]
+
+
+def test_what_is_written_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = ""
+
+    def noted(name: str) -> None:
+        call = getattr(os, name)
+
+        def note(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += name[0]
+            return call(*arguments)
+
+        monkeypatch.setattr(os, name, note)
+
+    for name in ("pwrite", "fsync", "close"):
+        noted(name)
+    write(tmp_path / "file", [part("a", 33, FROZEN), part("b", 40, TRAINED)])
+    assert calls.startswith("p")
+    assert "pc" not in calls, "a file is closed behind a write that is not flushed"
 
 
 def test_a_file_is_safetensors_and_its_places_are_right(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.checkpoint.reader import Checkpoint, find
 from pipeline.common.errors import UserError
+from pipeline.conversion.deepspeed_import import _zero2
 from pipeline.conversion.import_model import import_model
 from pipeline.models import config_classes, registry
 from tests.conversion import foreign_folders
@@ -64,6 +65,14 @@ def test_the_imported_model_has_the_logits_of_the_source(folders, name, tmp_path
     torch.testing.assert_close(logits(checkpoint), stock_logits(state, **changes), rtol=1e-6, atol=1e-6)
     assert torch.equal(checkpoint.tensor("blocks.1.attention.key.weight"), state["model.layers.1.self_attn.k_proj.weight"])
     assert "the logits of LlamaForCausalLM on 64 tokens differ by at most" in caplog.text
+
+
+def test_the_elements_that_align_a_weight_are_not_those_of_the_next_one():
+    """DeepSpeed writes how many follow each weight; two ranks hold the vector."""
+    flat = torch.arange(16.0)
+    tensors = _zero2([[flat[:8]], [flat[8:]]], [{"first": (3,), "second": (2, 2)}], [[5, 4]])
+    assert torch.equal(tensors["first"][2](), flat[:3])
+    assert torch.equal(tensors["second"][2](), flat[8:12].view(2, 2))
 
 
 @pytest.mark.world

@@ -158,6 +158,14 @@ def test_an_export_is_imported_again_without_a_difference(tmp_path):
     assert all(torch.equal(first.tensor(name, kind), second.tensor(name, kind)) for name in first.names() for kind in KINDS)
 
 
+def test_the_scheduler_continues_at_the_updates_and_not_at_the_steps_of_the_engine(tmp_path):
+    """Skipped steps are none of the scheduler."""
+    (tmp_path / universal_format.ZERO).mkdir()
+    universal_export._write_engine(tmp_path, TrainState(step=9, updates=7), {}, 0.0)
+    engine = torch.load(tmp_path / universal_format.MODEL_FILES[0], weights_only=True)
+    assert (engine["global_steps"], engine["skipped_steps"], engine["lr_scheduler"]["last_epoch"]) == (9, 2, 7)
+
+
 def test_the_constants_are_those_of_deepspeed():
     from deepspeed.checkpoint import constants
 

@@ -13,8 +13,10 @@ from pipeline.common import artifact
 from pipeline.common.condition import Condition
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
+from pipeline.data.clean.document_batch import DocumentBatch, Verdict
 from pipeline.data.load import blend
 from pipeline.data.load.ledger import DocumentLedger
+from pipeline.data.read.documents import Document
 from pipeline.data.shard import text_shards
 from pipeline.data.shard.shards import WrittenShard
 from tests.data.test_clean import PROSE, clean, config
@@ -75,6 +77,14 @@ def test_the_step_reads_the_record_and_what_earlier_steps_found():
     assert counts["fields"].dropped.keys() == {"a field of another kind", "condition not met"}
     assert clean([PROSE], wanted)[1]["fields"].dropped.keys() == {"no field stars"}
     assert check.violations(configured("stage=shard", "data.input=[x.jsonl]", "clean.steps=[fields]"), 1)[0].key == "clean.fields.keep"
+
+
+def test_scores_remain_when_a_later_step_changes_a_text():
+    batch = DocumentBatch([Document("a", 0, "one", {}), Document("a", 9, "two", {})])
+    batch.scores[:] = 0.25, 0.75
+    changed = batch.apply([Verdict(0, "masked", "ones")])
+    assert changed.texts == ["ones", "two"]
+    assert changed.scores.tolist() == [0.25, 0.75]
 
 
 @given(st.dictionaries(st.integers(0, 10000), st.integers(1, 50), min_size=1, max_size=40))

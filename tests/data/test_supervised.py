@@ -168,7 +168,9 @@ def opened(folder: Path, path: Path, *, length: int = 60, pack: bool = True, see
 def test_an_epoch_has_every_example_once(folder, tmp_path, pack):
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    expected = [example.tokens.tolist() for example in reader(folder, None).read([json.dumps(line).encode() for line in LINES])]
+    examples = reader(folder, None).read([json.dumps(line).encode() for line in LINES])
+    expected = [example.tokens.tolist() for example in examples]
+    answers = {tuple(example.tokens): example.is_answer[1:].tolist() for example in examples}
     objective = opened(folder, path, pack=pack, seed=3)
     count = int(objective.samples.counts[0])
     assert (count < 40) == pack
@@ -182,6 +184,7 @@ def test_an_epoch_has_every_example_once(folder, tmp_path, pack):
                 assert arrays["positions"][row, here].tolist() == list(range(len(tokens)))
                 assert (targets[:-1] == tokens[1:])[targets[:-1] != IGNORE].all()
                 found.append([*tokens.tolist(), int(targets[-1])])
+                assert (targets != IGNORE).tolist() == answers[tuple(found[-1])], "a target is the next token, if that is one of an answer"
         assert sorted(found) == sorted(expected)
         orders.append(found)
         padding = arrays["documents"] < 0

@@ -4,6 +4,7 @@ import csv
 from xml.etree import ElementTree
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.config.stages import Evaluate
 from pipeline.evaluation import checkpoint_selection, record
 
@@ -72,3 +73,15 @@ def test_tasks_of_an_array_share_the_checkpoints(tmp_path, monkeypatch):
             monkeypatch.setenv(f"SLURM_ARRAY_{name}", value)
         shares.append([native.step_of(path) for path in checkpoint_selection.checkpoints(tmp_path, stage, "tasks", {})])
     assert shares == [[1, 3, 5], [2, 4]]
+
+
+def test_scores_of_an_adapter_are_not_those_of_the_one_that_replaces_it(tmp_path):
+    checkpoint, adapter = native.folder_of(tmp_path, 1), tmp_path / "adapter"
+    for folder, name in ((checkpoint, native.INDEX), (adapter, WEIGHTS)):
+        folder.mkdir(parents=True)
+        (folder / name).write_text("one")
+    stage = Evaluate(name="evaluate", adapter=str(adapter))
+    before = checkpoint_selection.settings_of(checkpoint, stage, {})
+    assert checkpoint_selection.settings_of(checkpoint, stage, {}) == before
+    (adapter / WEIGHTS).write_text("two")
+    assert checkpoint_selection.settings_of(checkpoint, stage, {}) != before

@@ -122,6 +122,13 @@ def test_a_job_continues_on_the_nodes_that_are_left() -> None:
         moldable.choose(config, BASE, 1)
 
 
+def test_the_next_job_asks_for_no_more_nodes_than_this_one() -> None:
+    """Also if this job asked for other nodes than conf/cluster/ has: those that it got contain the spare ones."""
+    for nodes in (6, 9):
+        config = configured("cluster.nodes=4", "cluster.spares=2")
+        assert f"--nodes={nodes}" in moldable.size_options(config, nodes, None)
+
+
 def test_a_range_is_refused_if_its_fewest_nodes_have_no_legal_layout() -> None:
     refused = moldable.violations(configured("cluster.nodes=8", "cluster.min_nodes=5"), BASE)
     assert [(v.key, v.value) for v in refused] == [("cluster.min_nodes", 5)]

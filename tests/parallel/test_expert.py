@@ -282,6 +282,10 @@ def test_the_initial_values_of_stacked_experts_do_not_depend_on_the_layout():
             "requires parallel.sequence_parallel=true: each tensor rank sends its own tokens to the experts",
         ),
         (("model=deepseek-tiny", "model.expert_ffn_hidden=99", "parallel.tensor=2"), "must divide model.expert_ffn_hidden=99"),
+        (
+            ("model=mixtral-tiny", "parallel.expert=2", "training.global_batch_size=9"),
+            "must be a multiple of 6 data ranks x micro_batch_size 1",
+        ),
     ],
 )
 def test_mistakes_are_refused(overrides, words):

@@ -297,5 +297,7 @@ def test_settings_that_cannot_work_are_refused():
     assert "checkpoint.keep=2: with checkpoint.every=1 removes the checkpoint before a loss spike" in said
     assert "fix: set it to at least 7" in said
     assert "training.max_skipped_steps=5: ends the run before it can return" in said
+    with pytest.raises(UserError, match=r"checkpoint.keep=6: with checkpoint.every=1 removes the checkpoint"):
+        check.check(configured(*base, "checkpoint.every=1", "checkpoint.keep=6", "training.spike_patience=3"), 1)
     with pytest.raises(UserError, match=r"checkpoint.every=0: is required by training.spike_factor=8.0"):
         check.check(configured(*base, "checkpoint.every=0"), 1)

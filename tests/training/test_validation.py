@@ -105,10 +105,19 @@ def test_a_sample_is_near_the_full_split_and_the_first_batches_are_not(worlds, t
     assert whole.loss == pytest.approx(float(losses.mean()), rel=1e-6)
     assert (whole.standard_error, whole.samples) == (0.0, 400)
     assert whole.bits_per_byte == pytest.approx(bits_per_byte(losses, 11700 / (400 * LENGTH + 1)), rel=1e-3)
+    for name, first, last in (("code", 0, 101), ("prose", 101, 400)):
+        assert whole.corpora[name].targets == (last - first) * LENGTH
+        assert whole.corpora[name].loss == pytest.approx(float(losses[first:last].mean()), rel=1e-6)
     sample = worlds(2).run(validated, tmp_path, "zero_stage=1", 4)[0]
     assert abs(sample.loss - whole.loss) < 3 * sample.standard_error
     assert abs(float(losses[:64].mean()) - whole.loss) > 3 * sample.standard_error, "what earlier versions read"
     assert worlds(2).run(validated, tmp_path, "zero_stage=1", 26)[0] == whole, "more than there are"
+
+
+def test_the_bytes_of_a_window_are_those_of_its_targets(tmp_path):
+    """The last token of "code" is the input of a window, all targets of which are prose."""
+    code, prose = (text_bytes / tokens for tokens, text_bytes in CORPORA.values())
+    assert opened(tmp_path).samples.bytes_per_token(np.array([99, 100])) == pytest.approx([code, prose])
 
 
 def test_a_validation_is_written_with_its_size_and_by_corpus(tmp_path, caplog):
