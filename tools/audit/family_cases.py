@@ -252,14 +252,9 @@ FAMILIES: dict[str, Cases] = {
             | dict(sliding_window_pattern=2, layer_input_width=0, rope_theta=1e3, rope_local_theta=1e2, tie_embeddings=False)
             | dict(rope_scaling="linear", rope_factor=4.0),
             "both": SMALL_GEMMA4 | dict(kv_shared_layers=2, attention_k_eq_v=True, global_kv_heads=1, partial_rotary_factor=0.7),
-            "global": {
-                "layers": 1,
-                "window": 5,
-                "head_width": 16,
-                "global_head_width": 12,
-                "layer_input_width": 5,
-                "partial_rotary_factor": 1.0,
-            },
+            # Of one layer, config.json does not tell the pattern: the import takes the class's.
+            "global": dict(layers=1, sliding_window_pattern=6, window=5, head_width=16, global_head_width=12, layer_input_width=5)
+            | dict(partial_rotary_factor=1.0),
         },
         numerics={
             "gemma4": model(
