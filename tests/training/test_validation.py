@@ -35,13 +35,19 @@ def tokens_of(corpus):
     return (runs if corpus == "prose" else generator.integers(0, 67, count)).astype("<u2")
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """The tokens of both corpora, written before any rank reads them."""
+    for corpus in CORPORA:
+        (tmp_path / corpus).write_bytes(tokens_of(corpus).tobytes())
+    return tmp_path
+
+
 def opened(folder):
     """The split of both corpora."""
     shards = []
     for corpus, (count, text_bytes) in CORPORA.items():
         path = folder / corpus
-        if not path.exists():
-            path.write_bytes(tokens_of(corpus).tobytes())
         entry = {"tokens": count, "text_bytes": text_bytes, "documents": 9, "offset": 0, "dtype": "uint16", "bytes": 2 * count}
         shards.append(Shard(path, {**entry, "corpus": corpus}))
     corpus = Corpus("", shards, {"end_of_document": 0, "vocab_size": 67}, "")
@@ -81,9 +87,9 @@ def bits_per_byte(losses, bytes_per_token):
         ("pipeline=2 zero_stage=0", ()),
     ],
 )
-def test_a_sample_has_the_loss_of_its_windows_in_every_layout(worlds, tmp_path, layout, more):
+def test_a_sample_has_the_loss_of_its_windows_in_every_layout(worlds, folder, layout, more):
     batches = 2 if more else 4
-    found = worlds(2).run(validated, tmp_path, layout, batches, *more)
+    found = worlds(2).run(validated, folder, layout, batches, *more)
     assert found[0] == found[1]
     result, losses = found[0], plain_losses()
     chosen = choose([101, 299], 64)
@@ -99,25 +105,25 @@ def test_a_sample_has_the_loss_of_its_windows_in_every_layout(worlds, tmp_path, 
     assert result.corpora["prose"].bits_per_byte == pytest.approx(prose, rel=1e-6)
 
 
-def test_a_sample_is_near_the_full_split_and_the_first_batches_are_not(worlds, tmp_path):
+def test_a_sample_is_near_the_full_split_and_the_first_batches_are_not(worlds, folder):
     losses = plain_losses()
-    whole = worlds(2).run(validated, tmp_path, "zero_stage=1", None)[0]
+    whole = worlds(2).run(validated, folder, "zero_stage=1", None)[0]
     assert whole.loss == pytest.approx(float(losses.mean()), rel=1e-6)
     assert (whole.standard_error, whole.samples) == (0.0, 400)
     assert whole.bits_per_byte == pytest.approx(bits_per_byte(losses, 11700 / (400 * LENGTH + 1)), rel=1e-3)
     for name, first, last in (("code", 0, 101), ("prose", 101, 400)):
         assert whole.corpora[name].targets == (last - first) * LENGTH
         assert whole.corpora[name].loss == pytest.approx(float(losses[first:last].mean()), rel=1e-6)
-    sample = worlds(2).run(validated, tmp_path, "zero_stage=1", 4)[0]
+    sample = worlds(2).run(validated, folder, "zero_stage=1", 4)[0]
     assert abs(sample.loss - whole.loss) < 3 * sample.standard_error
     assert abs(float(losses[:64].mean()) - whole.loss) > 3 * sample.standard_error, "what earlier versions read"
-    assert worlds(2).run(validated, tmp_path, "zero_stage=1", 26)[0] == whole, "more than there are"
+    assert worlds(2).run(validated, folder, "zero_stage=1", 26)[0] == whole, "more than there are"
 
 
-def test_the_bytes_of_a_window_are_those_of_its_targets(tmp_path):
+def test_the_bytes_of_a_window_are_those_of_its_targets(folder):
     """The last token of "code" is the input of a window, all targets of which are prose."""
     code, prose = (text_bytes / tokens for tokens, text_bytes in CORPORA.values())
-    assert opened(tmp_path).samples.bytes_per_token(np.array([99, 100])) == pytest.approx([code, prose])
+    assert opened(folder).samples.bytes_per_token(np.array([99, 100])) == pytest.approx([code, prose])
 
 
 def test_a_validation_is_written_with_its_size_and_by_corpus(tmp_path, caplog):
