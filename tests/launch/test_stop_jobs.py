@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pipeline.checkpoint import native
 from pipeline.common import events
 from pipeline.launch import slurm as commands
 from tests.launch.test_slurm_jobs import MODEL, command, ended, sbatch, slurm, training_steps  # noqa: F401 - a fixture
+from tests.tools.test_status import tool
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
@@ -49,6 +51,11 @@ def test_a_stopped_job_is_not_continued(tokens: Path, tmp_path: Path, continuati
         assert ended(second)["ExitCode"] == "2:0"
         assert f"run_dir={run}: is being written by another job: job {number}, " in (tmp_path / "second").read_text()
         assert {*before, *(event["job"] for event in events.read(run))} == {str(number)}, "the refused job leaves no event"
+    if continuation == "requeue":
+        printed = tool("attach", run, "--rank", 0, 1)
+        assert len(set(re.findall(r"process \d+ on (\S+)", printed))) == 1, "the nodes of this cluster are one machine"
+        assert printed.count("loop.py") >= 2, printed
+        assert "no such process on job" in tool("attach", run, "--rank", 2, expect=2)
     (run / "stop").touch()
     facts = ended(number)
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("FAILED", "75:0", "0"), log.read_text()
