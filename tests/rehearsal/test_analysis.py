@@ -11,6 +11,7 @@ from types import CellType, FunctionType
 
 import pytest
 
+from pipeline.common.timeline import LEFT, WIDTH
 from pipeline.config import hardware
 from pipeline.rehearsal import timeline
 from pipeline.rehearsal.analysis import analyze
@@ -79,8 +80,8 @@ def test_the_timeline_shows_the_step(tmp_path: Path) -> None:
     for name in ("kernels, stream 0x0", "data, stream 0x7", "host", "collectives: data", "matrix products", "order of collectives"):
         assert name in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
-    shown = timeline.picture(found, "step", *found.time.window)
-    pixels = (timeline.WIDTH - timeline.LEFT - 10) / 9
+    shown = timeline.step(found).picture("step", *found.time.window)
+    pixels = (WIDTH - LEFT - 10) / 9
     lengths = {row.name: sum(int(bar.width) for bar in row.bars) for row in shown.rows}
     # The last gathers run beyond the end of the step's computation: they belong to the next one.
     assert lengths == {
