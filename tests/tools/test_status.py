@@ -48,6 +48,44 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
+def test_alerts(tmp_path: Path) -> None:
+    folder, told, now = tmp_path / "runs", tmp_path / "told", time.time() - BEGIN
+    write(folder / "failed", steps(1, 30))
+    events(folder / "failed", (now - 60, "run_start", {"nodes": ["a"], "step": 0}))
+    events(
+        folder / "failed",
+        (now - 30, "run_end", {"code": 1, "reason": "RuntimeError: no memory", "step": 0}),
+        (now - 29, "job_end", {"code": 1}),
+    )
+    write(folder / "silent", steps(1, 30))
+    events(folder / "silent", (now - 3600, "run_start", {"nodes": ["a"], "step": 0}))
+    os.utime(folder / "silent/metrics.jsonl", (BEGIN + now - 3600, BEGIN + now - 3600))
+    write(folder / "old", steps(1, 30))
+    events(folder / "old", (0, "run_start", {"nodes": ["a"], "step": 0}), (9, "run_end", {"code": 1, "reason": "long ago", "step": 0}))
+    os.utime(folder / "old/metrics.jsonl", (BEGIN, BEGIN))
+    for name, seconds in (("slow", 2.0), ("steady", 1.1)):
+        write(folder / name, [*steps(1, 150), *steps(151, 250, seconds=seconds)], total=900)
+        events(folder / name, (now - 400, "run_start", {"nodes": ["a"], "step": 0}))
+
+    def call(command: str = f'printf \'%s|%s|%s\\n\' "$1" "$2" "$3" >> {told}', expect: int = 0) -> list[str]:
+        told.write_text("")
+        tool("alert", folder, "--command", command, expect=expect)
+        return sorted(told.read_text().replace(f"{folder}/", "").splitlines())
+
+    assert call("exit 3", expect=1) == []
+    lines = call()
+    assert [line.rpartition("|")[0] for line in lines] == ["failed|failed", "silent|silent", "slow|slow"]
+    assert "RuntimeError: no memory" in lines[0]
+    assert lines[2].endswith("at step 250: 64 tokens/s in the last 100 steps, 128 before")
+    assert call() == [], "each is told once"
+    events(folder / "failed", (now, "run_start", {"nodes": ["a"], "step": 30}))
+    assert [line.rpartition("|")[0] for line in call()] == ["recovered|failed"]
+    events(folder / "failed", (now + 1, "run_end", {"code": 1, "reason": "again", "step": 30}), (now + 2, "job_end", {"code": 1}))
+    assert [line.rpartition("|")[0] for line in call()] == ["failed|failed"]
+    (folder / ".alerts.json").write_text("{")
+    assert "remove it" in tool("alert", folder, "--command", "true", expect=2)
+
+
 def test_a_loop_of_links_and_a_loss_that_is_no_number(runs: Path) -> None:
     (runs / "lr sweep/all").symlink_to(runs)
     write(runs / "nan", [*steps(1, 30), validation(30, float("nan"))], total=90)
