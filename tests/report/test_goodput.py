@@ -129,6 +129,8 @@ def test_nodes_that_were_left_out(tmp_path: Path) -> None:
     assert found[0] == ("b", 2, "left out: it does not answer")
     assert found[1:3] == [("a", 1, account.FIRST), ("b", 1, account.FIRST)]
     assert found[3:] == [("b", 1, "left out: preflight: slow"), ("c", 1, "left out: it does not answer")]
+    for times, nodes in ((1, "b,c"), (3, "b"), (4, "")):  # a failed first, which the program may have caused
+        assert tool("status", tmp_path, "--since", "2026-01-01", "--bad-nodes", times) == f"{nodes}\n"
 
 
 SACCT = "7|NODE_FAIL|200|3|36000000|2026-11-18T10:00:00|x\n7|COMPLETED|160|3|3600000|2026-11-18T11:00:00|x\n"
