@@ -48,10 +48,10 @@ def render(template: str, title: str, **values: Any) -> str:
     Args:
         template: file name in pages/.
         title: heading of the page.
-        values: variables of the template; one that it reads and that is missing is an error.
+        values: variables of the template; one that it reads and that is missing is an error. `refresh`: seconds, None for never.
     """
     made = f"tannschen {_version()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
-    return _environment().get_template(template).render(title=title, made=made, **values)
+    return _environment().get_template(template).render(**{"title": title, "made": made, "refresh": None, **values})
 
 
 def macros(template: str = "macros.html.jinja") -> Any:

@@ -18,17 +18,23 @@ from pipeline.report.starts import Start
 from pipeline.report.table import problems
 
 #: Metrics that are drawn, in order.
-_DRAWN = ("loss", "validation_loss", "grad_norm", "tokens_per_second", "lr", "skipped", "memory_gb")
-#: Share of the steps that a second chart of the loss shows, and points of a series in a comparison.
-_LAST_PART, _MEANS = 0.2, 120
+_DRAWN = ("loss", "validation_loss", "bits_per_byte", "grad_norm", "tokens_per_second", "lr", "skipped", "memory_gb")
+#: Share of the steps that a second chart of the loss shows; means of a series at most, and steps of one at least.
+_LAST_PART, _MEANS, _SMOOTHED = 0.2, 120, 5
 _TEMPLATE = "run_report.html.jinja"
 
 #: title, explanation, head and rows
 Table = tuple[str, str, list[str], list[list[Any]]]
 
 
-def of_run(history: History, also: Sequence[str] = ()) -> str:
-    """Return the page of a run; `also` are further sentences on what is missing."""
+def of_run(history: History, also: Sequence[str] = (), refresh: float | None = None) -> str:
+    """Return the page of a run.
+
+    Args:
+        history: of the run.
+        also: further sentences on what is missing.
+        refresh: seconds after which a browser reads the page again.
+    """
     run = history.run
     answered = answers(history)
     restarts = [(float(start.step), f"restart at step {start.step:,}: {short(start.cause)}") for start in run.starts[1:]]
@@ -47,6 +53,7 @@ def of_run(history: History, also: Sequence[str] = ()) -> str:
         marked=bool(restarts),
         first=[],
         tables=tables,
+        refresh=refresh,
     )
 
 
@@ -136,26 +143,36 @@ def _charts(histories: Sequence[History], markers: Sequence[tuple[float, str]]) 
             metric == "skipped" and not any(value for curve in series for _, value in curve.points)
         ):
             continue
-        title, several = metric.replace("_", " "), len(series) > 1 and metric != "validation_loss"
+        title, several = metric.replace("_", " "), len(series) > 1 and metric not in ("validation_loss", "bits_per_byte")
         if several:  # lines of all steps would hide each other
             series = [charts.Series(curve.name, _means(curve.points)) for curve in series]
+        elif metric == "loss" and len(series) == 1:
+            series = _with_validations(histories[0])
         drawn.append(charts.chart(f"{title}, means" if several else title, unit_of(metric), series, markers=markers))
         if metric == "loss" and (late := _late(series)):
             drawn.append(charts.chart(f"loss, last {_LAST_PART:.0%} of the steps", unit_of(metric), late, markers=markers))
     return drawn
 
 
-def _means(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The means of intervals of a series, at most _MEANS of them."""
-    size = -(-len(points) // _MEANS) or 1
+def _with_validations(history: History) -> list[charts.Series]:
+    """The training loss of a run, its means, and the validation loss, in the same axes."""
+    columns = history.columns
+    validations = charts.Series("validation", columns.get("validation_loss", []), dict(columns.get("validation_loss_stderr", [])))
+    training = [charts.Series("each step", columns["loss"]), charts.Series("means", _means(columns["loss"], _SMOOTHED))]
+    return [*training, *([validations] if validations.points else [])]
+
+
+def _means(points: Sequence[tuple[float, float]], least: int = 1) -> list[tuple[float, float]]:
+    """The means of intervals of a series, at most _MEANS of them, of at least some points."""
+    size = max(least, -(-len(points) // _MEANS))
     parts = [points[begin : begin + size] for begin in range(0, len(points), size)]
-    return [(part[-1][0], statistics.fmean(value for _, value in part)) for part in parts]
+    return [(part[len(part) // 2][0], statistics.fmean(value for _, value in part)) for part in parts]
 
 
 def _late(series: Sequence[charts.Series]) -> list[charts.Series]:
     """The last part of the steps, where the first losses do not set the scale; empty for short runs."""
     last = max((step for curve in series for step, _ in curve.points), default=0)
-    late = [charts.Series(curve.name, [(s, v) for s, v in curve.points if s >= (1 - _LAST_PART) * last]) for curve in series]
+    late = [charts.Series(curve.name, [(s, v) for s, v in curve.points if s >= (1 - _LAST_PART) * last], curve.errors) for curve in series]
     return late if any(len(curve.points) >= 20 for curve in late) else []
 
 

@@ -143,6 +143,7 @@ assert not {{"torch", "numpy", "hydra", "omegaconf"}} & sys.modules.keys()
 
 
 def test_watch_once(runs: Path) -> None:
+    assert "there is no folder" in tool("watch", runs / "now", "--page", runs / "no/page.html", expect=2)
     printed = tool("watch", runs / "now", "--once", COLUMNS="100")
     assert f"{runs}/now  [##########....................]" in printed
     assert "step 30 of 90 (33.3 %), 2 min left at 2 s a step" in printed
@@ -151,7 +152,7 @@ def test_watch_once(runs: Path) -> None:
 
 
 def test_watch_waits_for_a_run_and_follows_it_to_its_end(runs: Path) -> None:
-    command = [sys.executable, str(ROOT / "tools/watch"), str(runs / "now"), "--every", "0.05"]
+    command = [sys.executable, str(ROOT / "tools/watch"), str(runs / "now"), "--every", "0.05", "--page", str(runs / "page.html")]
     (runs / "now").rename(runs / "later")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()) as watch:
         assert watch.stdout is not None
@@ -162,11 +163,15 @@ def test_watch_waits_for_a_run_and_follows_it_to_its_end(runs: Path) -> None:
         with open(runs / "now/metrics.jsonl", "a") as handle:
             handle.write(json.dumps(steps(31, 31)[0]) + "\n")
         assert "running: step 31 of 90" in watch.stdout.readline()
+        assert "<meta http-equiv=refresh content=" in (runs / "page.html").read_text()
         write_time = time.time()
         with open(runs / "now/events.jsonl", "a") as handle:
             handle.write(json.dumps({"time": write_time, "event": "run_end", "job": None, "code": 1, "reason": "CUDA error"}) + "\n")
         assert "CUDA error" in watch.stdout.readline()
         assert watch.wait(60) == 1
+    page = (runs / "page.html").read_text()
+    assert "refresh" not in page, "the last one is not read again"
+    assert all(name in page for name in ("each step", "means", "validation", "CUDA error"))
 
 
 def test_watch_on_a_terminal_draws_the_view_again(runs: Path) -> None:
