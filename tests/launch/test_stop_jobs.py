@@ -53,7 +53,7 @@ def test_a_stopped_job_is_not_continued(tokens: Path, tmp_path: Path, continuati
         assert {*before, *(event["job"] for event in events.read(run))} == {str(number)}, "the refused job leaves no event"
     if continuation == "requeue":
         printed = tool("attach", run, "--rank", 0, 1)
-        assert len(set(re.findall(r"process \d+ on (\S+)", printed))) == 1, "the nodes of this cluster are one machine"
+        assert set(re.findall(r"^rank (\d): process", printed, re.MULTILINE)) == {"0", "1"}
         assert printed.count("loop.py") >= 2, printed
         assert "no such process on job" in tool("attach", run, "--rank", 2, expect=2)
     (run / "stop").touch()
