@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.common import knobs, page
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
+from pipeline.config import foreign_names
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import READS, STAGES
@@ -160,7 +161,7 @@ def _print_rows(rows: Any) -> None:
 
 
 def _write_page(path: Path) -> None:
-    """Write the page of all keys: every key with its default, type, meaning and range, who reads it, and the files of conf/ that set it.
+    """Write the page of all keys: every key with its default, type, meaning, range, names elsewhere, readers, and the files that set it.
 
     Raises:
         UserError: the file cannot be written.
@@ -176,7 +177,8 @@ def _write_page(path: Path) -> None:
             limits = ", ".join(part for part in (knob.unit, knob.rule()) if part)
             readers.setdefault((key, str(default), kind, knob.meaning, limits), []).extend(read_by)
     set_by = _set_by({key for key, *_ in readers})
-    rows = [(*row, list(dict.fromkeys(names)), set_by.get(row[0], [])) for row, names in sorted(readers.items())]
+    elsewhere = {key: [name for name, ours in foreign_names.SAME.items() if ours == key] for key, *_ in readers}
+    rows = [(*row, elsewhere[row[0]], list(dict.fromkeys(names)), set_by.get(row[0], [])) for row, names in sorted(readers.items())]
     text = page.render("keys.html.jinja", "Keys of the configuration", rows=rows, stages={name: line for name, (_, line) in STAGES.items()})
     try:
         with atomic_file(path, "w") as file:
