@@ -91,7 +91,7 @@ SWEEPS = [overrides for overrides, _ in STARTS if "-m" in overrides]
 @functools.cache
 def example(name: str) -> Path:
     """A file that a README writes by `echo '...' > NAME`, in a temporary folder."""
-    (content,) = re.findall(rf"^echo '(.*)' > {re.escape(name)}$", README, re.MULTILINE)
+    (content,) = re.findall(rf"^echo '(.*)' > {re.escape(name)}$", "\n".join(path.read_text() for path in DOCUMENTS), re.MULTILINE)
     path = Path(tempfile.mkdtemp()) / name
     path.write_text(content)
     return path
