@@ -38,12 +38,7 @@ FEW = 8
 
 
 def report(config: RunConfig, world_size: int) -> PartReport:
-    """Read batches of the job through the loaders of its ranks, in this process.
-
-    Args:
-        config: of the job.
-        world_size: of the job.
-    """
+    """Read batches of the job through the loaders of its ranks, in this process."""
     result = PartReport("data")
     if missing := _missing(config):
         result.not_covered.append(f"no data was checked: {missing}")

@@ -52,7 +52,6 @@ def run_ranks(
     """Run `function(*arguments)` on ranks of this machine, over gloo without GPUs, or each on a GPU over NCCL.
 
     Args:
-        size: number of ranks.
         function: importable by its name; so are the arguments' types.
         arguments: of the function.
         seconds: time limit; None for none.

@@ -73,7 +73,6 @@ def first_gradient(config: RunConfig, name: str, moment: torch.Tensor) -> torch.
     """Return the first gradient of a weight, from its moment (OptimizerKind.moment) after its first update; without its sign if squared.
 
     Args:
-        config: of the run.
         name: of the full weight.
         moment: of the full weight.
     """

@@ -53,7 +53,6 @@ def build(config: RunConfig, masters: dict[str, nn.Parameter], *, tied: bool = F
     """Return the optimizer of a run; only matrices and embeddings decay.
 
     Args:
-        config: of the run.
         masters: name of a weight -> its master weight.
         tied: Lion takes one other sign of every weight in the first update, as rounding errors may: of the number that is closest to 0.
     """

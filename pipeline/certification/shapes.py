@@ -64,12 +64,7 @@ class _Mesh:
 
 
 def report(config: RunConfig, world_size: int) -> PartReport:
-    """Evaluate the division of every weight in the layout of the job, and compare it with the model of one process.
-
-    Args:
-        config: of the job.
-        world_size: of the job.
-    """
+    """Evaluate the division of every weight in the layout of the job, and compare it with the model of one process."""
     result = PartReport("shapes")
     layout = Layout.of(config, world_size)
     alone = replace(layout, pipeline=1, data=1, expert=1, context=1, tensor=1, stages_per_rank=1, schedule="1f1b", blocks=())

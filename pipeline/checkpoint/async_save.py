@@ -79,7 +79,6 @@ class AsyncSaver(Saver):
 
     Args:
         run_dir: the run directory, in which checkpoints/ exists.
-        rank: of this process.
         node: of this process.
         process: the writer process, on the rank that has started it.
         shares: what this rank writes of its fragments.

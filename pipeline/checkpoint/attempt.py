@@ -24,9 +24,7 @@ def finish(run_dir: Path, partial: Path, writers: int, stopped: Callable[[], str
     """Wait for the records of all writers, and commit.
 
     Args:
-        run_dir: the run directory.
         partial: folder of the attempt that the catalog names.
-        writers: number of records.
         stopped: why the attempt is given up, empty if it is not.
         patience: seconds after which the writers are not waited for any longer, if none of their records has appeared.
 

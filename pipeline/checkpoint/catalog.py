@@ -106,7 +106,6 @@ def prune(run_dir: Path, keep: int, every: int = 0, needed: Callable[[Path], boo
     """Remove the checkpoints that no rule keeps. The caller holds the lock of the run directory.
 
     Args:
-        run_dir: the run directory.
         keep: number of newest checkpoints that are kept.
         every: steps; a checkpoint whose step is a multiple is kept, 0 for none.
         needed: whether an older one is kept, too.

@@ -95,7 +95,6 @@ class DataFile:
     """A data file that one or several processes of a node write together: one creates it, each writes its parts, one finishes it.
 
     Args:
-        path: the file.
         parts: what it stores.
 
     Attributes:

@@ -67,7 +67,6 @@ class LastUpdate:
     """The last update before a save, by which a weight that should have changed is recognized.
 
     Attributes:
-        lr: learning rate.
         updates: number of updates so far.
         optimizer: its configuration.
         steps: of the run.

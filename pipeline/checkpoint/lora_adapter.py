@@ -105,7 +105,6 @@ def base_hash(weights: Weights, config: ModelConfig, without: Collection[str] = 
 
     Args:
         weights: of the model.
-        config: its configuration.
         without: names of weights that are not included: those that were trained beside the adapter.
     """
     defaults = type(config)()

@@ -141,7 +141,6 @@ def new_index(state: TrainState, settings: dict[str, Any], data: str, world_size
         state: progress of the run.
         settings: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards.
-        world_size: number of ranks of the job.
     """
     sizes = {axis: int(settings["parallel"][axis]) for axis in ("pipeline", "expert", "context", "tensor")}
     layout = {
@@ -183,7 +182,6 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
     """Return the path of the requested checkpoint.
 
     Args:
-        run_dir: the run directory.
         which: "latest", or the path of a checkpoint.
         key: the configuration key that requests it, for the message.
 

@@ -60,7 +60,6 @@ class Checkpoint:
     Attributes:
         path: the checkpoint folder.
         contents: index, and rows of parts.
-        index: the index.
         config: the configuration of the run that wrote it, as nested dictionaries.
         train_state: step, samples and updates of that run.
         data: fingerprint of the token shards.
@@ -200,9 +199,6 @@ def _in_parts(values: Tensor | NF4Weight, dtype: torch.dtype) -> Iterable[tuple[
 
 class AveragedCheckpoint(Checkpoint):
     """A checkpoint that is read with its averaged weights; a weight that has no average, such as a frozen one, is read as it is.
-
-    Args:
-        checkpoint: the checkpoint.
 
     Raises:
         UserError: it has no averaged weights.

@@ -85,7 +85,6 @@ def merge(folder: Path, writers: int) -> Merged:
 
     Args:
         folder: the hidden folder of the checkpoint.
-        writers: number of records.
 
     Raises:
         OSError: a record is missing or cannot be read.

@@ -96,7 +96,6 @@ class SyncSaver(Saver):
     """Writes a checkpoint before it returns; all ranks wait for each other.
 
     Args:
-        run_dir: the run directory.
         files: checkpoint.files.
     """
 

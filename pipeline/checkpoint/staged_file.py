@@ -147,7 +147,6 @@ def write_file(path: Path, handed: Sequence[Handed]) -> WrittenFile:
     """Write the data file of a rank, or of the ranks that share it, and verify what is written.
 
     Args:
-        path: the file.
         handed: of these ranks; their parts are those of the file, in this order.
 
     Raises:

@@ -145,8 +145,6 @@ def neox(values: Mapping[str, Any], source: Source, layers: int) -> ModelConfig:
 
     Args:
         values: the settings, with underscores.
-        source: the tensors.
-        layers: number of blocks.
 
     Raises:
         UserError: with every setting that no family here has.

@@ -134,19 +134,13 @@ def places(naming: Naming, config: ModelConfig) -> Iterator[_Place]:
 
 
 class ForeignWeights:
-    """Our weights, from a source with the names of a table. Call `check` first.
-
-    Attributes:
-        config: configuration of the model.
-    """
+    """Our weights, from a source with the names of a table. Call `check` first."""
 
     def __init__(self, source: Source, naming: Naming, config: ModelConfig, fix: str = MATCH) -> None:
         """Find the tensors of each weight.
 
         Args:
-            source: the tensors.
             naming: their names.
-            config: configuration of their model.
             fix: advice for tensors that do not match it.
         """
         self.config, self._fix = config, fix

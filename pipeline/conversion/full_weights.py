@@ -17,11 +17,7 @@ from pipeline.parallel.pieces import Piece
 
 
 class FullWeights(Protocol):
-    """Full weights, read one at a time.
-
-    Attributes:
-        config: configuration of their model.
-    """
+    """Full weights, read one at a time."""
 
     config: ModelConfig
 
@@ -39,7 +35,6 @@ def fragments(weights: FullWeights, moments: Mapping[str, FullWeights]) -> Itera
     """Yield every weight with its moments as a fragment, loaded lazily.
 
     Args:
-        weights: the weights.
         moments: kind -> the moments of this kind; empty if there are none.
     """
     kinds = {"weight": weights, **moments}

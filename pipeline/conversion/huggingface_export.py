@@ -80,7 +80,6 @@ def write_weights(
     Args:
         folder: existing output folder.
         weights: weights of the checkpoint.
-        config: the model configuration.
         dtype: dtype to write.
         shard_bytes: maximum file size; a larger tensor gets a separate file.
         packing: tensors that are stored in another form.

@@ -30,7 +30,6 @@ class ExportSource:
 
     Attributes:
         weights: of the checkpoint.
-        model: its configuration.
         tokenizer: of its training.
         original: the imported model that the run started from, None for none.
     """
@@ -56,7 +55,6 @@ def write(
 
     Args:
         folder: existing output folder.
-        tokenizer: settings of the tokenizer.
         source: what is exported.
         dtype, shard_bytes, packing, writer: see huggingface_export.write_weights.
         quantization: the entry quantization_config of config.json.
@@ -126,10 +124,8 @@ def settings_of(
     """Return the settings that determine the files of an export, for its manifest.
 
     Args:
-        tokenizer: settings of the tokenizer.
         stage: which weights are read.
         checkpoint: the checkpoint that is exported.
-        encoder: the tokenizer.
         dtype: of the files, as stage.dtype of stage=convert.
         shard_gigabytes: maximum size of a file.
     """

@@ -79,7 +79,6 @@ class _SingleExperts:
     """Tensors of which some are parts of others, one of which is kept in memory.
 
     Args:
-        stock: the tensors.
         places: name of a part -> the tensor, its index along dim 0, and the half of the rows.
     """
 
@@ -146,7 +145,6 @@ class _OwnRows:
     """Tensors of which some are rows of others, one after the other.
 
     Args:
-        stock: the tensors.
         places: name -> the tensors, the first row and the number of rows.
     """
 
@@ -233,8 +231,6 @@ class ImportedWeights:
         """Find the tensors of each weight.
 
         Args:
-            stock: the tensors.
-            config: configuration of their model.
             fix: advice for tensors that do not match it.
         """
         self.config = config = registry.mapping_of(config).from_weights(config, stock)

@@ -35,7 +35,6 @@ def write(
     Args:
         folder: existing output folder.
         weights: of the checkpoint.
-        config: the model configuration.
         dtype: dtype to write.
         shard_bytes: maximum file size; a larger weight gets a separate file.
         tokenizer: path of the tokenizer that Megatron-LM is told.
@@ -73,7 +72,6 @@ class _ChunkFile:
 
     Args:
         weights: weights of the checkpoint.
-        config: the model configuration.
         dtype: dtype to write.
     """
 
@@ -132,7 +130,6 @@ def _write_index(folder: Path, stored: dict[str, tuple[_ChunkFile, list[tuple[in
     Args:
         folder: with the files.
         stored: file name -> its chunks, and first byte and length of each.
-        config: the model configuration.
     """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo

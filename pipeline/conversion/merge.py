@@ -100,7 +100,6 @@ def find_complete(run_dir: Path, step: int, parent: dict[str, Any]) -> Path | No
     """Return the merged checkpoint if it is complete already.
 
     Args:
-        run_dir: the run directory.
         step: of the merged checkpoint.
         parent: Index.parent of the merged checkpoint.
 
@@ -122,7 +121,6 @@ def write_settings(newest: Checkpoint, run_dir: Path) -> dict[str, Any]:
 
     Args:
         newest: the newest member.
-        run_dir: the run directory.
     """
     source, config = newest.path.resolve().parent.parent, {**newest.config, "run_dir": str(run_dir)}
     tokenizer = dict(config.get("tokenizer", {}))
@@ -187,7 +185,6 @@ def newest(run_dir: Path, count: int, decay: float) -> list[Path]:
     """Return the newest checkpoints of a run, oldest first.
 
     Args:
-        run_dir: the run directory.
         count: number of checkpoints.
         decay: as for decayed.
 

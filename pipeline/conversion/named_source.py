@@ -61,7 +61,6 @@ def open_weights(
 
     Args:
         source: the tensors of the state dict, with those of the optimizer and under any prefix (`model.`, `module.`).
-        config: configuration of the model.
         model_origin: where the configuration is from, for messages.
         fix: advice for tensors that do not match it.
 

@@ -37,7 +37,6 @@ class NeoxFolder:
     Attributes:
         path: the folder of the step.
         settings: the settings of the training that the folder has, with underscores.
-        layers: number of blocks.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -37,7 +37,6 @@ def header_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadat
 
     Args:
         shapes: of the tensors, in the order of their data.
-        dtype: of all tensors.
         metadata: entries of `__metadata__`.
     """
     return _header({name: (dtype, shape) for name, shape in shapes.items()}, metadata)
@@ -61,9 +60,7 @@ def write(
     """Write a file in one sequential pass, and return its xxh3-128 checksum.
 
     Args:
-        path: of the file.
         shapes: of the tensors, in the order in which they are written.
-        dtype: of all tensors.
         tensor: returns the tensor of a name; called once for each, in order.
         metadata: entries of `__metadata__`.
     """
@@ -87,7 +84,6 @@ def write_mixed(path: Path, tensors: Iterable[tuple[str, Tensor]], metadata: Map
     The sizes are not known in advance: the data is first written to a file without a name in the same folder.
 
     Args:
-        path: of the file.
         tensors: names and values; one at a time is in memory.
         metadata: entries of `__metadata__`.
 

@@ -41,7 +41,6 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     Args:
         folder: the export.
         weights: of the checkpoint.
-        config: the model configuration.
         dtype: of the export; the weights of the checkpoint are rounded to it.
         gguf_file: name of the file, of an export in GGUF.
 
@@ -83,8 +82,6 @@ def our_logits(model: nn.Module, config: ModelConfig, tokens: Tensor) -> Tensor:
     """Return the logits of a model of this package, (batch, sequence, vocabulary).
 
     Args:
-        model: the model.
-        config: its configuration.
         tokens: int64 (batch, sequence); an encoder-decoder also gets them in the opposite order, in its decoder.
     """
     logits: Tensor = model(tokens, decoder_tokens=tokens.flip(1)) if _has_decoder_tokens(config) else model(tokens)

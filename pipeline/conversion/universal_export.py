@@ -69,7 +69,6 @@ def write(folder: Path, weights: MergedWeights, config: ModelConfig, rate: float
     Args:
         folder: existing output folder.
         weights: of the checkpoint, with its moments.
-        config: the model configuration.
         rate: learning rate of the next update; 0 for that of DeepSpeed's configuration.
         writer: shares the files among ranks.
 

@@ -32,7 +32,6 @@ class Experts(RoutedExperts):
     """Feed-forward experts with weights stacked along dim 0. Their number is dim 0 of the weights, so slices work too.
 
     Args:
-        experts: number of experts.
         hidden: width of the residual stream.
         ffn_hidden: intermediate width of each expert.
         activation: as in GatedMLP, or a function of the outputs of both projections, gate and up.

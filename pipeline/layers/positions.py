@@ -43,7 +43,6 @@ class SinusoidalPositions(ComputedBuffers):
     The first half of the width holds the sines, the second half the cosines, as in the authors' tensor2tensor.
 
     Args:
-        max_positions: number of positions.
         hidden: width.
     """
 

@@ -17,7 +17,6 @@ class Rotary(ComputedBuffers):
 
     Args:
         head_dim: number of dims of a head that are rotated, all of them or the first ones; dims i and i + head_dim / 2 are a pair.
-        max_positions: number of positions.
         theta: base of the wavelengths 2 pi theta^(2i / head_dim).
         scaling: scaling of the frequencies, None for none.
         pairs: number of pairs that are rotated, the first ones; the frequency of the others is zero (Gemma 4). All when None.

@@ -37,7 +37,6 @@ class Router(nn.Module):
 
     Args:
         hidden: width of the residual stream.
-        experts: number of experts.
         top_k: number of experts a token is routed to.
         scoring: "softmax" or "sigmoid", applied to the logits.
         normalize: whether the weights of the selected experts are normalized to sum to one.

@@ -19,7 +19,6 @@ def drop_over_capacity(expert_ids: Tensor, num_experts: int, capacity: int) -> T
 
     Args:
         expert_ids: int64 (tokens, top_k) of 0 .. num_experts.
-        num_experts: number of experts.
         capacity: maximum number of assignments of each expert.
 
     Returns:
@@ -59,7 +58,6 @@ def padded_slots(expert_ids: Tensor, num_experts: int, capacity: int, parts: int
 
     Args:
         expert_ids: int64 (tokens, top_k) of 0 .. num_experts, `num_experts` for none.
-        num_experts: number of experts.
         capacity: maximum number of assignments of each expert; rounded up to a multiple of `parts`, it is that of their rows.
         parts: number of parts.
     """

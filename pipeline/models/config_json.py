@@ -38,7 +38,6 @@ def read(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any]
     Args:
         mapping: mapping of the class that config.json specifies.
         schema: configuration dataclass of the family.
-        content: content of config.json.
 
     Raises:
         UserError: with every key that is missing, or has a value that the family does not support.

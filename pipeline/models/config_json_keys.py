@@ -34,7 +34,6 @@ def _read(content: dict[str, Any], kinds: Collection[str] = tuple(KEYS)) -> dict
     """Return the fields of a models.rope.RopeConfig.
 
     Args:
-        content: content of config.json.
         kinds: supported values of model.rope_scaling.
 
     Raises:

@@ -47,7 +47,6 @@ class Wrapper:
         """Yield (key, value, rule) of the keys of config.json that may change what the language model computes.
 
         Args:
-            content: content of config.json.
             inner_type: model_type of the language model.
         """
         inner = content.get(TEXT)

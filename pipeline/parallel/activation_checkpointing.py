@@ -170,8 +170,6 @@ def choose(stage: Stack, config: LayoutConfig, mesh: Mesh, dtype: torch.dtype) -
 
     Args:
         stage: a pipeline stage with sharded weights on the meta device, before its attention cores are set.
-        config: configuration of the run.
-        mesh: this rank's process groups.
         dtype: of the activations.
 
     Returns:

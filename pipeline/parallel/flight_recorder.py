@@ -20,9 +20,6 @@ def dump(rank: int) -> None:
     """Write the record of this rank where PyTorch would when a collective times out; torchfrtrace reads it. Nothing without NCCL or FILE.
 
     Takes at most 10 s: the process may hang in a driver.
-
-    Args:
-        rank: of this process.
     """
     if os.environ.get(FILE):
         writer = threading.Thread(target=_write, args=(Path(f"{os.environ[FILE]}{rank}"),), daemon=True)

@@ -253,7 +253,6 @@ def build_mesh(layout: Layout, device: torch.device, minutes: float = MINUTES, n
     """Create this rank's process groups, at most eight, four more for parallel.zero_group and one for folded experts; connect their ranks.
 
     Args:
-        layout: of the job.
         device: of the tensors that the groups reduce.
         minutes: training.timeout_minutes.
         node_ranks: as in Mesh.

@@ -32,7 +32,6 @@ def check_store(world_size: int, limit: int | None = None) -> None:
     """Refuse, on the rank that hosts the store, a job with more connections to it than this process may open; warn of one that may have.
 
     Args:
-        world_size: ranks of the job.
         limit: files that this process may open; its hard limit when None.
 
     Raises:

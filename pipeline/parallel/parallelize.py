@@ -93,7 +93,6 @@ def parallelize(config: LocalModelConfig, mesh: Mesh, value: Callable[[Piece, to
     """Build this rank's stages: sharded on the meta device, connected to the process groups, then initialized on the rank's device.
 
     Args:
-        config: configuration of the run.
         mesh: this rank's process groups. If its device is the meta device (the dry run), the weights are not initialized.
         value: returns a piece of a weight on the rank's device; by the recipe of the family when None.
     """
@@ -108,8 +107,6 @@ def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core 
     """Insert collectives, attention cores, recomputation and compilation into stages with sharded weights.
 
     Args:
-        config: configuration of the run.
-        mesh: this rank's process groups.
         model: this rank's stages.
         core: the attention core on local heads; that of training.attention when None.
     """

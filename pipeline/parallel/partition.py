@@ -49,7 +49,6 @@ def partition_weights(stages: dict[int, Stack], config: ModelConfig, layout: Lay
 
     Args:
         stages: stage index -> its part of the model, with the names of the full model.
-        config: the model configuration.
         layout: the layout of the job.
         coordinates: coordinates of this rank.
 

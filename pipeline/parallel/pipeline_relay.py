@@ -10,11 +10,7 @@ from pipeline.parallel.mesh import Mesh
 
 
 class Relay:
-    """Passes hidden states from stage to stage, and the result of the last one to all. Each rank has one stage.
-
-    Args:
-        mesh: this rank's process groups.
-    """
+    """Passes hidden states from stage to stage, and the result of the last one to all. Each rank has one stage."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.device = mesh.pipeline, mesh.device

@@ -26,8 +26,6 @@ class Pipeline:
 
     Args:
         stages: stage index (as str) -> module, as in LocalModel.stages; the last stage returns the mean loss of a micro-batch.
-        config: configuration of the run.
-        mesh: this rank's process groups.
         shape: (sequences, sequence length) of the rank's share; for encoder-decoders also the decoder's sequence length. A micro-batch
             has the tokens of training.micro_batch_size samples, independent of the sequence length. Context ranks receive full
             sequences and take their shards.

@@ -25,7 +25,6 @@ def fill(
         name: of the collective, as Call.name.
         inputs, outputs: of this rank.
         rank: of this process in the group.
-        size: number of ranks.
         opts: with reduceOp, where the collective reduces.
         splits: rows that are sent to each rank, and received from each; empty lists for even ones.
     """

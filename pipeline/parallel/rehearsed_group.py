@@ -101,7 +101,6 @@ class RehearsedGroup(dist.ProcessGroup):
 
     Args:
         rank: of this process in the group.
-        size: number of ranks.
         ranks: their global ranks.
         name: unique name.
     """

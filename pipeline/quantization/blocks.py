@@ -27,7 +27,6 @@ class BlockByBlock:
 
     Args:
         weights: full weights by name.
-        config: the model configuration.
         device: where the blocks are computed.
         prepare: called with each block at the start, for hooks.
     """

@@ -32,7 +32,6 @@ def read_sequences(inputs: Sequence[str], key: str, data: DataConfig, encoder: T
         inputs: files, folders, globs or URLs.
         key: configuration key of the inputs.
         data: options of reading.
-        encoder: the tokenizer.
         tokens: number of tokens to read at most.
         longest: tokens of a sequence at most.
 

@@ -23,7 +23,6 @@ class QuantizedTensors:
 
     Args:
         weights: the quantized weights.
-        config: the model configuration.
         dynamic: inputs are quantized, too: codes are stored as int8, not packed into int32.
         dtype: dtype of the scales.
 

@@ -89,8 +89,6 @@ def check(stage: Convert, data: DataConfig, weights: MergedWeights, model: Model
         stage: the settings of the export.
         data: options of reading stage.calibration and stage.held_out.
         weights: of the checkpoint.
-        model: its configuration.
-        tokenizer: the tokenizer.
 
     Raises:
         UserError: the model cannot be quantized with these settings, a package is missing, or documents cannot be read.
@@ -114,7 +112,6 @@ def prepared(
         stage: the settings of the export.
         samples: as check returns them.
         weights: of the checkpoint.
-        model: its configuration.
         folder: for what GPTQ chooses, until the end of the block.
         device: that computes.
     """

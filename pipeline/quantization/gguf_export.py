@@ -57,8 +57,6 @@ def write(
         stage: the settings of the export.
         data: options of reading stage.held_out.
         weights: of the checkpoint.
-        model: its configuration.
-        tokenizer: the tokenizer.
         original: the imported model that the run started from, None for none.
         writer: writes the file.
         device: that computes the perplexity.

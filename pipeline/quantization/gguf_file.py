@@ -49,7 +49,6 @@ def write(
     Args:
         folder: existing output folder.
         weights: weights of the checkpoint.
-        config: the model configuration.
         tokens: the tokenizer.
         kind: stage.quantize, or fp32, bf16 or fp16. Matrices have this type, vectors are fp32. A matrix whose rows are no multiple of its
             blocks of 32 weights is stored as F16.
@@ -162,9 +161,7 @@ class FileWeights:
     """The weights of a file, dequantized, with the interface of a checkpoint.
 
     Args:
-        path: of the file.
         weights: weights of the checkpoint, for their shapes.
-        config: the model configuration.
     """
 
     def __init__(self, path: Path, weights: Weights, config: ModelConfig) -> None:

@@ -55,7 +55,6 @@ def read_tokens(encoder: TextEncoder, vocab_size: int, named: TokenIds) -> Token
     """Read a tokenizer.
 
     Args:
-        encoder: the tokenizer.
         vocab_size: rows of the embedding; ids without a token are unused.
         named: the tokens with which texts begin and end.
 

@@ -58,7 +58,6 @@ class QuantizedWeights:
 
     Args:
         weights: the original weights.
-        config: the model configuration.
         scheme: how matrices are quantized.
         dtype: dtype in which scales are stored.
         solved: name of a layer -> its quantized weight, where it is known already (GPTQ); others are rounded to nearest.

@@ -25,7 +25,6 @@ class Findings:
     """What is known of a recorded step.
 
     Attributes:
-        hardware: the GPU.
         replay: of the whole record with the host's times of this machine.
         time: what that step spends its time on.
         fast: likewise, with a host that is infinitely fast.

@@ -106,7 +106,6 @@ def work_of(kernel: Any, arguments: tuple[Any, ...], hardware: Hardware) -> Oper
     Args:
         kernel: Inductor's object of it.
         arguments: of the launch: tensors and numbers, in the order of the signature.
-        hardware: the GPU.
     """
     memory = list(_memory(kernel, arguments))
     reads = tuple(filter(None, (access(tensor) for tensor, _, read, _ in memory if read)))

@@ -49,7 +49,6 @@ def work(operator: HigherOrderOperator, args: Any, result: Any, hardware: Hardwa
     Args:
         operator, args: as of run.
         result: what it returned.
-        hardware: the GPU.
     """
     q, k, v = args[:3]
     call = operator_kinds.attention(q, k, v, "backward" if "backward" in operator.name() else "forward", 1.0)

@@ -25,7 +25,6 @@ def overlapped(entries: list[Entry], ranks: int, hardware: Hardware) -> list[Ent
     Args:
         entries: as the parts ran one after the other.
         ranks: of the group, at least 2.
-        hardware: the GPU.
     """
     works = [entry for entry in entries if isinstance(entry, Work)]
     sent = next((work for work in works if work.kind == "collective"), None)

@@ -72,14 +72,11 @@ class ObservedTrainer(Trainer):
     """Trainer, observed.
 
     Args:
-        config: of the run.
-        mesh: of the rank.
         moments: where memory is noted.
         device: the driver.
         observed: number of the step in which everything is recorded, from 1 on.
         timed: number of the step whose launches are counted, while nothing is recorded. In RECORDED steps after it operators are recorded,
             which makes them slow: they are not in Observations.seconds.
-        hardware: the GPU.
     """
 
     def __init__(

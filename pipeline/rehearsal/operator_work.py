@@ -63,7 +63,6 @@ def work_of(operator: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
         operator: what was called.
         args, kwargs: its arguments.
         result: what it returned.
-        hardware: the GPU.
     """
     if operator_kinds.is_free(operator) or operator_kinds.short_name(operator) in operator_kinds.ALIASES:
         return None

@@ -55,7 +55,6 @@ class Rehearsal:
     """What was seen of a rank.
 
     Attributes:
-        mesh: of the rank.
         moments: memory at the parts of the observed step, the validation and the save.
         kinds: the peak, by kind.
         seen: of the steps.
@@ -90,8 +89,6 @@ def rehearse(config: RunConfig, world_size: int, rank: int, steps: int, outside:
     """Build one rank of a job and run steps, one more while a checkpoint is copied, and a validation.
 
     Args:
-        config: of the job.
-        world_size: its ranks.
         rank: the rank.
         steps: number of steps.
         outside: bytes of the device that are not PyTorch's.
@@ -235,11 +232,7 @@ class HostCopySaver(Saver):
 
 
 class RandomTokens(Objective):
-    """Samples of random tokens with the arrays of the objective of a model: causal, masked, or encoder-decoder.
-
-    Args:
-        config: of the run.
-    """
+    """Samples of random tokens with the arrays of the objective of a model: causal, masked, or encoder-decoder."""
 
     def __init__(self, config: SampleConfig) -> None:
         self._config, self._kind = config, config.objective

@@ -36,7 +36,6 @@ class BatchLoader:
     Args:
         objective: builds the samples.
         training: sequence length and batch sizes.
-        mesh: this rank's process groups.
         prefetch: batches that are loaded ahead, each in a thread.
         skipped: samples that no batch of training has.
 

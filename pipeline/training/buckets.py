@@ -171,8 +171,6 @@ def is_primary_copy(piece: Piece, mesh: Mesh, *, sharded: bool = False) -> bool:
     of a weight that several pipeline stages hold, the first stage does.
 
     Args:
-        piece: the piece.
-        mesh: this rank's process groups.
         sharded: whether this is about a partition of the piece (ZeRO): dense weights are then partitioned over the expert axis, too.
     """
     axes = {"tensor": mesh.coordinates.tensor, "expert": 0 if sharded else mesh.coordinates.expert}
@@ -183,8 +181,6 @@ def partition_fragments(bucket: Bucket, mesh: Mesh, flat: Mapping[str, Tensor]) 
     """Return the fragments of this rank's partition of a bucket.
 
     Args:
-        bucket: the bucket.
-        mesh: this rank's process groups.
         flat: kind -> the partition, flat; the fragments are views of it.
     """
     divided = bucket if bucket.sharded else None
@@ -203,8 +199,6 @@ def replica_of(piece: Piece, mesh: Mesh, bucket: Bucket | None = None) -> tuple[
     """Return which of the ranks that hold the same elements of a piece this rank is: Fragment.replica, replicas and group.
 
     Args:
-        piece: the piece.
-        mesh: this rank's process groups.
         bucket: that ZeRO divides into partitions; the elements are those of this rank's partition.
     """
     layout, where = mesh.layout, mesh.coordinates

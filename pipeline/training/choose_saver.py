@@ -67,8 +67,6 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     """Return what saves the checkpoints of a run; every rank calls this.
 
     Args:
-        config: configuration of the run.
-        ranks: of the job.
         trainer: whose state is saved.
         process: the writer process of the node, on its first rank.
         lock: file descriptor of the lock of the run directory, on rank 0.

@@ -66,7 +66,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
     Args:
         groups: parameter groups with a `weight_decay`.
         config: of the optimizer.
-        lr: learning rate.
         steps: of the run; 0 if they are not known.
     """
 

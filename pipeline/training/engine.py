@@ -136,7 +136,6 @@ def build_engine(
 
     Args:
         model: this rank's stages.
-        mesh: this rank's process groups.
         optimizer: optimizer, clipping and learning rate.
         training: number of steps, over which the learning rate is scheduled.
         parallel: ZeRO stage and sequence parallelism.

@@ -22,8 +22,6 @@ def complete(config: RunConfig, world_size: int, *, layout: bool = True, overrid
     """Return the configuration with the objective, the model of the checkpoint, and the layers of lora.adapter.
 
     Args:
-        config: configuration of the run.
-        world_size: ranks of the job.
         layout: whether its layout is used, and must be legal.
         overrides: the command line of the run: what it sets of the model must be so in the checkpoint.
 
@@ -49,8 +47,6 @@ def planned(config: RunConfig, world_size: int, *, layout: bool = True) -> RunCo
     """Return what `complete` returns; without a checkpoint to start from, with the model of the configuration. Raises as `complete`.
 
     Args:
-        config: configuration of the run.
-        world_size: ranks of the job.
         layout: whether its layout is used, and must be legal.
     """
     if has_weights(config):

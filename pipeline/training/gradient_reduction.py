@@ -40,7 +40,6 @@ class GradientReducer:
 
     Args:
         buckets: of all weights of this rank.
-        mesh: this rank's process groups.
         reduction: what to leave on the rank, and how often.
         wire_dtype: in which a whole gradient is sent to the ranks of the group and summed. Sums over groups are fp32.
         on_complete: called with a bucket when all its gradients of a step, or with PARTITION_EACH of a micro-batch, have been computed.
@@ -218,7 +217,6 @@ class _State:
     """The gradient of a bucket during a step.
 
     Attributes:
-        bucket: the bucket.
         shared: whether several pipeline stages hold its weights, on this or on other ranks.
         stages: the ranks that hold the weights of several stages, None if this rank does not take part.
         replicas: number of summands of the mean. The gradient of an expert is the sum over the tokens of all expert ranks.

@@ -35,8 +35,6 @@ class Stretch:
     """The steps of one run directory.
 
     Attributes:
-        run_dir: the run directory.
-        config: its configuration.
         before: steps before the first one.
         samples: (steps + 1,) int64, samples before the first step, and after each one.
         skipped: samples that were left out.
@@ -122,7 +120,6 @@ def read(run_dir: Path, key: str = "run_dir", last: int | None = None, gaps: lis
     """Return the steps of a run and of those before it, the oldest first. Of a merge all members are among them.
 
     Args:
-        run_dir: the run directory.
         key: the configuration key that names it.
         last: the last step to include; all when None.
         gaps: gets what the weights have learned from besides: runs that are not there any more, and imported models.

@@ -56,7 +56,6 @@ class Metrics(Callback):
     stays ahead of the device. On resume, lines of steps that did not lead to the checkpoint are removed first.
 
     Args:
-        config: of the run.
         rank: only rank 0 writes.
         resumed: the state that the run continues from.
         flops_per_token: forward and backward FLOPs of the full model.

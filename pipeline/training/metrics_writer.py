@@ -61,7 +61,6 @@ def keep_steps(path: Path, first: int, last: int) -> None:
     """Remove the lines of other steps than `first` to `last`, and an incomplete last line. Other damaged lines are kept.
 
     Args:
-        path: the file.
         first: first step of this run directory: a fork begins after the step of the checkpoint that it continues.
         last: the step that the run continues from. Lines after it were written by a run that was interrupted.
 

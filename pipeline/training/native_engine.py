@@ -195,7 +195,6 @@ def flatten(bucket: Bucket, materialize: Callable[[nn.Parameter], None], joint: 
     """Make the weights of a bucket views of one flat tensor, which is returned: (elements,), in their dtype.
 
     Args:
-        bucket: the bucket.
         materialize: allocates and draws a weight that has no storage.
         joint: layers that are computed as one. Those that are successive get a view of all their weights: else each product would save a
             concatenated copy of them.

@@ -42,11 +42,7 @@ def measured(norm: Tensor, shares: tuple[Tensor, int] | None, loss_scale: LossSc
 
 
 class NoiseScale:
-    """Adds the noise scale to the metrics of a step; a run that continues has the measurements of metrics.jsonl.
-
-    Args:
-        run_dir: the run directory.
-    """
+    """Adds the noise scale to the metrics of a step; a run that continues has the measurements of metrics.jsonl."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -19,8 +19,6 @@ class PreferenceAnswers:
     """Computes log-probabilities of answers with this rank's stages. Its methods are collective.
 
     Args:
-        config: configuration of the run.
-        mesh: this rank's process groups.
         model: this rank's stages, which get the loss.
     """
 

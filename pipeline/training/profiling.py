@@ -33,12 +33,7 @@ _OPERATIONS, _COSTS = 10, 5
 
 
 class Profiler(Callback):
-    """Profiles steps of a rank.
-
-    Args:
-        config: of the run.
-        rank: of this process.
-    """
+    """Profiles steps of a rank."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         self._folder, self._rank = Path(config.run_dir) / FOLDER, rank

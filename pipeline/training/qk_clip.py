@@ -29,7 +29,6 @@ class QKClip:
     Args:
         threshold: tau, optimizer.qk_clip.
         engine: has the master weights; its model's attention cores are replaced by measuring ones.
-        mesh: this rank's process groups.
     """
 
     def __init__(self, threshold: float, engine: Engine, mesh: Mesh) -> None:

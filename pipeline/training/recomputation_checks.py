@@ -32,7 +32,6 @@ class RecomputationChecks(Callback):
     """Compares forward passes every training.recompute_every steps.
 
     Args:
-        config: of the run.
         trainer: whose model computes.
         hosts: host name of each rank.
     """

@@ -47,7 +47,6 @@ def write(
     """Write the certificate, and return it in words.
 
     Args:
-        path: the file.
         checkpoint: it is about this one, and the steps that led to it.
         question: which documents were asked for.
         stretches: the steps that led to the checkpoint.

@@ -64,7 +64,6 @@ class ReplicaChecks(Callback):
     """Compares the copies of weights, optimizer state and numbers of a step: every training.check_replicas_every steps, before every save.
 
     Args:
-        config: of the run.
         trainer: whose state is checked.
         hosts: host name of each rank.
     """
@@ -200,7 +199,6 @@ class UntrainedWeights:
     """Names the weights that did not change since the last check, and those that never had a gradient.
 
     Args:
-        config: of the run.
         trainer: whose weights are checked.
     """
 

@@ -17,9 +17,6 @@ class RequestFiles:
     """Looks for the files of a run directory, and removes each when what it asks for is done.
 
     A directory that cannot be read has no files.
-
-    Args:
-        run_dir: the run directory.
     """
 
     def __init__(self, run_dir: Path) -> None:

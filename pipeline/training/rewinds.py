@@ -161,7 +161,6 @@ class SpikeWatch(Callback):
     A spike begins two steps after the first checkpoint of the run at the earliest; the checkpoint of a fork precedes all of its steps.
 
     Args:
-        config: configuration of the run.
         state: with which the loop begins.
         metrics, saves: callbacks before this one.
         parent: Index.parent of the checkpoints.
@@ -210,7 +209,6 @@ def train(
     """Train, from an older checkpoint after every loss spike; every rank calls this.
 
     Args:
-        config: configuration of the run.
         trainer: its model and optimizer are in the state `state`.
         data: the training split.
         state: the state to begin with.
@@ -235,7 +233,6 @@ def rewind(config: RunConfig, error: SpikeFoundError, skipped: SkippedSamples) -
     The checkpoint is at least two steps older than the first step of the spike: the step after it had a normal loss with its weights.
 
     Args:
-        config: configuration of the run.
         error: the spike, and the state of the run.
         skipped: the samples that are skipped so far.
 

@@ -16,9 +16,7 @@ class RouterStatistics:
     """Aggregates the routing records of all MoE layers. Every rank makes the same calls in each step.
 
     Args:
-        config: configuration of the run.
         model: this rank's stages.
-        mesh: this rank's process groups.
     """
 
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:

@@ -80,8 +80,6 @@ def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlop
     """Train up to training.steps, or for training.epochs, starting from the newest checkpoint of the run directory, phase by phase.
 
     Args:
-        config: configuration of the run.
-        ranks: of the job.
         hooks_of: further checkpoints, and what follows them.
         peak_flops: of the devices.
 
@@ -251,8 +249,6 @@ def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
     """Return the first line of the stage: ranks, layout, model and where it starts.
 
     Args:
-        config: configuration of the run.
-        ranks: of the job.
         parameters: number of parameters of the model.
     """
     complete = native.complete(Path(config.run_dir))
@@ -298,7 +294,6 @@ def with_steps(config: RunConfig, data: Objective, rank: int) -> RunConfig:
     It depends on the data and the batches only, so that a resumed run has the same one. A configuration with training.steps is unchanged.
 
     Args:
-        config: of the run.
         data: of its training.
         rank: of this process; rank 0 logs.
 

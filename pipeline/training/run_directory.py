@@ -50,7 +50,6 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minute
     """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
-        run_dir: the run directory.
         checkpoint: with resume and fork.
         claims: releases the lock.
         minutes: training.timeout_minutes, the most time to wait for the last checkpoint of the job before.
@@ -104,7 +103,6 @@ def carry_original(config: RunConfig, begin: Path | None) -> None:
     """Copy what a run keeps of an imported model, if it starts with a checkpoint of another run.
 
     Args:
-        config: configuration of the run.
         begin: the checkpoint that it resumes from; None for checkpoint.initialize_from, or the beginning.
     """
     if begin is None and config.checkpoint.initialize_from is not None:
@@ -124,7 +122,6 @@ def begin_training(config: RunConfig, begin: Path | None) -> list[tuple[str, Any
     """Write what a run directory has from the first step on. It is not complete any more: the manifest of a shorter run is removed.
 
     Args:
-        config: configuration of the run.
         begin: as in carry_original.
 
     Returns:
@@ -144,7 +141,6 @@ def finish_without_training(config: RunConfig, state: TrainState, hosts: list[st
     """Write the manifest of a run that has no step to train, unless it is there.
 
     Args:
-        config: configuration of the run.
         state: of the checkpoint that it continues from, of step training.steps or later.
         hosts: as in finish.
         parent: as in finish.
@@ -174,7 +170,6 @@ def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[
     """Write the manifest of a completed run, unless it is there.
 
     Args:
-        config: configuration of the run.
         state: the final state.
         hosts: host name of each rank.
         parent: Index.parent of its checkpoints.

@@ -38,7 +38,6 @@ def recorded(
     """Record the begin and the end of a block that trains. Only rank 0 calls it.
 
     Args:
-        config: configuration of the run.
         layout: of its ranks.
         hosts: host name of each rank.
         step: number of steps made before.

@@ -45,7 +45,6 @@ class Saves(Callback):
     """Begins checkpoints and follows them to their end.
 
     Args:
-        config: configuration of the run.
         trainer: whose state is saved.
         data: the training split, which has a fingerprint.
         metrics: has all steps of a checkpoint before that becomes complete.

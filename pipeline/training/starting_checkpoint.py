@@ -25,7 +25,6 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     command continues from the newest one.
 
     Args:
-        run_dir: the run directory.
         checkpoint: with resume and fork.
 
     Raises:
@@ -62,7 +61,6 @@ def older_checkpoint(run_dir: Path, damaged: Mapping[Path, UserError]) -> Path:
     """Return the newest checkpoint of a run that is older than its damaged ones.
 
     Args:
-        run_dir: the run directory.
         damaged: checkpoint -> its error.
 
     Raises:
@@ -92,7 +90,6 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
     """Return what the checkpoints of a run record of the one of another run that it began with (Index.parent); None without one.
 
     Args:
-        config: configuration of the run.
         begin: the checkpoint that it continues from, of its own or of checkpoint.fork; None for none.
 
     Raises:
@@ -150,7 +147,6 @@ def with_loss_weights(config: RunConfig, resumed: Path | None) -> RunConfig:
     """Return the configuration with the weights of losses that it leaves open, as the checkpoint that the run starts from has them.
 
     Args:
-        config: configuration of the run.
         resumed: the checkpoint that it continues from; None for checkpoint.initialize_from, or a start from scratch.
 
     Raises:

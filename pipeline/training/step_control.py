@@ -32,7 +32,6 @@ class StepControl(Callback):
     """Turns the requests of all ranks into decisions, and ends the job.
 
     Args:
-        config: of the run.
         rank: the clock of rank 0 decides when a checkpoint is due, and rank 0 looks for files by which a user asks for something.
         last_step: number of steps after which this job ends, since the run needs other nodes; None if it trains up to training.steps.
         phase_end: number of steps at the end of this phase of training.phases; None in the last one.
@@ -139,9 +138,7 @@ def last_step(config: RunConfig, step: int, ranks: Ranks) -> int | None:
     A job that has the nodes of the next phase already, and whose layout is legal there, goes on.
 
     Args:
-        config: configuration of the run.
         step: steps that the run has made.
-        ranks: of the job.
 
     Raises:
         UserError: the layout does not divide the batches of the phase that begins.

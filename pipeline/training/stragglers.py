@@ -90,7 +90,6 @@ class Stragglers(Callback):
     """Names the slow nodes of a job, on rank 0.
 
     Args:
-        config: of the run.
         trainer: whose forward passes are timed.
         hosts: host name of each rank.
     """
@@ -149,7 +148,6 @@ class SlowNodes:
     have the same work, in INTERVALS intervals in a row.
 
     Args:
-        layout: of the job.
         hosts: host name of each rank.
         factor: cluster.slow_factor.
     """

@@ -35,8 +35,6 @@ class Trainer:
     """Runs training and evaluation steps on batches that the caller provides.
 
     Args:
-        config: configuration of the run.
-        mesh: this rank's process groups.
         model: this rank's stages; built from the configuration when None.
     """
 

@@ -113,7 +113,6 @@ class Validations(Callback):
     """Validates every training.validate_every steps, and after the last one.
 
     Args:
-        config: of the run.
         trainer: computes the losses.
         data: the validation split; None if there is none.
         record: called with step, result, Objective.identity and seconds, as Metrics.validation.

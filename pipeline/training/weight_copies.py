@@ -139,7 +139,6 @@ def disagreements(layout: Layout, ranks: list[list[PieceDigest]]) -> list[Disagr
     """Return what differs between copies, the first weights of the model first.
 
     Args:
-        layout: of the job.
         ranks: the parts of every rank, from `on_host`.
     """
     held: dict[tuple[str, str, tuple[tuple[int, int], ...]], dict[int, tuple[int, int]]] = {}

@@ -26,7 +26,6 @@ class FlatWeights:
     """The weights of a bucket; the parameters are views of `flat`.
 
     Args:
-        bucket: the bucket.
         flat: (elements,), the whole weights; its storage is empty while they are freed.
         partition: (partition_elements,), this rank's weights: a view of `flat` if that is never freed, else the fp32 master weights,
             which are rounded for every gathering, or the rounded weights if the master weights are in host memory or others.
