@@ -25,7 +25,6 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.registry import objective_of
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.layers.row_counts import VALUES
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel import rehearsed_group
@@ -234,26 +233,26 @@ class HostCopySaver(Saver):
 class RandomTokens(Objective):
     """Samples of random tokens with the arrays of the objective of a model: causal, masked, or encoder-decoder."""
 
-    def __init__(self, config: SampleConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config, self._kind = config, config.objective
         self.decoder_length = config.training.sequence_length if self._kind in ("pairs", "span_corruption", "encoder_decoder") else 0
 
     @classmethod
-    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:  # noqa: ARG003 - see Objective
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:  # noqa: ARG003 - see Objective
         """See Objective."""
         return cls(config)
 
     @classmethod
-    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:  # noqa: ARG003 - see Objective
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:  # noqa: ARG003 - see Objective
         """See Objective."""
         return cls(config)
 
     @staticmethod
-    def supports(config: SampleConfig) -> bool:
+    def supports(config: RunConfig) -> bool:
         """Whether the objective is one whose data is token shards or pairs of texts."""
         return objective_of(config).data_key in ("data.tokens", "data.pairs.train")
 
-    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002 - see Objective
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002 - see Objective
         """See Objective."""
         return "random"
 

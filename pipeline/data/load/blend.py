@@ -17,6 +17,7 @@ from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
 from pipeline.config.data import CorpusConfig, DataConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.data.load import removal
 from pipeline.data.load.blend_schedule import BlendSchedule, Phase, units
@@ -24,7 +25,6 @@ from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.fill_in_the_middle import Infill
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.removal import Removal
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.token_stream import TokenStream
@@ -33,7 +33,7 @@ from pipeline.data.load.validation_split import ValidationSamples
 log = logging.getLogger("pipeline")
 
 
-def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:
+def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:
     """The training samples of a run. Opening reads manifests only, so its time does not depend on the number of tokens.
 
     Args:
@@ -112,7 +112,7 @@ def training_tokens(data: DataConfig) -> dict[str, int]:
 
 
 def open_validation(
-    config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
+    config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
 ) -> ValidationSamples | None:
     """The concatenated validation splits of all corpora of the run; None if they contain no window.
 
@@ -132,7 +132,7 @@ def open_validation(
 
 
 def open_validation_corpora(
-    config: SampleConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
+    config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None, stride: int | None = None
 ) -> dict[str, ValidationSamples | None]:
     """The validation split of each corpus of the run by name; None for one without a window. Arguments and errors as open_validation."""
     parts = _corpora(config.data, "validation")
@@ -144,7 +144,7 @@ def open_validation_corpora(
 
 
 def _in_order(
-    config: SampleConfig, corpus: Corpus, names: Sequence[str], share: tuple[int, int], length: int | None, stride: int | None
+    config: RunConfig, corpus: Corpus, names: Sequence[str], share: tuple[int, int], length: int | None, stride: int | None
 ) -> ValidationSamples | None:
     """The windows of a corpus in order; None if it contains none. `names` are the corpora of its shards."""
     stream = _stream(config.data.verify, [corpus], share)
@@ -152,7 +152,7 @@ def _in_order(
     return ValidationSamples(corpus, stream, windows, names) if windows.counts[0] > 0 else None
 
 
-def fingerprint(config: SampleConfig, samples: Dataset, consumed: int, settings: dict[str, Any]) -> str:
+def fingerprint(config: RunConfig, samples: Dataset, consumed: int, settings: dict[str, Any]) -> str:
     """A short text that is equal for two runs if their first `consumed` samples are equal.
 
     Phases that begin later do not count, nor do corpora without weight until then: they may still be changed or added.
@@ -278,7 +278,7 @@ def _stream(verify: str, corpora: list[Corpus], share: tuple[int, int]) -> Token
     return stream
 
 
-def _infill(config: SampleConfig, corpus: Corpus) -> Infill | None:
+def _infill(config: RunConfig, corpus: Corpus) -> Infill | None:
     """Fill-in-the-middle with the sentinel ids of the run's tokenizer; None if it is off."""
     infill = config.data.infill
     if infill.rate == 0:

@@ -16,12 +16,12 @@ import xxhash
 
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
+from pipeline.config.schema import RunConfig
 from pipeline.data.load import example_parts, example_shards
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.example_shards import Examples, ExamplesInMemory, ExamplesInShards
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
@@ -128,7 +128,7 @@ def open_files(
     return opened
 
 
-def open_folder(config: SampleConfig, split: str, share: tuple[int, int], seed: int | None) -> Instructions | None:
+def open_folder(config: RunConfig, split: str, share: tuple[int, int], seed: int | None) -> Instructions | None:
     """Open the shards of data.instructions.tokens.
 
     Args:
@@ -161,7 +161,7 @@ def open_folder(config: SampleConfig, split: str, share: tuple[int, int], seed: 
     return opened
 
 
-def made_with(config: SampleConfig, encoder: TextEncoder) -> dict[str, Any]:
+def made_with(config: RunConfig, encoder: TextEncoder) -> dict[str, Any]:
     """Return the settings of packed examples that a run must share.
 
     Args:
@@ -192,7 +192,7 @@ def content(parts: Sequence[str]) -> str:
 _NEWER = {"tokenizer.bos", "tokenizer.spelled", "data.instructions.repair"}
 
 
-def _check_settings(config: SampleConfig, manifest: artifact.Manifest) -> None:
+def _check_settings(config: RunConfig, manifest: artifact.Manifest) -> None:
     """Refuse shards of pretraining, and those that were packed with other settings.
 
     Raises:

@@ -15,9 +15,9 @@ import numpy as np
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
 from pipeline.config import warmup
+from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives.objective import TokenShardObjective
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.shard_checksums import Shard
 from pipeline.data.load.token_stream import TokenStream
 
@@ -30,7 +30,7 @@ def record(vocabulary: int, k: int) -> np.dtype[Any]:
     return np.dtype([("tokens", "<u2" if vocabulary <= 1 << 16 else "<u4", (k,)), ("log_probabilities", "<f2", (k + 1,))])
 
 
-def identity(config: SampleConfig, data: TokenShardObjective, samples: int) -> dict[str, Any]:
+def identity(config: RunConfig, data: TokenShardObjective, samples: int) -> dict[str, Any]:
     """Return what determines the first samples of a run, by configuration key."""
     return {
         "training.seed": config.training.seed,
@@ -66,7 +66,7 @@ class TeacherAnswers:
         if verify == "all":
             self.stream.verify()
 
-    def check(self, config: SampleConfig, data: TokenShardObjective) -> None:
+    def check(self, config: RunConfig, data: TokenShardObjective) -> None:
         """Verify that these are the predictions of all samples of a run, whose number of steps is known.
 
         Raises:

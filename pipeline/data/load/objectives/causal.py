@@ -18,11 +18,11 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
 from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.teacher import TeacherAnswers
 from pipeline.data.load.token_stream import TokenStream
@@ -79,29 +79,29 @@ class Causal(TokenShardObjective):
         self.samples, self._document_mask, self._padded = samples, document_mask, padded
 
     @staticmethod
-    def every_position_counts(config: SampleConfig) -> bool:
+    def every_position_counts(config: RunConfig) -> bool:
         """See Objective: packed and removed documents are padded, and the goldfish loss drops targets."""
         return config.data.packing == "windows" and config.data.remove is None and not config.training.goldfish_k
 
     @staticmethod
-    def sample_settings(config: SampleConfig) -> dict[str, Any]:
+    def sample_settings(config: RunConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
         training = config.training
         return {"goldfish": (training.goldfish_k, training.goldfish_context)} if training.goldfish_k else {}
 
     @staticmethod
-    def text_length(config: SampleConfig) -> int:
+    def text_length(config: RunConfig) -> int:
         """See TokenShardObjective."""
         return config.training.sequence_length
 
     @classmethod
-    def of(cls, config: SampleConfig, samples: Samples) -> Self:
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         padded = config.data.packing == "best_fit" or config.data.remove is not None
         return cls(samples, document_mask=config.training.document_mask, padded=padded)
 
     @classmethod
-    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective. A validation counts all targets, and has no teacher."""
         objective, training = super().open_training(config, share), config.training
         objective._goldfish = (training.goldfish_k, training.goldfish_context) if training.goldfish_k else None
@@ -153,19 +153,19 @@ class Sliding(Causal):
     stride: int
 
     @classmethod
-    def open_windows(cls, config: SampleConfig, share: tuple[int, int], stride: int) -> Self | None:
+    def open_windows(cls, config: RunConfig, share: tuple[int, int], stride: int) -> Self | None:
         """Open the validation data as Objective.open_validation does, with windows `stride` tokens apart."""
         samples = blend.open_validation(config, share, stride=stride)
         return None if samples is None else cls.with_stride(config, samples, stride)
 
     @classmethod
-    def open_windows_of_corpora(cls, config: SampleConfig, share: tuple[int, int], stride: int) -> dict[str, Self | None]:
+    def open_windows_of_corpora(cls, config: RunConfig, share: tuple[int, int], stride: int) -> dict[str, Self | None]:
         """Open each corpus as Objective.open_validation_corpora does, with windows `stride` tokens apart."""
         corpora = blend.open_validation_corpora(config, share, stride=stride)
         return {name: None if samples is None else cls.with_stride(config, samples, stride) for name, samples in corpora.items()}
 
     @classmethod
-    def with_stride(cls, config: SampleConfig, samples: Samples, stride: int) -> Self:
+    def with_stride(cls, config: RunConfig, samples: Samples, stride: int) -> Self:
         """Return the objective over windows `stride` tokens apart."""
         objective = cls.of(config, samples)
         objective.stride = stride

@@ -15,12 +15,12 @@ import xxhash
 from pipeline.common import json_lines
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
+from pipeline.config.schema import RunConfig
 from pipeline.data.load import example_parts
 from pipeline.data.load.instructions import open_files
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.objectives.supervised import Supervised
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader, TooLongError
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.special_tokens import SpecialTokens, enclosing_tokens
 from pipeline.data.read.input_files import Span
 from pipeline.data.tokenize.tokenizer import PromptEncoder, TextEncoder
@@ -142,7 +142,7 @@ class Classification(Supervised):
     _segments: int
 
     @classmethod
-    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
         folder, length = Path(config.tokenizer.path), config.training.sequence_length
         model: Any = config.model
         encoder = TextEncoder.of(config.tokenizer)
@@ -163,7 +163,7 @@ class Classification(Supervised):
         objective.sums = len(model.labels) ** 2
         return objective
 
-    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the lines, the tokenizer, and truncation; the labels are those of the model."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], config.data.instructions.too_long == "truncate")

@@ -14,10 +14,10 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.config.data import MaskingConfig
+from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
 from pipeline.data.load.special_tokens import MASK, enclosing_tokens
 from pipeline.data.load.validation_split import choose
@@ -55,7 +55,7 @@ class Masked(TokenShardObjective):
 
     settings: ClassVar[tuple[str, ...]] = (*TokenShardObjective.settings, "data.masking", "model.next_sentence", "training.objective")
 
-    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
         """Use samples of text_length + 1 tokens; the last one is not used."""
         self.samples, self._count = samples, int(samples.counts.sum())
         self._vocabulary, self._rates, self._seed = vocabulary, config.data.masking, config.training.seed
@@ -65,17 +65,17 @@ class Masked(TokenShardObjective):
         self._is_ordinary[vocabulary.ordinary] = True
 
     @staticmethod
-    def sample_settings(config: SampleConfig) -> dict[str, Any]:
+    def sample_settings(config: RunConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
         return {"masking": vars(config.data.masking) | {"next_sentence": _model(config).next_sentence}}
 
     @staticmethod
-    def text_length(config: SampleConfig) -> int:
+    def text_length(config: RunConfig) -> int:
         """See TokenShardObjective: the sequence without its special tokens."""
         return config.training.sequence_length - (3 if _model(config).next_sentence else 2)
 
     @classmethod
-    def of(cls, config: SampleConfig, samples: Samples) -> Self:
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         masking, special = config.data.masking, special_tokens(config, samples)
         named = {"data.masking.mask": (masking.mask, MASK), **enclosing_tokens(masking)}
@@ -137,7 +137,7 @@ class Masked(TokenShardObjective):
         return {"tokens": tokens, "segments": segments, "documents": documents, "next_sentence": next_sentence}
 
 
-def _model(config: SampleConfig) -> MaskedModelConfig:
+def _model(config: RunConfig) -> MaskedModelConfig:
     """The model's configuration; only models with the members that masking needs name this objective."""
     return cast(MaskedModelConfig, config.model)
 
@@ -239,7 +239,7 @@ class PseudoLikelihood(Masked):
     Sample i is position i % sequence_length of sequence i // sequence_length. At a special token, it has no target.
     """
 
-    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: SampleConfig) -> None:
+    def __init__(self, samples: Samples, vocabulary: Vocabulary, config: RunConfig) -> None:
         """See Masked."""
         super().__init__(samples, vocabulary, config)
         self.samples = copy.copy(samples)

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.masked import Masked
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.permutation import random_words
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
 
 
@@ -27,14 +27,14 @@ class MaskedDiffusion(Masked):
     _eps: float
 
     @classmethod
-    def of(cls, config: SampleConfig, samples: Samples) -> Self:
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         objective = super().of(config, samples)
         objective._eps = config.training.diffusion_eps
         return objective
 
     @staticmethod
-    def sample_settings(config: SampleConfig) -> dict[str, Any]:
+    def sample_settings(config: RunConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
         return {**Masked.sample_settings(config), "masked_diffusion": config.training.diffusion_eps}
 

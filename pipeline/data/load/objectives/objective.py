@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 
 from pipeline.config.data import DECODER_STARTS
+from pipeline.config.schema import RunConfig
 from pipeline.data.load import blend
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset, Samples
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.token_stream import TokenStream
@@ -49,13 +49,13 @@ class Objective(ABC):
     decoder_length: int = 0
 
     @staticmethod
-    def every_position_counts(config: SampleConfig) -> bool:  # noqa: ARG004
+    def every_position_counts(config: RunConfig) -> bool:  # noqa: ARG004
         """Whether every position of a batch has a target, so that the mean over micro-batches is the mean over targets."""
         return False
 
     @classmethod
     @abstractmethod
-    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """Open the training data of a run.
 
         Args:
@@ -67,16 +67,16 @@ class Objective(ABC):
 
     @classmethod
     @abstractmethod
-    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """Open the validation data; None if it holds no sample. Arguments and errors as in open_training."""
 
     @classmethod
-    def open_validation_corpora(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:  # noqa: ARG003
+    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:  # noqa: ARG003
         """Open the validation data of each corpus by name, None for one without a sample; empty if the data is not divided into corpora."""
         return {}
 
     @abstractmethod
-    def fingerprint(self, config: SampleConfig, consumed: int) -> str:
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:
         """A short text that is equal for two runs if their first `consumed` samples are equal."""
 
     @property
@@ -153,33 +153,33 @@ class TokenShardObjective(Objective):
 
     @staticmethod
     @abstractmethod
-    def text_length(config: SampleConfig) -> int:
+    def text_length(config: RunConfig) -> int:
         """Tokens of text per sample; samples have one token more, the last label."""
 
     @classmethod
     @abstractmethod
-    def of(cls, config: SampleConfig, samples: Samples) -> Self:
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
         """The objective over these samples; errors as in open_training."""
 
     @staticmethod
-    def sample_settings(config: SampleConfig) -> dict[str, Any]:  # noqa: ARG004
+    def sample_settings(config: RunConfig) -> dict[str, Any]:  # noqa: ARG004
         """Settings of this objective that determine a sample, for the fingerprint."""
         return {}
 
     @classmethod
-    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective."""
         sequence, sample = config.training.sequence_length, config.training.sample_length
         return cls.of(config, blend.open_training(config, share, cls.text_length(config) * sample // sequence))
 
     @classmethod
-    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective."""
         samples = blend.open_validation(config, share, cls.text_length(config))
         return cls.of(config, samples) if samples is not None else None
 
     @classmethod
-    def open_validation_corpora(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
+    def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
         """See Objective."""
         corpora = blend.open_validation_corpora(config, share, cls.text_length(config))
         return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
@@ -194,12 +194,12 @@ class TokenShardObjective(Objective):
         """See Objective."""
         return sum(corpus.total("documents") for corpus in self.samples.corpora)
 
-    def fingerprint(self, config: SampleConfig, consumed: int) -> str:
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:
         """See Objective."""
         return blend.fingerprint(config, self.samples, consumed, self.sample_settings(config))
 
 
-def special_tokens(config: SampleConfig, samples: Dataset) -> SpecialTokens:
+def special_tokens(config: RunConfig, samples: Dataset) -> SpecialTokens:
     """The special tokens of the run's tokenizer, with which the samples were tokenized; errors as in SpecialTokens."""
     return SpecialTokens(Path(config.tokenizer.path), samples.corpora[0].totals["tokenizer"])
 

@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 
 from pipeline.common.errors import UserError
+from pipeline.config.schema import RunConfig
 from pipeline.data.load.corpus import Corpus
 from pipeline.data.load.objectives import objective
 from pipeline.data.load.objectives.objective import IGNORE, Objective, special_tokens
 from pipeline.data.load.permutation import permute
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Dataset
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -158,7 +158,7 @@ class Pairs(Objective):
         self._truncated = 0
 
     @classmethod
-    def of(cls, config: SampleConfig, samples: TokenizedPairs) -> Self:
+    def of(cls, config: RunConfig, samples: TokenizedPairs) -> Self:
         """The objective over these pairs; errors as in open_training."""
         return cls(
             samples,
@@ -167,17 +167,17 @@ class Pairs(Objective):
         )
 
     @classmethod
-    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective: data.pairs.train, shuffled."""
         return cls.of(config, _open(config, config.data.pairs.train, "data.pairs.train", share, config.training.seed))
 
     @classmethod
-    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective: data.pairs.validation in file order; None if it names no file."""
         paths = config.data.pairs.validation
         return cls.of(config, _open(config, paths, "data.pairs.validation", share, None)) if paths else None
 
-    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the files, the tokenizer, and the token that the decoder reads first."""
         corpus, pairs = self.samples.corpora[0], config.data.pairs
         tokens = (corpus.totals["tokenizer"], corpus.totals["end_of_document"], self._start)
@@ -203,7 +203,7 @@ class Pairs(Objective):
             log.warning("a pair has %d tokens and an end; pairs are truncated to training.sequence_length=%d", longest, self._length)
 
 
-def _open(config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> TokenizedPairs:
+def _open(config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> TokenizedPairs:
     """The pairs of some files, with the run's tokenizer."""
     encoder = TextEncoder(Path(config.tokenizer.path), config.tokenizer.end_of_document)
     return TokenizedPairs(PairFiles(paths, (config.data.pairs.source, config.data.pairs.target), key, share), encoder, seed)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
+from pipeline.config.schema import RunConfig
 from pipeline.data.load import validation_split
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.classification import Classification
@@ -16,7 +17,6 @@ from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.pairs import Pairs
 from pipeline.data.load.objectives.span_corruption import SpanCorruption
 from pipeline.data.load.objectives.supervised import Preferences, Supervised
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize.tokenizer import affixes, check_same, load
 
 log = logging.getLogger("pipeline")
@@ -33,22 +33,22 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def objective_of(config: SampleConfig) -> type[Objective]:
+def objective_of(config: RunConfig) -> type[Objective]:
     """The configured objective; that of the model's family with training.objective=auto."""
     return OBJECTIVES[config.objective]
 
 
-def open_training(config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Objective:
+def open_training(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective:
     """The objective of the run over its training data; arguments and errors as in Objective.open_training."""
     return objective_of(config).open_training(config, share)
 
 
-def open_validation(config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Objective | None:
+def open_validation(config: RunConfig, share: tuple[int, int] = (0, 1)) -> Objective | None:
     """The objective of the run over its validation data; None if it holds no sample."""
     return objective_of(config).open_validation(config, share)
 
 
-def open_data(config: SampleConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:
+def open_data(config: RunConfig, share: tuple[int, int]) -> tuple[Objective, Objective | None]:
     """Open the training data, and the validation data if the validation split contains a sample.
 
     Args:
@@ -76,7 +76,7 @@ def warn_of_few_documents(validation: Objective, rank: int) -> None:
     validation_split.warn_of_few_documents(validation.documents, fix)
 
 
-def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:
+def check_vocabulary(config: RunConfig, data: Objective, rank: int) -> None:
     """Refuse data with token ids outside the embedding, and on rank 0 that of another tokenizer.
 
     Raises:
@@ -91,7 +91,7 @@ def check_vocabulary(config: SampleConfig, data: Objective, rank: int) -> None:
         raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
 
 
-def _check_tokenizer(config: SampleConfig, folder: Path, totals: dict[str, Any]) -> None:
+def _check_tokenizer(config: RunConfig, folder: Path, totals: dict[str, Any]) -> None:
     """Refuse token shards of another tokenizer or tokenizer.bos; warn of old ones, of which nobody has chosen how documents begin."""
     source = "data.blend" if config.data.blend else f"data.tokens={config.data.tokens}"
     fix = "set tokenizer.path to the folder that stage=tokenize used, or tokenize the text with this one"

@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.config.data import SpansConfig
+from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import objective
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective, special_tokens
 from pipeline.data.load.permutation import random_words
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.load.samples import Samples
 
 
@@ -89,17 +89,17 @@ class SpanCorruption(TokenShardObjective):
         self.decoder_length = decoder_length or sizes.decoder
 
     @staticmethod
-    def sample_settings(config: SampleConfig) -> dict[str, Any]:
+    def sample_settings(config: RunConfig) -> dict[str, Any]:
         """See TokenShardObjective."""
         return {"spans": vars(config.data.spans), "decoder_start": config.data.decoder_start}
 
     @staticmethod
-    def text_length(config: SampleConfig) -> int:
+    def text_length(config: RunConfig) -> int:
         """See TokenShardObjective."""
         return longest(config.training.sequence_length, config.data.spans).text
 
     @classmethod
-    def of(cls, config: SampleConfig, samples: Samples) -> Self:
+    def of(cls, config: RunConfig, samples: Samples) -> Self:
         """See TokenShardObjective."""
         sizes = longest(config.training.sequence_length, config.data.spans)
         special = special_tokens(config, samples)

@@ -9,10 +9,10 @@ from typing import ClassVar, Self
 import numpy as np
 import xxhash
 
+from pipeline.config.schema import RunConfig
 from pipeline.data.load.instructions import Instructions, open_files, open_folder
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.prompts_and_answers import ExampleReader, PairReader
-from pipeline.data.load.sample_config import SampleConfig
 from pipeline.data.tokenize import chat_template
 from pipeline.data.tokenize.tokenizer import TextEncoder
 
@@ -38,7 +38,7 @@ class Supervised(Objective):
         self.samples, self._length = samples, length
 
     @classmethod
-    def open_training(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self:
+    def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
         """See Objective: data.instructions.train, or the shards of data.instructions.tokens, shuffled."""
         seed = config.training.seed
         if config.data.instructions.tokens is None:
@@ -48,7 +48,7 @@ class Supervised(Objective):
         return cls(samples, config.training.sequence_length)
 
     @classmethod
-    def open_validation(cls, config: SampleConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
+    def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective: data.instructions.validation in file order, or those of data.instructions.tokens; None if there are none."""
         paths = config.data.instructions.validation
         if config.data.instructions.tokens is not None:
@@ -57,7 +57,7 @@ class Supervised(Objective):
         return cls._open(config, paths, "data.instructions.validation", share, None) if paths else None
 
     @classmethod
-    def tokenizer_of(cls, config: SampleConfig) -> tuple[TextEncoder, ExampleReader]:
+    def tokenizer_of(cls, config: RunConfig) -> tuple[TextEncoder, ExampleReader]:
         """Open the tokenizer, and the reader of lines.
 
         Raises:
@@ -69,7 +69,7 @@ class Supervised(Objective):
         return encoder, cls.reader(folder, end, longest, chosen.too_long, template, texts, repair=chosen.repair)
 
     @classmethod
-    def _open(cls, config: SampleConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
+    def _open(cls, config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> Self:
         encoder, reader = cls.tokenizer_of(config)
         length, template = config.training.sequence_length, chat_template.of(config.tokenizer)
         report = Path(config.run_dir) if share[0] == 0 else None
@@ -94,7 +94,7 @@ class Supervised(Objective):
         """See Objective: examples, of which a sequence may have several."""
         return self.samples.examples
 
-    def fingerprint(self, config: SampleConfig, consumed: int) -> str:  # noqa: ARG002
+    def fingerprint(self, config: RunConfig, consumed: int) -> str:  # noqa: ARG002
         """See Objective: the sequences, the tokenizer, and packing."""
         corpus = self.samples.corpora[0]
         content = (corpus.fingerprint, corpus.totals["tokenizer"], corpus.totals["end_of_document"], config.data.instructions.pack)
