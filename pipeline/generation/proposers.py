@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,32 +12,6 @@ from pipeline.generation.generator import Completion
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution, draw
 
-
-class Proposer(Protocol):
-    """Guesses the next tokens of completions; row i of a batch is always the same sequence."""
-
-    def start(self, rows: int) -> None:
-        """Begin with empty rows."""
-
-    def prefill(self, rows: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Take new prompts into rows."""
-
-    def clear(self, row: int) -> None:
-        """Forget the sequence of a row."""
-
-    def propose(
-        self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None], seen: Tensor | None
-    ) -> list[Proposal]:
-        """Guess at most counts[i] tokens for each row; a row that guesses nothing has no completion.
-
-        Args:
-            held: the completion of each row.
-            counts: maximum number of tokens.
-            numbers: random numbers of each row.
-            seen: bool (rows, vocabulary), as in `distribution`.
-        """
-
-
 #: Guessed tokens, and the distribution that each was drawn from, (tokens, vocabulary); None if they were not drawn.
 Proposal = tuple[list[int], Tensor | None]
 
@@ -46,7 +19,7 @@ Proposal = tuple[list[int], Tensor | None]
 class PromptLookup:
     """Proposes what followed the last occurrence of the last tokens in prompt and completion (Saxena 2023, prompt lookup decoding).
 
-    Each token is indexed once: a pass costs the same for a sequence of any length.
+    Each token is indexed once: a pass costs the same for a sequence of any length. Row i of a batch is always the same sequence.
 
     Args:
         longest: maximum number of tokens that are looked up.
@@ -56,25 +29,30 @@ class PromptLookup:
         self.longest = longest
         self._indexes: dict[int, EndIndex] = {}
 
-    def start(self, rows: int) -> None:  # noqa: ARG002 - of Proposer
-        """See Proposer."""
+    def start(self, rows: int) -> None:  # noqa: ARG002 - read by DraftModel
+        """Begin with empty rows."""
         self._indexes = {}
 
     def prefill(self, rows: Sequence[int], completions: Sequence[Completion]) -> None:
-        """See Proposer."""
+        """Take new prompts into rows."""
 
     def clear(self, row: int) -> None:
-        """See Proposer."""
+        """Forget the sequence of a row."""
         self._indexes.pop(row, None)
 
     def propose(
         self,
         held: Sequence[Completion | None],
         counts: Sequence[int],
-        numbers: Sequence[random.Random | None],  # noqa: ARG002 - of Proposer
-        seen: Tensor | None,  # noqa: ARG002 - of Proposer
+        numbers: Sequence[random.Random | None],  # noqa: ARG002 - read by DraftModel
+        seen: Tensor | None,  # noqa: ARG002 - read by DraftModel
     ) -> list[Proposal]:
-        """See Proposer."""
+        """Guess at most counts[i] tokens for each row; a row that guesses nothing has no completion.
+
+        Args:
+            numbers: random numbers of each row.
+            seen: bool (rows, vocabulary), as in `distribution`.
+        """
         return [
             ([] if completion is None else self._look_up(row, completion, count), None)
             for row, (completion, count) in enumerate(zip(held, counts, strict=True))
@@ -85,27 +63,18 @@ class PromptLookup:
         if row not in self._indexes:
             self._indexes[row] = EndIndex(self.longest, completion.prompt)
         index = self._indexes[row]
-        index.extend(completion.tokens[len(index.tokens) - len(completion.prompt) :])
+        index.tokens += completion.tokens[len(index.tokens) - len(completion.prompt) :]
         place = index.find()
         return [] if place is None else index.tokens[place : place + count]
 
 
 class EndIndex:
-    """Finds where the last tokens of a growing sequence occurred before.
-
-    Args:
-        longest: maximum number of tokens that are compared.
-        tokens: of the sequence.
-    """
+    """Finds where the last tokens, at most `longest`, of a growing sequence occurred before."""
 
     def __init__(self, longest: int, tokens: Sequence[int]) -> None:
         self.longest, self.tokens = longest, list(tokens)
         self._places: dict[tuple[int, ...], int] = {}  # tokens -> the place after their last occurrence
         self._indexed = 0
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens."""
-        self.tokens += tokens
 
     def find(self) -> int | None:
         """Return the place after the last occurrence, before the end, of as many of the last tokens as possible; None for none."""
@@ -131,21 +100,21 @@ class DraftModel:
         self.runner, self.sampling = runner, sampling
 
     def start(self, rows: int) -> None:
-        """See Proposer."""
+        """See PromptLookup."""
         self.runner.start(rows)
 
     def prefill(self, rows: Sequence[int], completions: Sequence[Completion]) -> None:
-        """See Proposer; the first token of a completion is chosen by the target."""
+        """See PromptLookup; the first token of a completion is chosen by the target."""
         self.runner.prefill(rows, [completion.prompt for completion in completions])
 
     def clear(self, row: int) -> None:
-        """See Proposer."""
+        """See PromptLookup."""
         self.runner.cache.clear([row])
 
     def propose(
         self, held: Sequence[Completion | None], counts: Sequence[int], numbers: Sequence[random.Random | None], seen: Tensor | None
     ) -> list[Proposal]:
-        """See Proposer."""
+        """See PromptLookup."""
         sequences = [[] if completion is None else [*completion.prompt, *completion.tokens] for completion in held]
         lengths = self.runner.cache.lengths
         # Tokens that were rejected are removed; of what was accepted, the cache lacks the last one or two.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.generation.generator import Completion, Generator, Stopping
-from pipeline.generation.proposers import Proposal, Proposer
+from pipeline.generation.proposers import DraftModel, PromptLookup, Proposal
 from pipeline.generation.runner import Runner
 from pipeline.generation.sampling import Sampling, distribution, draw
 
@@ -28,9 +28,7 @@ class SpeculativeGenerator(Generator):
     so the distribution of the completions is not affected.
 
     Args:
-        runner: the model; its lookahead is at least tokens + 1.
-        sampling, stopping, batch_size, logprobs, share: as in Generator.
-        proposer: guesses tokens.
+        runner: its lookahead is at least tokens + 1.
         tokens: maximum number of guessed tokens in a pass.
 
     Attributes:
@@ -44,7 +42,7 @@ class SpeculativeGenerator(Generator):
         stopping: Stopping,
         *,
         batch_size: int,
-        proposer: Proposer,
+        proposer: PromptLookup | DraftModel,
         tokens: int,
         logprobs: bool = False,
         share: Callable[[int], float] = lambda _: 0.0,
@@ -111,8 +109,6 @@ class SpeculativeGenerator(Generator):
         """Append accepted tokens, and one from the residual distribution after the first that is rejected, or after all of them.
 
         Args:
-            row: of the completion.
-            completion: is extended.
             guess: proposed tokens.
             q: (guesses, vocabulary), the distributions they were drawn from; None if they were not drawn.
             logits: (guesses + 1, vocabulary), of the model.

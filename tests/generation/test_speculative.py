@@ -41,7 +41,7 @@ class Known(PromptLookup):
         super().__init__()
         self.completions = completions
 
-    def propose(self, held, counts, numbers, seen):  # noqa: ARG002 - of Proposer
+    def propose(self, held, counts, numbers, seen):  # noqa: ARG002 - of PromptLookup
         guesses = []
         for each, count in zip(held, counts, strict=True):
             start = 0 if each is None else len(each.tokens)
@@ -127,7 +127,7 @@ class Scripted(PromptLookup):
         super().__init__()
         self.completion, self.right, self.counts = completion, right, []
 
-    def propose(self, held, counts, numbers, seen):  # noqa: ARG002 - of Proposer
+    def propose(self, held, counts, numbers, seen):  # noqa: ARG002 - of PromptLookup
         self.counts += counts[:1]
         start = len(held[0].tokens)
         guess = self.completion[start : start + counts[0]]

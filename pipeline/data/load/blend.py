@@ -25,7 +25,7 @@ from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.fill_in_the_middle import Infill
 from pipeline.data.load.packing import BestFit
 from pipeline.data.load.removal import Removal
-from pipeline.data.load.samples import Dataset, Samples, Sequences, too_short
+from pipeline.data.load.samples import Dataset, Samples, too_short
 from pipeline.data.load.special_tokens import SpecialTokens
 from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.validation_split import ValidationSamples
@@ -50,7 +50,7 @@ def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: in
     if data.remove is not None:
         filler = np.array([corpora[0].totals["end_of_document"]], dtype=stream.dtype).tobytes()
         stream.removal = Removal.of(removal.read(Path(data.remove)), stream.shards, filler)
-    sequences: Sequences
+    sequences: Windows | BestFit
     if data.packing == "best_fit":
         sequences = BestFit(stream, [c.shards for c in corpora], length, corpora[0].totals["end_of_document"])
         log.info("best-fit packing: %s sequences, %.2f %% padding", f"{sequences.counts.sum():,}", 100 * sequences.padding)

@@ -72,7 +72,7 @@ class Corpus:
 
 
 class Windows:
-    """Windows of equal length over the tokens of each corpus, regardless of document boundaries. Implements Sequences.
+    """Windows of equal length over the tokens of each corpus, regardless of document boundaries.
 
     Attributes:
         counts: (corpora,) int64, windows per epoch of each corpus.
@@ -81,25 +81,18 @@ class Windows:
     """
 
     def __init__(self, stream: TokenStream, corpora: Sequence[Corpus], sequence_length: int, stride: int | None = None) -> None:
-        """Compute where each corpus begins in the stream.
-
-        Args:
-            stream: the concatenated tokens of the corpora.
-            corpora: in the order of the stream.
-            sequence_length: tokens per window, not counting the last label.
-            stride: tokens from the begin of a window to that of the next; sequence_length when None.
-        """
+        """Compute where each corpus begins in the stream, which has them in this order; the stride is `sequence_length` when None."""
         self._stream, self.length, self.stride = stream, sequence_length, stride or sequence_length
         tokens = np.array([corpus.total("tokens") for corpus in corpora], dtype=np.int64)
         self._starts = np.cumsum(tokens) - tokens
         self.counts = np.maximum((tokens - 1 - sequence_length) // self.stride + 1, 0)
 
     def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Read windows.
+        """Read sequences, which are windows here.
 
         Args:
-            corpora: (n,) or (1,) int64, the corpus of each window.
-            indices: (n,) int64, the number of each window within its corpus.
+            corpora: (n,) or (1,) int64, the corpus of each sequence.
+            indices: (n,) int64, the number of each sequence within its corpus.
 
         Returns:
             (n, sequence_length + 1) in the stream's dtype.
@@ -107,12 +100,28 @@ class Windows:
         return self._stream.read(self._starts[corpora] + indices * self.stride, self.length + 1)
 
     def ranges(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """See Sequences."""
+        """Return where the tokens of sequences are, without a label that is an input of another sequence.
+
+        Args:
+            corpora, indices: as of read.
+
+        Returns:
+            int64 (3, ranges): for each range of tokens its row in `indices`, its first token in the stream, and its length.
+        """
         starts = self._starts[corpora] + indices * self.stride
         return np.stack([np.arange(len(indices)), starts, np.full(len(indices), self.length)])
 
     def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """See Sequences. Windows do not overlap."""
+        """Return which sequences of a corpus have the tokens of ranges of the stream, the inverse of `ranges`. Windows do not overlap.
+
+        Args:
+            corpus: its index.
+            starts: (n,) int64, first token of each range.
+            ends: (n,) int64, one more than its last token.
+
+        Returns:
+            int64 (3, parts): for each part of a range its row in `starts`, its sequence, and its tokens.
+        """
         assert self.stride == self.length
         starts, ends = starts - self._starts[corpus], ends - self._starts[corpus]
         first, stop = starts // self.length, np.minimum(-(-ends // self.length), self.counts[corpus])

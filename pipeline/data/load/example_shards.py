@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -58,33 +58,22 @@ class SequenceIndex:
         return self._lengths[self._firsts[sequence] : self._firsts[sequence + 1]]
 
 
-class Examples(Protocol):
-    """Packed examples, in memory or in shards.
+class ExamplesInMemory:
+    """Examples of parts that this process has tokenized.
 
     Attributes:
         index: of the sequences.
         answers: number of tokens that are answers.
     """
 
-    index: SequenceIndex
-    answers: int
-
-    def read(self, sequences: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return tokens, and which are answers (bool), of all examples of sequences, (n,) int64."""
-
-
-class ExamplesInMemory:
-    """Examples of parts that this process has tokenized. Implements Examples."""
-
     def __init__(self, parts: Sequence[PackedPart]) -> None:
-        """Keep the parts."""
         self._parts = parts
         self.index = SequenceIndex(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("lengths", "counts")))
         self.answers = sum(int(part.is_answer.sum()) for part in parts)
         self._firsts = np.cumsum([0, *(len(part.tokens) for part in parts)])
 
     def read(self, sequences: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See Examples."""
+        """Return tokens, and which are answers (bool), of all examples of sequences, (n,) int64."""
         starts, stops = self.index.starts[sequences], self.index.starts[sequences + 1]
         owners = np.searchsorted(self._firsts, starts, side="right") - 1
         examples = []
@@ -95,9 +84,10 @@ class ExamplesInMemory:
 
 
 class ExamplesInShards:
-    """Examples of shards that stage=tokenize wrote: opening reads their lengths. Implements Examples.
+    """Examples of shards that stage=tokenize wrote: opening reads their lengths.
 
     Attributes:
+        index, answers: as of ExamplesInMemory.
         stream: of the tokens.
     """
 
@@ -112,7 +102,7 @@ class ExamplesInShards:
         self.answers = sum(shard.entry["answer_tokens"] for shard in shards)
 
     def read(self, sequences: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-        """See Examples. Raises the errors of TokenStream.read."""
+        """As ExamplesInMemory.read. Raises the errors of TokenStream.read."""
         starts, firsts = self.index.starts[sequences], self._bit_starts[sequences]
         sizes = self.index.starts[sequences + 1] - starts
         tokens = self.stream.read_ranges(starts, sizes)

@@ -19,7 +19,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import example_parts, example_shards
 from pipeline.data.load.corpus import Corpus
-from pipeline.data.load.example_shards import Examples, ExamplesInMemory, ExamplesInShards
+from pipeline.data.load.example_shards import ExamplesInMemory, ExamplesInShards
 from pipeline.data.load.permutation import permute
 from pipeline.data.load.prompts_and_answers import Example, ExampleReader
 from pipeline.data.load.samples import Dataset
@@ -42,7 +42,7 @@ class Instructions(Dataset):
         stream: of the tokens in shards; None in memory.
     """
 
-    def __init__(self, store: Examples, corpus: Corpus, length: int, seed: int | None) -> None:
+    def __init__(self, store: ExamplesInMemory | ExamplesInShards, corpus: Corpus, length: int, seed: int | None) -> None:
         """Use packed examples.
 
         Args:

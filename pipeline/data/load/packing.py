@@ -68,7 +68,7 @@ def positions(bounds: np.ndarray) -> np.ndarray:
 
 
 class BestFit:
-    """Sequences of complete documents, padded with end-of-document tokens. Implements loader.Sequences.
+    """Sequences of complete documents, padded with end-of-document tokens; has the interface of corpus.Windows.
 
     A document that is longer than a sequence is split into chunks.
 
@@ -102,15 +102,7 @@ class BestFit:
         self.padding = 1 - self.tokens / max(len(chunks) * self._capacity, 1)
 
     def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Read sequences.
-
-        Args:
-            corpora: (n,) or (1,) int64, the corpus of each sequence.
-            indices: (n,) int64, the number of each sequence within its corpus.
-
-        Returns:
-            (n, sequence_length + 1) in the stream's dtype.
-        """
+        """See Windows."""
         sequences = self._starts[corpora] + indices
         chunks = [np.arange(self._bounds[s], self._bounds[s + 1]) for s in sequences.tolist()]
         chosen = np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
@@ -124,14 +116,14 @@ class BestFit:
         return np.frombuffer(joined, self._stream.dtype).reshape(len(indices), self._capacity)
 
     def ranges(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """See Sequences."""
+        """See Windows."""
         sequences = self._starts[corpora] + indices
         rows, numbers = expanded(self._bounds[sequences + 1] - self._bounds[sequences])
         chunks = self._bounds[sequences][rows] + numbers
         return np.stack([rows, self._positions[chunks], self._lengths[chunks]])
 
     def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """See Sequences."""
+        """See Windows."""
         order = np.argsort(self._positions)
         positions, lengths = self._positions[order], self._lengths[order]
         first, stop = np.searchsorted(positions, starts, side="right") - 1, np.searchsorted(positions, ends)

@@ -21,8 +21,9 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.data.load.blend_schedule import BlendSchedule
-from pipeline.data.load.corpus import Corpus
+from pipeline.data.load.corpus import Corpus, Windows
 from pipeline.data.load.fill_in_the_middle import Infill
+from pipeline.data.load.packing import BestFit
 from pipeline.data.load.permutation import permute, unpermute
 from pipeline.data.load.token_stream import TokenStream
 
@@ -45,64 +46,14 @@ class Dataset(Protocol):
     vocab_size: int
 
 
-class Sequences(Protocol):
-    """Interface of Windows and BestFit: the token sequences of each corpus.
-
-    Attributes:
-        counts: (corpora,) int64, sequences per epoch of each corpus.
-    """
-
-    counts: np.ndarray
-
-    def read(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Read sequences.
-
-        Args:
-            corpora: (n,) or (1,) int64, the corpus of each sequence.
-            indices: (n,) int64, the number of each sequence within its corpus.
-
-        Returns:
-            (n, sequence_length + 1) in the stream's dtype.
-        """
-
-    def ranges(self, corpora: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """Return where the tokens of sequences are, without a label that is an input of another sequence.
-
-        Args:
-            corpora, indices: as of read.
-
-        Returns:
-            int64 (3, ranges): for each range of tokens its row in `indices`, its first token in the stream, and its length.
-        """
-
-    def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Return which sequences of a corpus have the tokens of ranges of the stream, the inverse of `ranges`.
-
-        Args:
-            corpus: its index.
-            starts: (n,) int64, first token of each range.
-            ends: (n,) int64, one more than its last token.
-
-        Returns:
-            int64 (3, parts): for each part of a range its row in `starts`, its sequence, and its tokens.
-        """
-
-
 class Samples(Dataset):
-    """The samples of one corpus, or of a blend of several.
-
-    Attributes:
-        corpora: one, or several with a schedule.
-        counts: (corpora,) int64, samples per epoch of each corpus.
-        end_of_document: id of the token that closes every document.
-        vocab_size: one more than the largest token id.
-    """
+    """The samples of one corpus, or of a blend of several."""
 
     def __init__(
         self,
         corpora: Sequence[Corpus],
         stream: TokenStream,
-        sequences: Sequences,
+        sequences: Windows | BestFit,
         seed: int | None,
         schedule: BlendSchedule | None = None,
         infill: Infill | None = None,
@@ -111,9 +62,8 @@ class Samples(Dataset):
         """Store the components; nothing is read.
 
         Args:
-            corpora: one, or several with a schedule; all tokenized with the same tokenizer.
+            corpora: all tokenized with the same tokenizer.
             stream: the concatenated tokens of the corpora.
-            sequences: the sequences of the corpora.
             seed: of the shuffled order; None reads the sequences in order.
             schedule: the corpus of every sample.
             infill: the fill-in-the-middle transform of documents.
@@ -198,12 +148,12 @@ class Samples(Dataset):
         return np.concatenate(per_epoch, axis=1)
 
     def ranges(self, indices: np.ndarray) -> np.ndarray:
-        """Return where the tokens of samples are in the stream, as Sequences.ranges; the rows are those of `indices`."""
+        """Return where the tokens of samples are in the stream, as Windows.ranges; the rows are those of `indices`."""
         corpora, _, sequences = self.sequences(indices)
         return self._sequences.ranges(corpora, sequences)
 
     def holding(self, corpus: int, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """As Sequences.holding."""
+        """As Windows.holding."""
         return self._sequences.holding(corpus, starts, ends)
 
     def _located(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

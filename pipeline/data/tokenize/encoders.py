@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -42,15 +41,6 @@ HARD_TEXTS = [
 """Texts that are likely to reveal errors in the split into words or bytes."""
 
 
-class BatchEncoder(Protocol):
-    """Interface of tokenization engines: text to token ids."""
-
-    name: str
-
-    def encode(self, texts: Sequence[str]) -> Encoded:
-        """The ids of each text, without the special tokens of the post-processor."""
-
-
 class Fastokens:
     """The engine of the fastokens package.
 
@@ -79,7 +69,7 @@ class Fastokens:
 class VerifiedEncoder:
     """An engine whose ids are compared with the reference's on an excerpt after every CHECK_EVERY characters."""
 
-    def __init__(self, engine: BatchEncoder, reference: TextEncoder) -> None:
+    def __init__(self, engine: Fastokens, reference: TextEncoder) -> None:
         self.name = engine.name
         self._engine, self._reference, self._unchecked = engine, reference, 0
 
@@ -96,6 +86,9 @@ class VerifiedEncoder:
             if first_mismatch(self._engine, self._reference, [excerpt]) is not None:
                 raise _mismatch_error(self.name, excerpt)
         return self._engine.encode(texts)
+
+
+BatchEncoder = TextEncoder | Fastokens | VerifiedEncoder
 
 
 def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]]) -> BatchEncoder:
