@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,31 +32,18 @@ Scores = dict[str, float | None]
 
 
 @dataclass(frozen=True)
-class Confusion:
-    """The confusion matrix of a classifier: the number of texts by label (row) and by predicted label (column)."""
-
-    labels: list[str]
-    counts: list[list[int]]
-
-    def text(self) -> str:
-        """Format the matrix as a table."""
-        rows = [["", *self.labels], *([label, *map(str, row)] for label, row in zip(self.labels, self.counts, strict=True))]
-        return "\n".join(table_lines(rows, right=range(len(rows))))
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """The result for a checkpoint.
 
     Attributes:
         scores: corpus -> scores; "" is the full validation split.
         read: "sequences" of the split that were read, those "available", and their "targets".
-        confusion: of a classifier.
+        confusion: of a classifier: "labels", and "counts" of texts by label (row) and by predicted label (column).
     """
 
     scores: dict[str, Scores]
     read: dict[str, int]
-    confusion: Confusion | None = None
+    confusion: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +51,6 @@ class ValidationData:
     """What checkpoints are evaluated on: corpus -> samples, None for a corpus without a sample; "" is the full validation split.
 
     Attributes:
-        whole: the full validation split.
         corpora: for the loss of all targets.
         pseudo: for stage.pseudo_perplexity; empty without it.
     """
@@ -89,13 +73,8 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     Raises:
         UserError: it is missing or too short, or its vocabulary is larger than the model's.
     """
-    corpora: Mapping[str, Objective | None]
-    if stage.stride is None:
-        objective = registry.objective_of(config)
-        whole, corpora = objective.open_validation(config, share), objective.open_validation_corpora(config, share)
-    else:
-        whole = Sliding.open_windows(config, share, stage.stride)
-        corpora = Sliding.open_windows_of_corpora(config, share, stage.stride)
+    objective = registry.objective_of(config) if stage.stride is None else Sliding
+    whole, corpora = objective.open_validation(config, share), objective.open_validation_corpora(config, share)
     if whole is None:
         raise _no_sample(config)
     registry.check_vocabulary(config, whole, share[0])
@@ -157,7 +136,8 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
                 perplexity = math.exp(result.loss) if result.loss < 700 else None
                 scores[name] |= {"perplexity": perplexity, "bits_per_byte": result.bits_per_byte}
             if isinstance(samples, Classification):
-                confusion = Confusion(getattr(config.model, "labels", []), samples.confusion(np.array(result.sums)).tolist())
+                counts = samples.confusion(np.array(result.sums)).tolist()
+                confusion = {"labels": getattr(config.model, "labels", []), "counts": counts}
             if not name:
                 read = {"sequences": result.samples, "available": result.available, "targets": result.targets}
     batches = None if stage.batches is None else stage.batches * config.training.sequence_length
@@ -177,17 +157,19 @@ def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, se
         evaluation: as `evaluate` returns it.
         settings: what the scores depend on.
     """
-    scores = evaluation.scores
+    scores, confusion = evaluation.scores, evaluation.confusion
     whole, corpora = scores[""], {name: values or None for name, values in scores.items() if name}
-    more = {"read": evaluation.read} | ({} if evaluation.confusion is None else {"confusion": dataclasses.asdict(evaluation.confusion)})
+    more = {"read": evaluation.read} | ({} if confusion is None else {"confusion": confusion})
     with atomic_file(run_dir / "evaluation.json", "w") as handle:
         weights = {} if record.WEIGHTS not in settings else {"weights": settings[record.WEIGHTS]}
         content = {"checkpoint": str(checkpoint), "step": step, **weights, **whole, **({"corpora": corpora} if corpora else {}), **more}
         json.dump(content, handle, indent=1)
     record.write(run_dir, step, "validation", scores, settings, more)
     log.info("step %d: %s", step, _text(whole))
-    if evaluation.confusion is not None:
-        log.info("texts by label (row) and predicted label (column):\n%s", evaluation.confusion.text())
+    if confusion is not None:
+        rows = [["", *confusion["labels"]], *([label, *map(str, row)] for label, row in zip(*confusion.values(), strict=True))]
+        text = "\n".join(table_lines(rows, right=range(len(rows))))
+        log.info("texts by label (row) and predicted label (column):\n%s", text)
     for name, values in corpora.items():
         log.info("step %d, %s: %s", step, name, _text(values) if values else "no sequence of training.sequence_length")
 

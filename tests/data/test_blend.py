@@ -67,7 +67,7 @@ def config_of(folder, *overrides):
 @pytest.mark.parametrize("stride", [1, 12, LENGTH])
 def test_overlapping_windows_predict_every_token_once(corpora, stride):
     config = configured("stage=evaluate", f"data.tokens={corpora}/both", f"training.sequence_length={LENGTH}", f"stage.stride={stride}")
-    data, plain = Sliding.open_windows(config, (0, 1), config.stage.stride), Causal.open_validation(config)
+    data, plain = Sliding.open_validation(config), Causal.open_validation(config)
     assert data is not None
     assert plain is not None
     rows = data.arrays(np.arange(data.samples.counts[0]))

@@ -23,22 +23,16 @@ class ValidationSamples(Samples):
 
     Attributes:
         parts: (corpus, windows) in the order of the split; a window belongs to the corpus in which it begins.
+        stride: tokens from the begin of a window to that of the next.
     """
 
     def __init__(self, corpus: Corpus, stream: TokenStream, windows: Windows, names: Sequence[str]) -> None:
-        """Store the components; nothing is read.
-
-        Args:
-            corpus: the shards of the split.
-            stream: their tokens.
-            windows: of the stream.
-            names: the corpus of each shard.
-        """
+        """Store the components, `names` being the corpora of the shards; nothing is read."""
         super().__init__([corpus], stream, windows, None)
         tokens, text_bytes = ([shard.entry[count] for shard in corpus.shards] for count in ("tokens", "text_bytes"))
         self._ends, self._bytes = np.cumsum([0, *tokens]), np.cumsum([0, *text_bytes])
-        self._length, self._stride = windows.length, windows.stride
-        bounds = np.minimum(-(-self._ends // self._stride), self.counts[0])
+        self._length, self.stride = windows.length, windows.stride
+        bounds = np.minimum(-(-self._ends // self.stride), self.counts[0])
         shards = groupby(zip(names, np.diff(bounds).tolist(), strict=True), key=lambda shard: shard[0])
         parts = [(name, sum(count for _, count in group)) for name, group in shards]
         self.parts = [(name, count) for name, count in parts if count]
@@ -52,7 +46,7 @@ class ValidationSamples(Samples):
         Returns:
             (n,) float64.
         """
-        starts = np.asarray(indices, dtype=np.int64) * self._stride + 1  # the first target
+        starts = np.asarray(indices, dtype=np.int64) * self.stride + 1  # the first target
         first, last = (np.interp(places, self._ends, self._bytes) for places in (starts, starts + self._length))
         return (last - first) / self._length
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from pipeline.config.schema import RunConfig
-from pipeline.data.load import blend
+from pipeline.config.stages import Evaluate
 from pipeline.data.load.objectives.objective import IGNORE, TokenShardObjective
 from pipeline.data.load.packing import document_ids
 from pipeline.data.load.permutation import random_words
@@ -150,30 +150,17 @@ class Sliding(Causal):
     tokens of the first window are.
     """
 
-    stride: int
+    samples: ValidationSamples
 
-    @classmethod
-    def open_windows(cls, config: RunConfig, share: tuple[int, int], stride: int) -> Self | None:
-        """Open the validation data as Objective.open_validation does, with windows `stride` tokens apart."""
-        samples = blend.open_validation(config, share, stride=stride)
-        return None if samples is None else cls.with_stride(config, samples, stride)
-
-    @classmethod
-    def open_windows_of_corpora(cls, config: RunConfig, share: tuple[int, int], stride: int) -> dict[str, Self | None]:
-        """Open each corpus as Objective.open_validation_corpora does, with windows `stride` tokens apart."""
-        corpora = blend.open_validation_corpora(config, share, stride=stride)
-        return {name: None if samples is None else cls.with_stride(config, samples, stride) for name, samples in corpora.items()}
-
-    @classmethod
-    def with_stride(cls, config: RunConfig, samples: Samples, stride: int) -> Self:
-        """Return the objective over windows `stride` tokens apart."""
-        objective = cls.of(config, samples)
-        objective.stride = stride
-        return objective
+    @staticmethod
+    def validation_stride(config: RunConfig) -> int | None:
+        """See TokenShardObjective."""
+        assert isinstance(config.stage, Evaluate)
+        return config.stage.stride
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: as Causal, with the targets of a window's last tokens."""
         arrays = super().arrays(indices)
         targets = arrays["targets"].astype(np.int32)
-        targets[np.asarray(indices) > 0, : targets.shape[1] - self.stride] = IGNORE
+        targets[np.asarray(indices) > 0, : targets.shape[1] - self.samples.stride] = IGNORE
         return {**arrays, "targets": targets}

@@ -156,6 +156,11 @@ class TokenShardObjective(Objective):
     def text_length(config: RunConfig) -> int:
         """Tokens of text per sample; samples have one token more, the last label."""
 
+    @staticmethod
+    def validation_stride(config: RunConfig) -> int | None:  # noqa: ARG004
+        """Tokens from the begin of a sample of validation data to that of the next; its tokens of text when None."""
+        return None
+
     @classmethod
     @abstractmethod
     def of(cls, config: RunConfig, samples: Samples) -> Self:
@@ -175,13 +180,13 @@ class TokenShardObjective(Objective):
     @classmethod
     def open_validation(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self | None:
         """See Objective."""
-        samples = blend.open_validation(config, share, cls.text_length(config))
+        samples = blend.open_validation(config, share, cls.text_length(config), cls.validation_stride(config))
         return cls.of(config, samples) if samples is not None else None
 
     @classmethod
     def open_validation_corpora(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> dict[str, Self | None]:
         """See Objective."""
-        corpora = blend.open_validation_corpora(config, share, cls.text_length(config))
+        corpora = blend.open_validation_corpora(config, share, cls.text_length(config), cls.validation_stride(config))
         return {name: None if samples is None else cls.of(config, samples) for name, samples in corpora.items()}
 
     @property
