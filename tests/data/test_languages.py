@@ -10,7 +10,7 @@ from pipeline.data.clean.counts import STOP_WORDS
 from pipeline.data.clean.document_batch import DocumentBatch
 from pipeline.data.clean.language import Cld2
 from pipeline.data.dedup.clusters import NOTHING
-from pipeline.data.read.documents import Document
+from pipeline.data.read.documents import Document, add_in_group
 from pipeline.data.shard import shard_report, text_shards
 from pipeline.data.shard.process_part import KEPT, PartCounts
 from tests.data.test_clean import PROSE, clean, config
@@ -114,9 +114,9 @@ def test_the_zero_width_space_of_a_script_without_spaces_is_kept():
 def test_the_report_counts_what_cleaning_dropped_of_every_language():
     counts, other = PartCounts(documents=60, bytes=6000), PartCounts()
     for count in (counts, PartCounts.from_json(other.to_json())):
-        count.count_language("dz", KEPT, 5, 500)
-        count.count_language("dz", "gopher: mean word length", 15, 1500)
-        count.count_language("en", KEPT, 10, 1000)
+        add_in_group(count.languages, "dz", KEPT, 5, 500)
+        add_in_group(count.languages, "dz", "gopher: mean word length", 15, 1500)
+        add_in_group(count.languages, "en", KEPT, 10, 1000)
         other = count
     counts.add(other)
     empty = {"documents": 0, "bytes": 0}

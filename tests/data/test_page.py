@@ -6,6 +6,7 @@ from pipeline.common import page
 from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import StepCounts
 from pipeline.data.dedup.clusters import NOTHING
+from pipeline.data.read.documents import add_in_group
 from pipeline.data.shard import shard_report
 from pipeline.data.shard.process_part import PartCounts
 
@@ -35,7 +36,7 @@ def test_a_table_is_readable_on_a_narrow_screen_and_escapes():
 @pytest.mark.parametrize("kept, warned", [(4, True), (6, False)])
 def test_the_page_warns_of_a_corpus_that_loses_half(kept, warned):
     counts = PartCounts(documents=20, bytes=2000, read={"books": [10, 1000], "web": [10, 1000]}, steps={"gopher": StepCounts()})
-    counts.count_lost("web", "gopher: too few words", 10 - kept, 100 * (10 - kept))
+    add_in_group(counts.lost, "web", "gopher: too few words", 10 - kept, 100 * (10 - kept))
     empty = {"documents": 0, "bytes": 0}
     corpora = {name: {"train": {"documents": n, "bytes": 100 * n}, "validation": empty} for name, n in (("books", 10), ("web", kept))}
     totals = {"documents": 10 + kept, "bytes": 100 * (10 + kept)}

@@ -150,6 +150,11 @@ def label(corpus: str, source: str) -> str:
     return source if corpus == DEFAULT_CORPUS else f"{corpus}/{source}"
 
 
+def key_of(corpus: str) -> str:
+    """The configuration key that names the input of a corpus."""
+    return "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"
+
+
 Counts = dict[str, list[int]]
 """Name -> [number, bytes]: of documents, of files, of what is not read."""
 
@@ -158,6 +163,11 @@ def add_count(totals: Counts, name: str, number: int, size: int) -> None:
     """Add to the number and the bytes of a name."""
     total = totals.setdefault(name, [0, 0])
     total[:] = total[0] + number, total[1] + size
+
+
+def add_in_group(groups: dict[str, Counts], group: str, name: str, number: int, size: int) -> None:
+    """Add to the number and the bytes of a name in a group, such as a corpus."""
+    add_count(groups.setdefault(group, {}), name, number, size)
 
 
 def add_counts(totals: Counts, others: Counts) -> None:

@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.mpi import Comm, balanced
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, add_count, label
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, add_in_group, key_of, label
 from pipeline.data.read.streams import Section, is_remote
 
 _SPLITTABLE = ("lines", "json_values", "parquet")
@@ -56,11 +56,8 @@ class InputFile:
     @property
     def expansion(self) -> int:
         """Approximate bytes of text per stored byte."""
-        return (
-            file_suffixes.EXPANSION
-            if file_suffixes.split_compression(self.name)[1] or file_suffixes.has_suffix(self.name, file_suffixes.INTERNAL)
-            else 1
-        )
+        compressed = file_suffixes.split_compression(self.name)[1] or file_suffixes.has_suffix(self.name, file_suffixes.INTERNAL)
+        return file_suffixes.EXPANSION if compressed else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +73,6 @@ class Span:
     end: int | None = None
     section: Section | None = None
     verify: bool = False
-
-    @property
-    def covers_file(self) -> bool:
-        """Whether it covers the entire file."""
-        return self.start == 0 and self.end is None
 
     @property
     def size(self) -> int:
@@ -164,10 +156,6 @@ class Listing:
     bad: list[Bad] = field(default_factory=list)
     skipped: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
-    def skip(self, corpus: str, reason: str, size: int) -> None:
-        """Count a file or folder that is not read."""
-        add_count(self.skipped.setdefault(corpus, {}), reason, 1, size)
-
 
 def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude: Sequence[str]) -> Listing:
     """Find the files of `data.input` and `data.corpora`.
@@ -185,9 +173,8 @@ def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude:
     listing = Listing()
     violations: list[Violation] = []
     for corpus in sorted(corpora, key=lambda name: (name != DEFAULT_CORPUS, name)):
-        key = "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"
         try:
-            listing.files += _corpus(corpus, key, corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, listing)
+            listing.files += _corpus(corpus, key_of(corpus), corpora[corpus], tuple(suffixes) or file_suffixes.SEARCHED, exclude, listing)
         except UserError as error:
             violations += error.violations
     if not listing.files and not violations:
@@ -209,16 +196,16 @@ def _corpus(
         try:
             for entry in file_search.search(given, exclude):
                 if entry.skipped:
-                    listing.skip(corpus, entry.skipped, entry.size)
+                    add_in_group(listing.skipped, corpus, entry.skipped, 1, entry.size)
                     continue
                 if not file_suffixes.has_suffix(entry.name, suffixes) and not entry.folder:
-                    listing.skip(corpus, file_suffixes.UNREAD + file_suffixes.of_name(entry.name), entry.size)
+                    add_in_group(listing.skipped, corpus, file_suffixes.UNREAD + file_suffixes.of_name(entry.name), 1, entry.size)
                     continue
                 matched = True
                 if entry.problem:
                     listing.bad.append(Bad(label(corpus, entry.name), "", entry.problem, entry.size))
                 elif entry.real in seen:
-                    listing.skip(corpus, file_search.AGAIN, entry.size)
+                    add_in_group(listing.skipped, corpus, file_search.AGAIN, 1, entry.size)
                 else:
                     seen.add(entry.real)
                     source = InputFile(entry.path, entry.name, entry.size, corpus, entry.version)

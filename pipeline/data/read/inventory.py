@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 
 from pipeline.data.read import suffixes as file_suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS, add_count, add_counts
+from pipeline.data.read.documents import add_counts, add_in_group, key_of
 from pipeline.data.read.input_files import InputFile, Listing
 
 log = logging.getLogger("pipeline")
@@ -26,7 +26,7 @@ def by_suffix(files: Iterable[InputFile]) -> dict[str, dict[str, list[int]]]:
     """Corpus -> suffix -> [files, bytes]."""
     counts: dict[str, dict[str, list[int]]] = {}
     for file in files:
-        add_count(counts.setdefault(file.corpus, {}), file_suffixes.of_name(file.name), 1, file.size)
+        add_in_group(counts, file.corpus, file_suffixes.of_name(file.name), 1, file.size)
     return counts
 
 
@@ -72,12 +72,12 @@ def report_listing(listing: Listing, suffixes: Sequence[str]) -> None:
         further = sorted((suffix for suffix in missed if suffix.startswith(".")), key=lambda suffix: -unread[suffix][0])[:1]
         chosen = ",".join(dict.fromkeys([*(suffixes or sorted(total)), *further]))
         fix = f". Other suffixes can be selected, unknown ones are read as text: data.suffixes=[{chosen}]" if missed else ""
-        log.log(logging.WARNING if missed else logging.INFO, "shard: %s: not read: %s%s", _key(corpus), described(reasons), fix)
+        log.log(logging.WARNING if missed else logging.INFO, "shard: %s: not read: %s%s", key_of(corpus), described(reasons), fix)
     for corpus, (number, names) in same_names(listing.files).items():
         log.warning(
             "shard: %s: %s several files that differ only in their suffix, such as %s: all are read. If they hold the same documents, "
             'leave out one kind, for example with \'data.exclude=[".*","*%s"]\'',
-            _key(corpus),
+            key_of(corpus),
             "a name has" if number == 1 else f"{number:,} names have",
             " and ".join(names[:2]),
             file_suffixes.of_name(names[0]),
@@ -89,7 +89,3 @@ def described(counts: Counts) -> str:
     ordered = sorted(counts.items(), key=lambda entry: (-entry[1][0], entry[0]))
     more = [f"{sum(number for _, (number, _) in ordered[_NAMED:]):,} others"] if len(ordered) > _NAMED else []
     return ", ".join([*(f"{number:,} {name} ({size / 1e6:,.1f} MB)" for name, (number, size) in ordered[:_NAMED]), *more])
-
-
-def _key(corpus: str) -> str:
-    return "data.input" if corpus == DEFAULT_CORPUS else f"data.corpora.{corpus}"

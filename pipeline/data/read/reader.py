@@ -14,7 +14,7 @@ from typing import IO
 
 from pipeline.common.errors import UserError
 from pipeline.data.read import file_search, suffixes
-from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions, Skipped, Unchecked, utf8_length
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, key_of, utf8_length
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.streams import BUFFER_BYTES, MAGIC, CheckError, CutError, DamageError, Decompressed, Section, is_remote, open_raw
 
@@ -97,7 +97,7 @@ def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[D
         if not verify:
             raise
         failure = error
-    key = "data.input" if source.corpus == DEFAULT_CORPUS else f"data.corpora.{source.corpus}"
+    key = key_of(source.corpus)
     if change := file_search.change(source.path, source.size, source.version):
         rule = f"{change}, after its bytes {span.start:,} to {span.start + span.size:,} were read"
         raise UserError.of(key, source.path, rule, "end what writes it, or read a copy; then begin again, in an empty data.shards")
@@ -113,7 +113,7 @@ def _read(span: Span, options: ReadOptions, verify: bool) -> Iterator[Document |
         yield Bad(source.label, "", "is an empty file")
         return
     # Imported on demand: each format imports its own library.
-    content, is_empty = import_module(f"pipeline.data.read.formats.{file_format}").read, span.covers_file
+    content, is_empty = import_module(f"pipeline.data.read.formats.{file_format}").read, span.start == 0 and span.end is None
     try:
         verified = sections(source.path, compression, _GOES_ON.get(file_format)) if compression and verify else [Section()]
         for section in verified:

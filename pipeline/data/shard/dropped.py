@@ -7,7 +7,7 @@ format of an input file, so that the documents can be sharded again with other s
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,11 @@ def write_duplicates(comm: Comm, pool: SpillPool, duplicated: Clusters) -> None:
     """Write the duplicates of every part of this rank next to its spill, with the identity of the document that is kept. Collective."""
     kept = np.unique(duplicated.origin["kept"])
     kept = kept[kept >= 0]
-    identities = fetch(comm, kept, pool.holders_of(kept), lambda numbers: [_identity(pool, number) for number in numbers])
+
+    def identity(numbers: Sequence[int]) -> list[str]:
+        return [str(orjson.loads(pool.record(number)[0])["id"]) for number in numbers]
+
+    identities = fetch(comm, kept, pool.holders_of(kept), identity)
     originals = dict(zip(kept.tolist(), identities, strict=True))
     parts = pool.parts_of(duplicated.drop)
     for part in pool.mine:
@@ -62,10 +66,6 @@ def write_duplicates(comm: Comm, pool: SpillPool, duplicated: Clusters) -> None:
                 (meta, text), reason = pool.record(number), ClusterKind(kind).reason
                 original = originals[kept_number] if kept_number >= 0 else "a document of dedup.against"
                 add(orjson.loads(meta), "dedup", f"{reason} of {original}", text.decode("utf-8"))
-
-
-def _identity(pool: SpillPool, number: int) -> str:
-    return str(orjson.loads(pool.record(number)[0])["id"])
 
 
 def join(path: Path, parts: Iterable[Path]) -> None:

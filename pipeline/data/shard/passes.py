@@ -22,7 +22,7 @@ from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.dedup import clusters, duplicates, paragraphs, signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
-from pipeline.data.read.documents import ReadOptions, add_counts
+from pipeline.data.read.documents import ReadOptions, add_counts, add_in_group
 from pipeline.data.read.input_files import InputPart, Listing
 from pipeline.data.shard import dropped, limits, shard_report, shards, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
@@ -105,7 +105,7 @@ class ShardPasses:
         counts = PartCounts(bad=[listed(entry) for entry in listing.bad])
         for corpus, reasons in listing.skipped.items():
             for reason, (number, size) in reasons.items():
-                counts.count_skipped(corpus, f"file {reason}", number, size)
+                add_in_group(counts.skipped, corpus, f"file {reason}", number, size)
         runs, index = self._sum(counts)
         if comm.rank == 0:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in listing.bad)
@@ -192,7 +192,7 @@ class ShardPasses:
             for corpus, of_corpus in zip(self._order.corpora, sum(gathered).tolist(), strict=True):
                 for kind, (documents, size) in zip(clusters.ClusterKind, of_corpus, strict=True):
                     if documents:
-                        counts.count_lost(corpus, f"dedup: {kind.reason}", documents, size)
+                        add_in_group(counts.lost, corpus, f"dedup: {kind.reason}", documents, size)
 
     def _planned(self, pool: SpillPool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
         """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step.

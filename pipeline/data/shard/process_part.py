@@ -16,7 +16,8 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, add_count, add_counts, metadata, utf8, utf8_length
+from pipeline.data.read import documents as of_documents
+from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, add_count, add_counts, add_in_group, utf8
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.read.streams import CheckError
@@ -86,18 +87,6 @@ class PartCounts:
         for name, counts in other.steps.items():
             self.steps.setdefault(name, StepCounts()).add(counts)
 
-    def count_lost(self, corpus: str, reason: str, documents: int, size: int) -> None:
-        """Count dropped documents of a corpus."""
-        add_count(self.lost.setdefault(corpus, {}), reason, documents, size)
-
-    def count_skipped(self, corpus: str, reason: str, number: int, size: int) -> None:
-        """Count files, or parts of files, of a corpus that are not read."""
-        add_count(self.skipped.setdefault(corpus, {}), reason, number, size)
-
-    def count_language(self, language: str, reason: str, documents: int, size: int) -> None:
-        """Count documents of a language that cleaning dropped for a reason, or kept."""
-        add_count(self.languages.setdefault(language, {}), reason, documents, size)
-
 
 def listed(bad: Bad) -> list[Any]:
     """The entry of PartCounts.bad."""
@@ -132,10 +121,10 @@ def process(
         with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:
 
             def save(document: Document, step: str, reason: str, text: str, language: str) -> None:
-                counts.count_lost(document.corpus, f"{step}: {reason}", 1, utf8_length(text))
-                counts.count_language(language, f"{step}: {reason}", 1, utf8_length(text))
+                for groups, group in ((counts.lost, document.corpus), (counts.languages, language)):
+                    add_in_group(groups, group, f"{step}: {reason}", 1, of_documents.utf8_length(text))
                 if add:
-                    add(metadata(document, language), step, reason, text)
+                    add(of_documents.metadata(document, language), step, reason, text)
 
             for batch in batches(_documents(part, options, counts, advance, verify)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
@@ -162,13 +151,13 @@ def _documents(
             if isinstance(document, Bad):
                 counts.bad.append(listed(document))
             elif isinstance(document, Skipped):
-                counts.count_skipped(corpus, document.reason, 1, document.size)
+                add_in_group(counts.skipped, corpus, document.reason, 1, document.size)
             elif isinstance(document, Unchecked):
                 counts.unchecked += 1
             elif not document.text or document.text.isspace():
                 counts.empty += 1
             elif options.sample == 1 or xxhash.xxh3_64_intdigest(utf8(document.id)) < options.sample * 2**64:
-                add_count(counts.read, corpus, 1, utf8_length(document.text))
+                add_count(counts.read, corpus, 1, of_documents.utf8_length(document.text))
                 yield document
             del document
         advance(span.size)
@@ -197,11 +186,11 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
             rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
     records = [
-        metadata(document, language, batch.tags[index], float(batch.scores[index]))
+        of_documents.metadata(document, language, batch.tags[index], float(batch.scores[index]))
         for document, language, index in zip(documents, languages, alive, strict=True)
     ]
     encoded = [utf8(batch.texts[index]) for index in alive]
     rows["exact"] = exact.keys_of_bytes(encoded)
     for language, text in zip(languages, encoded, strict=True):
-        counts.count_language(language, KEPT, 1, len(text))
+        add_in_group(counts.languages, language, KEPT, 1, len(text))
     spill.add(keys, records, encoded, rows, hashes)

@@ -132,11 +132,6 @@ def _cluster(cluster: Cluster, excerpts: Excerpts) -> dict[str, Any]:
     }
 
 
-def as_json(report: dict[str, Any]) -> bytes:
-    """The content of report.json."""
-    return orjson.dumps(report, option=orjson.OPT_INDENT_2) + b"\n"
-
-
 def quarantine(bad: list[list[Any]]) -> bytes:
     """The content of quarantine.jsonl: all unreadable input."""
     return b"".join(orjson.dumps(dict(zip(_BAD, entry, strict=True))) + b"\n" for entry in sorted(bad))
@@ -308,25 +303,18 @@ def _share_rows(entries: list[tuple[str, int, int]]) -> list[list[Any]]:
 
 
 def summary(totals: dict[str, Any]) -> str:
-    """Format the totals for the log."""
-    return "; ".join(_summary_parts(totals))
-
-
-def _summary_parts(totals: dict[str, Any]) -> Iterator[str]:
-    """Yield the non-empty counts of the summary."""
-    for split in ("train", "validation"):
-        count = totals[split]
-        yield f"{split} {count['documents']:,} documents, {count['bytes'] / 1e6:,.1f} MB, {count['shards']} shards"
-    for kind, words in (
-        ("empty", "empty documents dropped"),
-        ("bad", "unreadable documents"),
-        ("cleaned", "documents dropped by cleaning"),
+    """Format the totals that are not 0 for the log."""
+    sizes = ((split, totals[split]) for split in SPLITS)
+    parts = [f"{split} {n['documents']:,} documents, {n['bytes'] / 1e6:,.1f} MB, {n['shards']} shards" for split, n in sizes]
+    for key, words in (
+        ("empty_documents", "empty documents dropped"),
+        ("bad_documents", "unreadable documents"),
+        ("cleaned_documents", "documents dropped by cleaning"),
+        ("skipped", "files or parts of files not read, see report.html"),  # older manifests do not count it
     ):
-        if totals[f"{kind}_documents"]:
-            yield f"{totals[f'{kind}_documents']:,} {words}"
-    if totals.get("skipped"):  # since manifests count it
-        yield f"{totals['skipped']:,} files or parts of files not read, see report.html"
+        parts += [f"{totals[key]:,} {words}"] if totals.get(key) else []
     if totals["exact_duplicates"] or totals["near_duplicates"]:
-        yield f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped"
+        parts.append(f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped")
     if totals["repeated_documents"]:
-        yield f"{totals['repeated_documents']:,} documents dropped because all of their lines are repeated"
+        parts.append(f"{totals['repeated_documents']:,} documents dropped because all of their lines are repeated")
+    return "; ".join(parts)

@@ -22,7 +22,7 @@ from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.dedup import signatures
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
-from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions, add_count, add_counts
+from pipeline.data.read.documents import DEFAULT_CORPUS, ReadOptions, add_count, add_counts, add_in_group
 from pipeline.data.read.input_files import InputFile, Listing
 from pipeline.data.shard import dropped, shard_report, text_shards
 from pipeline.data.shard.process_part import PartCounts
@@ -182,7 +182,7 @@ def publish(
     if (folder / dropped.NAME).exists():
         files[dropped.NAME] = artifact.entry(folder / dropped.NAME)
     for corpus, (documents, size) in sorted(written.repeated.items()):
-        counts.count_lost(corpus, "dedup: all lines repeated", documents, size)
+        add_in_group(counts.lost, corpus, "dedup: all lines repeated", documents, size)
     output = {
         **{key: totals[key] for key in (*SPLITS, "corpora", "repeated_documents")},
         "languages": dict(sorted(written.languages.items(), key=lambda entry: (-entry[1][1], entry[0]))),
@@ -191,7 +191,7 @@ def publish(
     }
     made = shard_report.build(counts, duplicated, excerpts, output, settings, inputs)
     pages = {
-        "report.json": shard_report.as_json(made),
+        "report.json": orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n",
         "report.html": shard_report.html(made, compare).encode("utf-8", "replace"),
         "quarantine.jsonl": shard_report.quarantine(counts.bad),
     }

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -25,31 +25,15 @@ RESERVED = 64
 """Descriptors that are left for everything else: outputs, logs, MPI."""
 
 
-class OpenFiles:
-    """Keeps files open for reading. Beyond the limit of the process the file that was not used for the longest time is closed.
+class _OpenFile:
+    """A file that is closed when its last reference is dropped."""
 
-    Args:
-        limit: number of files; default: the hard limit of the process, to which its soft limit is raised, without RESERVED.
-    """
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._limit = limit or most_open_files()
-        self._open: OrderedDict[Path, int] = OrderedDict()
-
-    def descriptor(self, path: Path) -> int:
-        """The descriptor of a file, valid until the next call."""
-        if path in self._open:
-            self._open.move_to_end(path)
-        else:
-            if len(self._open) >= self._limit:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return self._open[path]
-
-    def close(self) -> None:
-        """Close all files."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
 
 
 def most_open_files() -> int:
@@ -82,17 +66,17 @@ class SpillPool:
     ) -> None:
         self.stem, self._comm, self._runs, self._index = stem, comm, runs, index
         self._row, self._bands = row_type(permutations(dedup)), dedup.bands if dedup.near else 0
-        self._files = OpenFiles()
+        self._open = lru_cache(maxsize=most_open_files())(_OpenFile)
         self.starts = np.cumsum([0, *(bounds[-1] for bounds in runs)], dtype=np.int64)
         self.mine = {part: self._spilled(part) for part in range(comm.rank, len(runs), comm.size)}
 
     def close(self) -> None:
         """Close the files."""
-        self._files.close()
+        self._open.cache_clear()
 
     def _spilled(self, part: int) -> Spilled:
         path = self.stem(part).with_suffix(SUFFIX)
-        return Spilled(lambda: self._files.descriptor(path), self._runs[part], self._index[part], self._row, self._bands)
+        return Spilled(lambda: self._open(path).descriptor, self._runs[part], self._index[part], self._row, self._bands)
 
     def documents(self, *, url: bool, chosen: np.ndarray | None = None) -> Documents:
         """This rank's documents in the order of their numbers.
