@@ -189,10 +189,6 @@ class Words:
             power, inverse = power * pow(_BASE, size, 2**64) % 2**64, inverse * pow(_INVERSE, size, 2**64) % 2**64
         return hashes
 
-    def count(self, mask: np.ndarray) -> np.ndarray:
-        """Count the characters of every text that a (characters,) mask selects: (texts,) int64."""
-        return self.sum_texts(np.flatnonzero(mask))
-
     def sum_texts(self, positions: np.ndarray) -> np.ndarray:
         """Count the sorted positions that fall into every text: (texts,) int64."""
         return np.diff(np.searchsorted(positions, self.text_starts))

@@ -69,14 +69,9 @@ def prose(text: str) -> str:
     """The text without code if at least a fifth remains; otherwise, as in manual pages, which are indented throughout, the text."""
     if "`" not in text and "\n    " not in text and "\n\t" not in text:
         return text
-    rest = _without_code(_unfenced(text) if "```" in text or "~~~" in text else text)[1:]
+    rest = _INDENTED_LINE.sub("", "\n" + (_unfenced(text) if "```" in text or "~~~" in text else text))
+    rest = (_TICKS.sub(" ", rest) if "`" in rest else rest)[1:]
     return rest if len(rest) >= max(200, len(text) // 5) else text
-
-
-def _without_code(lines: str) -> str:
-    """A newline and lines, without those that are indented and without inline code."""
-    rest = _INDENTED_LINE.sub("", f"\n{lines}")
-    return _TICKS.sub(" ", rest) if "`" in rest else rest
 
 
 def _unfenced(text: str) -> str:

@@ -88,42 +88,29 @@ def fineweb(batch: DocumentBatch, short_line: np.ndarray) -> Counts:
 
 def gopher(batch: DocumentBatch) -> Counts:
     """What Gopher's rules are about, for every text of a batch."""
-    words, lines = batch.words, batch.words.lines
-    ends = ellipses(words)
-    return {
-        **of_words(words, batch.languages),
-        "lines": np.diff(lines.offsets),
-        "bullets": _per_text(np.isin(words.codes[lines.starts], BULLETS), lines.offsets),
-        "open_lines": _per_text(np.isin(lines.ends - 1, ends), lines.offsets),
-        "lettered_tokens": _per_text(with_letter(words, words.tokens), words.tokens.offsets),
-        "tokens": np.diff(words.tokens.offsets),
-    }
-
-
-def of_words(words: Words, of_language: Sequence[tuple[str, float]]) -> Counts:
-    """The counts that are sums over words and characters: name -> (texts,).
-
-    Args:
-        of_language: the language of every text, and its share.
-    """
-    spans = words.spans
-    count = np.diff(words.offsets)
+    words, lines, spans = batch.words, batch.words.lines, batch.words.spans
+    ends, count = ellipses(words), np.diff(words.offsets)
     spaced, characters, lettered = count, _per_text(spans.lengths, words.offsets), count
     if (words.kinds & IDEOGRAPH).any():
         separate = words.kinds[spans.starts] & IDEOGRAPH == 0
         spaced, characters = _per_text(separate, words.offsets), _per_text(spans.lengths * separate, words.offsets)
     if not (2 * spaced >= count).all():
         lettered = _per_text(with_letter(words, spans), words.offsets)
-    stop_words, has_list = _stop_words(words, of_language)
+    stop_words, has_list = _stop_words(words, batch.languages)
     return {
         "words": count,
         "spaced": spaced,
         "spaced_characters": characters,
         "lettered_words": lettered,
         "hashes": words.sum_texts(_hash_signs(words)),
-        "ellipses": words.sum_texts(ellipses(words)),
+        "ellipses": words.sum_texts(ends),
         "stop_words": stop_words,
         "has_stop_words": has_list,
+        "lines": np.diff(lines.offsets),
+        "bullets": _per_text(np.isin(words.codes[lines.starts], BULLETS), lines.offsets),
+        "open_lines": _per_text(np.isin(lines.ends - 1, ends), lines.offsets),
+        "lettered_tokens": _per_text(with_letter(words, words.tokens), words.tokens.offsets),
+        "tokens": np.diff(words.tokens.offsets),
     }
 
 

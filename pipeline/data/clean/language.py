@@ -58,7 +58,20 @@ class Cld2(Detector):
 
     def detect(self, samples: Sequence[str]) -> list[Language]:
         """See Detector."""
-        return [_cld2(sample) for sample in samples]
+        import pycld2
+
+        detected = []
+        for sample in samples:
+            try:
+                try:
+                    _, _, results = pycld2.detect(sample)
+                except pycld2.error:
+                    _, _, results = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
+                _, code, percent, _ = results[0]
+                detected.append((languages.normalized(code), percent / 100))
+            except pycld2.error:  # characters outside the planes that CLD2 supports
+                detected.append(UNKNOWN)
+        return detected
 
     def covered(self, code: str) -> tuple[str, ...]:
         """See Detector."""
@@ -139,18 +152,3 @@ def detector(clean: CleanConfig) -> Detector:
 def _language(code: str) -> str:
     """The code of the language without that of a script."""
     return re.split("[-_]", code.lower())[0]
-
-
-def _cld2(sample: str) -> Language:
-    """The first result of CLD2."""
-    import pycld2
-
-    try:
-        _, _, detected = pycld2.detect(sample)
-    except pycld2.error:
-        try:
-            _, _, detected = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
-        except pycld2.error:  # characters outside the planes that CLD2 supports
-            return UNKNOWN
-    _, code, percent, _ = detected[0]
-    return languages.normalized(code), percent / 100

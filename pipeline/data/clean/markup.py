@@ -127,11 +127,6 @@ def _elements(text: str, spans: list[code_detection.Span], mentions: frozenset[i
         spans: code, whose tags are left out.
         mentions: where the tags begin that are left out, with the other one of their pair.
     """
-    elements = [element for element in _paired(text, spans, mentions, unclosed) if element.start not in mentions]
-    return sorted(elements)
-
-
-def _paired(text: str, spans: list[code_detection.Span], mentions: frozenset[int], unclosed: bool) -> list[_Element]:
     elements: list[_Element] = []
     opened: list[tuple[str, re.Match[str]]] = []
     for tag in _TAG.finditer(text):
@@ -156,7 +151,7 @@ def _paired(text: str, spans: list[code_detection.Span], mentions: frozenset[int
                 ]
     if unclosed:
         elements += [_Element(*tag.span(), name, tag.end()) for name, tag in opened if name in _OPTIONAL_END]
-    return elements
+    return sorted(element for element in elements if element.start not in mentions)
 
 
 def _covered(elements: list[_Element]) -> int:

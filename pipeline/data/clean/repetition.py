@@ -15,12 +15,7 @@ _MULTIPLIER = ngrams(np.array([1, 0], dtype=np.uint64), 2)[0]
 
 
 class ChosenWords:
-    """The words of some texts of a batch.
-
-    Args:
-        words: the words of all texts.
-        chosen: (texts,) bool, the texts whose words are taken.
-    """
+    """The words of the texts of a batch that are `chosen`, (texts,) bool."""
 
     def __init__(self, words: Words, chosen: np.ndarray) -> None:
         spans, self._count = words.spans, len(chosen)
@@ -136,20 +131,15 @@ def _paragraphs(words: Words) -> Spans:
 def repeated(words: Words, spans: Spans) -> tuple[np.ndarray, np.ndarray]:
     """Count the spans of every text that equal an earlier span of that text, ignoring case, and their characters."""
     hashes = words.line_hashes if spans is words.lines else words.hash_spans(spans)
-    repeats = _repeat_positions(hashes, spans.texts)
+    members, bounds = grouped(hashes, spans.texts)
+    later = np.zeros(len(hashes), dtype=bool)
+    later[members] = True
+    if len(members):
+        later[np.minimum.reduceat(members, bounds)] = False
+    repeats = np.flatnonzero(later)
     texts = spans.texts[repeats]
     count = len(spans.offsets) - 1
     return np.bincount(texts, minlength=count), np.bincount(texts, spans.lengths[repeats], minlength=count)
-
-
-def _repeat_positions(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """Positions of hashes that occurred earlier in the same text."""
-    members, bounds = grouped(hashes, texts)
-    repeated = np.zeros(len(hashes), dtype=bool)
-    repeated[members] = True
-    if len(members):
-        repeated[np.minimum.reduceat(members, bounds)] = False
-    return np.flatnonzero(repeated)
 
 
 def _ngrams(batch: DocumentBatch, top: np.ndarray, long: np.ndarray) -> Faults:

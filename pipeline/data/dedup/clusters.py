@@ -138,7 +138,9 @@ def resolve(comm: Comm, copies: np.ndarray, near: np.ndarray, stars: np.ndarray)
         near: (n,) EDGE of this rank between near duplicates.
         stars: of near_stars(near).
     """
-    chained = _in_chains(comm, np.concatenate([copies, near])) - sum(comm.allgather(len(copies) + len(stars)))
+    vertices, labels = distributed.components(comm, *(np.concatenate([copies[side], near[side]]) for side in ("left", "right")))
+    in_chains = int(np.count_nonzero((vertices >= 0) & (vertices != labels)))  # dropped if one document of a component were kept
+    chained = sum(comm.allgather(in_chains - len(copies) - len(stars)))
     members = np.concatenate([_with_centers(comm, copies, stars), stars])
     members = members[np.argsort(members["right"])]
     origin = np.empty(len(members), dtype=ORIGIN)
@@ -151,12 +153,6 @@ def resolve(comm: Comm, copies: np.ndarray, near: np.ndarray, stars: np.ndarray)
     exact, number = (sum(comm.allgather(count)) for count in (len(copies), len(members)))
     listed = _listed(comm, heads, members)
     return Clusters(members["right"].copy(), origin, exact, number - exact, chained, listed, dict(sorted(sizes.items())))
-
-
-def _in_chains(comm: Comm, edges: np.ndarray) -> int:
-    """The number of documents that would be dropped if one document of every connected component were kept."""
-    vertices, labels = distributed.components(comm, edges["left"], edges["right"])
-    return sum(comm.allgather(int(np.count_nonzero((vertices >= 0) & (vertices != labels)))))
 
 
 def _with_centers(comm: Comm, copies: np.ndarray, stars: np.ndarray) -> np.ndarray:

@@ -74,27 +74,15 @@ def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -
     return np.fromiter(values, dtype=np.uint32, count=texts * permutations).reshape(texts, permutations)
 
 
-def has_words(minhash: np.ndarray) -> np.ndarray:
-    """Which of the (n, permutations) signatures belong to a document with words: (n,) bool. The others have no near duplicates."""
-    return minhash.min(axis=1) != NO_WORDS
-
-
-def band_hashes(minhash: np.ndarray, band: int, rows: int) -> np.ndarray:
-    """Hash one band, that is `rows` consecutive elements, of every signature: (n,) uint64."""
-    combined = np.zeros(len(minhash), dtype=np.uint64)
-    for element in range(band * rows, (band + 1) * rows):
-        combined *= _MULTIPLIER
-        combined += minhash[:, element]
-    return mix(combined)
-
-
 def all_band_hashes(minhash: np.ndarray, bands: int, rows: int) -> np.ndarray:
-    """The hashes of all bands of every signature, NO_BAND for those of a document without words: (bands, n) uint64."""
-    hashes = np.empty((bands, len(minhash)), dtype=np.uint64)
-    without = ~has_words(minhash)
-    for band in range(bands):
-        hashes[band] = band_hashes(minhash, band, rows)
-        hashes[band, without] = NO_BAND
+    """The hashes of all bands of (n, permutations) signatures, NO_BAND for those of a document without words: (bands, n) uint64."""
+    hashes = np.zeros((bands, len(minhash)), dtype=np.uint64)
+    for band, combined in enumerate(hashes):  # `rows` consecutive elements
+        for element in range(band * rows, (band + 1) * rows):
+            combined *= _MULTIPLIER
+            combined += minhash[:, element]
+        hashes[band] = mix(combined)
+    hashes[:, minhash.min(axis=1) == NO_WORDS] = NO_BAND
     return hashes
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
 
+from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.input_files import InputFile
+from pipeline.data.read.input_files import InputFile, Span
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -89,20 +90,14 @@ def small_fields(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return small
 
 
-def too_large(options: ReadOptions) -> str:
-    """The reason for a document that exceeds the size limit."""
-    return f"is larger than data.document_megabytes={options.document_bytes / 1e6:g}"
-
-
-def within_limit(text: str, options: ReadOptions) -> str:
-    """Return the text.
+def check_size(size: int, options: ReadOptions, what: str = "") -> None:
+    """Refuse `what` of a document, or the document, that has more bytes than data.document_megabytes.
 
     Raises:
-        UnusableError: the text exceeds the size limit of a document.
+        UnusableError: it has.
     """
-    if len(text) * 4 > options.document_bytes and len(text.encode()) > options.document_bytes:
-        raise UnusableError(too_large(options))
-    return text
+    if size > options.document_bytes:
+        raise UnusableError(f"{what}is larger than data.document_megabytes={options.document_bytes / 1e6:g}")
 
 
 def representable(record: Any) -> Any:
@@ -118,6 +113,23 @@ def representable(record: Any) -> Any:
     return record
 
 
+def document_of_file(span: Span, options: ReadOptions, parse: Callable[[bytes], tuple[str, str]]) -> Iterator[Document | Bad]:
+    """Yield the document of a file that is a single one.
+
+    Args:
+        parse: content -> (text, title or ""); raises UnusableError.
+    """
+    source = span.file
+    with streams.open_bytes(source.path, span.section) as handle:
+        raw = handle.read(options.document_bytes + 1)
+    try:
+        check_size(len(raw), options)
+        text, title = parse(raw)
+        yield Document(source.name, 0, text, small_fields([("title", title)] if title else []), source.corpus)
+    except UnusableError as error:
+        yield Bad(source.label, "", str(error))
+
+
 def document_of(record: Any, source: InputFile, number: int, unit: str, options: ReadOptions, *, check: bool = True) -> Document | Bad:
     """The document of a numbered record.
 
@@ -126,7 +138,8 @@ def document_of(record: Any, source: InputFile, number: int, unit: str, options:
         check: whether it may have texts that UTF-8 cannot represent.
     """
     try:
-        text = within_limit(text_of(representable(record) if check else record, options.text_field), options)
+        text = text_of(representable(record) if check else record, options.text_field)
+        check_size(len(text) if len(text) * 4 <= options.document_bytes else len(text.encode()), options)
         return Document(source.name, number, text, small_fields(record.items()), source.corpus)
     except UnusableError as error:
         return Bad(source.label, f"{unit} {number}", str(error))

@@ -9,9 +9,8 @@ from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 from resiliparse.parse.html import HTMLTree
 
-from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions, library_reason
-from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large
+from pipeline.data.read.formats.checks import UnusableError, check_size, document_of_file
 from pipeline.data.read.input_files import Span
 
 _DEPTH = 1000
@@ -20,28 +19,19 @@ _NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the text of the page, with its title in the metadata."""
-    source = span.file
-    with streams.open_bytes(source.path, span.section) as handle:
-        raw = handle.read(options.document_bytes + 1)
-    try:
-        text, title = page(raw, None, options)
-        yield Document(source.name, 0, text, small_fields([("title", title)] if title else []), source.corpus)
-    except UnusableError as error:
-        yield Bad(source.label, "", str(error))
+    return document_of_file(span, options, lambda raw: page(raw, None, options))
 
 
 def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, str]:
     """Return (text, title) of a page; either may be empty.
 
     Args:
-        raw: the bytes of the page.
         charset: the encoding from the HTTP header; None uses the one that the page declares, or else a detected one.
 
     Raises:
         UnusableError: the page is too large, too deeply nested, or not HTML.
     """
-    if len(raw) > options.document_bytes:
-        raise UnusableError(too_large(options))
+    check_size(len(raw), options)
     content = _decoded(raw, charset)
     if options.main_content and _depth(content) > _DEPTH:
         raise UnusableError(f"nests more than {_DEPTH} elements")

@@ -10,15 +10,7 @@ import orjson
 
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions
-from pipeline.data.read.formats.checks import (
-    BYTE_ORDER_MARK,
-    UnusableError,
-    representable,
-    small_fields,
-    text_of,
-    too_large,
-    utf8,
-)
+from pipeline.data.read.formats.checks import BYTE_ORDER_MARK, UnusableError, check_size, representable, small_fields, text_of, utf8
 from pipeline.data.read.input_files import InputFile, Span
 
 _SKIPPED_BYTES = 1 << 20
@@ -71,10 +63,9 @@ def records(handle: IO[bytes], offset: int, end: int | None, options: ReadOption
         number += 1
         begin, offset = offset, offset + len(line)
         try:
-            if len(line) > limit:
-                if not line.endswith(b"\n"):
-                    offset += skip_line(handle)
-                raise UnusableError(too_large(options))
+            if len(line) > limit and not line.endswith(b"\n"):
+                offset += skip_line(handle)
+            check_size(len(line), options)
             try:
                 record = orjson.loads(line)
             except orjson.JSONDecodeError:

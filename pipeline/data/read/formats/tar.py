@@ -13,7 +13,7 @@ from pipeline.data.read import streams, suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped
 from pipeline.data.read.file_search import printable
 from pipeline.data.read.formats import html, lines
-from pipeline.data.read.formats.checks import UnusableError, small_fields, text_of, too_large
+from pipeline.data.read.formats.checks import UnusableError, check_size, small_fields, text_of
 from pipeline.data.read.formats.text import plain
 from pipeline.data.read.input_files import Span
 
@@ -128,7 +128,8 @@ class _Sample:
         try:
             fields = self._fields(options)
             if suffix == "txt":
-                text = plain(raw, options)
+                check_size(len(raw), options)
+                text = plain(raw)
             elif suffix == "json":
                 text = text_of(fields, options.text_field)
             else:
@@ -145,8 +146,7 @@ class _Sample:
             UnusableError: the record is invalid.
         """
         _, raw = self.members.get("json", (None, b"{}"))
-        if len(raw) > options.document_bytes:
-            raise UnusableError(f"has a .json that {too_large(options)}")
+        check_size(len(raw), options, "has a .json that ")
         try:
             record = orjson.loads(raw)
         except orjson.JSONDecodeError as error:

@@ -12,7 +12,7 @@ from fastwarc.warc import ArchiveIterator, WarcRecord
 from pipeline.data.read import streams
 from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, library_reason
 from pipeline.data.read.formats import html
-from pipeline.data.read.formats.checks import UnusableError, small_fields, too_large, utf8
+from pipeline.data.read.formats.checks import UnusableError, check_size, small_fields, utf8
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.suffixes import split_compression
 
@@ -73,9 +73,8 @@ def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str,
         raise _TruncatedError("is truncated within its header")
     if kind not in ("response", "conversion"):
         return f"of type {kind}" if kind in _OTHER_CONTENT else "of an unknown type"
-    if record.content_length > options.document_bytes:
-        raise UnusableError(too_large(options))
     length = record.content_length
+    check_size(length, options)
     block = record.reader.read(length)
     if len(block) < length:
         raise _TruncatedError(f"is truncated: {len(block)} of {length} bytes")
