@@ -89,9 +89,8 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
         UserError: lm-eval is not installed, or a task is unknown or cannot be loaded.
     """
     if not Path(stage.task_folder or "").is_dir():
-        raise UserError.of(
-            "stage.task_folder", stage.task_folder, "is not a folder", "set it to the folder with the .yaml files of the tasks"
-        )
+        fix = "set it to the folder with the .yaml files of the tasks"
+        raise UserError.of("stage.task_folder", stage.task_folder, "is not a folder", fix)
     with _offline():
         try:
             from lm_eval import simple_evaluate

@@ -131,7 +131,19 @@ def open_generator(
     """
     runners = [load_runner(config, stage, checkpoint, mesh, decoder_token) for config, checkpoint in models]
     positions = models[0][0].model.max_positions
-    room = of_mesh(stage, runners, positions, mesh, local_ranks)
+    if stage.cache_gigabytes is not None:
+        available = stage.cache_gigabytes * 1e9
+    elif mesh.device.type == "cuda":
+        available = FREE_SHARE * torch.cuda.mem_get_info(mesh.device)[0]
+    else:
+        available = FREE_SHARE * host_memory.available_bytes() / local_ranks
+
+    def maximum(values: Tensor) -> Tensor:
+        for group in mesh.all_ranks:
+            values = collectives.all_reduce(values, group, "max")
+        return values
+
+    room = CacheRoom(runners, positions, available, maximum)
     room.check(stage, min(stage.batch_size, lines), runners[0].length(longest), positions)
     return generator_of(stage, runners[0], runners[1] if len(runners) > 1 else None, stops, room.share)
 
@@ -221,26 +233,3 @@ class CacheRoom:
             fix = f"set stage.batch_size=1 and stage.max_tokens={fitting}, or shard the model with parallel.tensor"
             raise UserError.of("stage.max_tokens", stage.max_tokens, rule, fix)
         raise UserError.of("stage.prompts", stage.prompts, rule, "shorten the longest prompt, or shard the model with parallel.tensor")
-
-
-def of_mesh(stage: Generate, runners: Sequence[Runner], max_positions: int, mesh: Mesh, local_ranks: int) -> CacheRoom:
-    """Return the room of the caches of a job, after the weights are loaded.
-
-    Args:
-        runners: of the model, and of the draft model.
-        max_positions: longest sequence, tokens.
-        local_ranks: ranks that share the memory of this machine.
-    """
-    if stage.cache_gigabytes is not None:
-        available = stage.cache_gigabytes * 1e9
-    elif mesh.device.type == "cuda":
-        available = FREE_SHARE * torch.cuda.mem_get_info(mesh.device)[0]
-    else:
-        available = FREE_SHARE * host_memory.available_bytes() / local_ranks
-
-    def maximum(values: Tensor) -> Tensor:
-        for group in mesh.all_ranks:
-            values = collectives.all_reduce(values, group, "max")
-        return values
-
-    return CacheRoom(runners, max_positions, available, maximum)

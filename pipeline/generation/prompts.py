@@ -150,7 +150,7 @@ class PromptReader:
         elif not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
             raise BadLine('must be an object with either "prompt" or "messages"')
         else:
-            tokens = self._encode(fields)
+            tokens = self._encode_chat(fields) if "messages" in fields else self._encode_text(fields["prompt"])
         if len(tokens) + (0 if self.encoder else 1) > self.max_positions:
             room = "" if self.encoder else " leaves no room for a completion"
             raise BadLine(f"the prompt has {len(tokens)} tokens; model.max_positions={self.max_positions}{room}")
@@ -177,15 +177,10 @@ class PromptReader:
         before, whole = self.decode(prompt), self.decode([*prompt, *tokens])
         return whole[len(before) :] if whole.startswith(before) else self.decode(tokens)
 
-    def _encode(self, fields: dict[str, Any]) -> list[int]:
-        if "messages" in fields:
-            return self._complete(self._encode_chat(fields))
-        if not isinstance(fields["prompt"], str):
-            raise BadLine('"prompt" must be a text')
-        return self._encode_text(fields["prompt"])
-
-    def _encode_text(self, text: str) -> list[int]:
+    def _encode_text(self, text: Any) -> list[int]:
         """Encode a text with the special tokens around it."""
+        if not isinstance(text, str):
+            raise BadLine('"prompt" must be a text')
         return self._complete(self.text_encoder.encode([text], complete=True)[0])
 
     def _encode_chat(self, fields: dict[str, Any]) -> list[int]:
@@ -195,7 +190,7 @@ class PromptReader:
             raise BadLine(f"is a chat, and {self.folder} has no chat template ({fix})")
         text, begins = self.chats.prompt(chat_of(fields["messages"], self.chats.names, fields, answered=False))
         ((tokens, _),) = self.chat_encoder.encode([(text, begins)])
-        return tokens
+        return self._complete(tokens)
 
     def _complete(self, tokens: list[int]) -> list[int]:
         """Append the end-of-document token to the input of an encoder; an empty prompt consists of it."""

@@ -86,23 +86,25 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
     Raises:
         UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.
     """
-    draft, violations = model_of(checkpoint), []
+    draft, violations = model_of(checkpoint), list[Violation]()
+
+    def refuse(rule: str, fix: str) -> None:
+        violations.append(Violation("stage.draft", stage.draft, rule, fix))
+
     if draft.objective != "causal" or target.objective != "causal":
         rule = f"is of family {draft.family}, the target of family {target.family}; speculative decoding requires two decoders"
-        violations.append(Violation("stage.draft", stage.draft, rule, "choose a decoder"))
+        refuse(rule, "choose a decoder")
     for name in ("vocab_size", "max_positions"):
         ours, theirs = getattr(target, name), getattr(draft, name)
         if theirs < ours or (name == "vocab_size" and theirs != ours):
-            rule = f"has model.{name}={theirs}; the target has {ours}"
-            violations.append(
-                Violation("stage.draft", stage.draft, rule, "choose a draft model that was trained for the same tokenizer and length")
-            )
+            fix = "choose a draft model that was trained for the same tokenizer and length"
+            refuse(f"has model.{name}={theirs}; the target has {ours}", fix)
     if getattr(draft, "linear_layers", 0):
         rule = f"is of family {draft.family}, whose recurrent states cannot remove the tokens of several passes"
-        violations.append(Violation("stage.draft", stage.draft, rule, "choose a draft model without recurrent layers"))
+        refuse(rule, "choose a draft model without recurrent layers")
     if expert > 1 and getattr(draft, "experts", False):
         rule = f"has experts, which parallel.expert={expert} shards in the target only"
-        violations.append(Violation("stage.draft", stage.draft, rule, "choose a dense draft model, or set parallel.expert=1"))
+        refuse(rule, "choose a dense draft model, or set parallel.expert=1")
     if violations:
         raise UserError(violations)
     folder = _tokenizer_folder(stage, checkpoint)
@@ -111,9 +113,8 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
         for path, key in ((tokenizer, "tokenizer.path"), (folder, "stage.draft"))
     )
     if ours != theirs:
-        raise UserError.of(
-            "stage.draft", stage.draft, f"has another tokenizer, {folder}", "choose a draft model with the tokenizer of the target"
-        )
+        fix = "choose a draft model with the tokenizer of the target"
+        raise UserError.of("stage.draft", stage.draft, f"has another tokenizer, {folder}", fix)
 
 
 def _tokenizer_folder(stage: Generate, checkpoint: MergedWeights) -> Path:

@@ -89,7 +89,6 @@ class ExampleReader:
         tokenizer = load(folder)
         self._chats, self._text_encoder = ChatEncoder(tokenizer), texts or PromptEncoder(tokenizer)
         self._template = template or chat_template.load(folder)
-        self.template_text = self._template.text if self._template else ""
         self.notes, self._repair = Notes(), repair
 
     #: Examples of a line.

@@ -44,17 +44,8 @@ def write(handle: IO[bytes], documents: Iterable[tuple[bytes, bytes]], per_membe
     handle.write(tar.END)
 
 
-def texts(shard: Path | IO[bytes]) -> Iterator[bytes]:
-    """Yield the UTF-8 text of every document of a shard (a path or an open file), in order."""
-    for name, content in tar.members(shard):
-        if name.endswith(".txt"):
-            yield content
-        elif name.endswith(".jsonl"):
-            yield from (orjson.loads(line)["text"].encode("utf-8") for line in content.splitlines())
-
-
 def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield every document of a shard: its text, and {"id", "corpus", "lang", "source", "meta"}."""
+    """Yield every document of a shard (a path or an open file): its text, and {"id", "corpus", "lang", "source", "meta"}."""
     text = b""
     for name, content in tar.members(shard):
         if name.endswith(".txt"):

@@ -129,10 +129,7 @@ def write(
     with atomic_file(path) as handle:
         writer = ShardWriter(handle, path.name.removesuffix(".tar"), encoder.dtype)
         with artifact.open_verified(shards, text, name) as shard:
-            texts = text_shards.texts(shard)
-            if "data.select" in settings:
-                texts = (content for content, _ in text_shards.tokenized(text_shards.documents(shard), settings, text))
-            for batch in _batches(texts):
+            for batch in _batches(content for content, _ in text_shards.tokenized(text_shards.documents(shard), settings, text)):
                 ids, lengths = engine.encode([document.decode("utf-8") for document in batch])
                 writer.add(*_closed(ids.astype(encoder.dtype), lengths, encoder))
                 done = sum(map(len, batch))

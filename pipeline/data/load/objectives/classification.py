@@ -56,7 +56,6 @@ class LabelReader(ExampleReader):
         super().__init__(folder, end_of_document, longest, too_long, texts=texts)
         self._numbers = {label: number for number, label in enumerate(labels)}
         self._special = special
-        self.template_text = ""  # of chats, which are not read
 
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
         """See ExampleReader."""

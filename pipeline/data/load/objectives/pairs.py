@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -74,25 +74,21 @@ class PairFiles:
         file = int(np.searchsorted(self._firsts, number, side="right")) - 1
         line = number - int(self._firsts[file])
         first, stop = self._bounds[file][line : line + 2].tolist()
-        text = os.pread(self._handles[file], stop - first, first)
+        raw = os.pread(self._handles[file], stop - first, first)
         try:
-            source, target = self._parse(self._paths[file], text.decode().rstrip("\r\n"))
+            content = raw.decode().rstrip("\r\n")
+            if self._paths[file].suffix == ".tsv":
+                texts = content.split("\t")[:2]
+            else:
+                record = json.loads(content)
+                texts = [record[name] for name in self._fields]
+            if len(texts) != 2 or not all(isinstance(text, str) and text.strip() for text in texts):
+                raise ValueError("two non-empty texts are required")
         except (ValueError, KeyError, TypeError) as error:
             rule = f"line {line + 1} is not a pair of texts ({error!r})"
             fix = "fix the line; data.pairs.source and data.pairs.target are the field names of a JSON record"
             raise UserError.of(self._key, self._paths[file], rule, fix) from error
-        return source, target
-
-    def _parse(self, path: Path, line: str) -> Iterator[str]:
-        """The two texts of a line."""
-        if path.suffix == ".tsv":
-            texts = line.split("\t")[:2]
-        else:
-            record = json.loads(line)
-            texts = [record[name] for name in self._fields]
-        if len(texts) != 2 or not all(isinstance(text, str) and text.strip() for text in texts):
-            raise ValueError("two non-empty texts are required")
-        return iter(texts)
+        return texts[0], texts[1]
 
     def _line_offsets(self, path: Path, state: xxhash.xxh3_128) -> np.ndarray:
         """The byte offset of each line of a file, and the end of the last line: int64 (lines + 1,). Adds the content to `state`."""
@@ -155,16 +151,13 @@ class Pairs(Objective):
         self.samples = samples
         self._length = self.decoder_length = length
         self._start = start
-        self._truncated = 0
+        self._truncated = False  # whether a pair was
 
     @classmethod
     def of(cls, config: RunConfig, samples: TokenizedPairs) -> Self:
         """The objective over these pairs; errors as in open_training."""
-        return cls(
-            samples,
-            config.training.sequence_length,
-            objective.decoder_start(config.data.decoder_start, special_tokens(config, samples)),
-        )
+        start = objective.decoder_start(config.data.decoder_start, special_tokens(config, samples))
+        return cls(samples, config.training.sequence_length, start)
 
     @classmethod
     def open_training(cls, config: RunConfig, share: tuple[int, int] = (0, 1)) -> Self:
@@ -190,17 +183,14 @@ class Pairs(Objective):
         tokens, read = np.full(shape, self._start, dtype=np.int64), np.full(shape, self._start, dtype=np.int64)
         documents, targets = np.full(shape, -1, dtype=np.int32), np.full(shape, IGNORE, dtype=np.int64)
         for row, (source, target) in enumerate(self.samples.pairs(indices)):
-            self._warn_if_truncated(max(len(source), len(target)))
+            longest = max(len(source), len(target))
+            if longest >= self._length and not self._truncated:
+                log.warning("a pair has %d tokens and an end; pairs are truncated to training.sequence_length=%d", longest, self._length)
+            self._truncated |= longest >= self._length
             source, target = (np.append(text, end)[: self._length] for text in (source, target))
             tokens[row, : len(source)], documents[row, : len(source)] = source, 0
             targets[row, : len(target)], read[row, 1 : len(target)] = target, target[:-1]
         return {"tokens": tokens, "documents": documents, "decoder_tokens": read, "targets": targets}
-
-    def _warn_if_truncated(self, longest: int) -> None:
-        """Warn at the first truncated pair."""
-        self._truncated += 1 if longest >= self._length else 0
-        if self._truncated == 1 and longest >= self._length:
-            log.warning("a pair has %d tokens and an end; pairs are truncated to training.sequence_length=%d", longest, self._length)
 
 
 def _open(config: RunConfig, paths: list[str], key: str, share: tuple[int, int], seed: int | None) -> TokenizedPairs:

@@ -84,8 +84,7 @@ class SpanCorruption(TokenShardObjective):
             seed: of the choice of spans.
             decoder_length: at least sizes.decoder, its default; longer ones are padded.
         """
-        self.samples, self._sizes, self._seed, self._start = samples, sizes, seed, start
-        self._sentinels = sentinels
+        self.samples, self._sizes, self._seed, self._start, self._sentinels = samples, sizes, seed, start, sentinels
         self.decoder_length = decoder_length or sizes.decoder
 
     @staticmethod
@@ -108,14 +107,8 @@ class SpanCorruption(TokenShardObjective):
         # Sequence parallelism splits a sequence evenly over the tensor ranks.
         parts = config.parallel.tensor if config.parallel.sequence_parallel else 1
         padded = -(-sizes.decoder // parts) * parts
-        return cls(
-            samples,
-            sizes,
-            np.array(sentinels),
-            objective.decoder_start(config.data.decoder_start, special),
-            config.training.seed,
-            padded,
-        )
+        start = objective.decoder_start(config.data.decoder_start, special)
+        return cls(samples, sizes, np.array(sentinels), start, config.training.seed, padded)
 
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See Objective: tokens and decoder_tokens, with targets."""
