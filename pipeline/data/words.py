@@ -81,7 +81,6 @@ class Words:
         codes: (characters,) the code points of all texts, with a newline after each text, in the smallest unsigned type that holds them.
         kinds: (characters,) uint8, the character classes: LETTER, DIGIT, ...
         text_starts: (texts + 1,) int64, the first character of each text.
-        spans: the words.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:

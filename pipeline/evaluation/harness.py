@@ -77,10 +77,7 @@ def evaluate(stage: Evaluate, text: Text, max_positions: int, score: Score, comp
     """Evaluate the tasks of `stage.tasks`.
 
     Args:
-        text: the tokenizer of the model.
         max_positions: longest sequence of the model, tokens.
-        score: computes log-likelihoods.
-        complete: generates text.
 
     Returns:
         task or group -> its metrics ("acc", "acc_stderr", ...), the number of shots ("num_fewshot") and of documents ("samples").

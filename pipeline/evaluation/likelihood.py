@@ -41,7 +41,6 @@ def log_likelihoods(runner: Runner, vocab_size: int, questions: Sequence[Questio
     """Return the score of each continuation. Contexts are cut on the left to fit in the model.
 
     Args:
-        vocab_size: width of its logits.
         questions: in any order. Continuations of one token with the same context cost one forward pass together.
 
     Raises:

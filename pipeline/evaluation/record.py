@@ -29,7 +29,6 @@ def path_of(run_dir: Path, step: int, kind: str, weights: str | None = None) -> 
     """Path of a record.
 
     Args:
-        step: of the checkpoint.
         kind: "validation", "tasks", or "translation-" with the name of the prompts.
         weights: "ema" for averaged weights; None for those of the optimizer.
     """
@@ -53,7 +52,6 @@ def write(
     """Record the scores of a checkpoint, and write the table and the plots of all records.
 
     Args:
-        step: of the checkpoint.
         kind: as in path_of.
         scores: corpus or task -> metric -> value, None for one that does not exist; "" is the full validation split.
         settings: what the scores depend on; those of other weights (stage.weights) are named after them.
@@ -125,9 +123,7 @@ def render(run_dir: Path, records: Sequence[Mapping[str, Any]], table: tuple[lis
     """Return the page.
 
     Args:
-        run_dir: the run directory; its name is in the heading.
         records: content of the records, in the order of their steps; those of the validation split first.
-        table: head and rows of the table of all records.
     """
     step = records[-1]["step"]
     newest = [record for record in records if record["step"] == step]

@@ -30,7 +30,6 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTe
     """Return what the scores of a checkpoint depend on.
 
     Args:
-        dtype: precision.dtype.
         chats: the template of chats, if the questions are chats.
     """
     asked = {key: value for key in ("fewshot_as_multiturn", "system_instruction") if (value := getattr(stage, key)) is not None}
@@ -49,10 +48,6 @@ def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTe
 def check_model(model: ModelConfig, run_dir: Path) -> None:
     """Refuse a model that does not predict the next token.
 
-    Args:
-        model: of the checkpoint.
-        run_dir: for the message.
-
     Raises:
         UserError: it does not.
     """
@@ -63,9 +58,6 @@ def check_model(model: ModelConfig, run_dir: Path) -> None:
 
 def evaluate(stage: Evaluate, mesh: Mesh, local: LocalModel, model: ModelConfig, text: harness.Text) -> dict[str, Any]:
     """Return task -> metrics on rank 0; the other ranks help.
-
-    Args:
-        model: configuration of the full model.
 
     Raises:
         UserError: as harness.evaluate.
@@ -114,7 +106,6 @@ class _Order:
 
     Attributes:
         items: to compute; None at the end.
-        options: of the computation.
         problems: why rank 0 has stopped.
     """
 

@@ -37,8 +37,6 @@ def write(config: RunConfig, stage: Evaluate, trainer: Trainer, data: TokenShard
 
     Args:
         config: of the run that will read them, with the model of the teacher.
-        trainer: with the weights of the teacher.
-        data: the training data of the run.
         evaluated: what identifies the weights, by configuration key.
 
     Raises:

@@ -65,7 +65,6 @@ def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequ
 
     Args:
         metrics: "bleu", "chrf".
-        texts: translations.
         expected: the references of each of them, at least one.
     """
     from sacrebleu.metrics import BLEU, CHRF
@@ -87,10 +86,7 @@ def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequen
     """Score the completions of a folder, log the scores, and record them as those of a checkpoint.
 
     Args:
-        step: of the checkpoint.
         prompts: the prompts, whose name is that of the scores.
-        folder: the output of generate.
-        metrics: as in scores.
     """
     lines = map(json.loads, (folder / COMPLETIONS).read_text(encoding="utf-8").rstrip("\n").split("\n"))
     pairs = [(line["generated"]["text"].strip(), given) for line in lines if (given := references(line))]

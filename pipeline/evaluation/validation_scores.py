@@ -65,10 +65,7 @@ class ValidationData:
 
 
 def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> ValidationData:
-    """Open the validation data.
-
-    Args:
-        share: (rank, ranks) of the job.
+    """Open the validation data; `share` is (rank, ranks) of the job.
 
     Raises:
         UserError: it is missing or too short, or its vocabulary is larger than the model's.
@@ -116,9 +113,6 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
 def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: ValidationData) -> Evaluation:
     """Return the scores of the weights in the trainer; collective.
 
-    Args:
-        data: what the weights are evaluated on.
-
     Returns:
         The perplexity of a large loss is None: it is infinite, which JSON has no number for. A pseudo-perplexity is the exponential of the
         mean negative log-probability of each token given all others, of the sequences of stage.batches.
@@ -149,14 +143,7 @@ def evaluate(config: RunConfig, stage: Evaluate, trainer: Trainer, data: Validat
 
 
 def write(run_dir: Path, checkpoint: Path, step: int, evaluation: Evaluation, settings: dict[str, Any]) -> None:
-    """Record the scores of a checkpoint, and log them.
-
-    Args:
-        checkpoint: its folder.
-        step: of the checkpoint.
-        evaluation: as `evaluate` returns it.
-        settings: what the scores depend on.
-    """
+    """Record the scores of a checkpoint, and log them."""
     scores, confusion = evaluation.scores, evaluation.confusion
     whole, corpora = scores[""], {name: values or None for name, values in scores.items() if name}
     more = {"read": evaluation.read} | ({} if confusion is None else {"confusion": confusion})

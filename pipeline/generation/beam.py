@@ -39,7 +39,6 @@ class Search:
 
         Args:
             candidates: (score, beam, token) of the best 2 x beams continuations, the best first.
-            ends: tokens that end a completion.
             length_penalty: exponent of the length.
 
         Returns:
@@ -68,9 +67,7 @@ class BeamGenerator:
 
     Args:
         stopping: when a completion ends; stop strings are not supported.
-        beams: number of beams of a prompt.
         length_penalty: exponent of the length by which the score of a completion is divided.
-        batch_size: maximum number of sequences in a forward pass.
     """
 
     def __init__(self, runner: Runner, stopping: Stopping, *, beams: int, length_penalty: float, batch_size: int) -> None:

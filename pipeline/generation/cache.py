@@ -34,7 +34,6 @@ class KeyValueCache:
         rows: number of sequences. A row without tokens has no storage.
         capacity: maximum length of a sequence, tokens.
         lookahead: maximum number of tokens that can be removed again.
-        bias: biases of the scores between positions, None for none.
 
     Attributes:
         lengths: int64 (rows,), tokens of each sequence, on the CPU.
@@ -86,9 +85,7 @@ class KeyValueCache:
         """Prepare a forward pass.
 
         Args:
-            rows: the row of each sequence.
             counts: number of new tokens of each sequence, at least 1.
-            device: of the model.
         """
         lengths = self.lengths.tolist()
         before = [lengths[row] for row in rows]

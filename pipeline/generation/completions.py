@@ -42,8 +42,6 @@ class PromptParts:
     """The parts of the prompts that this rank processes.
 
     Args:
-        reader: parses its lines.
-        stopping: cuts the texts.
         numbers: the parts of this rank; one is asked for when rows of the batch are free.
         write: whether this rank writes the parts; of the ranks that share a model, one does.
     """

@@ -37,11 +37,6 @@ from pipeline.parallel.mesh import Mesh
 def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int) -> None:
     """Refuse a model that does not generate text, or not with these settings.
 
-    Args:
-        model: of the checkpoint.
-        run_dir: for the message.
-        pipeline: parallel.pipeline.
-
     Raises:
         UserError: with the first rule that the model breaks.
     """
@@ -62,13 +57,7 @@ def check_model(model: ModelConfig, stage: Generate, run_dir: str, pipeline: int
 
 
 def stopping(stage: Generate, checkpoint: Path, tokenizer: Path, ends: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Stopping:
-    """Return when a completion ends: after stage.max_tokens, at stage.stop, at the end of a text, and at the ends of an imported model.
-
-    Args:
-        tokenizer: folder of the tokenizer.
-        ends: tokens that end a text.
-        decode: tokens -> text.
-    """
+    """Return when a completion ends: after stage.max_tokens, at stage.stop, at the end of a text, and at the ends of an imported model."""
     tokens: list[int] = []
     if not stage.ignore_eos:
         original = imported.original_of(imported.folder_of(checkpoint), tokenizer)
@@ -78,10 +67,6 @@ def stopping(stage: Generate, checkpoint: Path, tokenizer: Path, ends: Sequence[
 
 def first_decoder_token(named: str | None, model: ModelConfig, tokenizer: TextEncoder) -> int:
     """Return the token that the decoder of an encoder-decoder reads first; 0, which is not read, for other models.
-
-    Args:
-        named: data.decoder_start.
-        model: of the checkpoint.
 
     Raises:
         UserError: the tokenizer does not have it.
@@ -96,7 +81,6 @@ def load_runner(config: RunConfig, stage: Generate, checkpoint: MergedWeights, m
 
     Args:
         config: as weights.for_generation returns it.
-        decoder_token: as first_decoder_token returns it.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -122,9 +106,7 @@ def open_generator(
 
     Args:
         models: the model, and the draft model if there is one: configuration for generation, and weights.
-        decoder_token: as first_decoder_token returns it.
         local_ranks: ranks that share the memory of this machine.
-        lines: number of prompts.
 
     Raises:
         UserError: a checkpoint is damaged, or a batch does not fit in memory.
@@ -156,12 +138,7 @@ def _is_speculative(stage: Generate) -> bool:
 def generator_of(
     stage: Generate, runner: Runner, draft: Runner | None, stops: Stopping, share: Callable[[int], float]
 ) -> Generator | BeamGenerator:
-    """Return the decoding algorithm that the settings choose.
-
-    Args:
-        draft: runner of the draft model; None without stage.draft.
-        share: as in Generator.
-    """
+    """Return the decoding algorithm that the settings choose."""
     if stage.beams > 1:
         return BeamGenerator(runner, stops, beams=stage.beams, length_penalty=stage.length_penalty, batch_size=stage.batch_size)
     sampling = Sampling(stage.temperature, stage.top_k, stage.top_p, stage.min_p, stage.repetition_penalty, stage.seed)
@@ -210,7 +187,6 @@ class CacheRoom:
         """Refuse a batch that does not fit.
 
         Args:
-            rows: number of sequences.
             prompt: tokens of the longest prompt.
             max_positions: longest sequence, tokens.
 

@@ -27,10 +27,8 @@ class Stopping:
     """When a completion ends.
 
     Attributes:
-        max_tokens: maximum number of new tokens.
         end_tokens: tokens that end a completion; they are not part of it.
         strings: texts that end a completion; the text is cut before them.
-        decode: tokens -> text.
     """
 
     max_tokens: int
@@ -57,8 +55,6 @@ class Completion:
 
     Attributes:
         index: number of the prompt, which selects its random numbers.
-        prompt: its tokens.
-        tokens: tokens of the completion.
         logprobs: log-probability of each of them under the model, before the rules of sampling.
         finish_reason: "stop" (an end token or a stop string) or "length"; None while it is not finished.
     """

@@ -32,12 +32,10 @@ class PageTable:
     """The pages of some sequences, for all layers with the same limit.
 
     Args:
-        rows: number of sequences.
         limit: maximum number of slots of a sequence, a ring of its last tokens; None for no limit.
 
     Attributes:
         size: number of pages of the pools.
-        pools: the storage of each layer.
     """
 
     def __init__(self, rows: int, limit: int | None) -> None:

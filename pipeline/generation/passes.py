@@ -72,7 +72,6 @@ class SequenceGroup:
         Args:
             limit: as in PageTable.
             given: has the slopes.
-            bias: biases of the scores, None for none.
             joined: whether the keys are the stored ones before the pass, and the new ones after them.
         """
         if (limit, joined) not in self._masks and self.aligned and limit is None and given.slopes is None and bias is None:
@@ -123,7 +122,6 @@ def grouped(before: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
 
     Args:
         before: tokens of each sequence before the pass.
-        counts: new tokens of each sequence.
     """
     kinds: dict[tuple[bool, int], list[int]] = {}
     for member, (length, count) in enumerate(zip(before, counts, strict=True)):

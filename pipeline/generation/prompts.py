@@ -37,8 +37,6 @@ class Prompt:
 
     Attributes:
         line: number of the line, from 1.
-        fields: its content.
-        tokens: the encoded prompt.
         text: the text that a template made, None without a template.
     """
 
@@ -97,13 +95,11 @@ class PromptReader:
     """Parses and encodes lines.
 
     Args:
-        folder: Hugging Face folder of the tokenizer.
         max_positions: longest sequence of the model, tokens.
         vocab_size: rows of the model's embedding.
         end_of_document: token that an empty prompt consists of.
         encoder: whether prompts are the input of an encoder: they end with the end-of-document token, and may fill the sequence.
         template: makes the prompts of lines with any fields.
-        chats: the template of chats; None without one.
         texts: encodes prompts that are no chats; default: PromptEncoder.
 
     Raises:
@@ -216,8 +212,6 @@ class PromptTemplate:
 
     Args:
         examples: JSON lines with the fields of examples; None without.
-        count: examples of a prompt.
-        seed: of their choice.
 
     Raises:
         UserError: a file cannot be read, the template is none or does not show the examples, or there are too few examples.
@@ -244,7 +238,6 @@ class PromptTemplate:
         """Return the prompt of a line. Its examples depend on the seed and the number of the line; the line itself is none of them.
 
         Args:
-            number: of the line, from 1.
             fields: of the line; the variables of the template.
 
         Raises:

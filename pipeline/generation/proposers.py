@@ -50,7 +50,6 @@ class PromptLookup:
         """Guess at most counts[i] tokens for each row; a row that guesses nothing has no completion.
 
         Args:
-            numbers: random numbers of each row.
             seen: bool (rows, vocabulary), as in `distribution`.
         """
         return [

@@ -16,9 +16,7 @@ class CacheRows(Protocol):
     """What a layer reads of the cache of all layers.
 
     Attributes:
-        rows: number of sequences.
         lookahead: maximum number of tokens that can be removed again.
-        step: the present pass.
     """
 
     rows: int

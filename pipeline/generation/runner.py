@@ -33,7 +33,6 @@ class Runner:
         model: the full model, with weights, or with `relay` this rank's stage. Its attention layers get the cache as their core.
         max_positions: longest sequence, tokens.
         lookahead: as in KeyValueCache.
-        rounds: of the ranks that share experts.
         vocab_size: width of the logits; read with `relay`.
         hidden: width of the hidden states; read with `relay`.
     """
@@ -102,7 +101,6 @@ class Runner:
         """Compute the logits that follow new tokens.
 
         Args:
-            rows: the row of the cache of each sequence.
             tokens: the new tokens of each sequence, at least one.
             wanted: of how many of the last tokens of each sequence logits are returned; 1 when None.
 
@@ -145,12 +143,7 @@ class Runner:
 
 
 def decoder_runner(local: LocalModel, model: ModelConfig, mesh: Mesh, *, lookahead: int = 1) -> Runner:
-    """Return what runs a decoder that may be divided into pipeline stages, and whose experts may be on several ranks.
-
-    Args:
-        model: configuration of the full model.
-        lookahead: as in KeyValueCache.
-    """
+    """Return what runs a decoder that may be divided into pipeline stages, and whose experts may be on several ranks."""
     relay = Relay(mesh) if mesh.layout.pipeline > 1 else None
     module = next(local.stage_modules())
     rounds = ExpertRounds(module, mesh.expert) if mesh.layout.expert > 1 else None
@@ -167,12 +160,7 @@ def pad(sequences: Sequence[Sequence[int]], device: torch.device) -> tuple[Tenso
 
 
 class ExpertRounds:
-    """The rounds of one rank. Without experts of several ranks, both methods return at once.
-
-    Args:
-        model: this rank's part of the model.
-        group: the expert-parallel group.
-    """
+    """The rounds of one rank. Without experts of several ranks, both methods return at once."""
 
     def __init__(self, model: nn.Module, group: ProcessGroup) -> None:
         self.group = group

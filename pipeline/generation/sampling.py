@@ -23,7 +23,6 @@ class Sampling:
         top_p: the smallest set of the most probable tokens with at least this probability is kept (Holtzman et al. 2020).
         min_p: tokens with at least this fraction of the largest probability are kept (Nguyen et al. 2024).
         repetition_penalty: divides positive and multiplies negative logits of the tokens of prompt and completion (Keskar et al. 2019).
-        seed: of the random numbers.
     """
 
     temperature: float = 0.0

@@ -20,10 +20,6 @@ class MemoryProjection:
     """The keys and values of the encoder's output in one cross-attention layer: projected once for each prompt, then returned.
 
     It replaces the layer's `project` (layers/linear.py).
-
-    Args:
-        attention: the cross-attention layer.
-        rows: number of sequences.
     """
 
     def __init__(self, attention: Attention, rows: int) -> None:
@@ -57,9 +53,7 @@ class Seq2SeqRunner(Runner):
     """An encoder-decoder and its caches. A prompt is the encoder's input; the decoder's sequence begins with a start token.
 
     Args:
-        model: the full model, with weights.
         max_positions: longest sequence of encoder and decoder, tokens.
-        start: the token that the decoder reads first.
     """
 
     model: EncoderDecoder
@@ -143,11 +137,7 @@ class Seq2SeqRunner(Runner):
 
 
 class TokenByToken:
-    """The core of cross-attention of a pass whose tokens, in one sequence, attend to the encoder's output of different prompts.
-
-    Args:
-        core: the layer's own core.
-    """
+    """The core of cross-attention of a pass whose tokens, in one sequence, attend to the encoder's output of different prompts."""
 
     def __init__(self, core: Core) -> None:
         self.core = core

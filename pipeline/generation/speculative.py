@@ -30,9 +30,6 @@ class SpeculativeGenerator(Generator):
     Args:
         runner: its lookahead is at least tokens + 1.
         tokens: maximum number of guessed tokens in a pass.
-
-    Attributes:
-        proposed, accepted: numbers of guessed tokens.
     """
 
     def __init__(
@@ -109,7 +106,6 @@ class SpeculativeGenerator(Generator):
         """Append accepted tokens, and one from the residual distribution after the first that is rejected, or after all of them.
 
         Args:
-            guess: proposed tokens.
             q: (guesses, vocabulary), the distributions they were drawn from; None if they were not drawn.
             logits: (guesses + 1, vocabulary), of the model.
 

@@ -119,7 +119,6 @@ def open_engine(
 
     Args:
         config: with the model of the checkpoint.
-        source: what is exported.
         local_rank: of this rank; its GPU is the first one of the engine.
         lines: number of prompts; a group takes its share of them in a call at most.
 
@@ -189,7 +188,6 @@ def gpus_of(first: int, count: int) -> list[str]:
 
     Args:
         first: number of the first one among those that this process sees; modulo their number, as in parallel/device.py.
-        count: of the engine.
 
     Raises:
         UserError: this process does not see them.

@@ -44,9 +44,6 @@ def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
 def load(checkpoint: MergedWeights, config: RunConfig, mesh: Mesh) -> LocalModel:
     """Build this rank's part of the model.
 
-    Args:
-        config: as for_generation returns it.
-
     Raises:
         UserError: the checkpoint is damaged.
     """
@@ -76,12 +73,6 @@ def draft_config(config: RunConfig, checkpoint: MergedWeights) -> RunConfig:
 
 def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig, tokenizer: Path, expert: int = 1) -> None:
     """Refuse a draft model with another vocabulary or a shorter context, or with experts that would be sharded.
-
-    Args:
-        checkpoint: of the draft model.
-        target: the model that verifies the proposed tokens.
-        tokenizer: folder of the target's tokenizer.
-        expert: parallel.expert.
 
     Raises:
         UserError: the models or their tokenizers do not match, or the tokenizer of the draft model is not found.

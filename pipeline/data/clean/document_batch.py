@@ -85,7 +85,6 @@ class DocumentBatch:
         changed: (documents,) bool, documents whose text differs from the original.
         tags: for every document, the reasons for which a step would have dropped it (`clean.mode=tag`).
         scores: (documents,) fp32, quality by the step score; NaN without it.
-        detector: identifies the languages.
     """
 
     detector: Detector = Cld2()

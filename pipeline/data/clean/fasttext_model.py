@@ -171,10 +171,6 @@ class FastText:
 def load(name: str, key: str) -> FastText:
     """Return a classifier, which a process reads once.
 
-    Args:
-        name: the file.
-        key: the configuration key that names it.
-
     Raises:
         UserError: it is missing, or no classifier of fastText.
     """

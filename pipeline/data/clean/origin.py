@@ -56,9 +56,6 @@ class _Addresses:
     """The addresses of files, each with what is below it: of a domain its subdomains, of a URL those that go on after /, ? or #.
 
     They are kept as hashes of 8 bytes: a million of them take 8 MB.
-
-    Attributes:
-        count: number of addresses.
     """
 
     def __init__(self, files: list[str]) -> None:

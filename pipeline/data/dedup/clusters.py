@@ -66,7 +66,6 @@ class Clusters:
         exact: number of exact duplicates of the corpus.
         near: number of near duplicates.
         chained: number of kept documents that a chain of near duplicates connects with a better one.
-        clusters: the largest clusters, for the report.
         sizes: cluster size in documents -> number of clusters.
     """
 
@@ -136,7 +135,6 @@ def resolve(comm: Comm, copies: np.ndarray, near: np.ndarray, stars: np.ndarray)
     Args:
         copies: (n,) EDGE between exact duplicates, on the rank that holds the copy, which is `right` and in no near edge.
         near: (n,) EDGE of this rank between near duplicates.
-        stars: of near_stars(near).
     """
     vertices, labels = distributed.components(comm, *(np.concatenate([copies[side], near[side]]) for side in ("left", "right")))
     in_chains = int(np.count_nonzero((vertices >= 0) & (vertices != labels)))  # dropped if one document of a component were kept

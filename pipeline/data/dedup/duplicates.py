@@ -64,7 +64,6 @@ def find(comm: Comm, documents: Documents, settings: DedupConfig, known: Known |
     """Find the duplicates of a corpus, and which of them to drop. Collective.
 
     Args:
-        documents: those that this rank holds.
         settings: threshold, shingle, bands and rows; `exact` and `near` select the kinds of duplicates.
         known: this rank's part of the corpora in dedup.against. Their documents are kept, and their duplicates dropped. Their texts are not
             available: near duplicates are decided by the estimated Jaccard index (standard deviation 0.035 at 0.8, 128 permutations).

@@ -34,10 +34,6 @@ _CHARACTERS = 1 << 18  # batch size of shingle_sets: larger batches exceed the C
 def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """The word n-grams of a batch of texts. A text with fewer words has one shingle of all its words; a text without words has none.
 
-    Args:
-        words: the words of the texts.
-        length: words per shingle.
-
     Returns:
         flat: (shingles,) uint64 hashes in the order of the texts, including repeated ones.
         offsets: (texts + 1,) int64: text i has flat[offsets[i]:offsets[i + 1]].

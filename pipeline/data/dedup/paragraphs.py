@@ -105,7 +105,6 @@ def save_flags(stem: Path, numbers: np.ndarray, flags: np.ndarray, counts: np.nd
     """Save one flag per paragraph of the given documents.
 
     Args:
-        stem: path of the files of the part, without suffix.
         numbers: (documents,) sorted numbers in the part.
         flags: (paragraphs,) bool, in the order of the documents.
         counts: (documents,) paragraphs of each document.

@@ -50,12 +50,8 @@ def write(path: Path, keys: np.ndarray, signatures: np.ndarray, settings: DedupC
     """Save keys and signatures of the documents of a shard: 16 + 4 x permutations bytes each (528 for 128 permutations).
 
     Args:
-        path: PREFIX...safetensors, in the folder of the shards.
         keys: (n, 2) uint64, exact.keys of the texts.
         signatures: (n, permutations) uint32.
-
-    Returns:
-        The manifest entry.
     """
     # safetensors saves the underlying memory of an array, including gaps between rows of a strided view.
     columns = {"keys": np.ascontiguousarray(keys), "signatures": np.ascontiguousarray(signatures)}

@@ -158,7 +158,6 @@ def fingerprint(config: RunConfig, samples: Dataset, consumed: int, settings: di
     Phases that begin later do not count, nor do corpora without weight until then: they may still be changed or added.
 
     Args:
-        samples: of the run.
         consumed: samples that a checkpoint has seen.
         settings: what else determines a sample, from the objective.
     """
@@ -198,7 +197,6 @@ def phases(data: DataConfig, sample_length: int, epoch: Sequence[int] | None = N
     """The phases of the blend, with ends in samples; corpora are in the order of their names.
 
     Args:
-        data: the blend.
         sample_length: tokens of a sample.
         epoch: samples of each corpus; required if data.blend_weights compares epochs.
     """

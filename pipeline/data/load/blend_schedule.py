@@ -76,7 +76,6 @@ class BlendSchedule:
         """The inverse of locate.
 
         Args:
-            corpus: index of a corpus.
             ordinals: (n,) int64, numbers of samples within the corpus.
 
         Returns:

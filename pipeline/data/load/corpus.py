@@ -28,7 +28,6 @@ class Corpus:
 
     Attributes:
         name: of the corpus in the run; empty for all corpora of a folder, whose order depends only on the seed.
-        shards: in order.
         totals: of the manifest that lists the shards.
         fingerprint: of the content of the shards.
     """
@@ -43,9 +42,6 @@ class Corpus:
         """Select the shards of a split in a folder that stage=tokenize wrote.
 
         Args:
-            folder: of the token shards.
-            split: train or validation.
-            name: of the corpus in the run.
             corpus: name of the corpus in the manifest; None selects all corpora.
 
         Raises:
@@ -115,7 +111,6 @@ class Windows:
         """Return which sequences of a corpus have the tokens of ranges of the stream, the inverse of `ranges`. Windows do not overlap.
 
         Args:
-            corpus: its index.
             starts: (n,) int64, first token of each range.
             ends: (n,) int64, one more than its last token.
 

@@ -39,7 +39,6 @@ class PartNotes:
         spelled: file -> special token -> texts that spell it.
         usable: lines with examples.
         cut: lines of which training.sequence_length cuts something.
-        cut_tokens: tokens that are cut.
         text_bytes: size of the lines in UTF-8.
     """
 
@@ -63,7 +62,6 @@ class PackedPart:
         is_answer: (tokens,) bool, the tokens that the model learns to write; never the first of an example.
         lengths: (examples,) int64, tokens of each. An example takes one token less of a sequence: its last token is only a target.
         counts: (sequences,) int64, examples of each.
-        notes: what was found in its lines.
     """
 
     tokens: np.ndarray
@@ -103,10 +101,7 @@ def pack_part(
     """Tokenize and pack the lines of a part.
 
     Args:
-        part: of `parts`.
-        reader: of lines.
         length: tokens per sequence.
-        dtype: of the tokens.
         pack: put several examples into a sequence; those of a line are always in one.
         progress: called with the number of bytes that were read.
     """

@@ -40,7 +40,6 @@ class SequenceIndex:
 
     Attributes:
         starts: (sequences + 1,) int64, the first token of each, and the end of the last.
-        examples: number of all.
     """
 
     def __init__(self, lengths: np.ndarray, counts: np.ndarray) -> None:
@@ -59,12 +58,7 @@ class SequenceIndex:
 
 
 class ExamplesInMemory:
-    """Examples of parts that this process has tokenized.
-
-    Attributes:
-        index: of the sequences.
-        answers: number of tokens that are answers.
-    """
+    """Examples of parts that this process has tokenized."""
 
     def __init__(self, parts: Sequence[PackedPart]) -> None:
         self._parts = parts
@@ -87,7 +81,6 @@ class ExamplesInShards:
     """Examples of shards that stage=tokenize wrote: opening reads their lengths.
 
     Attributes:
-        index, answers: as of ExamplesInMemory.
         stream: of the tokens.
     """
 
@@ -115,11 +108,6 @@ class ExamplesInShards:
 
 def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dict[str, Any]:
     """Write the shard of a part, atomically.
-
-    Args:
-        path: of the shard.
-        part: its examples.
-        split: train or validation.
 
     Returns:
         The manifest entry, with the notes of the part under "notes".
@@ -156,11 +144,7 @@ def check(
 
     Args:
         parts: the notes of all parts of the files of a key, in order.
-        reader: of their lines.
-        key: configuration key that lists the files.
         limit: maximum fraction of the lines that are unusable (data.quarantine_limit).
-        length: training.sequence_length.
-        tokens: of all examples.
         folder: gets the list of all unusable lines; what was read is logged. None: neither.
 
     Returns:

@@ -23,8 +23,6 @@ class Infill:
     Attributes:
         rate: fraction of the documents that are transformed.
         spm_rate: fraction of these in the order suffix, prefix, middle (SPM); the others are prefix, suffix, middle (PSM).
-        prefix, middle, suffix: token ids of the sentinels.
-        end_of_document: id of the token that closes every document.
         bos: id of the token that begins every document, before which nothing is moved; None without one.
         seed: of the random numbers; the transform of a sample depends only on the seed and the index of the sample.
     """
@@ -80,7 +78,6 @@ class Infill:
         Args:
             document: (tokens,).
             split_a, split_b: where it is split, as fractions of its length, in any order.
-            suffix_first: SPM order.
 
         Returns:
             (tokens + SENTINELS,).

@@ -46,7 +46,6 @@ class Instructions(Dataset):
         """Use packed examples.
 
         Args:
-            store: of the examples.
             corpus: what they are, for fingerprints and messages.
             length: tokens per sequence. An example takes one token less than it has: its last token is only a target.
             seed: of the order; None reads the sequences in order.
@@ -100,10 +99,6 @@ def open_files(
     """Read, tokenize and pack files.
 
     Args:
-        paths: .jsonl files, in order.
-        reader: of lines.
-        encoder: the same tokenizer.
-        key: configuration key that lists the files, for messages.
         length: tokens per sequence.
         pack: put several examples into a sequence.
         seed: of the order; None reads in order.
@@ -132,12 +127,8 @@ def open_folder(config: RunConfig, split: str, share: tuple[int, int], seed: int
     """Open the shards of data.instructions.tokens.
 
     Args:
-        split: train or validation.
         share: (rank, ranks), as in TokenStream; rank 0 logs.
         seed: of the order; None reads in order.
-
-    Returns:
-        The sequences; None if the folder has none of this split.
 
     Raises:
         UserError: the folder is not finished, or was written with settings that the run has otherwise; a shard is missing or damaged.
@@ -163,9 +154,6 @@ def open_folder(config: RunConfig, split: str, share: tuple[int, int], seed: int
 
 def made_with(config: RunConfig, encoder: TextEncoder) -> dict[str, Any]:
     """Return the settings of packed examples that a run must share.
-
-    Args:
-        config: of the run, with its objective.
 
     Raises:
         UserError: the chat template cannot be compiled.

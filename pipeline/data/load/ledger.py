@@ -28,7 +28,6 @@ class DocumentLedger:
     """The documents of the samples of a run.
 
     Args:
-        samples: the training samples.
         texts: folders of text shards, which have the metadata of the documents.
 
     Attributes:
@@ -75,7 +74,6 @@ class DocumentLedger:
         """Return the samples that have tokens of documents, the inverse of `documents`.
 
         Args:
-            shard: the shard.
             documents: (n,) int64, documents in it.
             limit: samples from this one on are left out.
 

@@ -82,7 +82,6 @@ class BestFit:
         """Pack the corpora shard by shard.
 
         Args:
-            stream: the concatenated tokens of the corpora.
             corpora: the shards of each corpus, in the order of the stream.
             sequence_length: tokens per sequence, not counting the last label.
             end_of_document: id of the token that closes every document; it is also the padding.

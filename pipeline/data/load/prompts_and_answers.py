@@ -59,13 +59,10 @@ class ExampleReader:
     spell special tokens, tokenizer.spelled decides.
 
     Args:
-        folder: Hugging Face folder of the tokenizer.
         end_of_document: token that ends every example whose last part is an answer.
         longest: maximum number of tokens of an example.
-        too_long: data.instructions.too_long.
         template: of chats; default: that of the folder.
         texts: encodes prompts and completions; default: PromptEncoder.
-        repair: data.instructions.repair.
 
     Attributes:
         notes: formats and unused keys of the lines that were read; a caller may replace it.
@@ -175,7 +172,6 @@ class ExampleReader:
         """Return an example that there is room for, cut at its end if data.instructions.too_long allows it.
 
         Args:
-            example: of any length.
             room: maximum number of its tokens; default: that of a sequence.
             needed: what does not fit, for messages; default: its tokens.
         """

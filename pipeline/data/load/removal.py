@@ -45,8 +45,6 @@ class Removal:
         """Find documents in the shards of a stream. Those of other shards are left out; shards of equal content have all of them.
 
         Args:
-            lines: of removed.jsonl.
-            shards: of the stream.
             filler: the bytes of the end-of-document token.
         """
         firsts: dict[str, list[int]] = {}
@@ -121,13 +119,7 @@ def keep(run_dir: Path, named: str | None, origins: Iterable[Path], shards: Iter
     """Add documents to those that a run leaves out.
 
     Args:
-        run_dir: the run directory.
-        named: data.remove, if it is set.
         origins: run directories that it began with, whose documents it leaves out, too.
-        shards: the training shards of the run.
-
-    Returns:
-        How many the run leaves out.
 
     Raises:
         UserError: a named document is not in the shards.

@@ -63,10 +63,8 @@ class Samples(Dataset):
 
         Args:
             corpora: all tokenized with the same tokenizer.
-            stream: the concatenated tokens of the corpora.
             seed: of the shuffled order; None reads the sequences in order.
             schedule: the corpus of every sample.
-            infill: the fill-in-the-middle transform of documents.
             runs: (corpora,) int64, sequences in a row that are one text of a corpus; one when None.
         """
         assert len(corpora) == 1 or schedule is not None
@@ -126,7 +124,6 @@ class Samples(Dataset):
         """Return which samples are these sequences, the inverse of `sequences`.
 
         Args:
-            corpus: index of the corpus.
             sequences: (n,) int64, numbers of sequences within it.
             limit: samples from this one on are left out.
 

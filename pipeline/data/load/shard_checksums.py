@@ -41,9 +41,6 @@ class Shard:
 
         Args:
             size: bytes; None for a missing file.
-
-        Returns:
-            The violation, or None if the size is correct.
         """
         written = self.entry["bytes"]
         if size == written:
@@ -70,11 +67,7 @@ class Verifier:
     """
 
     def __init__(self, retries: Retries) -> None:
-        """Start nothing yet.
-
-        Args:
-            retries: of the reads of these shards.
-        """
+        """Start nothing yet."""
         self._retries = retries
         self.verified: set[int] = set()
         self._shards: SimpleQueue[tuple[int, Shard]] = SimpleQueue()

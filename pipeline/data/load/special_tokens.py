@@ -25,7 +25,6 @@ class SpecialTokens:
         """Read a tokenizer.
 
         Args:
-            folder: of the tokenizer.
             fingerprint: checksum of the tokenizer.json that the data was tokenized with.
 
         Raises:

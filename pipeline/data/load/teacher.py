@@ -43,7 +43,6 @@ class TeacherAnswers:
     """Reads what a teacher predicts for samples.
 
     Attributes:
-        stream: the bytes of the files.
         totals: "samples", "vocabulary", "top_k", and tokens of a sample ("length").
     """
 

@@ -45,10 +45,7 @@ class TokenStream:
     Reads are thread-safe and release the GIL while they wait for the file system.
 
     Attributes:
-        shards: in order.
-        lazy_checks: whether checksums are verified in the background.
         read_shards: (shards,) bool, the shards that this process has opened.
-        tokens: length of the stream.
         removal: documents that are read as end-of-document tokens; None for none.
         dtype: of the tokens on disk, little-endian.
     """
@@ -139,7 +136,6 @@ class TokenStream:
         """Read a range that may span several shards, and try again where that fails.
 
         Args:
-            shard: the first of them.
             start: byte offset in its file.
             size: bytes of the range.
         """

@@ -87,7 +87,6 @@ def warn_of_few_documents(documents: int, fix: str) -> None:
 
     Args:
         documents: of the split; without any there is no validation.
-        fix: what would give more.
     """
     if 0 < documents < ENOUGH_DOCUMENTS:
         log.warning("the validation split has %s: its loss says little about other texts; %s", count(documents, "document"), fix)

@@ -26,7 +26,6 @@ class Document:
             (corpus, source, offset) identifies the document.
         text: the document; encodable as UTF-8.
         meta: the small fields of its record other than the text; plain JSON.
-        corpus: name of its corpus.
     """
 
     source: str

@@ -52,11 +52,7 @@ class FoundFile:
 
 
 class InputPathError(Exception):
-    """An input path or URL does not exist or cannot be read.
-
-    Attributes:
-        fix: the suggested fix.
-    """
+    """An input path or URL does not exist or cannot be read."""
 
     def __init__(self, rule: str, fix: str) -> None:
         super().__init__(rule)

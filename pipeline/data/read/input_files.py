@@ -33,7 +33,6 @@ class InputFile:
         name: path relative to the input that contains it, JSON-safe; with an offset it identifies a document independently of the
             location of the corpus.
         size: size as stored, in bytes.
-        corpus: name of its corpus.
         version: changes when the file is written; see file_search.Entry.
     """
 
@@ -91,7 +90,6 @@ class InputPart:
 
     Attributes:
         number: index of the part, independent of the number of ranks.
-        spans: its spans.
     """
 
     number: int

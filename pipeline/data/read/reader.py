@@ -83,9 +83,6 @@ def read(span: Span, options: ReadOptions, *, verify: bool = True) -> Iterator[D
     If a file is damaged, truncated or unreadable, the documents before the damage are returned, then one Bad. Of compressed data only
     those are that pass a check.
 
-    Args:
-        verify: verify a compressed file before it is read.
-
     Raises:
         CheckError: without `verify`: compressed data are damaged. Documents that were returned may not be in the original.
         UserError: the file has changed since it was listed. Some of its parts would be of one version, and some of another.

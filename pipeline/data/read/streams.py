@@ -39,7 +39,6 @@ class DamageError(Exception):
     """A stream is damaged or truncated.
 
     Attributes:
-        problem: what is the matter.
         position: bytes of data before the damage.
         lost: stored bytes that cannot be read; None if they are unknown.
     """
@@ -140,11 +139,7 @@ def open_bytes(path: str, section: Section | None = None) -> Iterator[IO[bytes]]
 
 
 class UntilDamage(io.RawIOBase):
-    """A stream that ends at damage instead of raising, for libraries that drop their buffer when a read raises.
-
-    Attributes:
-        damage: the damage; None if there was none.
-    """
+    """A stream that ends at damage instead of raising, for libraries that drop their buffer when a read raises."""
 
     def __init__(self, handle: IO[bytes]) -> None:
         # At most one read of the underlying stream per call: if a second one raised, the data of the first would be lost.

@@ -61,7 +61,6 @@ def check(
     Args:
         bins: of all groups of the shuffle.
         ranks: of the run, and on this node.
-        documents: that are read, if that is known.
 
     Raises:
         UserError: with the number that decides, and the nearest setting that fits.

@@ -53,9 +53,6 @@ class ShardPasses:
     def check_limits(self, documents: int | None = None) -> None:
         """Refuse a run that needs more files or memory than there are. Collective.
 
-        Args:
-            documents: that are read, if that is known.
-
         Raises:
             UserError: on rank 0; nothing of a new run remains.
         """
@@ -271,7 +268,6 @@ def _check_quarantine(counts: PartCounts, input_bytes: int, limit: float, record
 
     Args:
         input_bytes: stored bytes of all input files.
-        records: folder of the completion records.
 
     Raises:
         UserError: the share exceeds the limit; the message names the first five.

@@ -41,7 +41,6 @@ class PartCounts:
         bad: [file, position, reason, lost bytes] of unreadable input.
         skipped: corpus -> reason -> [number, bytes] of files, and parts of files, that are no documents and are not read.
         read: corpus -> [documents, bytes].
-        steps: cleaning step -> counts.
         lost: corpus -> step and reason -> [documents, bytes] that cleaning dropped.
         languages: language -> "kept", or step and reason -> [documents, bytes] that cleaning kept or dropped.
         notes: step -> what the report tells of its inputs -> number; the same for every part.
@@ -112,8 +111,6 @@ def process(
     Args:
         stem: path of the files of the part, without suffixes.
         advance: called with the number of input bytes that have been processed.
-        save_dropped: write the dropped documents next to the spill.
-        verify: verify the compressed files before they are read.
     """
     counts, rows = PartCounts(notes=cleaner.notes), row_type(permutations(dedup))
     spill = Spill(stem.with_suffix(SUFFIX), rows, dedup.bands if dedup.near else 0)

@@ -49,8 +49,6 @@ def build(
 
     Args:
         output: content of the shards: totals, languages, lengths, and percentiles of the scores.
-        made_with: the settings of the run.
-        files: the files that were read.
     """
     written = output["corpora"]
     return {

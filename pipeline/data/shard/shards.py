@@ -100,7 +100,6 @@ def write(folder: Path, plan: ShardPlan, swept: Iterator[Swept], data: DataConfi
     """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
-        swept: its documents.
         records: folder of the completion records, where the documents are saved that dedup.paragraphs drops.
 
     Returns:
@@ -163,8 +162,6 @@ def publish(
 
     Args:
         written: on rank 0.
-        excerpts: of the documents in clusters.
-        inputs: the files that were read.
         compare: folder of shards beside which the page shows these.
     """
     files: Entries = {name: entry for of_shard in written.files for name, entry in of_shard.items()}

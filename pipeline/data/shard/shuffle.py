@@ -89,7 +89,6 @@ class Tally:
     """The content of a group.
 
     Attributes:
-        documents: number of documents.
         sizes: (bins,) bytes of text in every bin.
         first: (shuffle key, number) of the document with the lowest key, None for an empty group.
     """

@@ -46,10 +46,6 @@ class Spill:
     The file contains the runs, then the index: the shuffle keys and the rows in shuffled order, the row of every document by its number,
     and the band hashes by number, one band after the other.
 
-    Args:
-        row: dtype returned by row_type.
-        bands: number of band hashes of a document.
-
     Attributes:
         runs: bounds of the sorted runs, in rows.
         index: offset of the index.
@@ -127,9 +123,7 @@ class Spilled:
     """Reads the documents of one part. Rows are in shuffled order.
 
     Args:
-        descriptor: returns the descriptor of the open file.
         runs, index: of the Spill.
-        row, bands: of the Spill.
     """
 
     def __init__(self, descriptor: Callable[[], int], runs: Sequence[int], index: int, row: np.dtype, bands: int) -> None:

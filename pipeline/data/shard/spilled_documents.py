@@ -58,7 +58,6 @@ class SpillPool:
         stem: returns the path of the files of a part, without suffix.
         runs: bounds of the sorted runs of each spill.
         index: offset of the index in each spill.
-        dedup: determines the content of the spills.
     """
 
     def __init__(

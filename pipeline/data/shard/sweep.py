@@ -28,7 +28,6 @@ class Swept:
 
     Attributes:
         row: of row_type.
-        meta: metadata as JSON.
         text: without repeated paragraphs; all of the original text if nothing else is left.
         repeated: whether nothing is left of the text.
     """
@@ -47,9 +46,7 @@ class Sweep:
     """Reads the documents of shards, in rounds. All ranks call `documents` with the same rounds, and read every result to its end.
 
     Args:
-        pool: the spills.
         drop: sorted numbers of the documents of this rank to drop.
-        dedup: whether and which paragraphs are removed.
     """
 
     def __init__(self, comm: Comm, pool: SpillPool, drop: np.ndarray, dedup: DedupConfig) -> None:

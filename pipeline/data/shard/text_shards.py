@@ -28,7 +28,6 @@ def write(handle: IO[bytes], documents: Iterable[tuple[bytes, bytes]], per_membe
 
     Args:
         documents: (text, metadata as a JSON object).
-        per_member: documents per member.
     """
     if per_member == 1:
         for number, (text, meta) in enumerate(documents):
@@ -62,7 +61,6 @@ class Selection:
     """Chooses documents by a condition on their fields (data.select).
 
     Args:
-        condition: its text.
         text: manifest of the shards.
     """
 
@@ -91,7 +89,6 @@ def tokenized(
     """Return those of the documents of a shard that token shards have.
 
     Args:
-        documents: the documents.
         settings: of the token shards, with data.select.
         text: manifest of the text shards.
     """

@@ -23,9 +23,6 @@ class ChatEncoder:
 
     Args:
         tokenizer: without truncation and padding.
-
-    Attributes:
-        special: the special tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -72,7 +72,6 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        text: source of the template.
         variables: special tokens that the template may use.
 
     Attributes:

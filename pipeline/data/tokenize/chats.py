@@ -40,7 +40,6 @@ class Chat:
     Attributes:
         messages: "role", "content" (a text, or None beside tool calls) and further keys that templates read.
         learned: for each message whether it is an answer that the model learns.
-        variables: further variables of the template.
         ignored: keys that no template needs and this one does not read, with the number of their occurrences.
     """
 
@@ -59,8 +58,6 @@ def chat_of(
     assistant's tool calls come messages of the role tool, and then the assistant.
 
     Args:
-        messages: of the record.
-        names: what the template reads, by name.
         fields: the record, for TEMPLATE_KEYS.
         answered: whether the last message must be an answer; it must not be one otherwise.
         given: number of first messages that are the prompt, whose answers are not learned.

@@ -44,9 +44,6 @@ HARD_TEXTS = [
 class Fastokens:
     """The engine of the fastokens package.
 
-    Args:
-        path: of tokenizer.json.
-
     Raises:
         Exception: fastokens does not support the tokenizer; it raises no more specific type.
     """
@@ -96,7 +93,6 @@ def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]])
 
     Args:
         wanted: auto, fastokens or huggingface: the value of `tokenizer.engine`.
-        reference: the Hugging Face encoder.
         sample: returns excerpts of the text to tokenize; called only if fastokens supports the tokenizer.
 
     Raises:

@@ -37,8 +37,6 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
     """Write token shards as one indexed dataset with one sequence per document, end-of-document tokens included.
 
     Args:
-        folder: of the token shards.
-        shards: names of the shards to write, in order.
         prefix: path of both files, without .bin and .idx.
 
     Returns:
@@ -135,11 +133,7 @@ def write_shard(source: IndexedDataset, first: int, stop: int, path: Path, encod
     Empty documents are skipped. An end-of-document token is appended to documents that do not end with one.
 
     Args:
-        source: the dataset.
-        first: first document.
         stop: one past the last document.
-        path: the token shard to write.
-        encoder: the tokenizer that created the tokens.
         about: split and corpus.
 
     Returns:
@@ -177,7 +171,6 @@ def plan_shards(
 
     Args:
         datasets: paths without .bin and .idx; the prefix train- or validation- selects the split, the remainder is the corpus.
-        tokenizer: the tokenizer that the datasets were made with.
         shard_megabytes: size of a shard, 10**6 bytes.
 
     Raises:

@@ -48,10 +48,8 @@ def convert_parts(
 
     Args:
         key_and_stage: the configuration key of the folder, and the stage recorded in its manifest.
-        settings: all settings that determine the content.
         sizes: part -> size, for load balancing.
         convert: writes a part and returns the manifest entries of its files.
-        totals: computes the totals of the manifest from all files.
         resume: further settings that must not change until the conversion is finished.
     """
     outputs = ["*-?????.tar", "*.parquet", "*.bin", "*.idx"]
@@ -75,9 +73,6 @@ def write(folder: Path, manifest: artifact.Manifest, name: str, path: Path, text
     """Write one token shard as a Parquet file with the columns tokens (end-of-document token included), length, corpus and id.
 
     Args:
-        folder: of the token shards.
-        name: of the shard.
-        path: the file to write.
         text: the text shards of the same names, which hold the ids of the documents; None leaves the column id empty.
 
     Returns:

@@ -48,8 +48,6 @@ class ShardWriter:
     """Writes one token shard: add() appends documents, close() completes the file.
 
     Args:
-        handle: an empty file.
-        stem: name of the shard's only sample.
         dtype: "<u2" or "<u4".
     """
 
@@ -111,11 +109,7 @@ def write(
     """Tokenize one text shard. The shard is read once; its checksum is verified during the read.
 
     Args:
-        shards: folder of the text shards.
-        text: manifest of the folder.
-        name: of the text shard.
         path: the token shard to write.
-        engine: the tokenization engine.
         progress: called with the number of bytes of text after each batch.
         settings: of the token shards; data.select chooses the documents.
 
@@ -163,12 +157,7 @@ def excerpts(shards: Path, text: artifact.Manifest, names: Sequence[str]) -> lis
 
 
 def ids(path: Path, entry: dict[str, Any]) -> np.ndarray:
-    """All tokens of a shard, (tokens,), memory-mapped.
-
-    Args:
-        path: of the shard.
-        entry: its manifest entry.
-    """
+    """All tokens of a shard, (tokens,), memory-mapped."""
     dtype = np.dtype(entry["dtype"]).newbyteorder("<")
     if not entry["tokens"]:
         return np.empty(0, dtype)

@@ -36,7 +36,6 @@ def load(folder: Path, key: str = "tokenizer.path") -> Tokenizer:
     """Load the tokenizer of a Hugging Face folder. Text that spells a special token is encoded as ordinary text.
 
     Args:
-        folder: contains tokenizer.json.
         key: the configuration key of the folder, for messages.
 
     Raises:
@@ -65,7 +64,6 @@ def check_same(folder: Path, fingerprint: str | None, source: str, fix: str, tra
     Args:
         folder: of the tokenizer that a stage uses; without tokenizer.json there is nothing to compare.
         fingerprint: checksum of the tokenizer.json of the tokens or weights; None if it is not known.
-        source: the tokens or weights, for the message.
         trained: folder of the tokenizer of the weights. Other special tokens or another post-processor than there are no difference.
 
     Raises:
@@ -132,7 +130,6 @@ class PromptEncoder:
         """Keep a tokenizer of `load`, whose encode_special_tokens is set at each call.
 
         Args:
-            tokenizer: of `load`.
             around: TextEncoder.around; default: as the post-processor of the tokenizer does.
             spelled: tokenizer.spelled; text that spells a special token stays text also where it is an entry of a Unigram model.
         """
@@ -185,13 +182,10 @@ class TextEncoder:
     Its ids are the reference for other engines (pipeline/data/tokenize/encoders.py).
 
     Attributes:
-        path: of tokenizer.json.
         vocab_size: one more than the largest id.
         end_of_document: id of the token that is written after every document.
         bos: id of the token that is written before every document; None without one.
         around: ids of the tokens before and after a prompt, bos among them.
-        special_tokens: the texts of all special tokens.
-        fingerprint: checksum of tokenizer.json.
     """
 
     name = "huggingface"
@@ -200,8 +194,6 @@ class TextEncoder:
         """Load the tokenizer.
 
         Args:
-            folder: of tokenizer.json.
-            end_of_document: text of the token after every document.
             bos: tokenizer.bos; auto follows the post-processor.
             spelled: tokenizer.spelled.
 

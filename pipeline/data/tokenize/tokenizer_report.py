@@ -38,8 +38,6 @@ def measure(name: str, tokenizer: Tokenizer, texts: dict[str, list[str]], flops_
     """Compute the metrics of one tokenizer.
 
     Args:
-        name: of the tokenizer in the report.
-        tokenizer: from data.tokenize.tokenizer.load.
         texts: language -> documents.
         flops_per_token: vocabulary size -> FLOPs to train on one token.
 
@@ -104,10 +102,6 @@ def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[
 
     Args:
         rows: results of measure(), that of the folder's tokenizer first.
-        about: additional properties to include in the report.
-
-    Returns:
-        The paths of both files.
     """
     content = {**about, "columns": COLUMNS, "tokenizers": rows}
     (folder / "report.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

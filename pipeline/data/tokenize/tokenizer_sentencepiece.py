@@ -38,10 +38,8 @@ def train_unigram(texts: Iterable[str], special: list[str], split_digits: bool, 
     Text is not normalized, and runs of whitespace may become pieces.
 
     Args:
-        texts: training text.
         special: special tokens; they have the first ids.
         split_digits: encode every digit as a piece by itself.
-        vocab_size: maximum number of entries.
 
     Raises:
         UserError: the characters of the text do not fit into the vocabulary, or the text is too short.
@@ -91,9 +89,6 @@ def _refusal(error: RuntimeError, vocab_size: int) -> UserError:
 
 def convert(proto: Any) -> Tokenizer:
     """Convert a SentencePiece model to a Hugging Face tokenizer. Control symbols become special tokens, user-defined ones ordinary entries.
-
-    Args:
-        proto: the ModelProto.
 
     Raises:
         ValueError: the model is neither Unigram nor BPE, or does not escape whitespace as a prefix of words.

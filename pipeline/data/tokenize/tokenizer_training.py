@@ -61,8 +61,6 @@ def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]
     """Train one tokenizer per size. The smaller vocabularies of BPE are prefixes of the largest one.
 
     Args:
-        sample: the training text.
-        options: as in train.
         sizes: maximum numbers of entries, ascending.
 
     Raises:
@@ -93,7 +91,6 @@ def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:
     """Train a tokenizer.
 
     Args:
-        texts: the training text.
         config: kind, split, digits, whitespace and special tokens.
         vocab_size: maximum number of entries, special tokens included; a small text yields fewer.
 
@@ -125,12 +122,7 @@ def _set_post_processor(tokenizer: Tokenizer, end_of_document: str) -> None:
 
 
 def truncate_vocab(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
-    """Remove the last merges of a BPE tokenizer. The result equals the tokenizer that train() returns for the smaller vocabulary.
-
-    Args:
-        tokenizer: from train().
-        vocab_size: maximum number of entries.
-    """
+    """Remove the last merges of a BPE tokenizer. The result equals the tokenizer that train() returns for the smaller vocabulary."""
     content = json.loads(tokenizer.to_str())
     model = content["model"]
     excess = max(0, tokenizer.get_vocab_size() - vocab_size)
@@ -189,8 +181,6 @@ def _rare_characters(texts: Iterable[str], vocab: dict[str, int], special: int, 
 
     Args:
         vocab: with the entries of all characters; one that occurs within a word needs a second entry as the first character of a word.
-        special: number of special tokens.
-        vocab_size: maximum number of entries.
 
     Raises:
         UserError: the most frequent characters do not fit.

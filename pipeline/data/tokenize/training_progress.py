@@ -32,11 +32,7 @@ _DESIRED = 1.1
 
 
 class Waiting:
-    """Logs the time that a task without further information has taken, from begin() to the end of the block.
-
-    Args:
-        label: name of the task.
-    """
+    """Logs the time that a task without further information has taken, from begin() to the end of the block."""
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -67,9 +63,6 @@ class UnigramProgress:
     """Progress and remaining time of SentencePiece's trainer, from the messages of its log.
 
     The trainer extracts seed pieces, and removes the worst quarter of them after every two EM steps, until the vocabulary remains.
-
-    Args:
-        vocab_size: of the tokenizer.
     """
 
     def __init__(self, vocab_size: int) -> None:

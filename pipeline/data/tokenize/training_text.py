@@ -31,8 +31,6 @@ class TrainingText:
         """Compute the sampling rates. If `balance` is not 1, this reads the scanned text once.
 
         Args:
-            shards: folder of the text shards.
-            text: manifest of the folder.
             megabytes: size of the sample, in 10**6 bytes.
             balance: exponent of the language shares, from 0 to 1.
 
@@ -88,8 +86,6 @@ def held_out(shards: Path, text: Manifest, megabytes: float) -> dict[str, list[s
     """Read documents of the validation split, at most about `megabytes` of each language.
 
     Args:
-        shards: folder of the text shards.
-        text: manifest of the folder.
         megabytes: maximum per language, in 10**6 bytes.
 
     Returns:

@@ -40,7 +40,6 @@ def dropped(text: np.ndarray, end_of_document: int, every: int, context: int) ->
 
     Args:
         text: (n, length + 1) tokens; the target of a position is the next token.
-        end_of_document: the token that closes a document.
         every: one of so many targets is dropped on average (k in the paper).
         context: number of tokens that are hashed (h in the paper).
 

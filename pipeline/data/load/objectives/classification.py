@@ -30,13 +30,10 @@ class LabelReader(ExampleReader):
     """Parses and tokenizes lines. The last token of an example is the number of its label.
 
     Args:
-        folder: Hugging Face folder of the tokenizer.
         end_of_document: as in ExampleReader; not used.
         longest: maximum number of tokens of a sequence.
-        labels: names of the labels.
         special: the token before the texts, those between two texts, and the one after them.
         too_long: data.instructions.too_long; texts are cut at the end, of a pair the longer one.
-        texts: as in ExampleReader.
     """
 
     kind = "texts"
@@ -117,7 +114,6 @@ def labels_of(paths: Sequence[str], key: str) -> list[str]:
 
     Args:
         paths: JSON lines, or Parquet.
-        key: configuration key that lists the files, for messages.
 
     Raises:
         UserError: a file is missing.

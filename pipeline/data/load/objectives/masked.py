@@ -153,7 +153,6 @@ def mask(
         is_ordinary: (vocabulary,) whether a token is a text token.
         vocabulary: the mask token, and the tokens to draw random replacements from.
         rates: share of positions to select, and of random and kept tokens among them.
-        seed: of the selection.
 
     Returns:
         The tokens with replacements, and the targets: int32 (n, sequence), the original token at a selected position, IGNORE elsewhere.
@@ -192,8 +191,6 @@ def segment_pairs(texts: np.ndarray, others: np.ndarray, samples: np.ndarray, en
         texts: (n, text) tokens.
         others: (n, text) of other samples.
         samples: (n,) sample numbers, which seed the choices together with `seed`.
-        end_of_document: id of the token at the end of every document.
-        seed: of the choices.
     """
     words = random_words(seed, samples, _SAMPLE_COUNTER + 1, count=5)
     chances = np.stack(words, axis=1).astype(np.float64) / 2.0**64

@@ -37,7 +37,6 @@ class Objective(ABC):
             differs is refused with the names of those that differ.
         data_key: the configuration key that names the data.
         sums: number of the sums over sequences that the model measures besides the loss (Stack.measured); 0 for none.
-        samples: the data.
         decoder_length: tokens of the decoder's input, 0 without a decoder.
     """
 
@@ -126,7 +125,6 @@ class Objective(ABC):
         """Join the arrays of samples in a row to sequences of several samples.
 
         Args:
-            arrays: of these samples, as returned by `arrays`.
             indices: (n,) sample numbers.
             length: tokens of a sequence, a multiple of those of a sample.
 
@@ -211,10 +209,6 @@ def special_tokens(config: RunConfig, samples: Dataset) -> SpecialTokens:
 
 def decoder_start(named: str | None, special: SpecialTokens) -> int:
     """The id of the token that a decoder reads first, which is also its padding.
-
-    Args:
-        named: data.decoder_start.
-        special: the special tokens of the tokenizer.
 
     Raises:
         UserError: as SpecialTokens.find.

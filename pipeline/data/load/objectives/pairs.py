@@ -33,7 +33,6 @@ class PairFiles:
     """Random access to the text pairs of several files.
 
     Attributes:
-        pairs: number of pairs.
         fingerprint: checksum of the content of all files.
     """
 
@@ -41,9 +40,7 @@ class PairFiles:
         """Index the lines and validate this rank's share of them.
 
         Args:
-            paths: the files, in order.
             fields: names of the source and target fields of a JSON record.
-            key: configuration key that lists the files, for messages.
             share: (rank, ranks) of the job.
 
         Raises:
@@ -61,12 +58,6 @@ class PairFiles:
 
     def pair(self, number: int) -> tuple[str, str]:
         """Read a pair.
-
-        Args:
-            number: of the pair, from 0.
-
-        Returns:
-            Source and target.
 
         Raises:
             UserError: the line is not a pair.

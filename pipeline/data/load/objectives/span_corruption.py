@@ -27,7 +27,6 @@ class Lengths:
     """Lengths of a sample.
 
     Attributes:
-        text: tokens of the text.
         removed: tokens that the decoder predicts.
         spans: number of removed spans, each preceded by a kept span.
     """
@@ -78,10 +77,7 @@ class SpanCorruption(TokenShardObjective):
         """Use samples of sizes.text + 1 tokens.
 
         Args:
-            sizes: lengths, the same for all samples.
             sentinels: token ids, at least one per span.
-            start: the token that the decoder reads first.
-            seed: of the choice of spans.
             decoder_length: at least sizes.decoder, its default; longer ones are padded.
         """
         self.samples, self._sizes, self._seed, self._start, self._sentinels = samples, sizes, seed, start, sentinels
@@ -146,10 +142,8 @@ def partitions(items: int, parts: int, samples: np.ndarray, seed: int) -> np.nda
     """Random lengths of at least 1 that sum to `items`, uniform over all such partitions.
 
     Args:
-        items: the sum of a partition.
         parts: lengths per partition, at most `items`.
         samples: (n,) sample numbers, which seed the choice together with `seed`.
-        seed: of the choice.
 
     Returns:
         int64 (n, parts).
