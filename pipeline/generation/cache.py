@@ -234,14 +234,14 @@ class CachedAttention:
             self._store(step, self.values, v)
 
     def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
-        """See PagePool."""
+        """Copy pages `sources` to `targets`, both int64 (n,), within the first `pages` pages, which then are the storage."""
         if self.keys is not None:
             self.copy(sources, targets)
             self.keys = _resized(self.keys, pages)
             self.values = None if self.values is None else _resized(self.values, pages)
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """See PagePool."""
+        """Copy pages."""
         for stored in (self.keys, self.values):
             if stored is not None and len(sources):
                 stored[targets.to(stored.device)] = stored[sources.to(stored.device)]

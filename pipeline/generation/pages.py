@@ -7,25 +7,18 @@ and shrinks with the pages in use.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from pipeline.generation.cache import CachedAttention
 
 #: Slots of a page. A sequence leaves at most PAGE - 1 slots unused.
 PAGE = 8
 #: Free pages that a pool keeps, as a share of the pages in use: 1 / SLACK. A pool that is resized is copied.
 SLACK = 16
-
-
-class PagePool(Protocol):
-    """The storage of a layer."""
-
-    def resize(self, pages: int, sources: Tensor, targets: Tensor) -> None:
-        """Copy pages `sources` to `targets`, both int64 (n,), within the first `pages` pages, which then are the storage."""
-
-    def copy(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy pages."""
 
 
 class PageTable:
@@ -40,7 +33,7 @@ class PageTable:
 
     def __init__(self, rows: int, limit: int | None) -> None:
         self.limit, self.size = limit, 0
-        self.pools: list[PagePool] = []
+        self.pools: list[CachedAttention] = []
         self._counts = [0] * rows
         self._table = torch.zeros(rows, 0, dtype=torch.int64, device="cpu")
         self._free: list[int] = []

@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pipeline.generation.passes import Pass, SequenceGroup
+from pipeline.generation.passes import SequenceGroup
 from pipeline.layers.mask import Mask
 from pipeline.layers.recurrent import RecurrentLayer, RecurrentState
 
-
-class CacheRows(Protocol):
-    """What a layer reads of the cache of all layers.
-
-    Attributes:
-        lookahead: maximum number of tokens that can be removed again.
-    """
-
-    rows: int
-    lookahead: int
-    step: Pass | None
+if TYPE_CHECKING:
+    from pipeline.generation.cache import KeyValueCache
 
 
 class CachedMixing:
@@ -35,7 +26,7 @@ class CachedMixing:
         row_bytes: size of the state of a row, and of what removes tokens from it.
     """
 
-    def __init__(self, cache: CacheRows, layer: RecurrentLayer) -> None:
+    def __init__(self, cache: KeyValueCache, layer: RecurrentLayer) -> None:
         self.cache, self.layer = cache, layer
         self.state: RecurrentState | None = None
         # Groups of the last pass, their inputs, and the states before them, where tokens can be removed again.

@@ -8,7 +8,6 @@ import numpy as np
 
 from pipeline.common import artifact
 from pipeline.data.load.corpus import Corpus, Windows
-from pipeline.data.load.packing import cumulative_lengths
 from pipeline.data.load.samples import Samples, too_short
 from pipeline.data.load.token_stream import TokenStream
 
@@ -47,7 +46,31 @@ class TokenDataset(Samples):
         """Read samples and find the document boundaries in their inputs.
 
         Returns:
-            The result of `samples`, and int32 (documents + 1,) from boundaries.cumulative_lengths of [:, :-1].
+            The result of `samples`, and int32 (documents + 1,) from cumulative_lengths of [:, :-1].
         """
         tokens = self.samples(indices)
         return tokens, cumulative_lengths(tokens[:, :-1], self.end_of_document)
+
+
+def cumulative_lengths(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
+    """The boundaries of all documents in the flattened batch: `cu_seqlens` of FlashAttention's variable-length kernels.
+
+    Args:
+        tokens: (batch, sequence) input tokens. A document that is split over two sequences counts as one in each.
+
+    Returns:
+        (documents + 1,) int32: document d of the flattened batch is tokens [d] to [d + 1].
+    """
+    closes = tokens == end_of_document
+    closes[:, -1] = True
+    # End tokens are rare: find the words of eight tokens that contain one first, where the size is a multiple of eight.
+    flat = closes.reshape(-1)
+    if flat.size % 8 == 0:
+        words = np.flatnonzero(flat.view(np.uint64))
+        rows, columns = np.nonzero(flat.reshape(-1, 8)[words])
+        ends = words[rows] * 8 + columns
+    else:
+        ends = np.flatnonzero(flat)
+    bounds = np.zeros(len(ends) + 1, dtype=np.int32)
+    bounds[1:] = ends + 1
+    return bounds

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from pipeline.data.tokenize.chats import ChatError, chat_of
 from pipeline.data.tokenize.tokenizer import PromptEncoder, load
 
 log = logging.getLogger("pipeline")
+Parsed = TypeVar("Parsed")
 
 
 @dataclass(frozen=True)
@@ -99,12 +101,7 @@ class ExampleReader:
 
     def read(self, lines: Sequence[bytes]) -> list[Example | BadLine]:
         """Return the example of every line, or why it is none."""
-        records: list[ChatRecord | TextRecord | BadLine] = []
-        for line in lines:
-            try:
-                records.append(record_of(json_lines.parse(line)))
-            except BadLine as error:
-                records.append(error)
+        records = [_parsed(line, record_of) for line in lines]
         return [example if isinstance(example, BadLine) else self._fitted(example) for example in self._encoded(records)]
 
     def _encoded(self, records: Sequence[ChatRecord | TextRecord | BadLine]) -> list[Example | BadLine]:
@@ -196,12 +193,7 @@ class PairReader(ExampleReader):
 
     def examples(self, lines: Sequence[bytes]) -> list[list[Example] | BadLine]:
         """See ExampleReader."""
-        both: list[tuple[ChatRecord | TextRecord, ChatRecord | TextRecord] | BadLine] = []
-        for line in lines:
-            try:
-                both.append(pair_of(json_lines.parse(line)))
-            except BadLine as error:
-                both.append(error)
+        both = [_parsed(line, pair_of) for line in lines]
         answers = iter(self._encoded([record for pair in both if not isinstance(pair, BadLine) for record in pair]))
         return [pair if isinstance(pair, BadLine) else self._joined(next(answers), next(answers)) for pair in both]
 
@@ -225,6 +217,14 @@ class PairReader(ExampleReader):
         if cut_chosen.tokens.tolist() == cut_rejected.tokens.tolist():
             return TooLongError(f"has {needed}; training.sequence_length={self._longest - 1} cuts the part in which they differ")
         return [cut_chosen, cut_rejected]
+
+
+def _parsed(line: bytes, record: Callable[[Any], Parsed]) -> Parsed | BadLine:
+    """Return what a function makes of the JSON of a line, or why it cannot."""
+    try:
+        return record(json_lines.parse(line))
+    except BadLine as error:
+        return error
 
 
 def _in_spans(offsets: np.ndarray, spans: list[Span]) -> np.ndarray:

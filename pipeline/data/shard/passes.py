@@ -154,7 +154,16 @@ class ShardPasses:
         written = shards.WrittenShard.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
         excerpts = shard_report.excerpts_of(comm, pool, duplicated)
-        totals = self._publish(written, counts, duplicated, excerpts, plan) if comm.rank == 0 else {}
+        totals: dict[str, Any] = {}
+        if comm.rank == 0:
+            if self._data.save_dropped:
+                parts = map(self._stem, range(len(self._parts)))
+                files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
+                files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
+                dropped.join(unfinished.output / dropped.NAME, files)
+            totals = shards.publish(
+                unfinished.output, unfinished.settings, written, counts, duplicated, excerpts, self._files, self._data.compare
+            )
         comm.barrier()  # the manifest is written: the folder is complete
         for part in pool.mine:
             unfinished.remove(_name(part), INTERMEDIATE)
@@ -164,20 +173,6 @@ class ShardPasses:
         if comm.rank == 0:
             unfinished.clear()
         return totals
-
-    def _publish(
-        self, written: shards.WrittenShard, counts: PartCounts, duplicated: Clusters, excerpts: shard_report.Excerpts, plan: list[ShardPlan]
-    ) -> dict[str, Any]:
-        """Write report and manifest; return the totals. Only on rank 0."""
-        unfinished = self._unfinished
-        if self._data.save_dropped:
-            parts = map(self._stem, range(len(self._parts)))
-            files = [stem.with_suffix(suffix) for stem in parts for suffix in (dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)]
-            files += [unfinished.folder / f"{shard.name}{dropped.BY_PARAGRAPHS}" for shard in plan]
-            dropped.join(unfinished.output / dropped.NAME, files)
-        return shards.publish(
-            unfinished.output, unfinished.settings, written, counts, duplicated, excerpts, self._files, self._data.compare
-        )
 
     def _count_duplicates(self, pool: SpillPool, duplicated: Clusters, counts: PartCounts) -> None:
         """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""

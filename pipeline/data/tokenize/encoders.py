@@ -125,11 +125,8 @@ def first_mismatch(engine: BatchEncoder, reference: BatchEncoder, texts: list[st
     (ids, lengths), (expected, expected_lengths) = engine.encode(texts), reference.encode(texts)
     if np.array_equal(lengths, expected_lengths) and np.array_equal(ids, expected):
         return None
-    ends, expected_ends = np.cumsum(lengths), np.cumsum(expected_lengths)
-    for text, end, length, expected_end, expected_length in zip(texts, ends, lengths, expected_ends, expected_lengths, strict=True):
-        if not np.array_equal(ids[end - length : end], expected[expected_end - expected_length : expected_end]):
-            return text
-    raise AssertionError("the arrays differ, but no text does")
+    ours, theirs = np.split(ids, np.cumsum(lengths)[:-1]), np.split(expected, np.cumsum(expected_lengths)[:-1])
+    return next(text for text, left, right in zip(texts, ours, theirs, strict=True) if not np.array_equal(left, right))
 
 
 def _special_token_texts(special_tokens: list[str]) -> list[str]:

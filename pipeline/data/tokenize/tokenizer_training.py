@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -205,17 +204,14 @@ def _rare_characters(texts: Iterable[str], vocab: dict[str, int], special: int, 
 
 
 def _wordpiece(texts: Iterable[str], config: TokenizerConfig, special: list[str], vocab_size: int) -> Tokenizer:
+    digits = [pre_tokenizers.Split(Regex(_NUMBERS[config.digits]), "isolated")] if config.digits in _NUMBERS else []
     tokenizer = Tokenizer(models.WordPiece(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), *_digits(config.digits)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.BertPreTokenizer(), *digits])
     tokenizer.decoder = decoders.WordPiece()
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=special, show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
-
-
-def _digits(digits: str) -> list[Any]:
-    return [pre_tokenizers.Split(Regex(_NUMBERS[digits]), "isolated")] if digits in _NUMBERS else []
 
 
 def save(tokenizer: Tokenizer, folder: Path, end_of_document: str) -> list[Path]:
