@@ -133,9 +133,8 @@ def load_weights(config: RunConfig, stage: Evaluate, trainer: Trainer, path: Pat
     Raises:
         UserError: as the functions that it calls.
     """
+    checkpoint = with_weights(open_on_all_ranks(path), stage.weights)
     if config.lora.adapter is not None:
-        checkpoint = with_weights(open_on_all_ranks(path), stage.weights)
         resume.initialize(config, trainer, checkpoint)
         return checkpoint.train_state
-    checkpoint = with_weights(open_on_all_ranks(path), stage.weights)
     return resume.load(trainer, checkpoint if config.lora.rank else open_merged(checkpoint, stage.adapter))

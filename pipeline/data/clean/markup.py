@@ -101,8 +101,11 @@ def _mentions(text: str) -> frozenset[int]:
 def _is_mention(text: str, tag: re.Match[str]) -> bool:
     start, end = tag.span()
     before = text[start - 1 : start]
-    if before == "\\" or (before and before + text[end : end + 1] in ENCLOSED) or _is_no_tag(tag):
+    if before == "\\" or (before and before + text[end : end + 1] in ENCLOSED):
         return True
+    name = tag["name"]
+    if not (name.islower() or name.isupper()) or (name.lower() in _NEEDS_ATTRIBUTES and "=" not in tag[0]):
+        return True  # it is written as no tag is, or has no effect without the attributes that it lacks
     noun = _NOUN_AFTER.match(text, end) or _NOUN_BEFORE.search(text, max(0, start - 20), start)
     return noun is not None and _stands_alone(text, tag)
 
@@ -112,12 +115,6 @@ def _stands_alone(text: str, tag: re.Match[str]) -> bool:
     if tag["end"]:
         return not text[max(0, tag.start() - 1) : tag.start()].strip()
     return not text[tag.end() : tag.end() + 1].isalnum() or re.match(_CJK, text[tag.end() : tag.end() + 2]) is not None
-
-
-def _is_no_tag(tag: re.Match[str]) -> bool:
-    """Whether a tag is written as no tag is, or has no effect without the attributes that it lacks."""
-    name = tag["name"]
-    return not (name.islower() or name.isupper()) or (name.lower() in _NEEDS_ATTRIBUTES and "=" not in tag[0])
 
 
 def _elements(text: str, spans: list[code_detection.Span], mentions: frozenset[int], unclosed: bool = False) -> list[_Element]:

@@ -199,33 +199,25 @@ def _listed(comm: Comm, heads: np.ndarray, members: np.ndarray) -> list[Cluster]
         largest = np.concatenate(gathered)
         largest = largest[np.lexsort((largest["kept"], -largest["size"]))[:LISTED]]
     largest = comm.bcast(largest)
-    shown = _first_rows(comm, largest["kept"], members["left"], members, ("-right_length", "right"), LISTED_DOCUMENTS)
+    shown = _first_members(comm, largest["kept"], members)
     described = [_described(*entry) for entry in zip(largest, shown, strict=True)] if comm.rank == 0 else None
     return comm.bcast(described)
 
 
-def _first_rows(
-    comm: Comm, chosen: np.ndarray, labels: np.ndarray, rows: np.ndarray, order: tuple[str, str], count: int
-) -> list[np.ndarray]:
-    """The first rows of every chosen cluster, on rank 0. The ranks share the clusters, so that none receives more than a few per rank.
-
-    Args:
-        labels: (rows,) clusters of the rows.
-        order: fields by which rows are sorted, the second one ascending.
-    """
-    by_label = np.argsort(chosen)
+def _first_members(comm: Comm, chosen: np.ndarray, members: np.ndarray) -> list[np.ndarray]:
+    """LISTED_DOCUMENTS of every chosen cluster, the longest first, on rank 0. The ranks share the clusters: none receives many rows."""
+    by_label, labels = np.argsort(chosen), members["left"]
     places = np.searchsorted(chosen[by_label], labels)
     places[places == len(chosen)] = 0
     mine = np.flatnonzero(chosen[by_label][places] == labels) if len(chosen) else np.empty(0, dtype=np.int64)
-    table = np.empty(len(mine), dtype=[("cluster", "<i8"), ("row", rows.dtype)])
+    table = np.empty(len(mine), dtype=[("cluster", "<i8"), ("row", members.dtype)])
     if len(mine):
-        table["cluster"], table["row"] = by_label[places[mine]], rows[mine]
+        table["cluster"], table["row"] = by_label[places[mine]], members[mine]
 
     def first(table: np.ndarray) -> np.ndarray:
-        main = table["row"][order[0].removeprefix("-")]
-        table = table[np.lexsort((table["row"][order[1]], -main if order[0].startswith("-") else main, table["cluster"]))]
+        table = table[np.lexsort((table["row"]["right"], -table["row"]["right_length"], table["cluster"]))]
         rank_in_cluster = np.arange(len(table)) - np.searchsorted(table["cluster"], table["cluster"])
-        return table[rank_in_cluster < count]
+        return table[rank_in_cluster < LISTED_DOCUMENTS]
 
     table = first(table)
     table = first(exchange(comm, table, table["cluster"] % comm.size))

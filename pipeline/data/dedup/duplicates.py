@@ -74,7 +74,7 @@ def find(comm: Comm, documents: Documents, settings: DedupConfig, known: Known |
     remaining, known_remaining = (np.ones(len(numbers), dtype=bool) for numbers in (documents.numbers, known.numbers))
     if settings.exact or documents.bands is None:
         columns = (known.numbers, documents.numbers), (known.keys, documents.keys), (known_length, documents.lengths)
-        _, edges = exact.find(comm, *map(np.concatenate, columns))
+        edges = exact.find(comm, *map(np.concatenate, columns))
         copies = edges[edges["right"] >= 0]  # without copies within the other corpora
         remaining = ~np.isin(documents.numbers, copies["right"])
     compared = np.empty(0, dtype=_PAIR)
@@ -106,7 +106,9 @@ def _candidates(comm: Comm, sources: Sequence[Source], bands: int) -> np.ndarray
             rows = np.concatenate([_band_rows(*of_source, part, count, comm.rank) for of_source in columns])
             rows = distributed.sorted_over_ranks(comm, rows, ("hash", "shortness", "number"))
             bucket_pairs = _bucket_pairs(*_with_predecessors(comm, rows))
-            pairs = _distinct(np.concatenate([pairs, exchange(comm, bucket_pairs, bucket_pairs["right_holder"])]))
+            pairs = np.concatenate([pairs, exchange(comm, bucket_pairs, bucket_pairs["right_holder"])])
+            pairs = pairs[np.lexsort((pairs["left"], pairs["right"]))]
+            pairs = np.delete(pairs, repeated_rows(pairs["right"], pairs["left"])[0])
     return pairs
 
 
@@ -162,13 +164,6 @@ def _bucket_pairs(rows: np.ndarray, preceding: int) -> np.ndarray:
         pairs[side] = rows["number"][places]
         pairs[f"{side}_length"], pairs[f"{side}_holder"] = -rows["shortness"][places], rows["holder"][places]
     return pairs
-
-
-def _distinct(pairs: np.ndarray) -> np.ndarray:
-    """The distinct pairs, sorted by right, then left."""
-    pairs = pairs[np.lexsort((pairs["left"], pairs["right"]))]
-    repeated, _ = repeated_rows(pairs["right"], pairs["left"])
-    return np.delete(pairs, repeated)
 
 
 def _without(pairs: np.ndarray, others: np.ndarray) -> np.ndarray:

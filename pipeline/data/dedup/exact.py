@@ -61,7 +61,7 @@ def normal_url(url: str) -> str:
     return f"{host.removeprefix('www.')}{named_port}{parts.path.rstrip('/')}{query}"
 
 
-def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, length: np.ndarray) -> np.ndarray:
     """Find the copies: all documents with the same key except the longest one and, among equals, that with the lowest number. Collective.
 
     Every rank sends one row for each of its distinct keys to the rank that the key selects: a text that fills a share of the corpus
@@ -73,8 +73,7 @@ def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, length: np.ndarray)
         length: (n,) int64.
 
     Returns:
-        copies: sorted numbers of this rank's documents that are copies of a better one.
-        edges: (m,) EDGE from the best document to each of these copies.
+        (m,) EDGE from the best document to each of this rank's documents that are copies of it.
     """
     count = distributed.slices(comm, len(numbers), SLICE_ROWS)
     slice_of, edges = distributed.slice_of(exact[:, 0], count), [np.empty(0, dtype=EDGE)]
@@ -96,8 +95,7 @@ def find(comm: Comm, numbers: np.ndarray, exact: np.ndarray, length: np.ndarray)
         added["right"], added["right_length"], added["right_holder"] = rows["number"][worse], rows["length"][worse], comm.rank
         added["jaccard"], added["exact"] = 1.0, True
         edges.append(added)
-    joined = np.concatenate(edges)
-    return np.sort(joined["right"]), joined
+    return np.concatenate(edges)
 
 
 def _best(rows: np.ndarray, holders: np.ndarray) -> np.ndarray:

@@ -182,7 +182,8 @@ class SpillPool:
 
     def find_repeated(self, drop: np.ndarray, characters: int) -> None:
         """Find the repeated paragraphs among the kept documents, and save their flags next to the spills. Collective."""
-        remaining = {part: self._kept(part, drop) for part in self.mine}
+        all_of_part = {part: np.arange(self.starts[part], self.starts[part + 1]) for part in self.mine}
+        remaining = {part: numbers[~contained(numbers, drop)] for part, numbers in all_of_part.items()}
         flat, counted = np.zeros(0, dtype=np.uint64), [np.zeros(0, dtype=np.int64)]
         for of_part in remaining.values():
             hashes, offsets = paragraphs.hashes((self.texts([number])[0] for number in of_part.tolist()), characters)
@@ -197,11 +198,6 @@ class SpillPool:
             low, high = np.searchsorted(numbers, [self.starts[part], self.starts[part + 1]]) if len(numbers) else (0, 0)
             flags = repeated[offsets[low] : offsets[high]]
             paragraphs.save_flags(self.stem(part), of_part - self.starts[part], flags, counts[low:high])
-
-    def _kept(self, part: int, drop: np.ndarray) -> np.ndarray:
-        """The sorted numbers of the documents of a part that are not dropped."""
-        numbers = np.arange(self.starts[part], self.starts[part + 1])
-        return numbers[~contained(numbers, drop)]
 
 
 def contained(numbers: np.ndarray, drop: np.ndarray) -> np.ndarray:

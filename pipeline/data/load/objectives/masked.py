@@ -25,8 +25,6 @@ from pipeline.models.config import MaskedModelConfig
 
 #: The counter of a sample's own random words; masking uses the position, which is smaller.
 _SAMPLE_COUNTER = 1 << 40
-#: A segment, a second one, and whether the second follows the first in its document.
-SegmentPair = tuple[np.ndarray, np.ndarray, bool]
 
 
 @dataclass(frozen=True)
@@ -120,21 +118,32 @@ class Masked(TokenShardObjective):
         return {"tokens": tokens, "documents": documents}
 
     def _pairs(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """[CLS] a [SEP] b [SEP], padded if the document is short."""
+        """[CLS] a [SEP] b [SEP], padded if the document is short; in half of the pairs b comes from another text.
+
+        The document of a pair is the one at a random position of the text, so that documents are drawn in proportion to their length. A
+        segment from another text has the length of the segment that it replaces, or of its document if that is shorter.
+        """
         vocabulary, end = self._vocabulary, self.samples.end_of_document
         others = other_samples(indices, self._count, self._seed)
-        texts = self.samples.samples(np.concatenate([indices, others]))[:, :-1]
-        pairs = segment_pairs(texts[: len(indices)], texts[len(indices) :], indices, end, self._seed)
+        texts, foreign_texts = np.split(self.samples.samples(np.concatenate([indices, others]))[:, :-1], 2)
+        chances = np.stack(random_words(self._seed, indices, _SAMPLE_COUNTER + 1, count=5), axis=1).astype(np.float64) / 2.0**64
+        follows = chances[:, 2] < 0.5
         shape = (len(indices), self._length)
         tokens = np.full(shape, end, dtype=texts.dtype)
         segments, documents = np.zeros(shape, dtype=np.int8), np.full(shape, -1, dtype=np.int32)
-        for row, (left, right, _) in enumerate(pairs):
+        for row, (where, cut, _, place, start) in enumerate(chances.tolist()):
+            document = _document(texts[row], end, where)
+            middle = 1 + int(cut * (len(document) - 1))
+            left, right = document[:middle], document[middle:]
+            if not follows[row]:
+                foreign = _document(foreign_texts[row], end, place)
+                first = int(start * (max(len(foreign) - len(right), 0) + 1))
+                right = foreign[first : first + len(right)]
             whole = np.concatenate([[vocabulary.first], left, [vocabulary.between], right, [vocabulary.between]])
             tokens[row, : len(whole)] = whole
             segments[row, len(left) + 2 : len(whole)] = 1
             documents[row, : len(whole)] = 0
-        next_sentence = np.array([not follows for _, _, follows in pairs], dtype=np.int8)
-        return {"tokens": tokens, "segments": segments, "documents": documents, "next_sentence": next_sentence}
+        return {"tokens": tokens, "segments": segments, "documents": documents, "next_sentence": (~follows).astype(np.int8)}
 
 
 def _model(config: RunConfig) -> MaskedModelConfig:
@@ -179,33 +188,6 @@ def other_samples(samples: np.ndarray, epoch: int, seed: int) -> np.ndarray:
     (word,) = random_words(seed, samples, _SAMPLE_COUNTER, count=1)
     begin, place = samples - samples % epoch, samples % epoch
     return begin + (place + 1 + (word % np.uint64(epoch - 1)).astype(np.int64)) % epoch
-
-
-def segment_pairs(texts: np.ndarray, others: np.ndarray, samples: np.ndarray, end_of_document: int, seed: int) -> list[SegmentPair]:
-    """Two segments of each text; in half of the pairs the second segment comes from another text.
-
-    The document of a pair is the one at a random position of the text, so that documents are drawn in proportion to their length. A second
-    segment from another text has the length of the segment that it replaces, or of its document if that is shorter.
-
-    Args:
-        texts: (n, text) tokens.
-        others: (n, text) of other samples.
-        samples: (n,) sample numbers, which seed the choices together with `seed`.
-    """
-    words = random_words(seed, samples, _SAMPLE_COUNTER + 1, count=5)
-    chances = np.stack(words, axis=1).astype(np.float64) / 2.0**64
-    made: list[SegmentPair] = []
-    for text, other, (where, cut, whether, place, start) in zip(texts, others, chances.tolist(), strict=True):
-        document = _document(text, end_of_document, where)
-        middle = 1 + int(cut * (len(document) - 1))
-        former, latter = document[:middle], document[middle:]
-        follows = whether < 0.5
-        if not follows:
-            foreign = _document(other, end_of_document, place)
-            first = int(start * (max(len(foreign) - len(latter), 0) + 1))
-            latter = foreign[first : first + len(latter)]
-        made.append((former, latter, follows))
-    return made
 
 
 def text_ends(texts: np.ndarray, end_of_document: int) -> np.ndarray:
