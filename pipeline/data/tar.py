@@ -25,11 +25,7 @@ _AFTER_CHECKSUM = (b"0" + bytes(100) + b"ustar\x0000").ljust(BLOCK - 156, b"\0")
 
 
 def member(name: str, data: bytes) -> bytes:
-    """One archive member: header, content, padding to full blocks.
-
-    Args:
-        name: ASCII, at most 100 characters.
-    """
+    """One archive member with a name of at most 100 ASCII characters: header, content, padding to full blocks."""
     return b"".join((header(name, len(data)), data, padding(len(data))))
 
 

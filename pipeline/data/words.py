@@ -162,14 +162,7 @@ class Words:
         return self.hash_spans(self.lines)
 
     def hash_spans(self, spans: Spans) -> np.ndarray:
-        """Hash the lower-cased characters of every span: a polynomial in _BASE modulo 2**64, computed from prefix sums, then mixed.
-
-        Args:
-            spans: sorted, without overlaps.
-
-        Returns:
-            (spans,) uint64.
-        """
+        """(spans,) uint64 hashes of the lower-cased characters of sorted spans: a polynomial in _BASE from prefix sums, then mixed."""
         hashes = np.empty(len(spans), dtype=np.uint64)
         before, power, inverse = 0, 1, 1  # the prefix sum at the first character of the chunk, and the powers of _BASE and _INVERSE there
         for begin in range(0, len(self.codes), _CHUNK):
@@ -234,14 +227,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def ngrams(hashes: np.ndarray, length: int) -> np.ndarray:
-    """Hash every run of `length` consecutive hashes, including runs that cross from one text into the next.
-
-    Args:
-        hashes: (n,) uint64 or uint32.
-
-    Returns:
-        (n - length + 1,) of the same dtype.
-    """
+    """Hash every run of `length` hashes, uint64 or uint32, also across texts: (n,) -> (n - length + 1,) of the same dtype."""
     count = max(0, len(hashes) - length + 1)
     combined = hashes[:count].copy()
     base = hashes.dtype.type(_BASE & int(np.iinfo(hashes.dtype).max))

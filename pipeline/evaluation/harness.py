@@ -53,11 +53,7 @@ class Text:
             self.ends |= {turn}
 
     def encode(self, text: str, *, special: bool | None = None) -> list[int]:
-        """Return the tokens of a text.
-
-        Args:
-            special: add the special tokens around a text; None adds them unless the text begins with one already.
-        """
+        """The tokens of a text and, if `special`, those around it; None adds them unless the text begins with one already."""
         if special is None:
             special = not text.startswith(self._tokenizer.id_to_token(self.beginning) or "\0")
         return self.texts.encode([text], complete=special)[0]

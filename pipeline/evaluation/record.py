@@ -120,11 +120,7 @@ ERROR = "_stderr"
 
 
 def render(run_dir: Path, records: Sequence[Mapping[str, Any]], table: tuple[list[str], list[list[Any]]]) -> str:
-    """Return the page.
-
-    Args:
-        records: content of the records, in the order of their steps; those of the validation split first.
-    """
+    """Return the page of the records, in the order of their steps; those of the validation split first."""
     step = records[-1]["step"]
     newest = [record for record in records if record["step"] == step]
     steps = {record["step"] for record in records}

@@ -27,11 +27,7 @@ from pipeline.parallel.parallelize import LocalModel
 
 
 def settings_of(stage: Evaluate, encoder: TextEncoder, dtype: str, chats: ChatTemplate | None = None) -> dict[str, Any]:
-    """Return what the scores of a checkpoint depend on.
-
-    Args:
-        chats: the template of chats, if the questions are chats.
-    """
+    """Return what the scores of a checkpoint depend on; `chats` is the template if the questions are chats."""
     asked = {key: value for key in ("fewshot_as_multiturn", "system_instruction") if (value := getattr(stage, key)) is not None}
     asked |= {} if chats is None else {"apply_chat_template": xxhash.xxh3_64_hexdigest(chats.text.encode())}
     return {
@@ -115,11 +111,7 @@ class _Order:
 
 
 class Replicas:
-    """The replicas of a model.
-
-    Args:
-        compute: items, and options that are the same for all of them -> one result for each item; runs on every rank of a replica.
-    """
+    """The replicas of a model, of which every rank runs `compute`: items, and options for all of them -> a result for each item."""
 
     def __init__(self, mesh: Mesh, compute: Callable[..., list[Any]]) -> None:
         self._mesh, self._compute = mesh, compute

@@ -83,11 +83,7 @@ def scores(metrics: Sequence[str], texts: Sequence[str], expected: Sequence[Sequ
 
 
 def write(run_dir: Path, step: int, prompts: Path, folder: Path, metrics: Sequence[str]) -> None:
-    """Score the completions of a folder, log the scores, and record them as those of a checkpoint.
-
-    Args:
-        prompts: the prompts, whose name is that of the scores.
-    """
+    """Score the completions of a folder, log the scores, and record them as those of a checkpoint, named after the prompts."""
     lines = map(json.loads, (folder / COMPLETIONS).read_text(encoding="utf-8").rstrip("\n").split("\n"))
     pairs = [(line["generated"]["text"].strip(), given) for line in lines if (given := references(line))]
     if not pairs:

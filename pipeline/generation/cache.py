@@ -82,11 +82,7 @@ class KeyValueCache:
         return pages + sum(layer.row_bytes for layer in self.recurrent if length)
 
     def begin(self, rows: Sequence[int], counts: Sequence[int], device: torch.device) -> Pass:
-        """Prepare a forward pass.
-
-        Args:
-            counts: number of new tokens of each sequence, at least 1.
-        """
+        """Prepare a forward pass, which adds `counts` tokens, at least 1, to the sequences of `rows`."""
         lengths = self.lengths.tolist()
         before = [lengths[row] for row in rows]
         after = [length + count for length, count in zip(before, counts, strict=True)]

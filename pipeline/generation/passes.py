@@ -118,11 +118,7 @@ class Pass:
 
 
 def grouped(before: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """Return the sequences of each group: new prompts of the same length; others with as many new tokens, and little difference in length.
-
-    Args:
-        before: tokens of each sequence before the pass.
-    """
+    """The sequences of each group: new prompts of one length; others with as many new tokens, and similar lengths `before`."""
     kinds: dict[tuple[bool, int], list[int]] = {}
     for member, (length, count) in enumerate(zip(before, counts, strict=True)):
         kinds.setdefault((length == 0, count), []).append(member)

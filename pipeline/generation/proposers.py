@@ -47,11 +47,7 @@ class PromptLookup:
         numbers: Sequence[random.Random | None],  # noqa: ARG002 - read by DraftModel
         seen: Tensor | None,  # noqa: ARG002 - read by DraftModel
     ) -> list[Proposal]:
-        """Guess at most counts[i] tokens for each row; a row that guesses nothing has no completion.
-
-        Args:
-            seen: bool (rows, vocabulary), as in `distribution`.
-        """
+        """Guess at most counts[i] tokens for each row with a completion; `seen` is bool (rows, vocabulary) as in `distribution`."""
         return [
             ([] if completion is None else self._look_up(row, completion, count), None)
             for row, (completion, count) in enumerate(zip(held, counts, strict=True))

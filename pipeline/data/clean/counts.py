@@ -70,11 +70,7 @@ def sentences(words: Words) -> np.ndarray:
 
 
 def fineweb(batch: DocumentBatch, short_line: np.ndarray) -> Counts:
-    """What FineWeb's rules are about, for every text of a batch.
-
-    Args:
-        short_line: (texts,) widest short line of every text.
-    """
+    """What FineWeb's rules are about, for every text of a batch; `short_line` is the width of the widest short line, (texts,)."""
     words, lines = batch.words, batch.words.lines
     return {
         "words": np.diff(words.offsets),

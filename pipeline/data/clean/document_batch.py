@@ -43,11 +43,7 @@ BATCH_CHARACTERS = 1 << 18
 
 
 class StepLimits:
-    """The thresholds of a step for the documents of a batch.
-
-    Args:
-        knobs: the keys of the step; `by_language` holds the values of single languages.
-    """
+    """The thresholds of a step for the documents of a batch; `by_language` of its keys holds the values of single languages."""
 
     def __init__(self, knobs: Any, batch: DocumentBatch) -> None:
         self._knobs, self._batch = knobs, batch
@@ -139,11 +135,7 @@ class DocumentBatch:
         return self.detector.identify([code_detection.prose(self.texts[index]) for index in indices])
 
     def label(self, index: int, *, identify: bool = False) -> str:
-        """The language of a document as a step identified it, else as its metadata has it; "" if neither is known.
-
-        Args:
-            identify: identify the language of this document if no step has.
-        """
+        """The language as a step identified it, or as `identify` does now, else as the metadata has it; "" if none is known."""
         label = self.languages[index][0] if "languages" in vars(self) else self._identified([index])[0][0] if identify else ""
         given = self.documents[index].meta.get("lang")
         return languages.normalized(given) if label in ("", languages.UNKNOWN) and given and isinstance(given, str) else label

@@ -59,11 +59,7 @@ def shingles(words: Words, length: int = 5) -> tuple[np.ndarray, np.ndarray]:
 
 
 def signatures(flat: np.ndarray, offsets: np.ndarray, permutations: int = 128) -> np.ndarray:
-    """The signature of every text from its shingles, independent of their order and repetition.
-
-    Returns:
-        (texts, permutations) uint32.
-    """
+    """The signature of every text from its shingles, independent of their order and repetition: (texts, permutations) uint32."""
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets.astype(np.uint64), permutations, SEED)
     texts = len(offsets) - 1
     values = chain.from_iterable(matrix.to_rows())  # the only accessor of the matrix

@@ -84,11 +84,7 @@ def _sorted(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Flags:
-    """The saved flags of the paragraphs of a part, which are read once.
-
-    Args:
-        stem: path of the files of the part, without suffix.
-    """
+    """The saved flags of the paragraphs of a part, which are read once; `stem` is the path of its files without suffix."""
 
     def __init__(self, stem: Path) -> None:
         with np.load(stem.with_suffix(FLAGS)) as saved:

@@ -51,14 +51,7 @@ class BlendSchedule:
         self._before = np.stack(before)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Compute the corpus of each sample.
-
-        Args:
-            samples: (n,) int64, at least 0.
-
-        Returns:
-            The corpus of each sample and its number within that corpus, (n,) int64 each.
-        """
+        """The corpus of each of (n,) int64 samples, and its number within that corpus: (n,) int64 each."""
         corpora, ordinals = np.empty_like(samples), np.empty_like(samples)
         phases = np.searchsorted(self._starts, samples, side="right") - 1
         for phase in np.unique(phases).tolist():

@@ -78,11 +78,7 @@ class ExamplesInMemory:
 
 
 class ExamplesInShards:
-    """Examples of shards that stage=tokenize wrote: opening reads their lengths.
-
-    Attributes:
-        stream: of the tokens.
-    """
+    """Examples of shards that stage=tokenize wrote, whose tokens are `stream`: opening reads their lengths."""
 
     def __init__(self, shards: Sequence[Shard], *, lazy_checks: bool, share: tuple[int, int]) -> None:
         """Read the index; arguments as of TokenStream."""
@@ -107,11 +103,7 @@ class ExamplesInShards:
 
 
 def write(path: Path, part: PackedPart, encoder: TextEncoder, split: str) -> dict[str, Any]:
-    """Write the shard of a part, atomically.
-
-    Returns:
-        The manifest entry, with the notes of the part under "notes".
-    """
+    """Write the shard of a part, atomically; returns the manifest entry, with the notes of the part under "notes"."""
     starts = SequenceIndex(part.lengths, part.counts).starts
     bits = [np.packbits(part.is_answer[first:last]) for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
     arrays = {"sequences": part.counts.astype("<u4"), "answers": np.concatenate([np.zeros(0, np.uint8), *bits])}

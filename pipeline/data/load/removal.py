@@ -42,11 +42,7 @@ class Removal:
 
     @classmethod
     def of(cls, lines: Iterable[dict[str, Any]], shards: Sequence[Shard], filler: bytes) -> Removal:
-        """Find documents in the shards of a stream. Those of other shards are left out; shards of equal content have all of them.
-
-        Args:
-            filler: the bytes of the end-of-document token.
-        """
+        """Find documents in all shards of a stream with their content, if any; `filler` is the bytes of the end-of-document token."""
         firsts: dict[str, list[int]] = {}
         position = 0
         for shard in shards:

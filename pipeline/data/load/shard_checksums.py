@@ -37,11 +37,7 @@ class Shard:
         return replace(self, entry={**self.entry, **fields})
 
     def check_size(self, size: int | None) -> Violation | None:
-        """Compare a file size with the manifest.
-
-        Args:
-            size: bytes; None for a missing file.
-        """
+        """Compare a file size, None for a missing file, with the manifest."""
         written = self.entry["bytes"]
         if size == written:
             return None

@@ -15,11 +15,7 @@ FIRST, BETWEEN, MASK = ("[CLS]", "<s>"), ("[SEP]", "</s>"), ("[MASK]", "<mask>")
 
 
 class SpecialTokens:
-    """The added tokens in a tokenizer.json.
-
-    Attributes:
-        ids: text -> id of the special tokens, which never are text.
-    """
+    """The added tokens in a tokenizer.json; `ids` are those of the special ones, which never are text, by their text."""
 
     def __init__(self, folder: Path, fingerprint: str) -> None:
         """Read a tokenizer.

@@ -40,11 +40,7 @@ def identity(config: RunConfig, data: TokenShardObjective, samples: int) -> dict
 
 
 class TeacherAnswers:
-    """Reads what a teacher predicts for samples.
-
-    Attributes:
-        totals: "samples", "vocabulary", "top_k", and tokens of a sample ("length").
-    """
+    """Reads what a teacher predicts for samples; `totals` has "samples", "vocabulary", "top_k", and tokens of a sample ("length")."""
 
     def __init__(self, folder: Path, verify: str, share: tuple[int, int]) -> None:
         """Open a folder; `verify` is data.verify, and `share` as in Objective.open_training.

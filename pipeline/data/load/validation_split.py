@@ -38,14 +38,7 @@ class ValidationSamples(Samples):
         self.parts = [(name, count) for name, count in parts if count]
 
     def bytes_per_token(self, indices: np.ndarray) -> np.ndarray:
-        """The UTF-8 bytes of text per token of windows: the mean over the shards that a window is in, weighted by its tokens.
-
-        Args:
-            indices: (n,) integers.
-
-        Returns:
-            (n,) float64.
-        """
+        """UTF-8 bytes of text per token of windows, (n,) float64: the mean over the shards of a window, weighted by its tokens."""
         starts = np.asarray(indices, dtype=np.int64) * self.stride + 1  # the first target
         first, last = (np.interp(places, self._ends, self._bytes) for places in (starts, starts + self._length))
         return (last - first) / self._length
@@ -83,10 +76,6 @@ ENOUGH_DOCUMENTS = 30
 
 
 def warn_of_few_documents(documents: int, fix: str) -> None:
-    """Warn of a split with too few documents.
-
-    Args:
-        documents: of the split; without any there is no validation.
-    """
+    """Warn of a split with too few documents; without any there is no validation."""
     if 0 < documents < ENOUGH_DOCUMENTS:
         log.warning("the validation split has %s: its loss says little about other texts; %s", count(documents, "document"), fix)

@@ -139,11 +139,7 @@ def _walk(folder: Path, root: Path, exclude: Sequence[str]) -> Iterator[FoundFil
 
 
 def _file(path: Path, root: Path, real_folder: str = "") -> FoundFile:
-    """The entry of a file, built with few file system calls.
-
-    Args:
-        real_folder: its folder with all symbolic links resolved, if known.
-    """
+    """The entry of a file, built with few file system calls: `real_folder` is its folder without symbolic links, if known."""
     location, name = str(path), printable(path.relative_to(root).as_posix())
     real = os.path.realpath(path) if not real_folder or path.is_symlink() else f"{real_folder}/{path.name}"
     try:

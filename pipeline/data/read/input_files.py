@@ -86,11 +86,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class InputPart:
-    """A unit of work: consecutive spans in the order of the sources.
-
-    Attributes:
-        number: index of the part, independent of the number of ranks.
-    """
+    """A unit of work: consecutive spans in the order of the sources; its number is independent of the number of ranks."""
 
     number: int
     spans: tuple[Span, ...]

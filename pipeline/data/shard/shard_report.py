@@ -45,11 +45,7 @@ _BAD = ("file", "position", "reason", "lost_bytes")
 def build(
     counts: PartCounts, clusters: Clusters, excerpts: Excerpts, output: dict[str, Any], made_with: dict[str, Any], files: list[InputFile]
 ) -> dict[str, Any]:
-    """Build the report as a JSON object.
-
-    Args:
-        output: content of the shards: totals, languages, lengths, and percentiles of the scores.
-    """
+    """Build the report as JSON; `output` is what shards have: totals, languages, lengths, and percentiles of the scores."""
     written = output["corpora"]
     return {
         "settings": made_with,

@@ -120,11 +120,7 @@ class Spill:
 
 
 class Spilled:
-    """Reads the documents of one part. Rows are in shuffled order.
-
-    Args:
-        runs, index: of the Spill.
-    """
+    """Reads the documents of one part, whose rows are in shuffled order; `runs` and `index` are those of the Spill."""
 
     def __init__(self, descriptor: Callable[[], int], runs: Sequence[int], index: int, row: np.dtype, bands: int) -> None:
         self._descriptor, self.runs, self._row, self._bands = descriptor, runs, row, bands

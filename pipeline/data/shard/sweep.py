@@ -55,11 +55,7 @@ class Sweep:
         self._flags = {part: paragraphs.Flags(pool.stem(part)) for part in pool.mine} if dedup.paragraphs else {}
 
     def documents(self, shards: Sequence[ShardPlan]) -> Iterator[Swept]:
-        """Yield the documents of this rank's shard of a round, in shuffled order; of none if it has no shard. Collective.
-
-        Args:
-            shards: the shards of the round, one per rank, or fewer.
-        """
+        """Yield the documents, in shuffled order, of this rank's shard of a round, which has one per rank, or fewer. Collective."""
         pieces = max(1, -(-max(shard.text_bytes for shard in shards) // PIECE_BYTES))
         for piece in range(pieces):
             outgoing: list[_Piece | None] = [self._piece(shard, piece, pieces) for shard in shards]

@@ -24,11 +24,7 @@ SPLITS = ("train", "validation")
 
 
 def write(handle: IO[bytes], documents: Iterable[tuple[bytes, bytes]], per_member: int) -> None:
-    """Write a shard.
-
-    Args:
-        documents: (text, metadata as a JSON object).
-    """
+    """Write a shard of documents: (text, metadata as a JSON object)."""
     if per_member == 1:
         for number, (text, meta) in enumerate(documents):
             handle.write(tar.member(f"{number:08d}.txt", text))
@@ -58,11 +54,7 @@ def documents(shard: Path | IO[bytes]) -> Iterator[tuple[bytes, dict[str, Any]]]
 
 
 class Selection:
-    """Chooses documents by a condition on their fields (data.select).
-
-    Args:
-        text: manifest of the shards.
-    """
+    """Chooses documents by a condition on their fields (data.select); `text` is the manifest of the shards."""
 
     def __init__(self, condition: str, text: Manifest) -> None:
         self._condition, self._percentiles = Condition(condition), text.totals.get("scores", {})
@@ -128,11 +120,7 @@ def readable(folder: Path, text: Manifest, name: str) -> Iterator[tuple[bytes, d
 
 
 def totals(files: dict[str, dict[str, Any]], counted: tuple[str, ...]) -> dict[str, Any]:
-    """Sum fields of the shards of every split, and of every split of every corpus.
-
-    Args:
-        counted: fields of an entry; text_bytes is named bytes in the sum.
-    """
+    """Sum fields, of which text_bytes becomes bytes, of the shards of every split, and of every split of every corpus."""
 
     def sums(split: str, corpus: str | None) -> dict[str, int]:
         chosen = [e for e in files.values() if e.get("split") == split and corpus in (None, e["corpus"])]

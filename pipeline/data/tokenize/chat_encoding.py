@@ -19,11 +19,7 @@ Encoded = tuple[list[int], np.ndarray]
 
 
 class ChatEncoder:
-    """Encodes the texts of chat templates, which write special tokens as text.
-
-    Args:
-        tokenizer: without truncation and padding.
-    """
+    """Encodes the texts of chat templates, which write special tokens as text; the tokenizer has no truncation and padding."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -36,11 +32,7 @@ class ChatEncoder:
         self._adds_space = alone != within[len(before) :]
 
     def encode(self, texts: Sequence[tuple[str, Sequence[int]]]) -> list[Encoded]:
-        """Encode texts.
-
-        Args:
-            texts: each with the characters at which an answer begins, in order. No token extends over one of them.
-        """
+        """Encode texts, each with the characters at which an answer begins, in order. No token extends over one of them."""
         cuts = [[0, *(place for place in places if 0 < place < len(text)), len(text)] for text, places in texts]
         pieces = [text[first:last] for (text, _), bounds in zip(texts, cuts, strict=True) for first, last in pairwise(bounds)]
         starts = [first for bounds in cuts for first in bounds[:-1]]

@@ -45,11 +45,7 @@ def share(sizes: dict[str, int], rank: int, ranks: int) -> list[str]:
 
 
 class ShardWriter:
-    """Writes one token shard: add() appends documents, close() completes the file.
-
-    Args:
-        dtype: "<u2" or "<u4".
-    """
+    """Writes one token shard of "<u2" or "<u4": add() appends documents, close() completes the file."""
 
     def __init__(self, handle: IO[bytes], stem: str, dtype: np.dtype) -> None:
         self._handle, self._stem, self._dtype = handle, stem, dtype

@@ -120,11 +120,7 @@ def affixes(tokenizer: Tokenizer) -> Affixes:
 
 
 class PromptEncoder:
-    """Encodes prompts, completions and other texts that are no documents.
-
-    Attributes:
-        spelled: special token -> number of encoded texts that spell it.
-    """
+    """Encodes texts that are no documents, such as prompts; `spelled` counts, by special token, those that spell it."""
 
     def __init__(self, tokenizer: Tokenizer, around: Affixes | None = None, spelled: str = "text") -> None:
         """Keep a tokenizer of `load`, whose encode_special_tokens is set at each call.

@@ -98,11 +98,7 @@ def text_table(rows: list[Measurement]) -> str:
 
 
 def write(folder: Path, rows: list[Measurement], about: dict[str, Any]) -> list[Path]:
-    """Write report.json and report.html.
-
-    Args:
-        rows: results of measure(), that of the folder's tokenizer first.
-    """
+    """Write report.json and report.html of the results of measure(), that of the folder's tokenizer first."""
     content = {**about, "columns": COLUMNS, "tokenizers": rows}
     (folder / "report.json").write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(_page(rows, about), encoding="utf-8")

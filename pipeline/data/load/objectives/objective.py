@@ -134,11 +134,7 @@ class Objective(ABC):
         return {name: array.reshape(-1, length, *array.shape[2:]) for name, array in arrays.items()}
 
     def measures(self, sums: np.ndarray) -> dict[str, float]:  # noqa: ARG002
-        """What a validation reports besides the loss, by name.
-
-        Args:
-            sums: fp64 (self.sums,), over all sequences of the validation.
-        """
+        """What a validation reports besides the loss, by name; `sums` are fp64 (self.sums,), over all of its sequences."""
         return {}
 
 

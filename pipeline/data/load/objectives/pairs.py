@@ -30,11 +30,7 @@ _CHUNK_BYTES = 1 << 24
 
 
 class PairFiles:
-    """Random access to the text pairs of several files.
-
-    Attributes:
-        fingerprint: checksum of the content of all files.
-    """
+    """Random access to the text pairs of several files, of whose content `fingerprint` is a checksum."""
 
     def __init__(self, paths: Sequence[str], fields: tuple[str, str], key: str, share: tuple[int, int] = (0, 1)) -> None:
         """Index the lines and validate this rank's share of them.

@@ -114,11 +114,7 @@ def representable(record: Any) -> Any:
 
 
 def document_of_file(span: Span, options: ReadOptions, parse: Callable[[bytes], tuple[str, str]]) -> Iterator[Document | Bad]:
-    """Yield the document of a file that is a single one.
-
-    Args:
-        parse: content -> (text, title or ""); raises UnusableError.
-    """
+    """Yield the document of a file that is a single one; `parse` returns text and title, or raises UnusableError."""
     source = span.file
     with streams.open_bytes(source.path, span.section) as handle:
         raw = handle.read(options.document_bytes + 1)
