@@ -12,6 +12,7 @@ single tokens, without padding. Only attention is computed in groups of sequence
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.generation.pages import PAGE, PageTable
 from pipeline.generation.passes import Bias, Pass, SequenceGroup, grouped
 from pipeline.generation.recurrent_cache import CachedMixing
-from pipeline.layers.attention import Core, sdpa
+from pipeline.layers.attention import Core, CoreOptions, sdpa
 from pipeline.layers.mask import Mask
 from pipeline.layers.mla import LatentAttention
 from pipeline.layers.recurrent import RecurrentLayer, mix
@@ -184,17 +185,7 @@ class CachedAttention:
         self.source = self
         self.joined: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Unpack[CoreOptions]) -> Tensor:
         """See Core; k and v are those of the new tokens, (1, kv_heads, tokens, width)."""
         step = self.cache.step
         assert step is not None
@@ -206,14 +197,14 @@ class CachedAttention:
             new_q, new_k, new_v = group.split(q), group.split(k), group.split(v)
             if group.fresh:
                 core = self.core if group.count > 1 else sdpa  # cuDNN has no kernel for a single key
-                output = core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), window=window, scale=scale, sinks=sinks)
+                output = core(new_q, new_k, new_v, group.fresh_mask(mask, self.cache.bias), **options)
             else:
                 if index in joined:
                     keys, values = (torch.cat(pair, dim=2) for pair in zip(joined[index], (new_k, new_v), strict=True))
                 else:
                     keys, values = self.source._stored(index, group.longest)
                 over = group.mask(self.limit, mask, self.cache.bias, joined=index in joined)
-                output = attend(new_q, keys, values[..., : v.shape[3]], over, window=window, scale=scale, sinks=sinks)
+                output = attend(new_q, keys, values[..., : v.shape[3]], over, **options)
             outputs.append(group.join(output))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
@@ -276,24 +267,15 @@ def _resized(stored: Tensor, pages: int) -> Tensor:
     return larger
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Unpack[CoreOptions]) -> Tensor:
     """Attention of new tokens to stored ones, as Core.
 
     With one query, the query heads that share a key head are computed as its queries: keys and values are then not repeated.
     """
     shared, changed = q.shape[1] // k.shape[1], mask.slopes is not None or mask.bias is not None or mask.softcap is not None
-    if shared == 1 or q.shape[2] > 1 or changed or sinks is not None:
-        return sdpa(q, k, v, mask, window=window, scale=scale, sinks=sinks)
-    allowed = mask.visible(1, k.shape[2], q.device, window)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    if shared == 1 or q.shape[2] > 1 or changed or options.get("sinks") is not None:
+        return sdpa(q, k, v, mask, **options)
+    allowed = mask.visible(1, k.shape[2], q.device, options.get("window"))
+    scale = q.shape[3] ** -0.5 if (given := options.get("scale")) is None else given
     output = F.scaled_dot_product_attention(q.unflatten(1, (-1, shared)).squeeze(3), k, v, attn_mask=allowed, scale=scale)
     return output.flatten(1, 2).unsqueeze(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.generation.cache import KeyValueCache
 from pipeline.generation.passes import Pass
 from pipeline.generation.runner import Runner, pad
-from pipeline.layers.attention import Attention, AttentionContext, Core
+from pipeline.layers.attention import Attention, AttentionContext, Core, CoreOptions
 from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.linear import Projection
 from pipeline.layers.mask import Mask
@@ -142,16 +143,6 @@ class TokenByToken:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        *,
-        window: int | None = None,
-        scale: float | None = None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options: Unpack[CoreOptions]) -> Tensor:
         """See Core; q is (1, heads, tokens, width), k and v are (tokens, heads, keys, width)."""
-        return self.core(q.transpose(0, 2), k, v, mask, window=window, scale=scale, sinks=sinks).transpose(0, 2)
+        return self.core(q.transpose(0, 2), k, v, mask, **options).transpose(0, 2)

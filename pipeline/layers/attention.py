@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,14 @@ from pipeline.layers.rotary import RotaryTables, rotate
 Rope = Literal["global", "local", "none"]
 #: Keys (batch, kv_heads, keys, head_dim) and values (batch, kv_heads, keys, value_dim).
 KeysValues = tuple[Tensor, Tensor]
+
+
+class CoreOptions(TypedDict, total=False):
+    """The keyword arguments of a Core, for one that passes them on."""
+
+    window: int | None
+    scale: float | None
+    sinks: Tensor | None
 
 
 class Core(Protocol):

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.common import artifact
-from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError
 from pipeline.data.load.corpus import expanded
 from pipeline.data.load.samples import Samples
@@ -35,7 +34,8 @@ class DocumentLedger:
     """
 
     def __init__(self, samples: Samples, texts: Sequence[Path]) -> None:
-        self._samples, self._texts = samples, {artifact.fingerprint(manifest): (folder, manifest) for folder, manifest in _opened(texts)}
+        opened = [(folder, artifact.read(folder, key="stage.shards", stage="shard")) for folder in texts]
+        self._samples, self._texts = samples, {artifact.fingerprint(manifest): (folder, manifest) for folder, manifest in opened}
         self.shards: Sequence[Shard] = samples.stream.shards
         self._starts = np.cumsum([0, *(shard.entry["tokens"] for shard in self.shards)], dtype=np.int64)
         self._corpora = np.repeat(np.arange(len(samples.corpora)), [len(corpus.shards) for corpus in samples.corpora])
@@ -159,9 +159,3 @@ class DocumentQuery:
         if self._contains not in text:
             return False
         return all((value := fields.get(field)) is not None and match(str(value)) for field, match in self._patterns.items())
-
-
-def _opened(folders: Sequence[Path]) -> Iterator[tuple[Path, Manifest]]:
-    """Folders of text shards with their manifests."""
-    for folder in folders:
-        yield folder, artifact.read(folder, key="stage.shards", stage="shard")

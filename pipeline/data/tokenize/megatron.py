@@ -47,14 +47,7 @@ def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], pref
     binary, index = prefix.with_name(f"{prefix.name}.bin"), prefix.with_name(f"{prefix.name}.idx")
     with atomic_file(binary) as handle:
         for name, entry in zip(shards, entries, strict=True):
-            with open(folder / name, "rb") as shard:
-                shard.seek(entry["offset"])
-                remaining = entry["tokens"] * dtype.itemsize
-                while remaining:
-                    block = shard.read(min(remaining, 1 << 24))
-                    assert block, "the shard is shorter than its manifest entry"
-                    remaining -= len(block)
-                    handle.write(block)
+            handle.write(token_shards.ids(folder / name, entry).data)  # mapped, not read at once
     documents = sum(entry["documents"] for entry in entries)
     with atomic_file(index) as handle:
         handle.write(_HEADER.pack(_MAGIC, _VERSION, _CODES[dtype.name], documents, documents + 1))
