@@ -30,12 +30,7 @@ def member(name: str, data: bytes) -> bytes:
 
 
 def header(name: str, size: int) -> bytes:
-    """The header block of a member.
-
-    Args:
-        name: ASCII, at most 100 characters.
-        size: bytes of the content.
-    """
+    """The header block of a member with a name of at most 100 ASCII characters, and `size` bytes of content."""
     encoded = name.encode("ascii")
     assert len(encoded) <= 100
     assert size <= MAX_MEMBER_BYTES

@@ -19,12 +19,7 @@ BATCH_COMPLETIONS = 32
 
 
 class Scored(NamedTuple):
-    """The score of a continuation.
-
-    Attributes:
-        value: its log-likelihood given its context, in nats.
-        greedy: whether greedy decoding would write it.
-    """
+    """The log-likelihood of a continuation given its context, in nats, and whether greedy decoding would write it."""
 
     value: float
     greedy: bool

@@ -98,12 +98,7 @@ def text_table(results: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Order:
-    """What rank 0 asks for.
-
-    Attributes:
-        items: to compute; None at the end.
-        problems: why rank 0 has stopped.
-    """
+    """What rank 0 asks for: items to compute, None at the end; and why it has stopped."""
 
     items: Sequence[Any] | None
     options: dict[str, Any] = field(default_factory=dict)

@@ -35,14 +35,9 @@ class Search:
     done: bool = False
 
     def advance(self, candidates: Iterable[tuple[float, int, int]], ends: frozenset[int], length_penalty: float) -> list[int]:
-        """Extend the beams by a token.
+        """Extend the beams by a token; returns the beam that each of the new beams continues.
 
-        Args:
-            candidates: (score, beam, token) of the best 2 x beams continuations, the best first.
-            length_penalty: exponent of the length.
-
-        Returns:
-            The beam that each of the new beams continues.
+        Candidates are (score, beam, token) of the best 2 x beams continuations, the best first.
         """
         beams, length = len(self.running), len(self.running[0]) + 1
         following: list[tuple[float, int, int]] = []

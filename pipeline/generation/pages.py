@@ -24,11 +24,7 @@ SLACK = 16
 class PageTable:
     """The pages of some sequences, for all layers with the same limit.
 
-    Args:
-        limit: maximum number of slots of a sequence, a ring of its last tokens; None for no limit.
-
-    Attributes:
-        size: number of pages of the pools.
+    `limit` is the maximum number of slots of a sequence, a ring of its last tokens, None for no limit; `size` the pages of the pools.
     """
 
     def __init__(self, rows: int, limit: int | None) -> None:

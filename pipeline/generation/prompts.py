@@ -33,12 +33,7 @@ LARGEST = 8
 
 @dataclass(frozen=True)
 class Prompt:
-    """A line of the file.
-
-    Attributes:
-        line: number of the line, from 1.
-        text: the text that a template made, None without a template.
-    """
+    """A line of the file, numbered from 1; `text` is what a template made of it, None without a template."""
 
     line: int
     fields: dict[str, Any]

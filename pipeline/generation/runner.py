@@ -98,14 +98,9 @@ class Runner:
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], wanted: Sequence[int] | None = None) -> Tensor:
-        """Compute the logits that follow new tokens.
+        """Compute the logits that follow the new tokens of each sequence, at least one.
 
-        Args:
-            tokens: the new tokens of each sequence, at least one.
-            wanted: of how many of the last tokens of each sequence logits are returned; 1 when None.
-
-        Returns:
-            (sum of wanted, vocabulary), in the order of the sequences.
+        `wanted` is of how many of the last tokens of each sequence logits are returned, 1 when None: (sum of wanted, vocabulary).
         """
         if self.rounds is not None:
             self.rounds.begin()

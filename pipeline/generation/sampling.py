@@ -108,14 +108,9 @@ def penalize(logits: Tensor, penalty: float, seen: Tensor | None) -> Tensor:
 
 
 def draw(probabilities: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Draw a token from each distribution by inversion: the first whose cumulative probability exceeds the random number.
+    """Draw a token, int64 (batch,), from distributions, (batch, vocabulary), not necessarily normalized, by inversion.
 
-    Args:
-        probabilities: (batch, vocabulary), not necessarily normalized.
-        uniforms: a random number in [0, 1) for each distribution.
-
-    Returns:
-        int64 (batch,).
+    It is the first whose cumulative probability exceeds the uniform, a random number in [0, 1) for each distribution.
     """
     cumulative = probabilities.double().cumsum(dim=1)
     numbers = torch.tensor(uniforms, dtype=torch.float64, device=probabilities.device)[:, None]

@@ -75,14 +75,9 @@ class ChosenWords:
 
 
 def grouped(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Find the hashes that occur several times in their text.
+    """Find the hashes, (n,) uint64, that occur several times in their text, (n,) its index.
 
-    Args:
-        hashes: (n,) uint64.
-        texts: (n,) index of the text of each.
-
-    Returns:
-        (the positions of these hashes with equal ones of one text together, the start of every such group).
+    Returns the positions of these hashes with equal ones of one text together, and the start of every such group.
     """
     keys = hashes ^ mix(texts.astype(np.uint64)) if len(texts) and texts.any() else hashes  # all of the first text
     order = np.argsort(keys)

@@ -146,13 +146,9 @@ def _with_predecessors(comm: Comm, rows: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _bucket_pairs(rows: np.ndarray, preceding: int) -> np.ndarray:
-    """Pair each document with the first of its bucket and with its predecessor, in sorted rows.
+    """Pair each document with the first of its bucket and with its predecessor, in sorted rows: (m,) _PAIR.
 
-    Args:
-        preceding: number of rows of lower ranks, which are paired there.
-
-    Returns:
-        (m,) _PAIR, except pairs of two documents of other corpora.
+    The first `preceding` rows are of lower ranks, and are paired there. Pairs of two documents of other corpora are left out.
     """
     later, first = repeated_rows(rows["hash"])
     third = later[first != later - 1]  # of a second document, the first one and the predecessor are the same

@@ -66,13 +66,9 @@ class BlendSchedule:
         return corpora, ordinals
 
     def numbers(self, corpus: int, ordinals: np.ndarray) -> np.ndarray:
-        """The inverse of locate.
+        """The inverse of locate: the samples with these numbers within a corpus, (n,) int64 -> (n,) int64.
 
-        Args:
-            ordinals: (n,) int64, numbers of samples within the corpus.
-
-        Returns:
-            (n,) int64, the sample with each of these numbers; -1 if the corpus ends before it, with weight 0 in the last phase.
+        -1 if the corpus ends before it, with weight 0 in the last phase.
         """
         samples = np.full_like(ordinals, -1)
         phases = np.searchsorted(self._before[:, corpus], ordinals, side="right") - 1

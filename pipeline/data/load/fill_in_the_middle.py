@@ -37,14 +37,9 @@ class Infill:
     bos: int | None = None
 
     def apply(self, tokens: np.ndarray, samples: np.ndarray) -> np.ndarray:
-        """Transform samples. Each transformed document grows by three sentinels; tokens beyond the end of the sample are dropped.
+        """Transform samples, (n, sequence_length + 1); `samples`, (n,) their indices, seed the random numbers.
 
-        Args:
-            tokens: (n, sequence_length + 1).
-            samples: (n,) sample indices, which seed the random numbers.
-
-        Returns:
-            (n, sequence_length + 1) in the dtype of `tokens`.
+        Each transformed document grows by three sentinels; tokens beyond the end of the sample are dropped.
         """
         changed = np.empty_like(tokens)
         for row, source, sample in zip(changed, tokens, samples.tolist(), strict=True):
@@ -73,14 +68,9 @@ class Infill:
                 return
 
     def _permute_document(self, document: np.ndarray, split_a: float, split_b: float, *, suffix_first: bool) -> np.ndarray:
-        """A document with its middle last, in PSM or SPM order.
+        """A document with its middle last, in PSM or SPM order: (tokens,) -> (tokens + SENTINELS,).
 
-        Args:
-            document: (tokens,).
-            split_a, split_b: where it is split, as fractions of its length, in any order.
-
-        Returns:
-            (tokens + SENTINELS,).
+        It is split at split_a and split_b, which are fractions of its length, in any order.
         """
         low, high = sorted(int(fraction * (len(document) + 1)) for fraction in (split_a, split_b))
         prefix, middle, suffix = document[:low], document[low:high], document[high:]

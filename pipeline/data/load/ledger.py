@@ -42,13 +42,9 @@ class DocumentLedger:
         self._ends_of = lru_cache(maxsize=64)(lambda number: token_shards.ends(self.shards[number].path, self.shards[number].entry))
 
     def documents(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the documents of samples.
+        """The documents of samples: int64 (4, parts), in the order of the tokens, of (n,) int64 sample numbers.
 
-        Args:
-            numbers: (n,) int64, sample numbers.
-
-        Returns:
-            int64 (4, parts): the row in `numbers`, the shard, the document in it, and its tokens in the sample; in the order of the tokens.
+        The rows are the row in `numbers`, the shard, the document in it, and its tokens in the sample.
         """
         rows, starts, lengths = self._samples.ranges(numbers)
         ends = starts + lengths
@@ -71,14 +67,9 @@ class DocumentLedger:
         return joined[:4, np.argsort(joined[4], kind="stable")]
 
     def samples_of(self, shard: int, documents: np.ndarray, limit: int) -> np.ndarray:
-        """Return the samples that have tokens of documents, the inverse of `documents`.
+        """The samples below `limit` that have tokens of documents of a shard, (n,) int64: the inverse of `documents`.
 
-        Args:
-            documents: (n,) int64, documents in it.
-            limit: samples from this one on are left out.
-
-        Returns:
-            int64 (3, parts): the row in `documents`, the sample, and the tokens of the document in it.
+        int64 (3, parts): the row in `documents`, the sample, and the tokens of the document in it.
         """
         bounds, corpus = self._ends_of(shard), int(self._corpora[shard])
         ends = bounds[documents] + self._starts[shard]

@@ -18,13 +18,9 @@ from pipeline.data.load.token_stream import TokenStream
 
 
 def document_ids(tokens: np.ndarray, end_of_document: int) -> np.ndarray:
-    """The document of each token, counted from 0 within its sequence. The end-of-document token belongs to the document that it closes.
+    """The document of each token, counted from 0 within its sequence: (batch, sequence) tokens -> (batch, sequence) int32.
 
-    Args:
-        tokens: (batch, sequence) input tokens.
-
-    Returns:
-        (batch, sequence) int32.
+    The end-of-document token belongs to the document that it closes.
     """
     ids = np.zeros(tokens.shape, dtype=np.int32)
     np.cumsum(tokens[:, :-1] == end_of_document, axis=1, out=ids[:, 1:])
@@ -130,12 +126,7 @@ def split_long(positions: np.ndarray, lengths: np.ndarray, capacity: int) -> tup
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Best-fit decreasing bin packing: longest chunk first, each into the sequence with the least remaining space that is sufficient.
 
-    Args:
-        lengths: (chunks,) from 1 to capacity.
-        capacity: tokens per sequence.
-
-    Returns:
-        (chunks,) int64, the sequence of each chunk, numbered from 0.
+    (chunks,) lengths from 1 to `capacity` tokens -> (chunks,) int64, the sequence of each chunk, numbered from 0.
     """
     chosen = np.empty(len(lengths), dtype=np.int64)
     by_space: dict[int, list[int]] = {}  # remaining space -> the sequences that have it

@@ -22,14 +22,9 @@ _POWERS = _ONE << np.arange(63, dtype=np.uint64)
 
 
 def permute(values: np.ndarray, size: int | np.ndarray, seed: int | np.ndarray, epoch: int | np.ndarray) -> np.ndarray:
-    """The images of `values` under the permutation of 0..size-1 that is keyed by (seed, epoch).
+    """The images, (n,) int64, of integers, (n,), under the permutation of 0..size-1 that is keyed by (seed, epoch).
 
-    Args:
-        values: (n,) integers in 0..size-1.
-        size: of the permutation; a scalar, or (n,) with one size per value. The same holds for seed and epoch.
-
-    Returns:
-        (n,) int64.
+    Size, seed and epoch are scalars, or (n,) with one per value.
     """
     return _walked(_encrypt, values, size, seed, epoch)
 
@@ -88,14 +83,9 @@ def _decrypt(values: np.ndarray, bits: np.ndarray, keys: list[np.ndarray]) -> np
 
 
 def random_words(*numbers: int | np.ndarray, count: int) -> list[np.ndarray]:
-    """Counter-based random numbers: the SplitMix64 stream of a state that is hashed from `numbers`.
+    """Counter-based random numbers: `count` words of the SplitMix64 stream of each state that is hashed from scalars or arrays (n,).
 
-    Args:
-        numbers: scalars, or arrays (n,).
-        count: words to draw per state.
-
-    Returns:
-        `count` arrays of uint64, each (n,), or (1,) if all numbers are scalars.
+    `count` arrays of uint64, each (n,), or (1,) if all numbers are scalars.
     """
     golden = np.uint64(0x9E3779B97F4A7C15)
     state = np.zeros(1, dtype=np.uint64)

@@ -101,13 +101,9 @@ class Samples(Dataset):
         return ordinals % self._runs[corpora] == 0
 
     def sequences(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return which sequences samples are: every sequence of a corpus once in each epoch.
+        """Return which sequences samples, (n,) int64, are: every sequence of a corpus once in each epoch.
 
-        Args:
-            indices: (n,) int64, at least 0.
-
-        Returns:
-            The corpus and the epoch of each sample, (n,) or (1,) int64 if all are the same, and its sequence in the corpus, (n,) int64.
+        The corpus and the epoch of each sample, (n,) or (1,) int64 if all are the same, and its sequence in the corpus, (n,) int64.
         """
         corpora, ordinals = self._located(indices)
         runs = self._runs[corpora]
@@ -121,14 +117,9 @@ class Samples(Dataset):
         return corpora, epochs, texts * runs + places
 
     def reading(self, corpus: int, sequences: np.ndarray, limit: int) -> np.ndarray:
-        """Return which samples are these sequences, the inverse of `sequences`.
+        """Return which samples below `limit` are these sequences of a corpus, (n,) int64: the inverse of `sequences`.
 
-        Args:
-            sequences: (n,) int64, numbers of sequences within it.
-            limit: samples from this one on are left out.
-
-        Returns:
-            int64 (2, n): the row in `sequences`, and the sample.
+        int64 (2, n): the row in `sequences`, and the sample.
         """
         run, seed = self._runs[corpus], self._seeds[corpus]
         count = int(self.counts[corpus] // run)

@@ -94,14 +94,9 @@ class TokenStream:
         return np.frombuffer(joined, self.dtype).reshape(len(positions), length)
 
     def read_ranges(self, positions: np.ndarray, lengths: np.ndarray) -> list[bytes]:
-        """Read ranges of any lengths. Raises the errors of read.
+        """The bytes of ranges in the stream's dtype: positions of their first tokens, (n,) int64, and tokens of each, (n,) int64.
 
-        Args:
-            positions: (n,) int64, the first token of each range in the stream.
-            lengths: (n,) int64, tokens of each range.
-
-        Returns:
-            The bytes of each range, in the stream's dtype.
+        Raises the errors of read.
         """
         self._verifier.check()
         shards = np.searchsorted(self._starts, positions, side="right") - 1

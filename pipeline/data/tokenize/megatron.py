@@ -36,11 +36,7 @@ BLOCK_TOKENS = 1 << 22
 def write(folder: Path, manifest: artifact.Manifest, shards: Sequence[str], prefix: Path) -> dict[str, dict[str, Any]]:
     """Write token shards as one indexed dataset with one sequence per document, end-of-document tokens included.
 
-    Args:
-        prefix: path of both files, without .bin and .idx.
-
-    Returns:
-        File name -> its manifest entry.
+    `prefix` is the path of both files without .bin and .idx. Returns file name -> its manifest entry.
     """
     entries = [manifest.files[name] for name in shards]
     dtype = np.dtype(manifest.totals["dtype"])

@@ -112,25 +112,13 @@ class Objective(ABC):
 
     @abstractmethod
     def arrays(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The inputs and targets of samples.
+        """The inputs and targets of samples, by their numbers (n,).
 
-        Args:
-            indices: (n,) sample numbers.
-
-        Returns:
-            "tokens" and the other entries of a Batch (layers/batch.py) that this objective has, n rows each, in any integer type.
+        "tokens" and the other entries of a Batch (layers/batch.py) that this objective has, n rows each, in any integer type.
         """
 
     def joined(self, arrays: dict[str, np.ndarray], indices: np.ndarray, length: int) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """Join the arrays of samples in a row to sequences of several samples.
-
-        Args:
-            indices: (n,) sample numbers.
-            length: tokens of a sequence, a multiple of those of a sample.
-
-        Returns:
-            The same entries, with rows of `length`.
-        """
+        """Join the arrays of samples in a row, (n,) `indices`, to sequences of several: the same entries, with rows of `length` tokens."""
         return {name: array.reshape(-1, length, *array.shape[2:]) for name, array in arrays.items()}
 
     def measures(self, sums: np.ndarray) -> dict[str, float]:  # noqa: ARG002

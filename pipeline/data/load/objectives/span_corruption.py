@@ -24,12 +24,7 @@ from pipeline.data.load.samples import Samples
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of a sample.
-
-    Attributes:
-        removed: tokens that the decoder predicts.
-        spans: number of removed spans, each preceded by a kept span.
-    """
+    """Lengths of a sample: `removed` tokens, which the decoder predicts, in `spans`, each preceded by a kept one."""
 
     text: int
     removed: int
@@ -139,14 +134,9 @@ class SpanCorruption(TokenShardObjective):
 
 
 def partitions(items: int, parts: int, samples: np.ndarray, seed: int) -> np.ndarray:
-    """Random lengths of at least 1 that sum to `items`, uniform over all such partitions.
+    """Random lengths of at least 1 that sum to `items`, uniform over all such partitions: int64 (n, parts), parts <= items.
 
-    Args:
-        parts: lengths per partition, at most `items`.
-        samples: (n,) sample numbers, which seed the choice together with `seed`.
-
-    Returns:
-        int64 (n, parts).
+    The sample numbers, (n,), seed the choice together with `seed`.
     """
     gaps = items - 1
     words = random_words(seed, np.repeat(samples, gaps), np.tile(np.arange(gaps), len(samples)), count=1)[0]

@@ -41,12 +41,7 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
 def documents(
     source: InputFile, batches: Iterable[pa.RecordBatch], row: int, stored_bytes: int, options: ReadOptions
 ) -> Iterator[Document | Bad]:
-    """Yield the documents of batches, up to damage.
-
-    Args:
-        row: number of the first row.
-        stored_bytes: of the batches.
-    """
+    """Yield the documents of batches of so many stored bytes, from row `row` on, up to damage."""
     try:
         for batch in batches:
             for record in records(batch):
