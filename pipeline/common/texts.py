@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+Text = TypeVar("Text", str, bytes)
 
 
 def table_lines(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -33,6 +36,20 @@ def first_names(names: Sequence[object], most: int, separator: str = ", ", last:
     """
     named = separator.join(map(str, names[:most]))
     return f"{named}{last}{len(names) - most} more" if len(names) > most else named
+
+
+def in_batches(texts: Iterable[Text], size: int) -> Iterator[list[Text]]:
+    """Yield texts in batches, each of which ends with the text that reaches a size."""
+    batch: list[Text] = []
+    collected = 0
+    for text in texts:
+        batch.append(text)
+        collected += len(text)
+        if collected >= size:
+            yield batch
+            batch, collected = [], 0
+    if batch:
+        yield batch
 
 
 def count(number: int | None, noun: str) -> str:

@@ -182,18 +182,20 @@ def load(name: str, key: str) -> FastText:
 
 def _numbers(file: IO[bytes], form: str) -> tuple[int, ...]:
     """Read numbers."""
-    content = file.read(struct.calcsize(form))
-    if len(content) < struct.calcsize(form):
+    return struct.unpack(form, _read(file, struct.calcsize(form)))
+
+
+def _read(file: IO[bytes], size: int) -> bytes:
+    """Read bytes."""
+    if len(content := file.read(size)) < size:
         raise ValueError("it is cut")
-    return struct.unpack(form, content)
+    return content
 
 
 def _entry(file: IO[bytes]) -> tuple[bytes, int]:
     """Read a word or label, and how often it was counted."""
     characters = bytearray()
-    while (character := file.read(1)) != b"\0":
-        if not character:
-            raise ValueError("it is cut")
+    while (character := _read(file, 1)) != b"\0":
         characters += character
     times, _ = _numbers(file, "<qb")
     return bytes(characters), times
@@ -201,10 +203,7 @@ def _entry(file: IO[bytes]) -> tuple[bytes, int]:
 
 def _array(file: IO[bytes], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """Read an array."""
-    size = int(np.dtype(dtype).itemsize * np.prod(shape))
-    if len(content := file.read(size)) < size:
-        raise ValueError("it is cut")
-    return np.frombuffer(content, dtype).reshape(shape)
+    return np.frombuffer(_read(file, int(np.dtype(dtype).itemsize * np.prod(shape))), dtype).reshape(shape)
 
 
 def _mapped(file: IO[bytes]) -> np.ndarray:

@@ -13,6 +13,7 @@ from itertools import chain
 import numpy as np
 from rensa import RMinHash
 
+from pipeline.common.texts import in_batches
 from pipeline.data.words import Words, mix, ngrams
 
 SEED = 1
@@ -86,15 +87,9 @@ def estimated_jaccard(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def shingle_sets(texts: Sequence[str], length: int) -> list[np.ndarray]:
     """The distinct shingles of every text, sorted: uint64 arrays."""
     blocks: list[np.ndarray] = []
-    batch: list[str] = []
-    characters = 0
-    for number, text in enumerate(texts, 1):
-        batch.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS or number == len(texts):
-            flat, offsets = shingles(Words(batch), length)
-            blocks += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
-            batch, characters = [], 0
+    for batch in in_batches(texts, _CHARACTERS):
+        flat, offsets = shingles(Words(batch), length)
+        blocks += [np.unique(part) for part in np.split(flat, offsets[1:-1])]
     return blocks
 
 

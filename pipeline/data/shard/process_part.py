@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from pipeline.common.atomic_files import atomic_file
 from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
@@ -113,9 +114,12 @@ def process(
         advance: called with the number of input bytes that have been processed.
     """
     counts, rows = PartCounts(notes=cleaner.notes), row_type(permutations(dedup))
-    spill = Spill(stem.with_suffix(SUFFIX), rows, dedup.bands if dedup.near else 0)
     try:
-        with dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add:
+        with (
+            atomic_file(stem.with_suffix(SUFFIX)) as handle,
+            dropped.writer(stem.with_suffix(dropped.BY_CLEANING)) if save_dropped else nullcontext() as add,
+        ):
+            spill = Spill(handle, rows, dedup.bands if dedup.near else 0)
 
             def save(document: Document, step: str, reason: str, text: str, language: str) -> None:
                 for groups, group in ((counts.lost, document.corpus), (counts.languages, language)):
@@ -126,14 +130,12 @@ def process(
             for batch in batches(_documents(part, options, counts, advance, verify)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
                 del batch  # before the next one is read, which may be large too
-        spill.close()
-    except BaseException as error:
-        spill.discard(error)
-        if verify or not isinstance(error, CheckError):
-            raise
-    else:
-        counts.runs, counts.index = spill.runs, spill.index
+            spill.close()
+            counts.runs, counts.index = spill.runs, spill.index
         return counts
+    except CheckError:
+        if verify:
+            raise
     return process(part, stem, options, cleaner, order, dedup, lambda _: None, save_dropped=save_dropped, verify=True)
 
 

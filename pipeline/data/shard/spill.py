@@ -11,13 +11,10 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import orjson
-
-from pipeline.common.atomic_files import atomic_file
 
 SUFFIX = ".spill"
 
@@ -51,10 +48,8 @@ class Spill:
         index: offset of the index.
     """
 
-    def __init__(self, path: Path, row: np.dtype, bands: int) -> None:
-        self._row, self._bands = row, bands
-        self._file = atomic_file(path)
-        self._handle = self._file.__enter__()
+    def __init__(self, handle: IO[bytes], row: np.dtype, bands: int) -> None:
+        self._handle, self._row, self._bands = handle, row, bands
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._records: list[bytes | bytearray] = []
         self._collected = self.index = 0
@@ -91,15 +86,6 @@ class Spill:
         hashes = np.concatenate([np.zeros((self._bands, 0), dtype="<u8"), *self._hashes], axis=1)
         for array in (keys, rows, np.argsort(rows["number"]).astype("<u4"), hashes):
             self._handle.write(np.ascontiguousarray(array).tobytes())
-        self._file.__exit__(None, None, None)
-
-    def discard(self, error: BaseException) -> None:
-        """Remove the partial file."""
-        try:
-            self._file.__exit__(type(error), error, error.__traceback__)
-        except BaseException as raised:
-            if raised is not error:
-                raise
 
     def _write_run(self) -> None:
         if not self._records:

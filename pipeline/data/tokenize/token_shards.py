@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -23,6 +23,7 @@ import numpy as np
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import balanced
+from pipeline.common.texts import in_batches
 from pipeline.data import tar
 from pipeline.data.shard import text_shards
 from pipeline.data.tokenize.encoders import EXCERPT, BatchEncoder
@@ -119,7 +120,8 @@ def write(
     with atomic_file(path) as handle:
         writer = ShardWriter(handle, path.name.removesuffix(".tar"), encoder.dtype)
         with artifact.open_verified(shards, text, name) as shard:
-            for batch in _batches(content for content, _ in text_shards.tokenized(text_shards.documents(shard), settings, text)):
+            documents = text_shards.tokenized(text_shards.documents(shard), settings, text)
+            for batch in in_batches((content for content, _ in documents), BATCH_BYTES):
                 ids, lengths = engine.encode([document.decode("utf-8") for document in batch])
                 writer.add(*_closed(ids.astype(encoder.dtype), lengths, encoder))
                 done = sum(map(len, batch))
@@ -173,20 +175,6 @@ def ends(path: Path, entry: dict[str, Any]) -> np.ndarray:
 def totals(files: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Count shards, documents, bytes of text and tokens: per split, and under "corpora" per split of each corpus."""
     return text_shards.totals(files, ("documents", "text_bytes", "tokens"))
-
-
-def _batches(texts: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Group documents into batches of about BATCH_BYTES."""
-    batch: list[bytes] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _npy_header(dtype: np.dtype, count: int) -> bytes:
