@@ -65,8 +65,15 @@ def write(
         handle.write("\n")
     written: list[dict[str, Any]] = []
     while (recorded := read_records(run_dir)) != written:  # another job of the same array may have added a record
-        written = recorded
-        _write_table(run_dir, recorded)
+        written, rows, folder = recorded, _rows(recorded), run_dir / FOLDER
+        columns = columns_of(rows)
+        with atomic_file(folder / TABLE, "w") as handle:
+            table = csv.writer(handle, lineterminator="\n")
+            table.writerow(["step", *columns])
+            table.writerows([step, *(row.get(name, "") for name in columns)] for step, row in rows.items())
+        cells = [[step, *(f"{row[name]:.4f}" if name in row else "-" for name in columns)] for step, row in rows.items()]
+        with atomic_file(folder / REPORT, "w") as handle:
+            handle.write(render(run_dir, recorded, (["step", *columns], cells)))
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
@@ -96,19 +103,6 @@ def columns_of(rows: dict[int, dict[str, float]]) -> list[str]:
     """Return the columns of the table; numbers that describe a task are not scores."""
     names = dict.fromkeys(name for row in rows.values() for name in row)
     return [name for name in names if not name.endswith(tuple(f" {note}" for note in NOTES))]
-
-
-def _write_table(run_dir: Path, records: Sequence[dict[str, Any]]) -> None:
-    """Write the table as CSV, and with the charts as a page."""
-    rows, folder = _rows(records), run_dir / FOLDER
-    columns = columns_of(rows)
-    with atomic_file(folder / TABLE, "w") as handle:
-        writer = csv.writer(handle, lineterminator="\n")
-        writer.writerow(["step", *columns])
-        writer.writerows([step, *(row.get(name, "") for name in columns)] for step, row in rows.items())
-    cells = [[step, *(f"{row[name]:.4f}" if name in row else "-" for name in columns)] for step, row in rows.items()]
-    with atomic_file(folder / REPORT, "w") as handle:
-        handle.write(render(run_dir, records, (["step", *columns], cells)))
 
 
 #: Name of the scores of the full validation split.

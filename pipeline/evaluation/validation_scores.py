@@ -73,7 +73,11 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
     objective = registry.objective_of(config) if stage.stride is None else Sliding
     whole, corpora = objective.open_validation(config, share), objective.open_validation_corpora(config, share)
     if whole is None:
-        raise _no_sample(config)
+        key = registry.objective_of(config).data_key.replace("train", "validation")
+        if key != "data.tokens":
+            raise UserError.of(key, [], "names no file", "name files of lines that training has not seen")
+        rule, fix = "has a validation split shorter than training.sequence_length", "run stage=shard with a larger data.validation_fraction"
+        raise UserError.of(key, config.data.tokens, rule, fix)
     registry.check_vocabulary(config, whole, share[0])
     registry.warn_of_few_documents(whole, share[0])
     corpora = corpora if len(corpora) > 1 else {}
@@ -82,15 +86,6 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
         pseudo_corpora = PseudoLikelihood.open_validation_corpora(config, share) if corpora else {}
         pseudo = {"": PseudoLikelihood.open_validation(config, share), **pseudo_corpora}
     return ValidationData(whole, {"": whole, **corpora}, pseudo)
-
-
-def _no_sample(config: RunConfig) -> UserError:
-    """The error of a validation split without a sample."""
-    key = registry.objective_of(config).data_key.replace("train", "validation")
-    if key != "data.tokens":
-        return UserError.of(key, [], "names no file", "name files of lines that training has not seen")
-    rule = "has a validation split shorter than training.sequence_length"
-    return UserError.of(key, config.data.tokens, rule, "run stage=shard with a larger data.validation_fraction")
 
 
 def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, Any]:

@@ -406,7 +406,7 @@ def test_signatures_that_cannot_be_compared_are_refused(tmp_path):
     ],
 )
 def test_urls_of_one_page_are_equal(one, other, same):
-    first, second = exact.url_keys([one, other])
+    first, second = exact.keys(map(exact.normal_url, [one, other]))
     assert np.array_equal(first, second) == same
 
 

@@ -90,7 +90,6 @@ class StepCounts:
         """Keep the documents whose hashes are among the lowest as examples.
 
         Args:
-            changes: what the step does to the documents of a batch.
             shown_as: what examples show of texts. It takes long, so that it is called once, with the texts that may be shown.
         """
         ranked = [(xxhash.xxh3_64_intdigest(change.identity.encode("utf-8", "surrogatepass")), change) for change in changes]

@@ -200,7 +200,13 @@ def _listed(comm: Comm, heads: np.ndarray, members: np.ndarray) -> list[Cluster]
         largest = largest[np.lexsort((largest["kept"], -largest["size"]))[:LISTED]]
     largest = comm.bcast(largest)
     shown = _first_members(comm, largest["kept"], members)
-    described = [_described(*entry) for entry in zip(largest, shown, strict=True)] if comm.rank == 0 else None
+    if comm.rank != 0:
+        return comm.bcast(None)
+    described = []
+    for head, rows in zip(largest, shown, strict=True):
+        kept, kind = int(head["kept"]), "near" if head["near"] else "exact"
+        dropped, jaccard = rows["right"].tolist(), rows["jaccard"].tolist()
+        described.append(Cluster(kept if kept >= 0 else None, dropped, jaccard, 1 + int(head["size"]), kind))
     return comm.bcast(described)
 
 
@@ -224,10 +230,3 @@ def _first_members(comm: Comm, chosen: np.ndarray, members: np.ndarray) -> list[
     table = first(exchange(comm, table, np.zeros(len(table), dtype=np.int64)))
     bounds = np.searchsorted(table["cluster"], np.arange(len(chosen) + 1))
     return [table["row"][start:stop] for start, stop in itertools.pairwise(bounds)]
-
-
-def _described(head: np.void, members: np.ndarray) -> Cluster:
-    """Build the report entry of a cluster."""
-    kept = int(head["kept"])
-    dropped, jaccard = members["right"].tolist(), members["jaccard"].tolist()
-    return Cluster(kept if kept >= 0 else None, dropped, jaccard, 1 + int(head["size"]), "near" if head["near"] else "exact")

@@ -46,7 +46,7 @@ class Documents:
     Attributes:
         numbers: (n,) int64, from 0 on.
         lengths: (n,) int64, characters of text; the longest document of a cluster is kept, the lowest number among equals.
-        keys: (n, 2) uint64, equal for exact duplicates (exact.keys of the texts, or exact.url_keys).
+        keys: (n, 2) uint64, equal for exact duplicates (exact.keys of the texts, or of the URLs).
         bands: returns the hashes of a band, (n,) uint64, minhash.NO_BAND for a document without words; None compares keys only.
         signatures: returns (m, permutations) uint32 for indices of documents; only called with dedup.against.
         read: returns texts of these documents by their numbers.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -40,11 +40,6 @@ def keys(texts: Iterable[str]) -> np.ndarray:
 def keys_of_bytes(texts: Iterable[bytes | bytearray]) -> np.ndarray:
     """xxh3_128 of every text, encoded as UTF-8: (n, 2) uint64."""
     return np.frombuffer(b"".join(map(xxhash.xxh3_128_digest, texts)), dtype="<u8").reshape(-1, 2)
-
-
-def url_keys(urls: Sequence[str]) -> np.ndarray:
-    """xxh3_128 of every URL after normal_url: (n, 2) uint64."""
-    return keys(map(normal_url, urls))
 
 
 def normal_url(url: str) -> str:

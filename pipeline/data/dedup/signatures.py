@@ -71,7 +71,13 @@ def load(comm: Comm, settings: DedupConfig) -> Known:
     parts = [Known.nothing(settings.permutations)]
     for number, (folder, manifest, name) in list(enumerate(files))[comm.rank :: comm.size]:
         artifact.verify_files(folder, manifest, [name])
-        keys, signatures = _read(folder / name, settings)
+        with safe_open(folder / name, "numpy") as content:
+            made = content.metadata()["made"]
+            if made != _description(settings):
+                fix = f"shard {folder} again with these settings, or set dedup.shingle, dedup.bands and dedup.rows to those of the folder"
+                rule = f"contains signatures computed with {made}; required: {_description(settings)}"
+                raise UserError.of("dedup.against", folder / name, rule, fix)
+            keys, signatures = content.get_tensor("keys"), content.get_tensor("signatures")
         parts.append(Known(_FIRST + (number << _FILE_BITS) + np.arange(len(keys)), keys, signatures))
     columns = [[vars(part)[name] for part in parts] for name in ("numbers", "keys", "signatures")]
     return Known(*map(np.concatenate, columns))
@@ -88,17 +94,6 @@ def _signature_files(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]
             raise UserError.of("dedup.against", folder, "contains no signatures", fix)
         loaded += [(folder, manifest, name) for name in names]
     return loaded
-
-
-def _read(path: Path, settings: DedupConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and signatures of a file."""
-    with safe_open(path, "numpy") as content:
-        made = content.metadata()["made"]
-        if made != _description(settings):
-            fix = f"shard {path.parent} again with these settings, or set dedup.shingle, dedup.bands and dedup.rows to those of the folder"
-            rule = f"contains signatures computed with {made}; required: {_description(settings)}"
-            raise UserError.of("dedup.against", path, rule, fix)
-        return content.get_tensor("keys"), content.get_tensor("signatures")
 
 
 def _description(settings: DedupConfig) -> str:

@@ -16,7 +16,7 @@ import xxhash
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import warmup
-from pipeline.config.data import CorpusConfig, DataConfig
+from pipeline.config.data import DataConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.data.load import removal
@@ -237,7 +237,12 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
             if folder not in manifests:
                 key = f"data.blend.{name}.tokens" if chosen.tokens else "data.tokens"
                 manifests[folder] = artifact.read(folder, key=key, stage="tokenize")
-            corpora.append(_corpus(name, chosen, folder, manifests[folder], split))
+            manifest, wanted = manifests[folder], chosen.corpus or name
+            known = sorted({entry["corpus"] for entry in manifest.files.values() if "split" in entry})
+            if wanted not in known:
+                fix = f"choose one of {', '.join(known)}"
+                raise UserError.of(f"data.blend.{name}.corpus", wanted, f"{folder} contains no such corpus", fix)
+            corpora.append(Corpus.of(folder, manifest, split, name=name, corpus=wanted))
         except UserError as error:
             problems.extend(error.violations)
     for corpus in corpora:
@@ -254,16 +259,6 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
     if problems:
         raise UserError(list(dict.fromkeys(problems)))
     return corpora
-
-
-def _corpus(name: str, chosen: CorpusConfig, folder: Path, manifest: artifact.Manifest, split: str) -> Corpus:
-    """One corpus of the blend."""
-    wanted = chosen.corpus or name
-    known = sorted({entry["corpus"] for entry in manifest.files.values() if "split" in entry})
-    if wanted not in known:
-        fix = f"choose one of {', '.join(known)}"
-        raise UserError.of(f"data.blend.{name}.corpus", wanted, f"{folder} contains no such corpus", fix)
-    return Corpus.of(folder, manifest, split, name=name, corpus=wanted)
 
 
 def _stream(verify: str, corpora: list[Corpus], share: tuple[int, int]) -> TokenStream:

@@ -63,7 +63,6 @@ class Verifier:
     """
 
     def __init__(self, retries: Retries) -> None:
-        """Start nothing yet."""
         self._retries = retries
         self.verified: set[int] = set()
         self._shards: SimpleQueue[tuple[int, Shard]] = SimpleQueue()

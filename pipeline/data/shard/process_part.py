@@ -176,7 +176,8 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     rows["length"], rows["score"] = [len(batch.texts[index]) for index in alive], batch.scores[alive]
     if dedup.url:
         # A document without a URL is unique: its identity replaces the URL.
-        rows["url"] = exact.url_keys([str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents])
+        urls = (str(document.meta.get(dedup.url_field) or f"id:{document.id}") for document in documents)
+        rows["url"] = exact.keys(map(exact.normal_url, urls))
     hashes = np.zeros((0, len(alive)), dtype=np.uint64)
     if dedup.near:
         signatures = minhash.signatures(*minhash.shingles(batch.words, dedup.shingle), dedup.permutations)

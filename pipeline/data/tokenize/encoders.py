@@ -108,7 +108,9 @@ def choose(wanted: str, reference: TextEncoder, sample: Callable[[], list[str]])
             raise UserError.of("tokenizer.engine", wanted, f"does not support {reference.path}: {error}", fix) from error
         log.info("tokenize: fastokens does not support this tokenizer (%s); using Hugging Face tokenizers, which is slower", error)
         return reference
-    mismatch = first_mismatch(engine, reference, [*HARD_TEXTS, *_special_token_texts(reference.special_tokens), *sample()])
+    tokens = reference.special_tokens[:16]  # alone, within words, repeated, truncated, and between whitespace
+    spelled = [form for token in tokens for form in (token, f"a {token}b", token + token, token[:-1], f" {token}\n")]
+    mismatch = first_mismatch(engine, reference, [*HARD_TEXTS, *spelled, *sample()])
     if mismatch is None:
         return VerifiedEncoder(engine, reference)
     if wanted == "fastokens":
@@ -129,16 +131,10 @@ def first_mismatch(engine: BatchEncoder, reference: BatchEncoder, texts: list[st
     return next(text for text, left, right in zip(texts, ours, theirs, strict=True) if not np.array_equal(left, right))
 
 
-def _special_token_texts(special_tokens: list[str]) -> list[str]:
-    """Texts that spell special tokens: alone, within words, repeated, truncated, and between whitespace."""
-    return [form for token in special_tokens[:16] for form in (token, f"a {token}b", token + token, token[:-1], f" {token}\n")]
-
-
 def _mismatch_error(name: str, text: str) -> UserError:
     rule = f"returns different ids than Hugging Face tokenizers for {_excerpt(text)}"
-    return UserError.of(
-        "tokenizer.engine", name, rule, "set tokenizer.engine=huggingface, and report the text to the authors of the engine"
-    )
+    fix = "set tokenizer.engine=huggingface, and report the text to the authors of the engine"
+    return UserError.of("tokenizer.engine", name, rule, fix)
 
 
 def _excerpt(text: str) -> str:

@@ -107,17 +107,12 @@ def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:
         rule = "is learned as a word of the text, too: a document whose text contains it would contain the special token"
         raise UserError.of("tokenizer.special_tokens", ambiguous[0], rule, "choose a name with punctuation around it, such as <|name|>")
     tokenizer.encode_special_tokens = False
-    _set_post_processor(tokenizer, config.end_of_document)
-    return tokenizer
-
-
-def _set_post_processor(tokenizer: Tokenizer, end_of_document: str) -> None:
-    """Set the first template in TEMPLATES whose special tokens the tokenizer has; it applies with add_special_tokens=True."""
-    for required, (single, pair) in TEMPLATES.items():
+    for required, (single, pair) in TEMPLATES.items():  # the first one applies with add_special_tokens=True
         ids = [(token, tokenizer.token_to_id(token)) for token in required]
-        if required[0] == end_of_document and all(number is not None for _, number in ids):
+        if required[0] == config.end_of_document and all(number is not None for _, number in ids):
             tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=ids)
-            return
+            break
+    return tokenizer
 
 
 def truncate_vocab(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
