@@ -195,7 +195,9 @@ def _read(file: IO[bytes], size: int) -> bytes:
 def _entry(file: IO[bytes]) -> tuple[bytes, int]:
     """Read a word or label, and how often it was counted."""
     characters = bytearray()
-    while (character := _read(file, 1)) != b"\0":
+    while (character := file.read(1)) != b"\0":
+        if not character:
+            raise ValueError("it is cut")
         characters += character
     times, _ = _numbers(file, "<qb")
     return bytes(characters), times
