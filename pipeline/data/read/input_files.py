@@ -33,7 +33,7 @@ class InputFile:
         name: path relative to the input that contains it, JSON-safe; with an offset it identifies a document independently of the
             location of the corpus.
         size: size as stored, in bytes.
-        version: changes when the file is written; see file_search.Entry.
+        version: changes when the file is written; see file_search.FoundFile.
     """
 
     path: str
