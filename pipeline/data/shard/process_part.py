@@ -17,8 +17,19 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean.cleaner import Cleaner, StepCounts
 from pipeline.data.clean.document_batch import DocumentBatch, batches
 from pipeline.data.dedup import exact, minhash
-from pipeline.data.read import documents as of_documents
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, add_count, add_counts, add_in_group, utf8
+from pipeline.data.read.documents import (
+    Bad,
+    Document,
+    ReadOptions,
+    Skipped,
+    Unchecked,
+    add_count,
+    add_counts,
+    add_in_group,
+    metadata,
+    utf8,
+    utf8_length,
+)
 from pipeline.data.read.input_files import InputPart
 from pipeline.data.read.reader import read
 from pipeline.data.read.streams import CheckError
@@ -123,9 +134,9 @@ def process(
 
             def save(document: Document, step: str, reason: str, text: str, language: str) -> None:
                 for groups, group in ((counts.lost, document.corpus), (counts.languages, language)):
-                    add_in_group(groups, group, f"{step}: {reason}", 1, of_documents.utf8_length(text))
+                    add_in_group(groups, group, f"{step}: {reason}", 1, utf8_length(text))
                 if add:
-                    add(of_documents.metadata(document, language), step, reason, text)
+                    add(metadata(document, language), step, reason, text)
 
             for batch in batches(_documents(part, options, counts, advance, verify)):
                 _spill(cleaner.clean(batch, counts.steps, save), spill, rows, order, dedup, counts)
@@ -156,7 +167,7 @@ def _documents(
             elif not document.text or document.text.isspace():
                 counts.empty += 1
             elif options.sample == 1 or xxhash.xxh3_64_intdigest(utf8(document.id)) < options.sample * 2**64:
-                add_count(counts.read, corpus, 1, of_documents.utf8_length(document.text))
+                add_count(counts.read, corpus, 1, utf8_length(document.text))
                 yield document
             del document
         advance(span.size)
@@ -186,7 +197,7 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
             rows["minhash"] = signatures[alive]
     keys = np.array([order.shuffle_key(document) for document in documents], dtype=np.uint64)
     records = [
-        of_documents.metadata(document, language, batch.tags[index], float(batch.scores[index]))
+        metadata(document, language, batch.tags[index], float(batch.scores[index]))
         for document, language, index in zip(documents, languages, alive, strict=True)
     ]
     encoded = [utf8(batch.texts[index]) for index in alive]
