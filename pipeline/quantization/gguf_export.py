@@ -15,7 +15,7 @@ from pipeline.conversion.export_files import ExportWriter
 from pipeline.conversion.original import Original, token_ids
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models.config import ModelConfig
-from pipeline.quantization import gguf_file, gguf_layout
+from pipeline.quantization import gguf_architectures, gguf_file
 from pipeline.quantization.export import read_held_out, scores, write_report
 from pipeline.quantization.gguf_tokens import read_tokens
 from pipeline.quantization.report import ErrorSum, QuantizationReport
@@ -74,7 +74,7 @@ def write(
     if not writer.is_first:
         return parameters
     stored, error = gguf_file.FileWeights(folder / gguf_file.FILE, weights, model), ErrorSum()
-    if gguf_layout.is_read_by_transformers(model):
+    if gguf_architectures.is_read_by_transformers(model):
         stock_logits.compare(folder, stored, model, torch.float32, gguf_file=gguf_file.FILE)
     if stage.quantize == "none":
         return parameters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -15,7 +16,7 @@ from pipeline.checkpoint.weights import Weights, rounded
 from pipeline.common.errors import UserError
 from pipeline.conversion.export_files import ExportWriter, OutputFile, Written, buffer_of, digest_of
 from pipeline.models.config import ModelConfig
-from pipeline.quantization import gguf_layout
+from pipeline.quantization import gguf_architectures, gguf_layout
 from pipeline.quantization.gguf_tokens import Tokens
 
 FILE = "model.gguf"
@@ -38,7 +39,7 @@ def check(config: ModelConfig, quantize: str) -> None:
         import gguf  # noqa: F401
     except ModuleNotFoundError:
         raise UserError.of("stage.format", "gguf", "requires the package gguf", "pip install '.[gguf]'") from None
-    gguf_layout.check(config)
+    gguf_architectures.check(config)
 
 
 def write(
@@ -64,7 +65,7 @@ def write(
     """
     stored = _Stored(weights, config, tokens, kind, name)
     (writer or ExportWriter()).write(folder, [OutputFile(FILE, stored.bytes, stored.write, stored.read)])
-    return sum(prod(shape) for _, shape, _ in stored.rows)
+    return sum(prod(shape) for row, shape, _ in stored.rows if row.tensor.names)
 
 
 class _Stored:
@@ -94,7 +95,7 @@ class _Stored:
         from gguf import GGUFWriter
         from gguf.quants import quantize
 
-        writer = GGUFWriter(path, gguf_layout.architecture_of(self._config).name)
+        writer = GGUFWriter(path, gguf_architectures.architecture_of(self._config).name)
         gguf_layout.add_settings(writer, self._config, self._tokens, name=self._name, file_type=_TYPES[self._kind][1])
         for (row, _, type_), shape in zip(self.rows, self._byte_shapes, strict=True):
             writer.add_tensor_info(row.name, shape, np.dtype(np.uint8), prod(shape), raw_dtype=type_)
@@ -103,8 +104,9 @@ class _Stored:
         writer.write_ti_data_to_file()
         for row, _, type_ in self.rows:
             dtype = _DTYPES.get(type_.name, torch.float32)
-            parts = [rounded(self._weights.tensor(part), dtype, part) for part in row.tensor.names]
-            value = row.to_file(parts)
+            first = dtype if row.change is None else torch.float32  # a changed tensor is rounded once, too
+            parts = [rounded(self._weights.tensor(part), first, part) for part in row.tensor.names]
+            value = rounded(row.to_file(parts), dtype, row.name)
             data = np.frombuffer(buffer_of(value), np.uint8) if type_.name in _DTYPES else quantize(value.numpy(), type_).view(np.uint8)
             writer.write_tensor_data(data)
             of_bytes = type_.name not in _DTYPES or row.change is not None
@@ -166,7 +168,10 @@ class FileWeights:
 
     def __init__(self, path: Path, weights: Weights, config: ModelConfig) -> None:
         self._weights, self._file = weights, _File(path)
-        self._rows = {name: row for row in gguf_layout.rows(config) for name in row.tensor.names}
+        self._rows: dict[str, list[gguf_layout.GGUFTensor]] = {}
+        for row in gguf_layout.rows(config):
+            for name in row.tensor.names:
+                self._rows.setdefault(name, []).append(row)
         self.bytes = self._file.bytes
 
     def names(self) -> list[str]:
@@ -179,6 +184,9 @@ class FileWeights:
 
     def tensor(self, name: str) -> Tensor:
         """Return a full weight, fp32."""
-        row = self._rows[name]
+        return functools.reduce(torch.add, (self._part(row, name) for row in self._rows[name]))
+
+    def _part(self, row: gguf_layout.GGUFTensor, name: str) -> Tensor:
+        """What a tensor of the file contains of a weight."""
         parts = row.from_file(self._file.dequantized(row.name), [self.shape(part) for part in row.tensor.names])
         return parts[row.tensor.names.index(name)]

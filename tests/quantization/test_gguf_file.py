@@ -12,15 +12,19 @@ from pipeline.common.errors import UserError
 from pipeline.conversion.original import TokenIds
 from pipeline.data.tokenize.tokenizer import TextEncoder
 from pipeline.models.families.gpt import GPTConfig
-from pipeline.quantization import gguf_file, gguf_layout
+from pipeline.quantization import gguf_architectures, gguf_file
 from pipeline.quantization.gguf_tokens import read_tokens
 from tests.conversion.test_huggingface_export import TEXT, InMemory, random_model, tokenizer_folder  # noqa: F401 - a fixture
 from tests.models.small_decoders import CONFIGS
 from tests.quantization.built import build
 
 
-def write(folder: Path, config, tokenizer: Path, kind: str) -> torch.nn.Module:
+def write(folder: Path, config, tokenizer: Path, kind: str, *, zeros: tuple[str, ...] = ()) -> torch.nn.Module:
+    """Write a file of a random model; weights whose names contain one of `zeros` are zero."""
     model = random_model(config).eval()
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in zeros):
+            torch.nn.init.zeros_(parameter)
     encoder = TextEncoder(tokenizer, "<|endoftext|>")
     tokens = read_tokens(encoder, config.vocab_size, TokenIds(encoder.end_of_document, [encoder.end_of_document], None))
     gguf_file.write(folder, InMemory(model), config, tokens, kind=kind, name="test")
@@ -64,7 +68,7 @@ def test_stock_transformers_computes_our_logits(name, kind, gap, tmp_path, token
     # stock transformers does not read the width of Qwen 3's heads, which is 128 in all sizes
     config = replace(CONFIGS[name], head_width=128) if name == "qwen3" else MODELS[name]
     gguf_file.check(config, "none")
-    assert gguf_layout.is_read_by_transformers(config)
+    assert gguf_architectures.is_read_by_transformers(config)
     model = write(tmp_path, config, tokenizer_folder, kind)
     stored = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / gguf_file.FILE).tensors}
     assert ("output.weight" in stored) == (not config.tie_embeddings)
@@ -111,7 +115,7 @@ def test_the_tokenizer_is_stored(tmp_path, tokenizer_folder):  # noqa: F811 - th
 def test_what_cannot_be_written_is_refused():
     for name, kind, said in (
         ("llama", "q4_k", r"stage.quantize=q4_k: cannot be written: the package gguf decodes this type, and does not encode it"),
-        ("opt", "q8_0", r"is supported for model.family=llama, .*gemma3, granite_hybrid, nemotron_h, .*qwen3_5_moe; this is opt"),
+        ("opt", "q8_0", r"is supported for model.family=llama, .*gemma3, gemma4, granite_hybrid, nemotron_h, .*kimi_linear; this is opt"),
         ("llama-yarn", "q8_0", "is not supported with model.rope_scaling=yarn, only with none"),
     ):
         with pytest.raises(UserError, match=said):
