@@ -36,7 +36,7 @@ class Architecture:
         settings: name in GGUFWriter -> value, of what only some architectures have or others have differently; None for none.
         changes: end of a tensor's name -> how it is stored, where it is not as in other architectures.
         constants: name of a tensor that is no weight of ours -> how it follows from the number 1.
-        with_experts: what the name of a model with experts ends with.
+        moe: what the name of a model with experts ends with.
         stock: field of our configuration -> the only value with which stock transformers reads the file; None: it does not read it.
     """
 
@@ -50,7 +50,7 @@ class Architecture:
     settings: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     changes: Callable[[Any], Mapping[str, Change]] = lambda _: {}
     constants: Callable[[Any], Mapping[str, Change]] = lambda _: {}
-    with_experts: str = ""
+    moe: str = ""
     stock: Mapping[str, Any] | None = field(default_factory=dict)
 
 
@@ -117,8 +117,7 @@ def _gemma4(config: Any) -> dict[str, Any]:
     widths = dict(key_length=width, value_length=width, key_length_swa=local, value_length_swa=local)
     rotary = dict(rope_dimension_count=width, rope_dimension_count_swa=local, rope_freq_base_swa=config.rope_local_theta)
     others = dict(feed_forward_length=lengths, embedding_length_per_layer_input=config.layer_input_width)
-    windows = [not config.is_global(i) for i in layers]
-    softcap = config.final_logit_softcapping or 0.0
+    windows, softcap = [not config.is_global(i) for i in layers], config.final_logit_softcapping or 0.0
     return heads | widths | rotary | others | dict(sliding_window_pattern=windows, final_logit_softcapping=softcap)
 
 
@@ -184,7 +183,6 @@ _GEMMA3 = {"sliding_window_pattern": 6, "query_pre_attn_scalar": 256, "head_dim"
 _ONE_WIDTH = {"rope_scaling": "none", "norm_eps": LENGTH_EPS, "linear_value_dim": lambda config: config.linear_key_dim}
 _EXPERTS = {"norm_topk_prob": True, "expert_interval": 1, "dense_blocks": []}
 _TWICE = {"rope_scaling": "none", "mamba_head_dim": lambda config: Fraction(2 * config.hidden, config.mamba_heads)}
-_STEPS = {"mamba_smallest_step": 0}
 _ONE_EPS = {"norm_eps": LENGTH_EPS, "linear_heads": lambda config: config.heads, "norm_topk_prob": True, "q_lora_rank": None}
 _MAMBA: dict[str, Any] = {"refuses": _mamba_refuses, "changes": _mamba_changes, "stock": None}
 _KIMI: dict[str, Any] = {"refuses": _pattern_refuses, "changes": _latent_changes, "stock": None}
@@ -203,7 +201,7 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture("gemma3", "gemma3", {**_PLAIN, **_GEMMA3}, shifted=True),
     "Gemma4ForCausalLM": Architecture("gemma4", "gemma4", refuses=_gemma4_refuses, settings=_gemma4, constants=_frequencies, stock=None),
     "GraniteMoeHybridForCausalLM": Architecture("granitehybrid", "granite_hybrid", _TWICE, neighbors=True, settings=_granite, **_MAMBA),
-    "NemotronHForCausalLM": Architecture("nemotron_h", "nemotron_h", _STEPS, settings=_nemotron, with_experts="_moe", **_MAMBA),
+    "NemotronHForCausalLM": Architecture("nemotron_h", "nemotron_h", {"mamba_smallest_step": 0}, settings=_nemotron, moe="_moe", **_MAMBA),
     "Qwen3NextForCausalLM": Architecture("qwen3next", "qwen3_next", {**_ONE_WIDTH, **_EXPERTS}, settings=_linear, **_LINEAR),
     "Qwen3_5ForCausalLM": Architecture("qwen35", "qwen3_5", _ONE_WIDTH, tiled=True, settings=_sections, **_LINEAR),
     "Qwen3_5MoeForCausalLM": Architecture("qwen35moe", "qwen3_5_moe", _ONE_WIDTH, tiled=True, settings=_sections, **_LINEAR),
@@ -223,11 +221,8 @@ def check(config: ModelConfig) -> None:
         rule = f"is supported for model.family={', '.join(families)}; this is {config.family}"
         raise UserError.of("stage.format", "gguf", rule, fix)
     architecture = architecture_of(config)
-    differences = _differences(config, architecture.requires)
-    rules = [
-        *(f"model.{name}={getattr(config, name)}, only with {value}" for name, value in differences.items()),
-        *architecture.refuses(config),
-    ]
+    differences = _differences(config, architecture.requires).items()
+    rules = [*(f"model.{name}={getattr(config, name)}, only with {value}" for name, value in differences), *architecture.refuses(config)]
     if rules:
         raise UserError([Violation("stage.format", "gguf", f"is not supported with {rule}", fix) for rule in rules])
 
@@ -235,7 +230,7 @@ def check(config: ModelConfig) -> None:
 def architecture_of(config: ModelConfig) -> Architecture:
     """Return the architecture of a model."""
     arch = ARCHITECTURES[registry.mapping_of(config).architecture]
-    return replace(arch, name=arch.name + arch.with_experts) if getattr(config, "experts", 0) else arch
+    return replace(arch, name=arch.name + arch.moe) if getattr(config, "experts", 0) else arch
 
 
 def is_read_by_transformers(config: ModelConfig) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.common.errors import collect_errors
+from pipeline.common.errors import UserError, collect_errors
 from pipeline.config.data import DataConfig
 from pipeline.config.stages import Convert
 from pipeline.conversion import stock_logits
@@ -29,6 +29,9 @@ def check(
     Raises:
         UserError: the model, its tokenizer or the type is not supported.
     """
+    if stage.held_out and (beside := getattr(model, "beside_hidden_states", "")):
+        rule = f"is not supported with {beside}: the perplexity is computed a block at a time"
+        raise UserError.of("stage.held_out", stage.held_out, rule, "remove stage.held_out")
     size = max(model.vocab_size, tokenizer.vocab_size)  # a larger tokenizer is refused elsewhere
     collect_errors(
         lambda: gguf_file.check(model, stage.quantize),

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pipeline.common.errors import UserError
-from pipeline.quantization import gguf_architectures, gguf_file
+from pipeline.config.stages import Convert
+from pipeline.quantization import gguf_architectures, gguf_export, gguf_file
 from tests.conversion.test_huggingface_export import InMemory, tokenizer_folder  # noqa: F401 - a fixture
 from tests.helpers import one_in
 from tests.models.small_decoders import small
@@ -98,6 +99,12 @@ def test_quantized_latent_attention(tmp_path, tokenizer_folder):  # noqa: F811 -
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / gguf_file.FILE).tensors}
     assert {types[name] for name in ("blk.0.ssm_conv1d_q.weight", "blk.0.ssm_a", "blk.0.ssm_norm.weight")} == {"F32"}
     assert {types[f"blk.1.{kind}.weight"] for kind in ("attn_k_b", "attn_v_b", "attn_kv_a_mqa")} == {"BF16"}
+
+
+def test_perplexities_of_models_whose_blocks_read_more_than_hidden_states_are_refused():
+    nothing: Any = None
+    with pytest.raises(UserError, match=r"stage.held_out=.*: is not supported with inputs of each layer \(model.layer_input_width=12\)"):
+        gguf_export.check(Convert(held_out=["texts.jsonl"]), nothing, nothing, GEMMA4["keys as values, shared"], nothing, nothing)
 
 
 def test_hybrids_that_llama_cpp_does_not_compute_are_refused():
