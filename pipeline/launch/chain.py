@@ -23,8 +23,8 @@ from pipeline.launch.allocation import Allocation
 
 log = logging.getLogger("pipeline")
 
-#: Seconds between looks for jobs that wait for this one; those of stage=submit are submitted right after it.
-_MOVES = (0.0, 20.0, 60.0, 600.0)
+#: Seconds between looks for jobs that wait for this one, after the first one; those of stage=submit are submitted right after it.
+_MOVES = (20.0, 60.0, 600.0)
 #: Seconds after which a submission that failed is tried again: Slurm may be busy, or the user may have as many jobs as allowed.
 _AGAIN = 300.0
 #: sbatch options that the next job takes from the variables of this one.
@@ -78,15 +78,15 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
     return [*words, "--open-mode=append", f"--dependency=afterany:{granted.job}", *config.cluster.sbatch]
 
 
-def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> NextJob | None:
-    """Submit the next job of the chain, unless it waits already; returns None if Slurm refuses it, which is logged.
+def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fields: Mapping[str, str]) -> str | None:
+    """Submit the next job of the chain, unless it waits already, and return its id; None if Slurm refuses it, which is logged.
 
     Args:
         arguments: of `python -m pipeline`; the first one is the stage.
         fields: of this job, from slurm.facts, with the nodes that the next one shall not get.
     """
     if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):
-        return NextJob(granted.job, before)
+        return before
     script = f"{batch_scripts(Path.cwd()) or 'slurm'}/{config.stage.name}.sbatch"
     kept = [argument for argument in arguments if not argument.startswith("stage=")]
     command = ["sbatch", "--parsable", *options(config, granted, fields, os.environ), script, *kept]
@@ -96,7 +96,7 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         log.error("the next job of the chain was not submitted; tried again in %.0f s: %s", _AGAIN, error)
         return None
     log.info("job %s is the next one of the chain", number)
-    return NextJob(granted.job, number)
+    return number
 
 
 def _earlier(run_dir: Path, job: str) -> str | None:
@@ -107,65 +107,73 @@ def _earlier(run_dir: Path, job: str) -> str | None:
 
 
 class Chain:
-    """Submits the next job in a thread: the ranks do not wait for Slurm, and what it refuses is tried again.
+    """The next job of a chain, which waits in the queue while this one runs.
+
+    It is submitted in a thread: the ranks do not wait for Slurm, and what it refuses is tried again. Jobs that wait for the success of this
+    one wait for the next one from the beginning: when the node of this job is lost, nobody can move them any more, and Slurm would cancel
+    them.
 
     Args:
-        submit: submits the job; returns None if that failed.
-        record: gets the id of the job, or None for the first attempt that failed.
+        current: id of this job.
+        submit: submits the next job and returns its id; None if that failed.
+        record: gets the id, or None for the first attempt that failed.
     """
 
-    def __init__(self, submit: Callable[[], NextJob | None], record: Callable[[str | None], None]) -> None:
-        self._submit, self._record = submit, record
-        self._job: NextJob | None = None
+    def __init__(self, current: str, submit: Callable[[], str | None], record: Callable[[str | None], None]) -> None:
+        self._current, self._submit, self._record = current, submit, record
+        self._number: str | None = None
         self._canceled, self._last, self._lock = False, threading.Event(), threading.Lock()
+        self._moves, self._move_at = iter(_MOVES), 0.0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         for attempt in itertools.count():
-            job = self._submit()
+            number = self._submit()
             with self._lock:
-                canceled, self._job = self._canceled, job
-            if canceled and job is not None:
-                job.cancel()
-            if job is not None or not attempt:
-                self._record(None if job is None else job.number)
-            if job is not None or self._last.wait(_AGAIN):
+                canceled, self._number = self._canceled, number
+            if canceled and number is not None:
+                slurm.cancel(number)
+            if number is not None or not attempt:
+                self._record(number)
+            if number is not None or self._last.wait(_AGAIN):
                 return
 
     def waits(self) -> bool:
         """Whether the next job is in the queue, or is now; waits for a submission that goes on. False for a chain that was canceled."""
         self._join()
-        if self._job is None and not self._canceled and (job := self._submit()) is not None:
-            self._job = job
-            self._record(job.number)
-        return self._job is not None and not self._canceled
+        if self._number is None and not self._canceled and (number := self._submit()) is not None:
+            self._number = number
+            self._record(number)
+        return self._number is not None and not self._canceled
 
     def look(self) -> None:
-        """As NextJob.look, once there is a job."""
-        if self._job is not None and not self._canceled:
-            self._job.look()
+        """Move the jobs that wait for this one and have been submitted since; called again and again."""
+        if self._number is not None and not self._canceled and time.time() >= self._move_at:
+            self._move_at = time.time() + next(self._moves, _MOVES[-1])
+            self._move(self._current, self._number)
 
     def hand_over(self, exclude: Sequence[str]) -> str:
-        """As NextJob.hand_over, of a chain that waits; returns the id of the next job."""
-        assert self._job is not None
-        self._job.hand_over(exclude)
-        return self._job.number
+        """Let the next job, which waits, continue the run, and return its id; `exclude` has all nodes that it shall not get."""
+        assert self._number is not None
+        self._move(self._current, self._number)
+        slurm.set_excluded(self._number, exclude)
+        return self._number
 
     def finish(self) -> None:
-        """As NextJob.finish, also of a job that is being submitted."""
+        """End the chain, as the run is finished: the jobs that wait for the success of the next one wait for this job again."""
         self._join()
-        if self._job is not None and not self._canceled:
-            self._job.finish()
+        if self._number is not None and not self._canceled and self._move(self._number, self._current):
+            slurm.cancel(self._number)
 
     def cancel(self) -> None:
-        """As NextJob.cancel, at once; a job that is being submitted is canceled when Slurm has answered."""
+        """End the chain at once, a job that is being submitted when Slurm has answered; Slurm cancels what waits for its success."""
         with self._lock:
             before, self._canceled = self._canceled, True
-            job = self._job
+            number = self._number
         self._last.set()
-        if job is not None and not before:
-            job.cancel()
+        if number is not None and not before:
+            slurm.cancel(number)
 
     def close(self) -> None:
         """Cancel, and wait for a submission that goes on: no job may be left that nobody knows."""
@@ -176,43 +184,6 @@ class Chain:
         """Wait for a submission that goes on, and make no further one."""
         self._last.set()
         self._thread.join()
-
-
-class NextJob:
-    """The next job of a chain, which waits in the queue while this one runs.
-
-    Jobs that wait for the success of this one wait for the next one from the beginning: when the node of this job is lost, nobody can move
-    them any more, and Slurm would cancel them.
-
-    Args:
-        current: id of this job.
-        number: id of the next one.
-    """
-
-    def __init__(self, current: str, number: str) -> None:
-        self._current, self.number = current, number
-        self._moves = iter(_MOVES)
-        self._move_at = time.time() + next(self._moves)
-
-    def look(self) -> None:
-        """Move the jobs that have been submitted since; called again and again."""
-        if time.time() >= self._move_at:
-            self._move_at = time.time() + next(self._moves, _MOVES[-1])
-            self._move(self._current, self.number)
-
-    def finish(self) -> None:
-        """End the chain, as the run is finished: the jobs that wait for its success wait for this job again."""
-        if self._move(self.number, self._current):
-            slurm.cancel(self.number)
-
-    def cancel(self) -> None:
-        """End the chain; Slurm cancels the jobs that wait for its success."""
-        slurm.cancel(self.number)
-
-    def hand_over(self, exclude: Sequence[str]) -> None:
-        """Let the next job continue the run; `exclude` has all nodes that it shall not get."""
-        self._move(self._current, self.number)
-        slurm.set_excluded(self.number, exclude)
 
     def _move(self, job: str, successor: str) -> bool:
         """Let jobs that wait for one job wait for another one; returns whether that succeeded."""

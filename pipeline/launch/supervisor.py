@@ -119,7 +119,7 @@ class Supervisor:
         if self._trains and self._config is not None and self._config.cluster.continuation == "chain":
             fields = {**self._fields, "ExcNodeList": ",".join(self._excluded())}
             submit = partial(chain.submit, self._config, self._arguments, self._granted, fields)
-            self._next = chain.Chain(submit, lambda number: self._record("chain", next=number))
+            self._next = chain.Chain(self._granted.job, submit, lambda number: self._record("chain", next=number))
         no_kill = self._config is not None and (self._config.cluster.spares or self._config.cluster.min_nodes)
         if self._run_dir is not None and no_kill:
             self._deputy = Deputy(self._granted.job, self._run_dir)
