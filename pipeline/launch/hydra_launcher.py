@@ -31,8 +31,9 @@ from pipeline.config import compose, layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.launch import hydra_sweeper, moldable, sweep_manifest, sweep_submission, sweep_table
-from pipeline.launch.hydra_sweeper import SweepRun, check_fork, points_of, without_hydra
+from pipeline.launch.hydra_sweeper import check_fork, points_of, without_hydra
 from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
+from pipeline.launch.sweep_submission import SweepRun
 from pipeline.launch.sweep_table import Point
 
 log = logging.getLogger("pipeline")
@@ -84,7 +85,7 @@ class ValidatingLauncher(Launcher):
         if not job_overrides:
             lists = " ".join(word for word in self.config.hydra.overrides.task if re.search(r"[,(]", word))
             raise UserError.of("argument", lists, "gives no point: a list or range is empty", "name at least one value")
-        count, job_overrides = len(job_overrides), hydra_sweeper.without_repeated(job_overrides)
+        count, job_overrides = len(job_overrides), list({tuple(filter_overrides(words)): words for words in job_overrides}.values())
         if len(job_overrides) < count and not hydra_sweeper.searches(self.config):  # a search may choose a point twice
             log.warning("%d points of the sweep have the settings of others: each point is one run", count - len(job_overrides))
         points = [tuple(filter_overrides(overrides)) for overrides in job_overrides]
@@ -108,7 +109,7 @@ class ValidatingLauncher(Launcher):
                 config = compose.to_run_config(without_hydra(composed))
                 check.check(*self.sized(config, filter_overrides(overrides)))
                 check_fork(config)
-                runs.append(SweepRun(words, composed, config, entry))
+                runs.append(SweepRun(entry, config, words, composed))
             except UserError as error:
                 violations |= {str(v): v for v in error.violations}
         if len({run.config.run_dir for run in runs}) < len(runs):
@@ -128,7 +129,7 @@ class ValidatingLauncher(Launcher):
 
     def results(self, runs: Sequence[SweepRun], points: Sequence[Point], job_overrides: Sequence[Sequence[str]]) -> list[JobReturn]:
         """Return the results of runs that have ended, in the order of the overrides, of which some may be alike."""
-        by_overrides = {run.overrides: point for run, point in zip(runs, points, strict=True)}
+        by_overrides = {run.words: point for run, point in zip(runs, points, strict=True)}
         per_byte = hydra_sweeper.per_byte(self.config)
         return [hydra_sweeper.result(by_overrides[tuple(filter_overrides(words))], words, per_byte=per_byte) for words in job_overrides]
 
@@ -209,22 +210,21 @@ class SlurmLauncher(ValidatingLauncher):
         """Submit the runs, print the job ids and return."""
         runs, manifest = self.runs(job_overrides)
         folders = compose.own_folders(self.config.hydra)
-        points = [sweep_submission.SweepJob(run.entry, run.config, run.overrides) for run in runs]
-        sweep_submission.refuse(points, folders, self._at_once, self._violations())
+        sweep_submission.refuse(runs, folders, self._at_once, self._violations())
         if any(run.config.dry_run.enabled for run in runs):
-            sweep_submission.render(points, manifest, folders, self._at_once)
-            print("\n".join(point.text for point in points), end="")
+            sweep_submission.render(runs, manifest, folders, self._at_once)
+            print("\n".join(run.text for run in runs), end="")
             return []
         arguments = compose.arguments_of(self.config.hydra)
         manifest = replace(manifest, config_dirs=tuple(map(str, folders)))
-        manifest = sweep_submission.submit(points, manifest, folders, arguments, self._at_once)
+        manifest = sweep_submission.submit(runs, manifest, folders, arguments, self._at_once)
         self._multirun.started = True
         done = [replace(point, state="ended") if point.steps is None else point for point in points_of(runs, manifest)]
-        for point, row in zip(points, done, strict=True):
-            print(f"{point.state}: {point.entry.run_dir}  {' '.join(row.values)}".rstrip(), flush=True)
+        for run, row in zip(runs, done, strict=True):
+            print(f"{run.state}: {run.entry.run_dir}  {' '.join(row.values)}".rstrip(), flush=True)
         if not self._wait:
             return []
-        hydra_sweeper.wait_for(points, manifest)
+        hydra_sweeper.wait_for(runs, manifest)
         states = {point.entry.id: sweep_table.row_of(point).state for point in sweep_table.read_states(manifest)}
         done = [replace(row, state=row.state or states[run.entry.id]) for run, row in zip(runs, done, strict=True)]
         self.show_table(runs, done, manifest)

@@ -11,11 +11,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, repeat
 from pathlib import Path
 
-from hydra.core.utils import JobReturn, JobStatus, filter_overrides
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, open_dict
 
 from pipeline.common.errors import RunFailed, ToBeContinued, UserError, Violation
@@ -24,8 +23,8 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.launch import in_use, submission, sweep_table
 from pipeline.launch.submission import QueuedJob
-from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
-from pipeline.launch.sweep_submission import SweepJob
+from pipeline.launch.sweep_manifest import SweepManifest
+from pipeline.launch.sweep_submission import SweepRun
 from pipeline.launch.sweep_table import Point
 from pipeline.report import run as runs
 from pipeline.report.run_files import is_finite
@@ -100,26 +99,6 @@ def compose_once(load: Load, multirun: MultirunFile) -> Load:
     return load_once
 
 
-def without_repeated(job_overrides: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return the overrides of different points, of which some may be listed twice."""
-    return list({tuple(filter_overrides(overrides)): overrides for overrides in job_overrides}.values())
-
-
-@dataclass(frozen=True)
-class _Ending:
-    """How a run ended.
-
-    Attributes:
-        reason: why it failed; empty if it did not.
-        code: its exit code, 0 for success.
-        goes_on: whether the next run may start.
-    """
-
-    reason: str = ""
-    code: int = 0
-    goes_on: bool = True
-
-
 def execute(
     points: Sequence[Point], runs: Sequence[Callable[[], JobReturn]], ranks: Ranks, record: Callable[[int, str], None]
 ) -> tuple[list[Point], int]:
@@ -144,29 +123,32 @@ def execute(
             shown = f"sweep, {number} of {len(points)}: {' '.join(point.values)}".rstrip()
             print(f"{shown} ({point.run_dir})", file=sys.stderr, flush=True)
         record(number - 1, "")
-        ending = _ending_of(run)
-        code = code or ending.code
-        goes_on = not ending.code or (ending.goes_on and ranks.world_size == 1)
-        finished = "finished" if point.steps is None and not ending.code else ""  # the files of a training run say how far it is
-        done.append(dataclasses.replace(point, state=ending.reason or finished))
+        reason, ended, asked_to_stop = _ending_of(run)
+        code = code or ended
+        goes_on = not ended or (not asked_to_stop and ranks.world_size == 1)
+        finished = "finished" if point.steps is None and not ended else ""  # the files of a training run say how far it is
+        done.append(dataclasses.replace(point, state=reason or finished))
         record(number - 1, done[-1].state)
     return done, code
 
 
-def _ending_of(run: Callable[[], JobReturn]) -> _Ending:
-    """Execute a run. The entry point has printed the errors of users, and this function prints others."""
+def _ending_of(run: Callable[[], JobReturn]) -> tuple[str, int, bool]:
+    """Execute a run: why it failed, empty if it did not, its exit code, and whether it was asked to stop.
+
+    The entry point has printed the errors of users, and this function prints others.
+    """
     try:
         result = run()
     except SystemExit as end:
         if isinstance(end.__context__, ToBeContinued):
-            return _Ending(code=end.__context__.code, goes_on=False)
+            return "", end.__context__.code, True
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-        return _Ending(f"failed: {_reason(end.__context__)}", code) if code else _Ending()
+        return (f"failed: {_reason(end.__context__)}" if code else ""), code, False
     if result.status is not JobStatus.FAILED:
-        return _Ending()
+        return "", 0, False
     error = result._return_value  # the property raises it
     traceback.print_exception(error)
-    return _Ending(f"failed: {_reason(error)}", 1)
+    return f"failed: {_reason(error)}", 1, False
 
 
 def _reason(error: BaseException | None) -> str:
@@ -175,23 +157,6 @@ def _reason(error: BaseException | None) -> str:
         first = error.violations[0]
         return f"{first.key}={first.value}: {first.rule}"
     return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-@dataclass(frozen=True)
-class SweepRun:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: command-line overrides, without those of Hydra itself.
-        composed: configuration composed by Hydra, with the run_dir of this run.
-        config: the same configuration as dataclasses.
-        entry: its place in the manifest of the sweep.
-    """
-
-    overrides: tuple[str, ...]
-    composed: DictConfig
-    config: RunConfig
-    entry: SweepEntry
 
 
 def points_of(runs: Sequence[SweepRun], manifest: SweepManifest, states: Sequence[str] | None = None) -> list[Point]:
@@ -276,7 +241,7 @@ def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool
     return JobReturn(overrides=overrides, status=JobStatus.FAILED, _return_value=RunFailed(f"{row.run_dir}: {why}"))
 
 
-def wait_for(points: Sequence[SweepJob], manifest: SweepManifest, sleep: Callable[[float], None] = time.sleep) -> None:
+def wait_for(points: Sequence[SweepRun], manifest: SweepManifest, sleep: Callable[[float], None] = time.sleep) -> None:
     """Wait until no job of the points is in the queue, also those with which a run continues. If Slurm does not answer, ask again later.
 
     Args:
@@ -296,6 +261,6 @@ def wait_for(points: Sequence[SweepJob], manifest: SweepManifest, sleep: Callabl
         sleep(seconds)
 
 
-def _is_queued(point: SweepJob, manifest: SweepManifest, queue: Sequence[QueuedJob]) -> bool:
+def _is_queued(point: SweepRun, manifest: SweepManifest, queue: Sequence[QueuedJob]) -> bool:
     job = manifest.entries[point.entry.id].job
     return any(queued.number == job for queued in queue) or bool(in_use.queued(Path(point.entry.run_dir), [point.config.stage.name], queue))

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from omegaconf import DictConfig
+
 from pipeline.common import locks
 from pipeline.common.artifact import MANIFEST
 from pipeline.common.atomic_files import make_folder
@@ -33,13 +35,13 @@ _LIMIT = r"MaxSubmitJob|MaxJobCount|temporarily unable to accept"
 
 
 @dataclass
-class SweepJob:
-    """A point and its job.
+class SweepRun:
+    """A point of a command, and its job.
 
     Attributes:
         entry: of the manifest.
-        config: the configuration.
-        words: overrides, in the order of the command line.
+        words: overrides in the order of the command line, without those of Hydra itself.
+        composed: what Hydra has composed, with the run_dir of this run; None for a point that is submitted again.
         state: finished, queued, or its new job; empty while it is to be submitted.
         text: the script of the job.
     """
@@ -47,6 +49,7 @@ class SweepJob:
     entry: SweepEntry
     config: RunConfig
     words: tuple[str, ...]
+    composed: DictConfig | None = None
     state: str = ""
     text: str = ""
 
@@ -56,7 +59,7 @@ class SweepJob:
         return moldable.job_options(self.config, self.words)
 
 
-def refuse(points: Sequence[SweepJob], config_dirs: Sequence[Path], at_once: int | None, also: Iterable[Violation] = ()) -> None:
+def refuse(points: Sequence[SweepRun], config_dirs: Sequence[Path], at_once: int | None, also: Iterable[Violation] = ()) -> None:
     """Refuse points whose jobs cannot be submitted, as far as it is known without asking Slurm.
 
     Args:
@@ -90,7 +93,7 @@ def refuse(points: Sequence[SweepJob], config_dirs: Sequence[Path], at_once: int
         log.warning("%s", text)
 
 
-def render(points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
+def render(points: Sequence[SweepRun], manifest: SweepManifest, config_dirs: Sequence[Path], at_once: int | None) -> tuple[Path, Path]:
     """Render the jobs of points, with names in place of the ids of the jobs that they wait for.
 
     Returns:
@@ -104,7 +107,7 @@ def render(points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Seq
 
 
 def submit(
-    points: Sequence[SweepJob], manifest: SweepManifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
+    points: Sequence[SweepRun], manifest: SweepManifest, config_dirs: Sequence[Path], arguments: Sequence[str], at_once: int | None = None
 ) -> SweepManifest:
     """Submit the jobs of valid points that are neither finished nor in the queue, and set the state of every point.
 
@@ -161,7 +164,7 @@ def submit(
     return manifest
 
 
-def _submitted(new: Sequence[SweepJob], folder: Path, conf: Path, taken: Path, at_once: int | None) -> list[int]:
+def _submitted(new: Sequence[SweepRun], folder: Path, conf: Path, taken: Path, at_once: int | None) -> list[int]:
     """Submit the jobs, and return their ids: less than there are points at the limit of Slurm. Without jobs, there is no snapshot."""
 
     def text(number: int, job_ids: Sequence[int]) -> str:
@@ -175,7 +178,7 @@ def _submitted(new: Sequence[SweepJob], folder: Path, conf: Path, taken: Path, a
         raise
 
 
-def _state(point: SweepJob, before: SweepEntry | None, queue: Iterable[int]) -> str:
+def _state(point: SweepRun, before: SweepEntry | None, queue: Iterable[int]) -> str:
     """The state of a point: finished, queued, or empty if it is to be submitted."""
     if before is not None and before.job is not None and before.job in queue:
         return f"queued as job {before.job}"
@@ -188,7 +191,7 @@ def is_finished(run_dir: Path, steps: int) -> bool:
     return manifest.is_file() and json.loads(manifest.read_text(encoding="utf-8"))["totals"].get("step", 0) >= steps
 
 
-def _job(point: SweepJob, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
+def _job(point: SweepRun, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
     """Create the Slurm job of a point. The stage is set by the script; run_dir is the last override."""
     overrides = [o for o in point.words if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
     scripts = batch_scripts(Path.cwd())

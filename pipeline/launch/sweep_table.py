@@ -16,7 +16,7 @@ from pipeline.config.command_line import quoted
 from pipeline.config.rules import check
 from pipeline.launch import moldable, slurm, sweep_manifest, sweep_submission
 from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
-from pipeline.launch.sweep_submission import SweepJob
+from pipeline.launch.sweep_submission import SweepRun
 from pipeline.report import comparison
 from pipeline.report import run as runs
 from pipeline.report.run import LOSS_STEPS, Run, State
@@ -229,7 +229,7 @@ def _queue() -> dict[int, tuple[str, str]] | None:
     return {int(number): (state.lower(), "" if reason == "None" else reason) for number, state, reason in lines}
 
 
-def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[SweepJob]:
+def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequence[str], at_once: int | None) -> list[SweepRun]:
     """Submit the points that are neither finished nor in the queue, with the configuration files as they are now.
 
     Args:
@@ -253,7 +253,7 @@ def resubmit(manifest: SweepManifest, numbers: Sequence[int], arguments: Sequenc
         overrides = [*compose.folder_options(folders), *words, f"run_dir={quoted(entry.run_dir)}"]
         config = compose.recompose(overrides)
         check.check(*moldable.expected(config, overrides, words))
-        points.append(SweepJob(entry, config, words))
+        points.append(SweepRun(entry, config, words))
     sweep_submission.refuse(points, folders, at_once)
     sweep_submission.submit(points, manifest, folders, arguments, at_once)
     return points

@@ -16,7 +16,7 @@ from pipeline.common.errors import RunFailed, UserError
 from pipeline.launch import hydra_sweeper, submission
 from pipeline.launch.submission import QueuedJob
 from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
-from pipeline.launch.sweep_submission import SweepJob
+from pipeline.launch.sweep_submission import SweepRun
 from pipeline.launch.sweep_table import Point
 from tests.helpers import pipeline
 from tests.launch.test_sweep_table import write_run
@@ -82,7 +82,7 @@ def test_the_result_of_a_run(tmp_path: Path) -> None:
 def test_jobs_are_waited_for_also_those_with_which_a_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = str(tmp_path / "0")
     config: Any = SimpleNamespace(stage=SimpleNamespace(name="pretrain"))
-    point = SweepJob(SweepEntry("x", 0, run_dir, ()), config, ())
+    point = SweepRun(SweepEntry("x", 0, run_dir, ()), config, ())
     manifest = SweepManifest(tmp_path, {"x": SweepEntry("x", 0, run_dir, (), job=7)})
     first = [QueuedJob(7, "a", "/", "python"), QueuedJob(8, "b", "/", "python")]
     following = [QueuedJob(9, "c", "/", f"slurm/pretrain.sbatch run_dir={run_dir}")]
