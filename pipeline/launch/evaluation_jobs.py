@@ -23,7 +23,6 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config import command_line, compose
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
-from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.rules.evaluation import reads_average
 from pipeline.config.schema import EvaluationConfig, RunConfig
@@ -169,16 +168,13 @@ def _job(wanted: EvaluationConfig, run_dir: str, kind: str, overrides: Sequence[
         settings.append(f"stage.tasks=[{','.join(map(quoted, wanted.tasks))}]")
         given = {"task_folder": wanted.task_folder, "few_shot": wanted.few_shot, "limit": wanted.limit}
         settings += [f"stage.{key}={quoted(str(value))}" for key, value in given.items() if value is not None]
-    conf, scripts = environment.get("PIPELINE_CONF"), batch_scripts(Path.cwd())
-    return job.Job(
+    conf = environment.get("PIPELINE_CONF")
+    return job.here(
         name=f"evaluate-{kind}-{xxhash.xxh3_64_hexdigest(str(folder.parent).encode())}",
         stage="evaluate",
         overrides=(*kept, *wanted.overrides, *settings, f"run_dir={quoted(run_dir)}"),
-        directory=Path.cwd(),
         output=job.log_file(folder, f"slurm-{kind}"),
         conf=Path(conf) if conf else None,
-        scripts=scripts,
-        python=job.python_of(Path.cwd(), scripts),
     )
 
 

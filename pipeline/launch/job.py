@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.common import ranks
 from pipeline.common.errors import Violation
@@ -46,7 +47,7 @@ class Job:
         output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
         conf: the configuration files that the job reads; those of the package when None.
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in `directory` when None.
-        python: the interpreter, unless the file of the site sets another one; that of its environment when None (python_of).
+        python: the interpreter, unless the file of the site sets another one; that of its environment when None.
         snapshot: the snapshot of what was submitted (launch/snapshot.py).
         after: id of the job that must succeed before this one starts; without success, Slurm cancels this one.
         waits_for: id of the job that must have ended before this one starts.
@@ -63,6 +64,17 @@ class Job:
     snapshot: Path | None = None
     after: str | None = None
     waits_for: str | None = None
+
+
+def here(**fields: Any) -> Job:
+    """Return a job of this working directory, with its scripts and its interpreter: this one, unless the site's file activates one there.
+
+    A job that inherits no variables (sbatch --export=NONE) has no other way to find it. `fields` are the others of Job.
+    """
+    directory = Path.cwd()
+    scripts = batch_scripts(directory)
+    python = None if scripts is None and (directory / ".venv").exists() else Path(sys.executable)
+    return Job(directory=directory, scripts=scripts, python=python, **fields)
 
 
 def log_file(folder: Path, name: str, job_id: str | int | None = None) -> str:
@@ -175,14 +187,6 @@ def one_task(cluster: ClusterConfig, stage: str, overrides: Iterable[str]) -> Cl
         return cluster
     cores = cluster.cpus_per_task * (1 if "cluster.cpus_per_task" in given else cluster.tasks_per_node)
     return dataclasses.replace(cluster, nodes=1, tasks_per_node=1, cpus_per_task=cores)
-
-
-def python_of(directory: Path, scripts: Path | None) -> Path | None:
-    """Return the interpreter of the jobs of a working directory: this one, unless it has the environment that the site's file activates.
-
-    A job that inherits no variables (sbatch --export=NONE) has no other way to find it.
-    """
-    return None if scripts is None and (directory / ".venv").exists() else Path(sys.executable)
 
 
 def _directive(option: str) -> str:

@@ -10,8 +10,8 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.common.ranks import is_slurm_limit, slurm_seconds
 from pipeline.config import hardware
@@ -28,52 +28,43 @@ TIMEOUT = 15.0
 _QOS_FIELDS = "Name,MaxWall,MaxSubmitJobsPerUser,MaxJobsPerUser"
 
 
-@dataclass(frozen=True)
-class QueueLimits:
-    """Limits of a partition or of a QoS; None for one that is not set."""
-
-    max_time: str | None = None
-    min_nodes: int | None = None
-    max_nodes: int | None = None
-    max_submitted: int | None = None
-    max_running: int | None = None
+#: Limits of a partition or of a QoS that are set, by the fields of QueueConfig.
+Limits = dict[str, Any]
 
 
-def parse_partitions(printed: str) -> dict[str, QueueLimits]:
+def parse_partitions(printed: str) -> dict[str, Limits]:
     """Return the limits by partition from `scontrol show partition --oneliner`; no job has more nodes than the partition."""
     limits = {}
     for line in printed.splitlines():
         fields = slurm.parse_facts(line)
         if name := fields.get("PartitionName"):
             most = _number(fields.get("MaxNodes")) or _number(fields.get("TotalNodes"))
-            limits[name] = QueueLimits(_time(fields.get("MaxTime", "")), _number(fields.get("MinNodes")), most)
+            limits[name] = _limits(max_time=_time(fields.get("MaxTime", "")), min_nodes=_number(fields.get("MinNodes")), max_nodes=most)
     return limits
 
 
-def parse_qos(printed: str) -> dict[str, QueueLimits]:
+def parse_qos(printed: str) -> dict[str, Limits]:
     """Return the limits by QoS from `sacctmgr --noheader --parsable2 show qos format=...`."""
     rows = [line.split("|") for line in printed.splitlines() if line.count("|") == _QOS_FIELDS.count(",")]
     return {
-        name: QueueLimits(_time(time), max_submitted=_number(submitted), max_running=_number(running))
+        name: _limits(max_time=_time(time), max_submitted=_number(submitted), max_running=_number(running))
         for name, time, submitted, running in rows
     }
 
 
-def with_limits(
-    cluster: ClusterConfig, partitions: Mapping[str, QueueLimits], qos: Mapping[str, QueueLimits]
-) -> tuple[ClusterConfig, list[str]]:
+def _limits(**limits: str | int | None) -> Limits:
+    return {name: value for name, value in limits.items() if value is not None}
+
+
+def with_limits(cluster: ClusterConfig, partitions: Mapping[str, Limits], qos: Mapping[str, Limits]) -> tuple[ClusterConfig, list[str]]:
     """Return the options of a cluster with the limits that Slurm tells, and a line for each difference.
 
     Several entries of one partition divide its limits by nodes or by QoS: there the limits of the partition are upper bounds.
-
-    Args:
-        partitions: from parse_partitions.
-        qos: from parse_qos.
     """
     entries = Counter(queue.partition for queue in cluster.queues)
     queues, differences = [], []
     for queue in cluster.queues:
-        partition, of_qos = partitions.get(queue.partition or "", QueueLimits()), qos.get(queue.qos or "", QueueLimits())
+        partition, of_qos = partitions.get(queue.partition or "", {}), qos.get(queue.qos or "", {})
         alone = entries[queue.partition] == 1 and queue.qos is None
         live = _replaced(_replaced(queue, partition, only_lower=not alone), of_qos)
         differences += _differences(queue, live, cluster.name)
@@ -100,7 +91,7 @@ def corrected(cluster: ClusterConfig) -> ClusterConfig:
 
 
 @functools.cache
-def asked() -> tuple[dict[str, QueueLimits], dict[str, QueueLimits]]:
+def asked() -> tuple[dict[str, Limits], dict[str, Limits]]:
     """The limits of partitions and QoS; empty where Slurm is not installed or does not answer."""
     commands = {
         "scontrol": ["scontrol", "--all", "show", "partition", "--oneliner"],
@@ -133,9 +124,8 @@ def gpus(fields: Mapping[str, str]) -> int:
 def lacking(cluster: ClusterConfig, name: str, fields: Mapping[str, str]) -> list[str]:
     """Return what the file of a cluster lacks, as its lines, by its name in Slurm and the fields of a node."""
     number, cores, default = gpus(fields), int(fields.get("CPUEfctv") or fields.get("CPUTot") or 0), ClusterConfig()
-    limits = [{"partition": name} | dataclasses.asdict(limit) for name, limit in asked()[0].items() if cluster.partition in (None, name)]
-    known = [{key: value for key, value in limit.items() if value is not None} for limit in limits]
-    entries = {"name": name, "queues": json.dumps(known), "gpus_per_node": number, "tasks_per_node": number, "cores": cores}
+    limits = [{"partition": name} | limit for name, limit in asked()[0].items() if cluster.partition in (None, name)]
+    entries = {"name": name, "queues": json.dumps(limits), "gpus_per_node": number, "tasks_per_node": number, "cores": cores}
     entries |= {
         "cpus_per_task": cores // number if number else 0,
         "memory": f"{fields['RealMemory']}M" if "RealMemory" in fields else None,
@@ -149,11 +139,9 @@ def _warn(text: str) -> None:
     log.warning("%s", text)
 
 
-def _replaced(queue: QueueConfig, limits: QueueLimits, *, only_lower: bool = False) -> QueueConfig:
+def _replaced(queue: QueueConfig, limits: Limits, *, only_lower: bool = False) -> QueueConfig:
     """The entry with the limits that are known; with only_lower, those that are tighter than its own."""
-    values = {name: value for name, value in dataclasses.asdict(limits).items() if value is not None}
-    if only_lower:
-        values = {name: value for name, value in values.items() if _is_tighter(name, value, getattr(queue, name))}
+    values = {name: value for name, value in limits.items() if not only_lower or _is_tighter(name, value, getattr(queue, name))}
     if "max_time" in values and queue.max_time is not None and slurm_seconds(values["max_time"]) == slurm_seconds(queue.max_time):
         del values["max_time"]  # 1-00:00:00 and 24:00:00 are the same
     return dataclasses.replace(queue, **values)

@@ -82,9 +82,7 @@ def write(
         for kind, suffix, content in (("config", "yaml", configs), ("jobs", "sbatch", texts)):
             for job, text in content.items():
                 _write(partial / kind / f"{job}.{suffix}", text.encode())
-        for file, source in (conf or {}).items():
-            (partial / "conf" / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, partial / "conf" / file)
+        _copy(partial / "conf", conf or {})
         code = _code(partial)
         _write(partial / "snapshot.json", (json.dumps(_facts(arguments) | code, indent=1) + "\n").encode())
 
@@ -199,22 +197,13 @@ def _yaml(source: Path) -> Iterator[Path]:
 
 
 def write_conf_copy(conf: Path, sources: Sequence[Path]) -> None:
-    """Write the copy, which appears with all of its files, unless it exists.
-
-    Args:
-        conf: the folder of the copy.
-        sources: a user's own folders with configuration files.
-
-    Raises:
-        UserError: as `files`.
-    """
+    """Write the copy to a folder, which appears with all of its files, unless it exists; sources and errors as of `files`."""
     if not conf.is_dir():
         with atomic_folder(conf) as folder:
-            copy(folder, sources)
+            _copy(folder, files(sources))
 
 
-def copy(folder: Path, sources: Sequence[Path]) -> None:
-    """Copy the files to a folder; arguments and errors as those of `write`."""
-    for name, path in files(sources).items():
+def _copy(folder: Path, files: Mapping[str, Path]) -> None:
+    for name, path in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)

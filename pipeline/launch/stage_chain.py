@@ -12,7 +12,6 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose, other_commands
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import Command, key_of, quoted
-from pipeline.config.paths import batch_scripts
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import GPU_STAGES, STAGES, TRAINING_STAGES, Evaluate
@@ -212,17 +211,12 @@ def rendered(chain: Sequence[Link], run_dir: Path, job_ids: Sequence[int] = (), 
 
 def _job(link: Link, run_dir: Path, previous: str | None, snapshot: Path | None) -> job.Job:
     """The job of a link."""
-    directory = Path.cwd()
-    scripts = batch_scripts(directory)
-    return job.Job(
+    return job.here(
         name=in_use.job_name(link.stage, run_dir),
         stage=link.stage,
         overrides=tuple(word for word in link.arguments if not word.startswith("--config-dir")),  # conf has its files
-        directory=directory,
         output=job.log_file(run_dir, f"slurm-{link.stage}"),
         conf=snapshot / "conf" if snapshot else None,
-        scripts=scripts,
-        python=job.python_of(directory, scripts),
         snapshot=snapshot,
         after=previous,
     )

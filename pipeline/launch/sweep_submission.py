@@ -23,7 +23,6 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.config import compose
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import quoted
-from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
 from pipeline.launch import in_use, job, moldable, slurm, snapshot, submission
 from pipeline.launch.sweep_manifest import SweepEntry, SweepManifest
@@ -194,16 +193,12 @@ def is_finished(run_dir: Path, steps: int) -> bool:
 def _job(point: SweepRun, folder: Path, conf: Path, taken: Path, before: str | None = None) -> job.Job:
     """Create the Slurm job of a point. The stage is set by the script; run_dir is the last override."""
     overrides = [o for o in point.words if not re.match(r"\+*(stage=|run_dir=|dry_run[.=])", o)]
-    scripts = batch_scripts(Path.cwd())
-    return job.Job(
+    return job.here(
         name=f"{re.sub(r'[^A-Za-z0-9_.-]', '_', folder.name)[:40]}-{point.entry.number}",
         stage=point.config.stage.name,
         overrides=(*overrides, f"run_dir={quoted(point.entry.run_dir)}"),
-        directory=Path.cwd(),
         output=job.log_file(Path(point.entry.run_dir), "slurm"),
         conf=conf,
-        scripts=scripts,
-        python=job.python_of(Path.cwd(), scripts),
         snapshot=taken,
         waits_for=before,
     )

@@ -158,7 +158,7 @@ PartitionName=batch AllowGroups=ALL Default=NO MaxNodes=UNLIMITED MaxTime=04:00:
 
 def test_limits_that_slurm_tells_replace_those_of_the_file() -> None:
     partitions = live.parse_partitions(PARTITIONS)
-    assert partitions["booster"] == live.QueueLimits("12:00:00", None, 384)
+    assert partitions["booster"] == {"max_time": "12:00:00", "max_nodes": 384}
     changed, said = live.with_limits(at("juwels"), partitions, {})
     assert changed.queues == [QueueConfig("booster", max_nodes=384, max_time="12:00:00")]
     assert said == ["partition booster: max_time is 12:00:00 in Slurm, and 24:00:00 in cluster=juwels; that of Slurm is used"]
