@@ -35,6 +35,12 @@ class UserError(Exception):
         """Create an error with a single violation."""
         return cls([Violation(key, value, rule, fix)])
 
+    @classmethod
+    def raise_for(cls, violations: Iterable[Violation]) -> None:
+        """Raise an error with the violations, each once; return if there are none."""
+        if once := list({str(violation): violation for violation in violations}.values()):
+            raise cls(once)
+
 
 class DamagedCheckpointError(UserError):
     """A checkpoint whose files are missing, unreadable or changed; an older one may be complete."""
@@ -100,6 +106,5 @@ def collect_errors(*checks: Callable[[], Any]) -> list[Any]:
             results.append(check())
         except UserError as error:
             violations.extend(error.violations)
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     return results

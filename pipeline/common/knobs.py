@@ -106,6 +106,15 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Knob, Any]]:
                     yield from walk(part, f"{key}.{name}.")
 
 
+def leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of every value below a key, of nested mappings; an empty one is a value."""
+    if isinstance(value, Mapping) and value:
+        for name, part in value.items():
+            yield from leaves(f"{key}.{name}" if key else str(name), part)
+    else:
+        yield key, value
+
+
 def range_violations(node: Any, prefix: str = "") -> list[Violation]:
     """Return a violation for every field of nested dataclasses whose value is outside its legal range."""
     return [

@@ -83,8 +83,7 @@ def parse(arguments: Sequence[str]) -> Command:
     # experiment=null is the default, which Hydra accepts in a file only.
     overrides = [_normalized(override) for override in options.overrides if override != "experiment=null"]
     overrides, refused_settings = deepspeed_json.expanded([*_entries(overrides), *overrides], [CONF_DIR, *folders])
-    if refused := list(_options(options)):
-        raise UserError(refused)
+    UserError.raise_for(_options(options))
     if options.shell_completion:  # Hydra reads the words, which are no overrides
         return Command(overrides, [], ["--shell-completion"], is_sweep=False, shows=True)
     violations = {override: list(_violations(override, [CONF_DIR, *folders], is_sweep=is_sweep)) for override in overrides}

@@ -8,7 +8,9 @@ import re
 import sys
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -18,13 +20,13 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf, dictconfig
 from omegaconf.errors import OmegaConfBaseException
 
-from pipeline.common import ends
+from pipeline.common import ends, knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import ladder, phases, planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
 from pipeline.config.composition_errors import COMPOSITION_ERRORS, is_set, keys_of, unknown_key, violation_of
 from pipeline.config.paths import CONF_DIR
-from pipeline.config.rules import paths
+from pipeline.config.rules import check, paths
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES
 from pipeline.models.config_classes import CONFIG_CLASSES
@@ -83,8 +85,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
         key = getattr(error, "full_key", None) or "configuration"
         raise UserError.of(key, "?", str(error).splitlines()[0], f"set {key} on the command line") from error
     assert isinstance(run, RunConfig)
-    if too_long := list(paths.length_violations(run)):
-        raise UserError(too_long)
+    UserError.raise_for(paths.length_violations(run))
     return phases.resolved(run_tokenizer.resolved(run))
 
 
@@ -96,7 +97,7 @@ def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]
         key = f"{prefix}{name}"
         if fields is not None and name not in fields:
             if key != "hydra":
-                yield from _leaves(key, OmegaConf.to_container(node, resolve=False)[name])
+                yield from knobs.leaves(key, OmegaConf.to_container(node, resolve=False)[name])
         elif is_set(node, name):
             yield from _unknown_items(key, node[name])
 
@@ -109,15 +110,6 @@ def _unknown_items(key: str, value: object) -> Iterator[tuple[str, object]]:
         for number in range(len(value)):
             if is_set(value, number):
                 yield from _unknown_items(f"{key}.{number}", value[number])
-
-
-def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) of every value below a key."""
-    if isinstance(value, dict) and value:
-        for name, child in value.items():
-            yield from _leaves(f"{key}.{name}", child)
-    else:
-        yield key, value
 
 
 def own_folders(hydra: DictConfig) -> list[Path]:
@@ -149,21 +141,62 @@ def job_arguments(arguments: Sequence[str], job: RunConfig, keys: Iterable[str])
         keys: what may differ between the job and the arguments, such as the layout that a search chose.
     """
     words = [word for word in arguments if not re.match(r"[+~]*(stage|dry_run)[.=]", word)]
-    values = {key: functools.reduce(getattr, key.split("."), job) for key in keys}
     composed = recompose([*words, f"stage={job.stage.name}"])
-    changed = {key: value for key, value in values.items() if functools.reduce(getattr, key.split("."), composed) != value}
+    changed = {key: value for key in keys if (value := attrgetter(key)(job)) != attrgetter(key)(composed)}
     return [*(word for word in words if key_of(word) not in changed), *(f"{key}={_written(value)}" for key, value in changed.items())]
 
 
 def recompose(arguments: Sequence[str]) -> RunConfig:
     """Compose another command line, beside the configuration of this run."""
-    overrides, running = parse(arguments).overrides, GlobalHydra.instance().hydra
+    with _beside_this_run():
+        return composed(parse(arguments).overrides)
+
+
+def composed(overrides: list[str]) -> RunConfig:
+    """Compose a configuration in a process that has no other one."""
+    with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_run_config(compose("config", overrides))
+
+
+@contextmanager
+def _beside_this_run() -> Iterator[None]:
+    """Keep the configuration of this run while others are composed."""
+    running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return to_run_config(compose("config", overrides))
+        yield
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def checked(arguments: Sequence[str], sized: Callable[[RunConfig], tuple[RunConfig, int]]) -> RunConfig:
+    """Compose and validate a command line, beside the configuration of this run.
+
+    Args:
+        arguments: of `python -m pipeline`.
+        sized: gives the configuration with the layout of its job, and its number of ranks.
+
+    Raises:
+        UserError: with every problem of the command line.
+    """
+    with _beside_this_run():
+        command, config = parse(arguments), None
+        if not command.violations:
+            try:
+                config = composed(command.overrides)
+            except COMPOSITION_ERRORS:
+                GlobalHydra.instance().clear()
+        if config is None:
+            violations, valid = diagnose(command)
+            try:
+                config = to_run_config(valid)
+                violations += check.violations(*sized(config))
+            except UserError as more:
+                violations += more.violations
+            UserError.raise_for(violations)
+            config = composed(command.overrides)  # no argument explains it
+    check.check(*sized(config))
+    return config
 
 
 def _written(value: object) -> str:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 
+from pipeline.common import knobs
 from pipeline.common.errors import UserError, Violation
 
 if TYPE_CHECKING:
@@ -294,16 +295,7 @@ def _keys_of_file(group: str, option: str, folders: Sequence[Path]) -> Iterator[
         for entry in content.pop("defaults", []):
             for name, chosen in entry.items() if isinstance(entry, dict) else ():
                 yield from _keys_of_file(name.removeprefix("override ").strip("/ "), str(chosen), folders)
-        yield from (key for key, _ in _flat(content, "" if group == "experiment" else f"{group}."))
-
-
-def _flat(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of nested dictionaries."""
-    for name, value in node.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        yield from (key for key, _ in knobs.leaves("" if group == "experiment" else group, content))
 
 
 def lines(path: str) -> Iterator[str]:

@@ -90,8 +90,7 @@ def load(name: str) -> Hardware:
     except OmegaConfBaseException as error:
         raise UserError.of(str(path), "?", str(error).splitlines()[0], "use the keys of pipeline/config/hardware.py") from error
     assert isinstance(hardware, Hardware)
-    if violations := knobs.range_violations(hardware, f"{path}: "):
-        raise UserError(violations)
+    UserError.raise_for(knobs.range_violations(hardware, f"{path}: "))
     return hardware
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -67,8 +68,7 @@ def read(overrides: tuple[str, ...]) -> Mapping[str, Any]:
             values[key] = _value(override, key)
         except UserError as error:
             violations += error.violations
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     return values
 
 
@@ -119,7 +119,7 @@ def unchanged(config: RunConfig, values: Mapping[str, Any]) -> Iterator[Violatio
     if not getattr(config.model, "experts", 0):
         return
     for key in MOE_KEYS:
-        current = functools.reduce(getattr, key.split("."), config)
+        current = attrgetter(key)(config)
         if values.get(key, current) != current:
             rule = f"changes the balance loss and dropped tokens of an MoE model, which has {key}={current} otherwise"
             yield Violation("cluster.layouts", f"{key}={values[key]}", rule, f"leave {key} out of the layout")

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 from pipeline.common import knobs
@@ -62,9 +63,10 @@ def resolved(config: RunConfig) -> RunConfig:
     if not training.phases:
         return config
     changes = [dict(_settings(config, number, phase)) for number, phase in enumerate(training.phases)]
-    if problems := list(_violations(config)):
-        raise UserError(problems)
-    current: dict[str, Any] = {key: _value(config, key) for key in sorted({*SIZES.values(), *(key for items in changes for key in items)})}
+    UserError.raise_for(_violations(config))
+    current: dict[str, Any] = {
+        key: attrgetter(key)(config) for key in sorted({*SIZES.values(), *(key for items in changes for key in items)})
+    }
     first = dataclasses.replace(config, training=dataclasses.replace(training, phases=[]))
     weights: Mapping[str, float] = {name: 1.0 if corpus.weight is None else corpus.weight for name, corpus in config.data.blend.items()}
     phases: list[TrainingPhaseConfig] = []
@@ -206,11 +208,6 @@ def _settings(config: RunConfig, number: int, phase: TrainingPhaseConfig) -> Ite
     """Yield (key, value) of everything that a phase sets."""
     yield from ((key, value) for name, key in SIZES.items() if (value := getattr(phase, name)) is not None)
     yield from (_setting(f"training.phases.{number}.overrides", type(config.model), override) for override in phase.overrides)
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    """The value of a dotted key."""
-    return functools.reduce(getattr, key.split("."), config)
 
 
 def _text(value: Any) -> str:

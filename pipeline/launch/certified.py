@@ -52,8 +52,7 @@ def check(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: it has none, or one of another job, naming what differs.
     """
-    if problems := violations(config, world_size):
-        raise UserError(problems)
+    UserError.raise_for(violations(config, world_size))
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:

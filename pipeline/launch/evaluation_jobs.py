@@ -99,8 +99,7 @@ class Schedule:
         violations = job.violations(self._cluster, "evaluate", Path.cwd())
         for planned in self._jobs.values():
             violations += _violations(planned, config.model, self._cluster.nodes * self._cluster.tasks_per_node)
-        if violations:
-            raise UserError(list(dict.fromkeys(violations)))
+        UserError.raise_for(violations)
 
     def is_due(self, step: int) -> bool:
         """Whether the run writes and submits the checkpoint of a step; that of step 0 is an imported model."""

@@ -81,7 +81,7 @@ class ValidatingLauncher(Launcher):
         setup_globals()
         manifest = earlier = sweep_manifest.read(self.folder)
         runs: list[SweepRun] = []
-        violations: dict[str, Violation] = {}
+        violations: list[Violation] = []
         if not job_overrides:
             lists = " ".join(word for word in self.config.hydra.overrides.task if re.search(r"[,(]", word))
             raise UserError.of("argument", lists, "gives no point: a list or range is empty", "name at least one value")
@@ -101,22 +101,21 @@ class ValidatingLauncher(Launcher):
             if (other := earlier.other(entry.run_dir, point)) is not None:
                 rule = f"is that of another point of this sweep ({sweep_manifest.NAME}): {' '.join(other.overrides)}"
                 fix = "choose another run_dir, or leave hydra.sweep.subdir to its default"
-                violations[entry.run_dir] = Violation("run_dir", entry.run_dir, rule, fix)
+                violations.append(Violation("run_dir", entry.run_dir, rule, fix))
             elif point not in earlier.entries and (Path(entry.run_dir) / METRICS).exists():
                 rule = f"has a run that is not of this sweep: {sweep_manifest.NAME} does not list it"
-                violations[entry.run_dir] = Violation("run_dir", entry.run_dir, rule, "choose another run_dir for the sweep")
+                violations.append(Violation("run_dir", entry.run_dir, rule, "choose another run_dir for the sweep"))
             try:
                 config = compose.to_run_config(without_hydra(composed))
                 check.check(*self.sized(config, filter_overrides(overrides)))
                 check_fork(config)
                 runs.append(SweepRun(entry, config, words, composed))
             except UserError as error:
-                violations |= {str(v): v for v in error.violations}
+                violations += error.violations
         if len({run.config.run_dir for run in runs}) < len(runs):
             fix = "set hydra.sweep.subdir to a value that differs between runs, for example ${hydra.job.num}, and no value twice"
-            violations["run_dir"] = Violation("run_dir", runs[0].config.run_dir, "is shared by several runs of the sweep", fix)
-        if violations:
-            raise UserError(list(violations.values()))
+            violations.append(Violation("run_dir", runs[0].config.run_dir, "is shared by several runs of the sweep", fix))
+        UserError.raise_for(violations)
         return runs, manifest
 
     def show_table(self, runs: Sequence[SweepRun], points: Sequence[Point], manifest: SweepManifest) -> None:
@@ -149,8 +148,7 @@ class LocalLauncher(ValidatingLauncher):
             SystemExit: a run has failed or was asked to stop, with the exit code of the first one.
         """
         here = ranks.detect()
-        if violations := list(hydra_sweeper.search_violations(self.config, here.world_size)):
-            raise UserError(violations)
+        UserError.raise_for(hydra_sweeper.search_violations(self.config, here.world_size))
         runs, manifest = self.runs(job_overrides)
         manifest = replace(manifest, config_dirs=tuple(map(str, compose.own_folders(self.config.hydra))))
         writes = here.rank == 0 and not any(run.config.dry_run.enabled for run in runs)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.errors import UserError, Violation
-from pipeline.config import compose, other_commands
+from pipeline.config import compose
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.command_line import Command, key_of, quoted
 from pipeline.config.rules import check
@@ -72,8 +72,7 @@ def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:
     chain = [made[stage] for stage in stages if stage in made]
     for number, link in enumerate(chain):
         by_stage[link.stage] = list(_link_violations(link, chain[:number], chain[number + 1 :]))
-    if problems := [*(_of_one_stage(word, stages) for word in given), *merged(by_stage, stages)]:
-        raise UserError(problems)
+    UserError.raise_for([*(_of_one_stage(word, stages) for word in given), *merged(by_stage, stages)])
     return chain
 
 
@@ -121,7 +120,7 @@ def _link(config: RunConfig, stage: str, arguments: Sequence[str], pretrain: Lin
     def sized(composed: RunConfig) -> tuple[RunConfig, int]:
         return moldable.expected(composed, given, overrides)
 
-    composed = other_commands.checked([f"stage={stage}", *given], sized)
+    composed = compose.checked([f"stage={stage}", *given], sized)
     return Link(stage, given, composed, moldable.job_options(composed, overrides), sized(composed)[1])
 
 

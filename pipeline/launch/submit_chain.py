@@ -34,8 +34,7 @@ def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
     """
     run_dir = Path(config.run_dir)
     violations, links = _checked(config, arguments, world_size)
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     for link in links:
         if text := moldable.idle_text(link.config):
             log.warning("%s: %s", link.stage, text)
@@ -64,7 +63,7 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
     try:
         links = stage_chain.links(config, arguments)
         if not config.dry_run.enabled:
-            violations += {str(v): v for link in links for v in job.not_given(link.cluster)}.values()
+            violations += [v for link in links for v in job.not_given(link.cluster)]
         violations += queues.too_many([link.cluster for link in links])
     except UserError as error:
         violations += error.violations
@@ -74,11 +73,9 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
 def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> None:
     """Submit jobs that are valid, with their snapshot and their record."""
     stages = [link.stage for link in links]
-    if violations := list(in_use.violations(run_dir, stages, submission.queue())):
-        raise UserError(violations)
+    UserError.raise_for(in_use.violations(run_dir, stages, submission.queue()))
     refused = submission.rejected(stage_chain.rendered(links, run_dir))
-    if violations := stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages):
-        raise UserError(violations)
+    UserError.raise_for(stage_chain.merged({stages[number]: [why] for number, why in refused.items()}, stages))
     taken = snapshot.path(run_dir)
     conf_files = snapshot.files([Path(word.removeprefix("--config-dir=")) for word in arguments if word.startswith("--config-dir=")])
     configs = {link.stage: snapshot.resolved(link.config) for link in links}

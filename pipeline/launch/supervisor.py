@@ -319,20 +319,14 @@ class Supervisor:
 
 def _compose(arguments: Sequence[str]) -> RunConfig | None:
     """The configuration of the ranks; None if the arguments do not compose, which the ranks report, or are a sweep."""
-    import hydra
-
     from pipeline.config import command_line, compose
-    from pipeline.config.paths import CONF_DIR
     from pipeline.launch import hydra_launcher
 
     compose.register()
     hydra_launcher.register()
     try:
         command = command_line.parse(arguments)
-        if command.violations or command.needs_hydra:
-            return None
-        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-            return compose.to_run_config(hydra.compose("config", command.overrides))
+        return None if command.violations or command.needs_hydra else compose.composed(command.overrides)
     except Exception:  # the ranks compose the same and print the error, which must not keep the supervisor from starting them
         return None
 

@@ -70,24 +70,22 @@ def refuse(points: Sequence[SweepRun], config_dirs: Sequence[Path], at_once: int
     Raises:
         UserError: with all violations.
     """
-    violations = {str(v): v for v in also}
+    violations = list(also)
     if not any(point.config.dry_run.enabled for point in points):
-        violations |= {str(v): v for v in [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]}
+        violations += [*submission.absent(), *(v for point in points for v in job.not_given(point.options))]
     for point in points:
         words = [*compose.folder_options(config_dirs), *point.words]
-        violations |= {str(v): v for v in job.violations(point.options, point.config.stage.name, Path.cwd())}
-        violations |= {str(v): v for v in moldable.violations(point.config, words)}
-        violations |= {str(v): v for v in moldable.memory_violations(point.config, words)}
+        violations += job.violations(point.options, point.config.stage.name, Path.cwd())
+        violations += moldable.violations(point.config, words)
+        violations += moldable.memory_violations(point.config, words)
         dependencies = [option for option in point.options.sbatch if re.match(r"--dependency\b|-d\b", option)]
         if at_once is not None and dependencies:
             rule = f"would replace the dependencies between the jobs of hydra.launcher.at_once={at_once}"
-            violations["dependency"] = Violation("cluster.sbatch", dependencies[0], rule, "remove one of both")
+            violations.append(Violation("cluster.sbatch", dependencies[0], rule, "remove one of both"))
     if at_once is not None and at_once < 1:
-        violations["at_once"] = Violation(
-            "hydra.launcher.at_once", at_once, "must be at least 1", "set the number of jobs that may run at a time"
-        )
-    if violations:
-        raise UserError(list(violations.values()))
+        fix = "set the number of jobs that may run at a time"
+        violations.append(Violation("hydra.launcher.at_once", at_once, "must be at least 1", fix))
+    UserError.raise_for(violations)
     for text in {text for point in points if (text := moldable.idle_text(point.config))}:
         log.warning("%s", text)
 
@@ -131,11 +129,9 @@ def submit(
         for point in points:
             point.state = _state(point, manifest.entries.get(point.entry.id), {queued.number for queued in queue})
         new = [point for point in points if not point.state]
-        if used := [v for point in new for v in in_use.violations(Path(point.entry.run_dir), [point.config.stage.name], queue)]:
-            raise UserError(used)
+        UserError.raise_for(v for run in new for v in in_use.violations(Path(run.entry.run_dir), [run.config.stage.name], queue))
         conf, taken = render(new, manifest, config_dirs, at_once)
-        if rejected := submission.rejected([point.text for point in new]):
-            raise UserError(list({str(v): v for v in rejected.values()}.values()))
+        UserError.raise_for(submission.rejected([point.text for point in new]).values())
         for point in points:
             manifest = manifest.with_point(point.entry)
         for point in new:

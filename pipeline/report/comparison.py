@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.common import knobs
 from pipeline.common.texts import first_names
 from pipeline.report.run import Run
 from pipeline.report.run_files import is_finite
@@ -155,16 +156,8 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 def differing(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Return for each configuration the settings in which they differ, without those of the place where a run is."""
-    flat = [dict(_flat(config)) for config in configs]
+    flat = [dict(knobs.leaves("", config)) if config else {} for config in configs]
     known = [settings for settings in flat if settings]
     keys = sorted({key for settings in known for key in settings if not key.startswith(_OWN)})
     different = [key for key in keys if len({repr(settings.get(key)) for settings in known}) > 1]
     return [tuple(f"{key}={settings[key]}" for key in different if key in settings) for settings in flat]
-
-
-def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    settings: list[tuple[str, Any]] = []
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        settings += _flat(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
-    return settings

@@ -35,8 +35,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     run_dir = f"run_dir={quoted(config.run_dir)}"  # in a sweep that of the point
     arguments = [run_dir if key_of(word) == "run_dir" else word for word in compose.task_arguments()]
     cluster = live.corrected(config.cluster)
-    if violations := [*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)]:
-        raise UserError(violations)
+    UserError.raise_for([*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)])
     if ranks.rank > 0:
         return  # single-process mode: additional ranks do nothing
     started = time.perf_counter()

@@ -138,8 +138,7 @@ def _evaluate_tasks(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
             tasks.check_model(model, run_dir)
             check_tokenizer(encoder, checkpoint, model.vocab_size)
             config = weights.for_generation(config, model)
-            if violations := layout_violations(config):
-                raise UserError(violations)
+            UserError.raise_for(layout_violations(config))
             mesh = mesh or meshes.build_mesh(Layout.of(config, ranks.world_size), device, minutes, ranks.local_size)
             evaluated = meshes.on_rank_0(partial(checkpoint_selection.settings_of, path, stage, settings))
             scores = tasks.evaluate(stage, mesh, weights.load(checkpoint, config, mesh), model, text)

@@ -90,8 +90,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             weights.check_draft(stage, drafts, model, Path(config.tokenizer.path), config.parallel.expert)
             models.append((weights.draft_config(config, drafts), drafts))
         settings = _settings(config, stage, checkpoint, drafts, tokenizer)
-        if violations := [violation for model_config, _ in models for violation in layout_violations(model_config)]:
-            raise UserError(violations)
+        UserError.raise_for(violation for model_config, _ in models for violation in layout_violations(model_config))
         comm = BroadcastRanks(ranks.rank, ranks.world_size)
         with work(comm, folder, ("stage.output", "generate"), settings, _summary, ["*.jsonl"]) as unfinished:  # type: ignore[arg-type]
             if unfinished is not None:

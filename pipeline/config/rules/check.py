@@ -45,8 +45,7 @@ def check(config: RunConfig, world_size: int) -> None:
     Raises:
         UserError: with every violation.
     """
-    if problems := violations(config, world_size):
-        raise UserError(problems)
+    UserError.raise_for(violations(config, world_size))
 
 
 def violations(config: RunConfig, world_size: int) -> list[Violation]:
