@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pipeline.common import artifact, events
+from pipeline.common import artifact, events, metrics_file
 from pipeline.common.errors import UserError
 from pipeline.config import hardware as hardware_files
 from pipeline.config import saved
@@ -166,7 +165,7 @@ def read(run_dir: Path) -> MeasuredRun:
         UserError: it has no configuration or no steps after the first ones.
     """
     config = saved.read(run_dir, "stage.run")
-    lines = _lines(run_dir)[WARMUP:]
+    lines = [line for line in metrics_file.read(run_dir) if "seconds" in line][WARMUP:]
     if not lines:
         rule = f"has no metrics.jsonl with more than {WARMUP} steps"
         raise UserError.of("stage.run", run_dir, rule, "pass the run_dir of a pretrain job that has trained longer")
@@ -175,20 +174,6 @@ def read(run_dir: Path) -> MeasuredRun:
     starts = [event for event in events.read(run_dir) if event["event"] == "run_start"]
     gpu = starts[-1].get("gpu") if starts else None
     return MeasuredRun(config, _world_size(run_dir, config), len(lines), statistics.median(seconds), memory or None, gpu)
-
-
-def _lines(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of training steps in metrics.jsonl, without an incomplete last one."""
-    path = run_dir / "metrics.jsonl"
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        if "seconds" in values:
-            steps.append(values)
-    return steps
 
 
 def _world_size(run_dir: Path, config: RunConfig) -> int:
