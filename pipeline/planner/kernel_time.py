@@ -74,14 +74,8 @@ def product_time(product: Product, hardware: Hardware) -> tuple[float, str]:
     return max(compute, memory) + latency, bound
 
 
-def attention_time(call: AttentionCall, hardware: Hardware, *, fused: bool = True) -> float:
-    """Return the time of an attention call in seconds.
-
-    Args:
-        fused: a flash kernel; otherwise two batched products with the scores in memory between them.
-    """
-    if not fused:
-        return _unfused_attention(call, hardware)
+def attention_time(call: AttentionCall, hardware: Hardware) -> float:
+    """Return the time of a call of a flash kernel in seconds."""
     width = min(1.0, (call.head_dim / FULL_HEAD_DIM) ** WIDTH_POWER)
     # A multiprocessor computes a block of 128 queries of one head.
     blocks = call.batch * call.heads * math.ceil(call.queries / 128)
@@ -94,19 +88,6 @@ def attention_time(call: AttentionCall, hardware: Hardware, *, fused: bool = Tru
     compute = call.flops * diagonal * quantized * slower / peak
     memory = call.bytes / memory_rate(hardware)
     return max(compute, memory) + hardware.kernel_us * 1e-6 * call.ring
-
-
-#: Passes over the scores in memory besides those of the products: softmax with mask and dropout, and their backward pass.
-UNFUSED_PASSES = {"forward": 4.5, "recompute": 4.5, "backward": 5.5}
-
-
-def _unfused_attention(call: AttentionCall, hardware: Hardware) -> float:
-    """Batched products over all pairs, and passes over the scores."""
-    count = 4 if call.phase == "backward" else 2
-    product = Product("", call.phase, call.queries, call.keys * call.ring, call.head_dim, call.batch * call.heads, call.bytes_per_element)
-    scores = call.batch * call.heads * call.queries * call.keys * call.ring * call.bytes_per_element
-    passes = scores * UNFUSED_PASSES[call.phase] / memory_rate(hardware)
-    return count * product_time(product, hardware)[0] + passes + 2 * hardware.kernel_us * 1e-6
 
 
 def elementwise_time(moved: float, hardware: Hardware) -> float:

@@ -76,9 +76,10 @@ class FrameworkModel(EngineModel):
 
     def attention_time(self, call: AttentionCall, hardware: Hardware) -> float:
         """Return the seconds of an attention call, without the exchange of keys and values."""
-        time = kernel_time.attention_time(call, hardware, fused=self.scores == "fused") / self.attention
+        kernel = kernel_time.attention_time if self.scores == "fused" else _unfused_attention
+        time = kernel(call, hardware) / self.attention
         if self.scores == "recomputed" and call.phase == "backward":
-            time += kernel_time.attention_time(replace(call, phase="recompute"), hardware, fused=False)
+            time += _unfused_attention(replace(call, phase="recompute"), hardware)
         return time
 
     def operation_time(self, operation: Operation, hardware: Hardware, groups: dict[str, Group]) -> tuple[str, float]:
@@ -144,3 +145,16 @@ def _scores_bytes(part: TracedPart) -> float:
 def _logits(part: TracedPart) -> float:
     """Number of logits of a micro-batch of a head."""
     return float(sum(p.m * p.n for p in part.products if p.phase == "forward" and p.name))
+
+
+#: Passes over the scores in memory besides those of the products: softmax with mask and dropout, and their backward pass.
+UNFUSED_PASSES = {"forward": 4.5, "recompute": 4.5, "backward": 5.5}
+
+
+def _unfused_attention(call: AttentionCall, hardware: Hardware) -> float:
+    """Seconds of two batched products over all pairs, in the backward pass four, with the scores in memory between them."""
+    count = 4 if call.phase == "backward" else 2
+    product = Product("", call.phase, call.queries, call.keys * call.ring, call.head_dim, call.batch * call.heads, call.bytes_per_element)
+    scores = call.batch * call.heads * call.queries * call.keys * call.ring * call.bytes_per_element
+    passes = scores * UNFUSED_PASSES[call.phase] / kernel_time.memory_rate(hardware)
+    return count * kernel_time.product_time(product, hardware)[0] + passes + 2 * hardware.kernel_us * 1e-6
