@@ -44,9 +44,7 @@ class Progress:
 
     def extend(self, amount: int) -> None:
         """Add units to the total, for work that turns out to be necessary."""
-        self._total = (self._total or 0) + amount
-        if self._bar is not None:
-            self._bar.total = self._total
+        self.expect((self._total or 0) + amount)
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         """Add completed units; `note` is shown next to the bar."""

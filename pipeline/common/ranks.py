@@ -107,18 +107,21 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     Raises:
         UserError: the variables of the launcher are incomplete or inconsistent.
     """
+    mpi = next((names for names in (MPICH, OPENMPI) if names["rank"] in environment and names["local_rank"] in environment), None)
     if "TORCHELASTIC_RUN_ID" in environment:
-        return _from_torchrun(environment)
-    for names in (MPICH, OPENMPI):
-        if names["rank"] in environment and names["local_rank"] in environment:
-            return _from_mpirun(environment, names)
-    if "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
+        here = _from_torchrun(environment)
+    elif mpi is not None:
+        here = _from_mpirun(environment, mpi)
+    elif "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment:
         here = _from_srun(environment, host_suffix)
+    else:
+        here = _from_torchrun(environment) if environment.keys() >= TORCHRUN else Ranks()
+    if not (0 <= here.rank < here.world_size and 0 <= here.local_rank < here.local_size <= here.world_size):
+        rule = f"are inconsistent: rank {here.rank} of {here.world_size}, {here.local_rank} of {here.local_size} on this host"
+        raise UserError.of(f"variables of {here.launcher}", "", rule, _NEW_SHELL)
+    if here.launcher == "srun":
         _refuse_leftovers(environment, here)
-        return here
-    if environment.keys() >= TORCHRUN:
-        return _from_torchrun(environment)
-    return Ranks()
+    return here
 
 
 def _refuse_leftovers(environment: Mapping[str, str], here: Ranks) -> None:
@@ -129,14 +132,9 @@ def _refuse_leftovers(environment: Mapping[str, str], here: Ranks) -> None:
     """
     expected = {"RANK": here.rank, "WORLD_SIZE": here.world_size}
     conflicts = {name: environment[name] for name in expected if environment.get(name, str(expected[name])) != str(expected[name])}
-    if conflicts:
-        fix = f"unset {' '.join(sorted(TORCHRUN))} before sbatch or srun; Slurm passes the variables of the submitting shell on"
-        raise UserError(
-            [
-                Violation(name, value, f"contradicts srun, which started rank {here.rank} of {here.world_size}", fix)
-                for name, value in conflicts.items()
-            ]
-        )
+    fix = f"unset {' '.join(sorted(TORCHRUN))} before sbatch or srun; Slurm passes the variables of the submitting shell on"
+    rule = f"contradicts srun, which started rank {here.rank} of {here.world_size}"
+    UserError.raise_for(Violation(name, value, rule, fix) for name, value in conflicts.items())
 
 
 def error_report_delay() -> float | None:
@@ -157,16 +155,14 @@ def error_report_delay() -> float | None:
 def _from_torchrun(environment: Mapping[str, str]) -> Ranks:
     """Read the variables of torchrun (or the same variables set by a user)."""
     number = _numbers(environment, {"RANK", "WORLD_SIZE", "MASTER_PORT"}, {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1})
-    return _checked(
-        Ranks(
-            rank=number["RANK"],
-            world_size=number["WORLD_SIZE"],
-            local_rank=number["LOCAL_RANK"],
-            local_size=number["LOCAL_WORLD_SIZE"],
-            master_host=environment.get("MASTER_ADDR", ""),
-            master_port=number["MASTER_PORT"],
-            launcher="torchrun",
-        )
+    return Ranks(
+        rank=number["RANK"],
+        world_size=number["WORLD_SIZE"],
+        local_rank=number["LOCAL_RANK"],
+        local_size=number["LOCAL_WORLD_SIZE"],
+        master_host=environment.get("MASTER_ADDR", ""),
+        master_port=number["MASTER_PORT"],
+        launcher="torchrun",
     )
 
 
@@ -174,16 +170,14 @@ def _from_mpirun(environment: Mapping[str, str], names: dict[str, str]) -> Ranks
     """Read the variables of mpirun. srun --mpi=pmi2 also sets PMI_RANK, but no local rank."""
     number = _numbers(environment, set(names.values()), {"MASTER_PORT": DEFAULT_PORT})
     one_host = number[names["local_size"]] == number[names["size"]]
-    return _checked(
-        Ranks(
-            rank=number[names["rank"]],
-            world_size=number[names["size"]],
-            local_rank=number[names["local_rank"]],
-            local_size=number[names["local_size"]],
-            master_host=environment.get("MASTER_ADDR", "127.0.0.1" if one_host else ""),
-            master_port=number["MASTER_PORT"],
-            launcher="mpirun",
-        )
+    return Ranks(
+        rank=number[names["rank"]],
+        world_size=number[names["size"]],
+        local_rank=number[names["local_rank"]],
+        local_size=number[names["local_size"]],
+        master_host=environment.get("MASTER_ADDR", "127.0.0.1" if one_host else ""),
+        master_port=number["MASTER_PORT"],
+        launcher="mpirun",
     )
 
 
@@ -202,16 +196,14 @@ def _from_srun(environment: Mapping[str, str], host_suffix: str) -> Ranks:
     if len(tasks) != len(hosts) or sum(tasks) != world_size:
         rule = f"is inconsistent with {world_size} tasks (SLURM_STEP_NUM_TASKS) on {len(hosts)} nodes (SLURM_STEP_NODELIST)"
         raise UserError.of("SLURM_STEP_TASKS_PER_NODE", environment.get("SLURM_STEP_TASKS_PER_NODE"), rule, _NEW_SHELL)
-    return _checked(
-        Ranks(
-            rank=number["SLURM_PROCID"],
-            world_size=world_size,
-            local_rank=number["SLURM_LOCALID"],
-            local_size=tasks[node] if node < len(tasks) else 0,
-            master_host=hosts[0] + host_suffix,
-            master_port=FIRST_PORT + (16 * number["SLURM_JOB_ID"] + number["SLURM_STEP_ID"]) % PORTS,
-            launcher="srun",
-        )
+    return Ranks(
+        rank=number["SLURM_PROCID"],
+        world_size=world_size,
+        local_rank=number["SLURM_LOCALID"],
+        local_size=tasks[node] if node < len(tasks) else 0,
+        master_host=hosts[0] + host_suffix,
+        master_port=FIRST_PORT + (16 * number["SLURM_JOB_ID"] + number["SLURM_STEP_ID"]) % PORTS,
+        launcher="srun",
     )
 
 
@@ -219,19 +211,8 @@ def _numbers(environment: Mapping[str, str], required: set[str], optional: dict[
     """Parse variables as integers >= 0. Raises a UserError with all variables that are missing or not an integer."""
     values = {name: environment.get(name) for name in sorted(required)} | {n: environment.get(n, str(v)) for n, v in optional.items()}
     invalid = {name: value for name, value in values.items() if value is None or not re.fullmatch(r"\d+", value, re.ASCII)}
-    if invalid:
-        raise UserError(
-            [Violation(name, "" if value is None else value, "must be an integer >= 0", _NEW_SHELL) for name, value in invalid.items()]
-        )
+    UserError.raise_for(Violation(name, value or "", "must be an integer >= 0", _NEW_SHELL) for name, value in invalid.items())
     return {name: int(value) for name, value in values.items() if value is not None}
-
-
-def _checked(ranks: Ranks) -> Ranks:
-    """Return the ranks if they are consistent, else raise a UserError."""
-    if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_size <= ranks.world_size):
-        rule = f"are inconsistent: rank {ranks.rank} of {ranks.world_size}, {ranks.local_rank} of {ranks.local_size} on this host"
-        raise UserError.of(f"variables of {ranks.launcher}", "", rule, _NEW_SHELL)
-    return ranks
 
 
 def expand_hosts(nodelist: str) -> list[str]:

@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import Any
 
 from pipeline.common.progress import Progress
-from pipeline.config import zero_group
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout, may_compile
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.config.stages import TRAINING_STAGES
@@ -299,21 +299,13 @@ def _time_bound(config: RunConfig, layout: Layout, hardware: Hardware, traces: T
 
 def settings_of(config: RunConfig) -> tuple[str, ...]:
     """The layout as settings of the command line."""
-    parallel, training = config.parallel, config.training
-    axes = [name for name in ("tensor", "pipeline", "context", "expert") if getattr(parallel, name) > 1]
-    words = [f"parallel.{name}={getattr(parallel, name)}" for name in axes]
-    words.append(f"parallel.zero_stage={parallel.zero_stage}")
-    if parallel.zero_group != zero_group.JOB:
-        words.append(f"parallel.zero_group={parallel.zero_group}")
-    if parallel.context > 1:
-        words.append(f"parallel.context_kind={parallel.context_kind}")
-    if parallel.schedule != "1f1b":
-        words.append(f"parallel.schedule={parallel.schedule}")
-    if parallel.stages_per_rank is not None:
-        words.append(f"parallel.stages_per_rank={parallel.stages_per_rank}")
-    if parallel.balance != "flops":
-        words.append(f"parallel.balance={parallel.balance}")
-    words.append(f"training.micro_batch_size={training.micro_batch_size}")
-    if training.activation_checkpointing != "none":
-        words.append(f"training.activation_checkpointing={training.activation_checkpointing}")
-    return tuple(words)
+    parallel, training, default = config.parallel, config.training, ParallelConfig()
+    names = ["tensor", "pipeline", "context", "expert", "zero_stage", "zero_group", *(["context_kind"] if parallel.context > 1 else [])]
+    names = [
+        name
+        for name in (*names, "schedule", "stages_per_rank", "balance")
+        if name in ("zero_stage", "context_kind") or getattr(parallel, name) != getattr(default, name)
+    ]
+    words = [*(f"parallel.{name}={getattr(parallel, name)}" for name in names), f"training.micro_batch_size={training.micro_batch_size}"]
+    recomputed = training.activation_checkpointing
+    return (*words, *([] if recomputed == "none" else [f"training.activation_checkpointing={recomputed}"]))

@@ -146,10 +146,12 @@ class RankChecks:
     def _left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
 
-    def _write(self, phase: str | None = None) -> None:
+    def _reached(self, phase: str) -> None:
         with self._lock:
-            if phase:
-                self.result["phase"] = phase
+            self.result["phase"] = phase
+
+    def _write(self) -> None:
+        with self._lock:
             if self._leads:
                 node_result.write(self._folder, self.result)
 
@@ -173,7 +175,8 @@ class RankChecks:
         gathering.close()
         self.result["ranks"] = sorted(reports, key=lambda report: report["rank"])
         self.result["missing_ranks"] = sorted(set(members) - {report["rank"] for report in reports})
-        self._write("local")
+        self._reached("local")
+        self._write()
         return next(iter(node_result.failed_ranks(self.result)), None)
 
     def _device(self) -> dict[str, Any]:
@@ -212,12 +215,12 @@ class RankChecks:
         """The all-reduces, in groups that grow."""
         place, index = self._place, self._place.index
         self._store = node_groups.join(self._ranks, place.node, problem, self._left())  # rank 0 keeps it until its process ends
-        self._write_in_memory("connected")
+        self._reached("connected")
         node_groups.wait_for_all(self._store, self._ranks.rank == 0, len(place.nodes), self._left())
         device = node_groups.connect(self._ranks, self._store, self._left())
         inside = node_groups.group(place.members(index), self._left())
         self.result["inside_gb_s"] = round(speed.all_reduce(device, inside), 3) if len(place.members(index)) > 1 else None
-        self._write_in_memory("inside")
+        self._reached("inside")
         self.result["between_gb_s"] = {}
         for pairs in pairings(len(place.nodes)):
             pair = next((pair for pair in pairs if index in pair), (index,))
@@ -225,19 +228,16 @@ class RankChecks:
             if len(pair) == 2:
                 other = place.nodes[pair[0] if pair[1] == index else pair[1]]
                 self.result["between_gb_s"][other] = round(speed.all_reduce(device, group), 3)
-        self._write_in_memory("between")
+        self._reached("between")
         self.result["clock"] = speed.clock_readings(device)
         self.result["all_gb_s"] = round(speed.all_reduce(device), 3) if self._ranks.world_size > 1 else None
         if device.type == "cuda" and len(place.nodes) > 1 and self._leads:
             text = "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in self._logs.iterdir())
             self.result["network"] = vars(node_result.parse(text))
-        self._write("complete")
+        self._reached("complete")
+        self._write()
         speed.clock_readings(device)  # all files are written when a rank leaves this
         destroy_process_group()
-
-    def _write_in_memory(self, phase: str) -> None:
-        with self._lock:
-            self.result["phase"] = phase
 
 
 def versions() -> dict[str, str | None]:
