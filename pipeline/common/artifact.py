@@ -101,11 +101,6 @@ def find_complete(folder: Path, *, key: str, stage: str, settings: dict[str, Any
 def check_empty(folder: Path, *, key: str, stage: str) -> None:
     """Refuse to replace files that a stage did not write.
 
-    Args:
-        folder: the output folder of the stage.
-        key: configuration key that names the folder.
-        stage: the stage.
-
     Raises:
         UserError: the folder contains files.
     """
@@ -123,9 +118,7 @@ def check_settings(recorded: dict[str, Any], settings: dict[str, Any], made_with
 
     Args:
         recorded: settings read from the folder.
-        settings: settings of this run.
         made_with: precedes the recorded setting in the message.
-        fix: advice in the message.
 
     Raises:
         UserError: they differ; lists the differences.

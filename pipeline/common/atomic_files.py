@@ -37,8 +37,6 @@ def atomic_file(path: Path, mode: str = "wb", *, parents: bool = True) -> Iterat
     """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises.
 
     Args:
-        path: the file.
-        mode: of the file.
         parents: create the folder if it is missing. Files of a folder that a user may rename meanwhile set it to False.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -80,7 +78,6 @@ def make_folder(folder: Path, key: str = "output folder") -> None:
     """Create an output folder and its parents.
 
     Args:
-        folder: the folder.
         key: what names it, for the message.
 
     Raises:
@@ -101,7 +98,6 @@ def report_disk_full(folder: Path, key: str = "output folder", then: str = "comp
     These are a full disk, an exceeded quota, a file-size limit, a read-only file system, and files that cannot be created.
 
     Args:
-        folder: the output folder.
         key: what names it, for the message.
         then: what the same command does when there is space again, for the message.
 
@@ -234,10 +230,8 @@ def verify(path: Path, size: int, checksum: str, fix: str) -> None:
     """Verify the size and the checksum of a file.
 
     Args:
-        path: the file.
         size: expected size, bytes.
         checksum: expected xxh3-128 checksum, hexadecimal.
-        fix: advice in the error message.
 
     Raises:
         UserError: the file is missing, or its size or checksum differs.

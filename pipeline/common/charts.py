@@ -65,7 +65,6 @@ class Line:
     """A series in pixels.
 
     Attributes:
-        color: of the line.
         path: "x,y x,y ...".
         marks: (x, y, text) of the points that are marked.
         bars: (x, y, y) of the standard errors.
@@ -86,7 +85,6 @@ class Chart:
         unit: of the values, above the vertical axis.
         across: what the horizontal axis shows.
         legend: (color, name) of each series that has a name and a point.
-        lines: the series.
         x_ticks, y_ticks: (place, label).
         markers: (place, text) of events on the horizontal axis.
     """
@@ -118,8 +116,6 @@ def chart(
     """Return a chart of series, at least one of which has a point.
 
     Args:
-        title: of the chart.
-        unit: of the values.
         series: at most as many as there are colors.
         across: what the points are over.
         markers: (x, text) of events, such as restarts; those outside of the points are left out.

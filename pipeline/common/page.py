@@ -47,7 +47,6 @@ def render(template: str, title: str, **values: Any) -> str:
 
     Args:
         template: file name in pages/.
-        title: heading of the page.
         values: variables of the template; one that it reads and that is missing is an error. `refresh`: seconds, None for never.
     """
     made = f"tannschen {_version()}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"

@@ -26,9 +26,7 @@ class Progress:
 
     Args:
         total: total number of units, None if unknown.
-        label: name of the task.
         unit: name of the unit; "B" counts bytes and prints MB.
-        rank: rank of this process.
         every: seconds between log lines without a terminal.
     """
 

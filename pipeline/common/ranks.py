@@ -101,7 +101,6 @@ def detect(environment: Mapping[str, str] = os.environ, host_suffix: str = "") -
     RANK and WORLD_SIZE without torchrun are those of srun, or were left in the shell.
 
     Args:
-        environment: environment variables.
         host_suffix: suffix of the host name of rank 0, for clusters whose fast network has separate host names.
 
     Raises:

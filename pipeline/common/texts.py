@@ -29,9 +29,7 @@ def first_names(names: Sequence[object], most: int, separator: str = ", ", last:
     """Return the first names, and how many there are more: "a, b and 3 more".
 
     Args:
-        names: all of them.
         most: how many are named.
-        separator: between names.
         last: between the last name and the number of the others.
     """
     named = separator.join(map(str, names[:most]))

@@ -24,7 +24,6 @@ class Unfinished:
     """Completion records of finished parts, and the settings that they were written with.
 
     Args:
-        folder: the output folder.
         settings: all settings that determine the output, as in the manifest.
         resume: further settings that must not change until the run is finished, because finished parts depend on them.
     """

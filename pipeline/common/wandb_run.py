@@ -26,12 +26,9 @@ def start(run_dir: Path, folder: Path, mode: str, project: str, name: str | None
     """Start the run, or continue it; returns wandb.Run.
 
     Args:
-        run_dir: the run directory.
         folder: in which the folder wandb/ is written.
         mode: "offline" or "online".
-        project: of Weights & Biases.
         name: of the run; None for that of the run directory.
-        settings: the configuration that is shown.
 
     Raises:
         UserError: there is no API key or no network.

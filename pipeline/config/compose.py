@@ -173,7 +173,6 @@ def checked(arguments: Sequence[str], sized: Callable[[RunConfig], tuple[RunConf
     """Compose and validate a command line, beside the configuration of this run.
 
     Args:
-        arguments: of `python -m pipeline`.
         sized: gives the configuration with the layout of its job, and its number of ranks.
 
     Raises:
@@ -254,7 +253,6 @@ def exit_with_error(error: UserError, *, after: float | None = 0) -> None:
     """Print an error and exit with code 2.
 
     Args:
-        error: the error to print.
         after: delay in seconds, so that only one rank prints the error; None prints nothing (common.ranks.error_report_delay).
     """
     if after is not None:

@@ -91,8 +91,6 @@ class Settings:
     """What a file says.
 
     Attributes:
-        path: of the file.
-        document: its content.
         values: our key -> (value, key of the file), also of what it leaves out.
         violations: of what is refused.
     """
@@ -187,12 +185,7 @@ def _is_off(value: Any) -> bool:
 def filled(
     parallel: ParallelConfig, training: TrainingConfig, optimizer: OptimizerConfig, precision: PrecisionConfig, layout: Layout
 ) -> dict[str, Any]:
-    """Return the configuration for deepspeed.initialize: that of the file, with "auto" filled in; without a file that of the settings.
-
-    Args:
-        parallel, training, optimizer, precision: settings of the run.
-        layout: of the job.
-    """
+    """Return the configuration for deepspeed.initialize: that of the file, with "auto" filled in; without a file that of the settings."""
     document = copy.deepcopy(read(parallel.deepspeed).document) if parallel.deepspeed else _document(parallel, optimizer, precision)
     micro, batch = training.micro_batch_size, training.global_batch_size
     document |= {

@@ -186,7 +186,6 @@ def reused_weights(model: Any, blocks: range, *, last: bool) -> str | None:
 
     Args:
         model: configuration of the model. A family with such weights has a method of this name.
-        blocks: of the stage.
         last: whether the stage has the head.
     """
     reused: str | None = model.reused_weights(blocks, last=last) if hasattr(model, "reused_weights") else None

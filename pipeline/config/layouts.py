@@ -89,7 +89,6 @@ def parsed(name: str, override: str, group: type, field: str) -> Any:
         name: key of the list.
         override: key=value.
         group: dataclass of the key's group.
-        field: of the group.
 
     Returns:
         The value, in its type.

@@ -23,7 +23,6 @@ def inherited(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that a run leaves open, with their values in the run or the imported model that it starts from.
 
     Args:
-        config: configuration of the run.
         recorded: the group training of the checkpoint that it starts from.
     """
     names = [name for name in defaults(config.model) if getattr(config.training, name) is None]

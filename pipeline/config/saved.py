@@ -16,7 +16,6 @@ def read(run_dir: Path, key: str) -> RunConfig:
     """Return the configuration that a job wrote to its run directory.
 
     Args:
-        run_dir: the run directory.
         key: the configuration key that names it.
 
     Raises:

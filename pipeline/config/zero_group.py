@@ -12,7 +12,6 @@ def group_ranks(parallel: ParallelConfig, tasks_per_node: int, world_size: int) 
     """Return the number of data x expert x context ranks over which ZeRO shards.
 
     Args:
-        parallel: of the job.
         tasks_per_node: ranks of a node, which have successive numbers.
         world_size: ranks of the job, a multiple of parallel.model_ranks.
 
@@ -37,8 +36,6 @@ def block(ranks: int, parallel: ParallelConfig, data: int) -> tuple[int, int, in
     data ranks. The groups of all expert ranks then have the same shape.
 
     Args:
-        ranks: of the group.
-        parallel: of the job.
         data: size of the data axis.
     """
     sizes = []

@@ -28,7 +28,6 @@ class Allocation:
     """What Slurm has granted.
 
     Attributes:
-        job: id of the job.
         restarts: how often Slurm has put it back into the queue.
         nodes: all nodes, in Slurm's order; the first one runs this process.
         tasks_per_node: ranks of a node; None where the nodes have different numbers of ranks.

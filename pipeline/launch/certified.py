@@ -46,9 +46,6 @@ def data_of(config: RunConfig) -> dict[str, str]:
 def check(config: RunConfig, world_size: int) -> None:
     """Refuse a job with certify.required that has no valid certificate.
 
-    Args:
-        config: of a pretraining job.
-
     Raises:
         UserError: it has none, or one of another job, naming what differs.
     """

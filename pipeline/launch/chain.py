@@ -56,7 +56,6 @@ def options(config: RunConfig, granted: Allocation, fields: Mapping[str, str], e
 
     Args:
         fields: of this job, from slurm.facts.
-        environment: of this job.
     """
     given = {name: environment.get(variable, "") for name, variable in _FROM_VARIABLES}
     if "TresPerNode" in fields:  # has --gpus-per-node, too

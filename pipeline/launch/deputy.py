@@ -40,7 +40,6 @@ class Deputy:
     """The supervisor's side: starts the deputy, and tells it that this process is alive.
 
     Args:
-        job: id of the job.
         run_dir: for the event that the deputy writes.
     """
 
@@ -106,8 +105,6 @@ def listen(host: str, port: int, silence: float = SILENCE) -> bool:
     """Listen to the supervisor until it ends.
 
     Args:
-        host: its node.
-        port: its port.
         silence: seconds without a sign of life after which it counts as lost.
 
     Returns:

@@ -44,9 +44,6 @@ _FIRST, _LATER = (1.0, 2.0, 4.0, 8.0, 15.0), 30.0
 class MultirunFile:
     """multirun.yaml of a sweep that is refused, or only shown: it is removed, or is again that of the command before.
 
-    Args:
-        folder: of the sweep.
-
     Attributes:
         started: whether the sweep has begun, so that the file stays.
     """
@@ -82,7 +79,6 @@ def compose_once(load: Load, multirun: MultirunFile) -> Load:
 
     Args:
         load: composes a point; a point that does not compose ends the sweep.
-        multirun: the file of the sweep.
     """
     kept: dict[tuple[str, ...], DictConfig] = {}
 
@@ -108,7 +104,6 @@ def execute(
     asked to stop ends the sweep.
 
     Args:
-        points: of the runs.
         runs: execute one each.
         ranks: of this process; rank 0 prints.
         record: gets the place of each run when it begins, with an empty text, and when it ends, with its state.
@@ -163,7 +158,6 @@ def points_of(runs: Sequence[SweepRun], manifest: SweepManifest, states: Sequenc
     """Return the runs as points of the table, with the settings that not all points of the sweep have.
 
     Args:
-        runs: of the sweep.
         states: of the runs; default: their files tell.
     """
     values = manifest.differing()
@@ -201,11 +195,7 @@ def searches(config: DictConfig) -> bool:
 
 
 def search_violations(config: DictConfig, world_size: int) -> Iterator[Violation]:
-    """Yield why a sweeper that searches cannot: several ranks, which would choose different points, or a dry run.
-
-    Args:
-        config: of the sweep, composed by Hydra.
-    """
+    """Yield why a sweeper that searches cannot: several ranks, which would choose different points, or a dry run."""
     sweeper = str(config.hydra.sweeper.get("_target_", "")).rpartition(".")[2]
     if searches(config) and world_size > 1:
         rule = f"chooses points of its own in each of {world_size} ranks"
@@ -215,11 +205,7 @@ def search_violations(config: DictConfig, world_size: int) -> Iterator[Violation
 
 
 def per_byte(config: DictConfig) -> bool:
-    """Whether a search chooses among tokenizers or their tokens, so that losses per token of its points cannot be compared.
-
-    Args:
-        config: of the sweep, composed by Hydra.
-    """
+    """Whether a search chooses among tokenizers or their tokens, so that losses per token of its points cannot be compared."""
     chosen = [word for word in config.hydra.overrides.task if re.search(r"[,(]", word)]
     return any(str(key).lstrip("+").startswith(_TOKENS) for key in (*chosen, *(config.hydra.sweeper.get("params") or ())))
 
@@ -228,8 +214,6 @@ def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool
     """Return the result of a run that has ended: its last validation loss, or why it has none.
 
     Args:
-        point: the run.
-        overrides: of Hydra.
         per_byte: whether the result is bits per byte of text.
     """
     row = sweep_table.row(point, runs.read(point.run_dir))
@@ -242,13 +226,7 @@ def result(point: sweep_table.Point, overrides: Sequence[str], *, per_byte: bool
 
 
 def wait_for(points: Sequence[SweepRun], manifest: SweepManifest, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Wait until no job of the points is in the queue, also those with which a run continues. If Slurm does not answer, ask again later.
-
-    Args:
-        points: of the sweep.
-        manifest: with their jobs.
-        sleep: for tests.
-    """
+    """Wait until no job of the points is in the queue, also those with which a run continues. If Slurm does not answer, ask again later."""
     log.info("waiting for %d jobs; after Ctrl-C they remain, and the same command waits for them again", len(points))
     for seconds in chain(_FIRST, repeat(_LATER)):
         try:

@@ -40,10 +40,8 @@ class Job:
     """A batch job: a stage with its overrides.
 
     Attributes:
-        name: job name.
         stage: name of the stage; the job runs slurm/STAGE.sbatch.
         overrides: arguments of `python -m pipeline`, without `stage=`.
-        directory: the working directory of the job.
         output: file for standard output and error, %j being the job id; its folder must exist when the job starts.
         conf: the configuration files that the job reads; those of the package when None.
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in `directory` when None.
@@ -201,7 +199,6 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
     """Return the sbatch command that starts a stage, to be run in the same working directory.
 
     Args:
-        cluster: options of the cluster.
         overrides: arguments of `python -m pipeline`; stage= and dry_run arguments are removed.
         scripts: folder of the batch scripts (paths.batch_scripts); slurm/ in the working directory when None.
     """

@@ -43,7 +43,6 @@ class PlannedLayouts:
 
     Args:
         overrides: arguments of `python -m pipeline` that compose it.
-        tasks_per_node: ranks on a node.
     """
 
     def __init__(self, config: RunConfig, overrides: Sequence[str], tasks_per_node: int) -> None:

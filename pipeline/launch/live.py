@@ -179,7 +179,6 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
     """Yield the command, and a line for everything that it lacks.
 
     Args:
-        config: of the job, whose stage is that of the job.
         arguments: of `python -m pipeline`, for this job.
         has_weights: whether the job has a checkpoint to start from.
     """

@@ -88,9 +88,7 @@ def fewest(config: RunConfig, overrides: Sequence[str], nodes: int, *, tasks_per
     """Return the fewest nodes on which a job can start again that has lost some of them and has no spare ones.
 
     Args:
-        overrides: as of choose.
         nodes: nodes that its ranks had; the result for a job without cluster.min_nodes.
-        tasks_per_node: as of choose.
     """
     if config.cluster.min_nodes is None or config.stage.name not in TRAINING_STAGES:
         return nodes
@@ -151,7 +149,6 @@ def idle(config: RunConfig, overrides: Sequence[str] = (), planned: Planned | No
 
     Args:
         config: of a job that has no violations.
-        overrides: as of choose.
         planned: as of choose; without it, the layouts of the planner are not known, and the result is empty.
     """
     if not follows_nodes(config) or (config.cluster.choose_layout == "planner" and planned is None) or not has_model(config):
@@ -178,7 +175,6 @@ def expected_training(config: RunConfig, overrides: Sequence[str] = (), nodes: i
     """Return the configuration and the number of ranks of a job that gets the nodes that it asks for.
 
     Args:
-        overrides: as of choose.
         nodes: nodes that it gets; default: cluster.nodes, or those of the first phase.
     """
     cluster = config.cluster
@@ -215,7 +211,6 @@ def size_options(config: RunConfig, nodes: int, tasks_per_node: int | None) -> l
     """Return the sbatch options for the nodes of the next job of a run.
 
     Args:
-        nodes: of this job.
         tasks_per_node: ranks on a node; default: cluster.tasks_per_node.
     """
     cluster = cluster_at(config)
@@ -293,7 +288,6 @@ def expected(config: RunConfig, overrides: Sequence[str], settings: Sequence[str
     For a stage that is about another job, such as certify, it is the number of ranks of that job.
 
     Args:
-        overrides: arguments of `python -m pipeline`.
         settings: as of `options`.
     """
     if config.stage.name in TRAINING_STAGES:
@@ -303,11 +297,7 @@ def expected(config: RunConfig, overrides: Sequence[str], settings: Sequence[str
 
 
 def memory_violations(config: RunConfig, overrides: Sequence[str]) -> Iterator[Violation]:
-    """Yield why a training job would not fit on the most nodes that it asks for, or on the fewest, if the GPU of the cluster is known.
-
-    Args:
-        overrides: arguments of `python -m pipeline`.
-    """
+    """Yield why a training job would not fit on the most nodes that it asks for, or on the fewest, if the GPU of the cluster is known."""
     if config.stage.name in TRAINING_STAGES and config.cluster.hardware and config.cluster.check_memory:
         for nodes in {None, cluster_at(config).min_nodes}:
             if refused := memory_violation(*expected_training(config, overrides, nodes)):

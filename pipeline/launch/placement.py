@@ -20,7 +20,6 @@ class Placement:
     """The nodes of one job.
 
     Args:
-        arguments: of `python -m pipeline`.
         config: what they compose; None if they do not.
 
     Attributes:
@@ -42,11 +41,7 @@ class Placement:
             self.bad.setdefault(node, reason)
 
     def good(self, without: Iterable[str] = ()) -> list[str]:
-        """Return the nodes that are not bad, in Slurm's order.
-
-        Args:
-            without: further nodes to leave out.
-        """
+        """Return the nodes that are not bad, in Slurm's order."""
         return [node for node in self.granted.nodes if node not in {*self.bad, *without}]
 
     def shape(self) -> tuple[list[str], Shape]:

@@ -18,9 +18,6 @@ def placed(cluster: ClusterConfig, least: int, most: int, enough: str | None = N
     """Return the options of a job with its partition, QoS and time; unchanged if no queue fits or none is known (`violations` says so).
 
     Args:
-        cluster: options of the job.
-        least: fewest nodes that it accepts.
-        most: most nodes that it accepts.
         enough: time that cluster.time=longest does not exceed.
     """
     queue = _first_fit(cluster, least, most)

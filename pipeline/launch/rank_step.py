@@ -69,7 +69,6 @@ def words(options: Sequence[str], command: Sequence[str]) -> list[str]:
 
     Args:
         options: of srun: those of the site (site.srun_options), which nodes and how many tasks; empty for all of the job.
-        command: of a rank.
     """
     return ["srun", "--kill-on-bad-exit=1", *options, *SHELL, *command]
 
@@ -141,8 +140,6 @@ def judge(code: int, failures: Sequence[End], rank_0: End | None, lines: Sequenc
     Args:
         code: exit code of srun, negative for a signal.
         failures: in the order of their records.
-        rank_0: the end of rank 0.
-        lines: messages of srun.
     """
     first = next((end for end in failures if not end.follows), None)
     if rank_0 is not None and rank_0.code == 0 and first is None:

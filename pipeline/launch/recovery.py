@@ -46,7 +46,6 @@ class Action:
     """A decision.
 
     Attributes:
-        kind: what the job does.
         code: its exit code, if it ends.
         reason: in one line.
         exclude: nodes on which the run must not continue.
@@ -185,7 +184,6 @@ def explain(stage: str, ended: StepEnd, action: Action, lost: Sequence[str], run
     """Return at most five lines.
 
     Args:
-        lost: nodes that do not answer.
         run_dir: of a training run.
         step: of its newest checkpoint, -1 for none.
     """

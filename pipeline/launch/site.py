@@ -154,7 +154,6 @@ def rank_command(config: RunConfig | None, arguments: Sequence[str], python: str
 
     Args:
         config: of the job; None where nothing is composed.
-        arguments: of the pipeline.
         python: the interpreter, unless PIPELINE_PYTHON or cluster.python names one.
     """
     python = os.environ.get("PIPELINE_PYTHON") or python

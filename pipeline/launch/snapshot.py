@@ -68,8 +68,6 @@ def write(
     config/JOB.yaml, jobs/JOB.sbatch, and conf/ with the configuration files that the jobs read.
 
     Args:
-        folder: of the snapshot, from `path`.
-        arguments: of `python -m pipeline`.
         configs: name of a job -> its resolved configuration, YAML.
         texts: name of a job -> its script; empty in a job that sbatch started.
         conf: configuration files, name in conf/ -> file (`files`); None for none.
@@ -92,7 +90,6 @@ def write_in_job(run_dir: Path, arguments: Sequence[str], config: RunConfig) -> 
 
     Args:
         run_dir: of the job, which exists.
-        arguments: of `python -m pipeline`.
 
     Returns:
         The folder; that of the submission if it has written one; None if it cannot be written, which is logged.
@@ -161,7 +158,6 @@ def hashed(folder: Path, sources: Sequence[Path]) -> Path:
     """Return the folder for a copy inside of `folder`, named after the content of the files.
 
     Args:
-        folder: of the sweep.
         sources: a user's own folders with configuration files.
 
     Raises:

@@ -26,9 +26,7 @@ class Link:
     """A job of the chain.
 
     Attributes:
-        stage: name of the stage.
         arguments: of `python -m pipeline` on this machine, without that of the stage.
-        config: of the job.
         cluster: its sbatch options.
         world_size: number of ranks on the nodes that it asks for; of certify, those of the job that it is about.
     """
@@ -55,7 +53,6 @@ def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:
 
     Args:
         config: of stage=submit, as far as it is valid.
-        arguments: of `python -m pipeline`.
 
     Raises:
         UserError: with the problems of all jobs, each naming its stages.
@@ -81,7 +78,6 @@ def merged(by_stage: Mapping[str, Sequence[Violation]], stages: Sequence[str]) -
 
     Args:
         by_stage: stage -> its problems.
-        stages: of the chain.
     """
     where: dict[str, list[str]] = {}
     for stage in stages:

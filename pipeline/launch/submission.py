@@ -99,8 +99,6 @@ class QueuedJob:
 
     Attributes:
         number: job id.
-        name: job name.
-        directory: its working directory.
         command: the script with its arguments, as far as sbatch knows them.
     """
 

@@ -24,11 +24,6 @@ log = logging.getLogger("pipeline")
 def run(config: RunConfig, arguments: Sequence[str], world_size: int) -> None:
     """Submit the chain and print its jobs; with dry_run=true, only print their scripts.
 
-    Args:
-        config: of stage=submit.
-        arguments: of `python -m pipeline`.
-        world_size: ranks of this process.
-
     Raises:
         UserError: a job is invalid or would meet another one, Slurm is not there or rejects a job, or the disk is full. No job is left.
     """

@@ -61,7 +61,6 @@ class SweepManifest:
     """The points of a sweep.
 
     Attributes:
-        folder: of the sweep.
         entries: its points, by id.
         config_dirs: folders of --config-dir.
     """

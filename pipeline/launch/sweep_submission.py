@@ -62,10 +62,8 @@ def refuse(points: Sequence[SweepRun], config_dirs: Sequence[Path], at_once: int
     """Refuse points whose jobs cannot be submitted, as far as it is known without asking Slurm.
 
     Args:
-        points: to be submitted.
         config_dirs: folders of --config-dir.
         at_once: as of `submit`.
-        also: further violations.
 
     Raises:
         UserError: with all violations.

@@ -37,7 +37,6 @@ class Point:
     """A run of a sweep.
 
     Attributes:
-        run_dir: its run directory.
         values: the settings that differ between the points, "key=value".
         steps: training.steps; None for a stage that does not train.
         state: what is known beside the files of the run: why it failed, or that it is in a queue; empty for nothing.
@@ -62,7 +61,6 @@ class SweepRow:
         within_noise: whether the point may be as good as the first one (comparison.RankedRun).
         best_validation_loss: the lowest one, with its step.
         tokens_per_second: as in report/run.py, with which step and losses agree as well.
-        run_dir: the run directory.
     """
 
     values: tuple[str, ...]
@@ -119,12 +117,7 @@ def _state(point: Point, run: Run) -> str:
 
 
 def write(folder: Path, points: Sequence[Point]) -> str:
-    """Write table.md and table.json to the folder of a sweep, and return the table as text.
-
-    Args:
-        folder: of the sweep.
-        points: its runs.
-    """
+    """Write table.md and table.json to the folder of a sweep, and return the table as text."""
     table, verdict = rows(points)
     with atomic_file(folder / JSON, "w") as handle:
         json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in table], handle, indent=1, allow_nan=False)
@@ -164,7 +157,6 @@ class PointState:
     """A point at this moment.
 
     Attributes:
-        entry: of the manifest.
         values: the settings that differ between the points.
         state: what Slurm says of its newest job (pending, with the reason; running), else what the files of its run say.
         reason: why, in one line.

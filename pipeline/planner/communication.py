@@ -51,7 +51,6 @@ def reductions(
     """Return the reductions of gradients in a step.
 
     Args:
-        buckets: of a rank.
         zero_stage: 0 reduces whole gradients.
         gradient_bytes: of an accumulated gradient.
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
@@ -118,7 +117,6 @@ class Group:
     """The ranks of a mesh axis, as the network sees them.
 
     Attributes:
-        ranks: size of the group.
         per_node: how many of them share a node.
         rails: network adapters of a node that they use together; 0 for one of each rank.
     """
@@ -151,9 +149,7 @@ def collective_time(kind: Kind, size: float, where: Group, hardware: Hardware) -
     over its share of the network; the group is as slow as the slower of both.
 
     Args:
-        kind: operation.
         size: bytes of the full buffer: the result of an all-gather, the input of the others.
-        where: the ranks.
     """
     if where.ranks == 1:
         return 0.0

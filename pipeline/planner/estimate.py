@@ -118,7 +118,6 @@ def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: H
     """Return the seconds in which the reference model of DPO processes the micro-batches of a step, before the training passes.
 
     Args:
-        contents: the parts of every stage.
         send: seconds to send hidden states to the next stage.
     """
     groups = engine.axis_groups(layout, hardware)
@@ -132,14 +131,7 @@ def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: H
 
 @dataclass(frozen=True)
 class DataParallelTime:
-    """Exposed time of the collectives of data parallelism: those that do not run beside the computation.
-
-    Attributes:
-        layout: of the job.
-        hardware: GPU, node and network.
-        engine: what the engine does.
-        groups: ranks of every axis.
-    """
+    """Exposed time of the collectives of data parallelism: those that do not run beside the computation."""
 
     layout: Layout
     hardware: Hardware

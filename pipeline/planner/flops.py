@@ -26,8 +26,6 @@ def peak_flops(cluster: ClusterConfig, precision: PrecisionConfig, device: torch
 
     Args:
         cluster: its `hardware` names the file; otherwise the name of the device does.
-        precision: of the training.
-        device: of the rank.
 
     Raises:
         UserError: cluster.hardware names no file.

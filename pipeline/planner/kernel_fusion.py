@@ -126,7 +126,6 @@ def _peaks(recording: Recording, saved: dict[int, str], absent: set[int]) -> dic
     """The most bytes of the forward and the backward pass of a part, beyond what all parts have saved between its passes.
 
     Args:
-        recording: of a forward and a backward pass.
         saved: storages that are saved for the backward pass.
         absent: storages that fused kernels never write.
     """

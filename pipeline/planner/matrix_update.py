@@ -76,7 +76,6 @@ def matrix_rounds(buckets: Iterable[PlannedBucket], layout: Layout, zero_stage: 
     """Return the rounds in which a rank updates its matrices of Muon, in their order; none for other optimizers.
 
     Args:
-        buckets: of the rank.
         zero_stage: 0 divides nothing.
     """
     of_axis: dict[str, list[PlannedBucket]] = {}
@@ -130,7 +129,6 @@ def exchanges(rounds: Sequence[MatrixRound], element_bytes: int) -> Iterator[Col
     """Yield the exchanges of an update, each with the bytes that the busiest rank sends or receives.
 
     Args:
-        rounds: of the rank.
         element_bytes: of an element in Newton-Schulz.
     """
     for part in rounds:
@@ -178,7 +176,6 @@ def update_bytes(rounds: Sequence[MatrixRound], element_bytes: int, *, batched: 
     """Return the most bytes that the update allocates besides weights, gradients and optimizer state.
 
     Args:
-        rounds: of the rank.
         element_bytes: of an element in Newton-Schulz.
         batched: as on a GPU, some matrices are orthogonalized at once; otherwise one after another.
     """

@@ -49,8 +49,6 @@ def correct(config: RunConfig, run_dir: Path, job: MeasuredRun, planned: JobPlan
 
     Args:
         config: of this command, with cluster.correction.
-        job: as it was measured.
-        planned: its plan.
 
     Raises:
         UserError: the run was on another GPU than the one that the file, cluster.hardware or its recorded device names, or takes far longer
@@ -142,7 +140,6 @@ class MeasuredRun:
     """What a run directory tells.
 
     Attributes:
-        config: of the job.
         world_size: ranks of the last job; those of its cluster settings while it has not finished.
         steps: number of measured steps.
         step_time: their median, seconds.

@@ -132,7 +132,6 @@ class Elementwise:
 
     Attributes:
         name: operator, or the operators that are fused.
-        phase: forward, backward or recompute.
         bytes: read and written.
     """
 
@@ -146,7 +145,6 @@ class Collective:
     """A collective over a mesh axis.
 
     Attributes:
-        kind: operation.
         axis: mesh axis (tensor, context, expert).
         phase: forward, backward, recompute, or update of the weights.
         bytes: size of the full buffer: the result of an all-gather, the input of the others.

@@ -75,7 +75,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, phase: Phase, pairs: float, ring:
 
     Args:
         q, k, v: (batch, heads, positions, width).
-        phase: forward, backward or recompute.
         pairs: share of all pairs of query and key that is visible.
         ring: ranks between which keys and values rotate.
     """

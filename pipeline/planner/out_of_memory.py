@@ -42,7 +42,6 @@ class Used:
         allocated: by tensors, at most.
         reserved: by PyTorch's caching allocator, at most.
         outside: what others use: contexts, NCCL, other processes.
-        capacity: of the GPU.
     """
 
     allocated: int
@@ -67,9 +66,6 @@ class Used:
 @contextmanager
 def explained(config: RunConfig, ranks: Ranks) -> Iterator[None]:
     """Turn the errors of a block that is out of memory into one message.
-
-    Args:
-        ranks: of the job.
 
     Raises:
         RunFailed: the GPU or the host is out of memory.

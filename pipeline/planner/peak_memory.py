@@ -72,11 +72,9 @@ def peak_memory(
     """Return the memory of a rank in the passes of a micro-batch with all others in flight, or in the update of the weights.
 
     Args:
-        buckets: of the rank.
         stages: index -> the parts of each of its stages.
         in_flight: bytes of the activations in flight.
         frozen: bytes of its weights that are not trained, as it keeps them.
-        compiled: whether the blocks are compiled.
         update: bytes of the temporary tensors of Muon.
     """
     trained = [bucket for bucket in buckets if bucket.trained]
@@ -113,7 +111,6 @@ def beyond_saved(parts: list[TracedPart], engine: EngineModel, beside: list[tupl
     While a part computes, the parts behind it have saved nothing yet, or it is free again.
 
     Args:
-        parts: of the stage.
         beside: of beside_passes; nothing when None.
     """
     moments, unsaved = [], 0.0
@@ -150,9 +147,6 @@ def beside_passes(
     The passes are those of a micro-batch after the first one, if there are several: the last reductions of the one before are in flight.
 
     Args:
-        parts: of the stage.
-        stage: its index.
-        buckets: of the rank.
         compiled: whether the blocks are compiled: their vectors are complete before their matrices.
     """
     if not state_format.shards_gradients:

@@ -167,11 +167,6 @@ FULL_AREA, LEAST_AREA = 4000.0, 12.0
 def draw(plan: JobPlan, rows: list[OperationRow], path: Path) -> None:
     """Write a PNG: FLOP/s of every operation over its arithmetic intensity; the area of a point is its share of the time.
 
-    Args:
-        plan: the plan, for the title.
-        rows: its table.
-        path: of the picture.
-
     Raises:
         UserError: matplotlib is not installed.
     """

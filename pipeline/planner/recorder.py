@@ -36,9 +36,7 @@ class Kernel:
     """A recorded call.
 
     Attributes:
-        part: part of the model.
         phase: forward, backward or recompute.
-        name: operator.
         operation: what it is; None for a memory-bound kernel.
         reads, writes: ids of storages -> bytes that are read or written.
         graph: number of the graph of its part that it is compiled in, None for what is not compiled if the blocks are.
@@ -58,7 +56,6 @@ class Storage:
     """An allocation.
 
     Attributes:
-        bytes: its size.
         part, phase: in which it was made; an empty part for weights and inputs.
         kernel: the kernel that wrote it first, None for weights and inputs.
         born, died: number of kernels before it was allocated and freed; None if it was not freed.

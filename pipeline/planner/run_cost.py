@@ -71,7 +71,6 @@ class ScalingPoint:
     """The best layout of a number of nodes.
 
     Attributes:
-        nodes: number of nodes.
         choice: layout and prediction; None if no layout fits.
         days: time of the run.
         efficiency: of the node-hours, relative to the smallest number of nodes that has a layout.

@@ -36,8 +36,6 @@ class Anchor:
     """A measured run.
 
     Attributes:
-        run: its run directory.
-        ranks: of it.
         planned_s: seconds of a step as planned without correction.
         measured_s: as measured.
         fabric_share: by how many percent the planned time grows when the network is one percent slower.
@@ -57,8 +55,6 @@ class Anchor:
             measured: seconds of a step.
             hardware: of the run, without correction.
             seconds: the planned seconds of its step on some hardware.
-            run: its run directory.
-            ranks: of it.
         """
         planned = seconds(hardware)
         share = math.log(seconds(corrected(hardware, 1.0, SLOWER)) / planned) / math.log(SLOWER)
@@ -86,7 +82,6 @@ def corrected(hardware: Hardware, compute: float, fabric: float) -> Hardware:
     """Return hardware whose kernels and collectives take these factors of their time. Equal factors are that of a step.
 
     Args:
-        hardware: to correct.
         compute: factor of the time of matrix products, attention and memory-bound kernels.
         fabric: factor of the time of collectives, within and between nodes.
     """
@@ -167,7 +162,6 @@ def apply(hardware: Hardware, name: str, path: str) -> Hardware:
     """Return hardware with the correction of a file.
 
     Args:
-        hardware: to correct.
         name: its file of conf/hardware/.
         path: cluster.correction.
 

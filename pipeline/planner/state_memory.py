@@ -73,7 +73,6 @@ def model_state(buckets: Iterable[PlannedBucket], state_format: StateFormat, *, 
     Not counted: gradients of the buckets that are being reduced (at most four), under ZeRO 3 the gathered weights of two or three blocks.
 
     Args:
-        buckets: the rank's weights.
         gradient_bytes: of an accumulated gradient.
     """
     buckets, zero = list(buckets), state_format.zero_stage

@@ -33,9 +33,6 @@ class Finding:
     """One check of one node.
 
     Attributes:
-        node: its name.
-        check: what was checked.
-        value: what was found.
         median: that of all nodes, or what is required; empty if there is none.
         problem: why the node is bad; None if it is not.
     """
@@ -232,12 +229,7 @@ def _file_system(results: Mapping[str, Result], cluster: ClusterConfig) -> Itera
 
 
 def file_system_problem(state: Mapping[str, Any], free_gb: float) -> str | None:
-    """Why a file system (file_system.check) cannot take a run; None if it can.
-
-    Args:
-        state: of the file system.
-        free_gb: cluster.free_gb.
-    """
+    """Why a file system (file_system.check) cannot take a run; None if it can."""
     numbers = f"{state.get('free_gb', 0):.4g} of {state.get('total_gb', 0):.4g} GB and {state.get('free_inodes')} inodes are free"
     where = state.get("folder", "run_dir")
     if state.get("error"):
@@ -282,8 +274,6 @@ def table(findings: Sequence[Finding], nodes: Sequence[str], bad: Mapping[str, s
     """Render the findings, and reasons that no finding has, such as those of the bisection.
 
     Args:
-        findings: of judge().
-        nodes: of the job.
         bad: node -> reason.
     """
     rows = [(f.node, f.check, f.value, f.median, f.problem or "ok") for f in findings]

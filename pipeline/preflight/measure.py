@@ -40,12 +40,7 @@ def _address(step: str, node: str) -> str:
 
 
 class Gathering:
-    """The first rank's end; it must exist before the others send, who wait for it.
-
-    Args:
-        step: node_result.step_id().
-        node: name of this node.
-    """
+    """The first rank's end; it must exist before the others send, who wait for it."""
 
     def __init__(self, step: str, node: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -98,8 +93,6 @@ class RankChecks:
 
     Args:
         cluster: host suffix, time limit.
-        ranks: of this process.
-        place: the nodes of the job.
         folder: of the result files; on a file system that all nodes share.
         at_the_limit: called when the time limit has passed, in a thread; the process ends afterwards.
     """

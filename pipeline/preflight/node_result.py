@@ -35,7 +35,6 @@ class Network:
         name: as NCCL names it: Socket, IB, IBext_v8, AWS Libfabric; None if the log does not say.
         provider: that of libfabric, such as cxi or efa.
         direct: all connections between nodes use GPUDirect RDMA; None if the log names no connection.
-        version: of NCCL or RCCL.
     """
 
     name: str | None = None

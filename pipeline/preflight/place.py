@@ -42,8 +42,6 @@ def to_resolve(nodes: Sequence[str], index: int, suffix: str) -> list[str]:
 
     Args:
         nodes: of the job, in the order of their ranks.
-        index: this node's.
-        suffix: cluster.host_suffix.
     """
     following = [nodes[(index + step) % len(nodes)] for step in range(NEIGHBORS + 1)]
     return list(dict.fromkeys(f"{name}{suffix}" for name in (nodes[0], *following)))
@@ -107,9 +105,6 @@ def pairings(count: int) -> list[list[tuple[int, int]]]:
     """Rounds of pairs of neighboring nodes in a ring: each node is in two pairs, in a round in one at most.
 
     A node whose two pairs are slow is slow itself; one with a slow and a fast pair has a slow neighbor.
-
-    Args:
-        count: number of nodes.
     """
     if count < 2:
         return []

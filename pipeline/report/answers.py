@@ -29,7 +29,6 @@ class Answer:
 
     Attributes:
         question: for a person.
-        text: the answer.
         level: good, bad, or empty for neither.
     """
 

@@ -28,7 +28,6 @@ class RankedRun:
 
     Attributes:
         name: end of its path that tells it apart.
-        run: the run.
         score: last validation loss, nats per target; bits per byte of text if the runs have different tokenizers. None without one.
         behind: score above that of the best run; None without one, and if the validations cannot be compared.
         error: standard error of `behind`, with the two validations taken as independent: on the same split it is an upper bound. None

@@ -53,7 +53,6 @@ def seen(config: Mapping[str, Any], epochs: Mapping[str, int], samples: int) -> 
     Args:
         config: resolved configuration of the run.
         epochs: samples of an epoch of each corpus, of event run_start; empty for older versions.
-        samples: that were trained.
     """
     data, training = config.get("data"), config.get("training")
     length = training.get("sequence_length") if isinstance(training, dict) else None
@@ -194,11 +193,7 @@ def spent(run: Run, columns: Columns) -> tuple[Spent, ...]:
 
 
 def health(lines: Sequence[dict[str, Any]]) -> Health | None:
-    """Return what the losses of the steps tell; None for fewer than 8 of them.
-
-    Args:
-        lines: of metrics.jsonl.
-    """
+    """Return what the losses of the steps tell; None for fewer than 8 of them."""
     trained = [line for line in lines if "loss" in line]
     losses = [(line["step"], float(line["loss"])) for line in trained if isinstance(line["loss"], int | float)]
     finite = [(step, loss) for step, loss in losses if math.isfinite(loss)]

@@ -49,8 +49,6 @@ class Run:
     """A run; None for what its files do not tell.
 
     Attributes:
-        run_dir: its run directory.
-        state: see State.
         reason: why it is in that state, in one line.
         stage: pretrain or finetune.
         step: the last step in metrics.jsonl, 0 for none.
@@ -83,7 +81,6 @@ class Run:
         error: reason of the last start that failed, with its place.
         last_sign: when the run last wrote an event or a step, seconds since 1970: the time of its last event if its end is recorded, else
             also that of the last change of metrics.jsonl.
-        life: its events.
         problems: files and lines that are damaged or missing.
     """
 
@@ -203,7 +200,6 @@ def node_hours(life: Life, last_sign: float | None) -> float | None:
     """Return the node-hours of the jobs of a run, and of its starts outside of Slurm; None without events.
 
     Args:
-        life: its events.
         last_sign: seconds since 1970, to which what has no end yet is counted.
     """
     if not life.starts and not life.jobs:
@@ -219,7 +215,6 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
     """The state of a run that has not finished, and why.
 
     Args:
-        life: its events.
         written: when metrics.jsonl was last written; None without a step.
         last_sign: when any of its files was.
         now: seconds since 1970.

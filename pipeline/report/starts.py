@@ -24,7 +24,6 @@ class RecordedJob:
         end: seconds since 1970; None if no end is recorded.
         limit: end of its time limit, seconds since 1970.
         action: what followed: end, requeue or chain; empty if no end is recorded.
-        code: its exit code.
         reason: of the action.
         next: id of the next job of a chain.
         exclude: nodes that it shall not get when it waits in the queue, or the next job of the chain.

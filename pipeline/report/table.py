@@ -101,11 +101,7 @@ def text(rows: Sequence[Run], width: int) -> str:
 
 
 def problems(rows: Sequence[tuple[str, Run]]) -> list[str]:
-    """Return a line for each problem of runs.
-
-    Args:
-        rows: names and runs.
-    """
+    """Return a line for each problem of runs."""
     names_by_problem: dict[str, list[str]] = {}
     for name, run in rows:
         for problem in run.problems:

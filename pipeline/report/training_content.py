@@ -99,8 +99,6 @@ def write(folder: Path, run_dir: Path, shards: list[str]) -> Content:
     """Write training-content.md, training-content.json, domains.csv and a data card, and return the counts.
 
     Args:
-        folder: the output.
-        run_dir: the run directory.
         shards: folders of its text shards; data.shards of the run when empty.
 
     Raises:
@@ -130,7 +128,6 @@ def answers_of(counted: Content, stretches: Sequence[Stretch], shards: Sequence[
     """Return what a run can answer, by the key of the question.
 
     Args:
-        counted: what it has read.
         stretches: its steps, and those of the runs that it began with.
         shards: folders of its text shards.
         gaps: what the weights have learned from besides, as of lineage.read.

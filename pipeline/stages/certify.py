@@ -88,11 +88,7 @@ def content(config: RunConfig, layout: Layout, overrides: list[str], certificate
     """Return the certificate as values of JSON.
 
     Args:
-        config: the planned configuration.
-        layout: the planned layout.
         overrides: the command line, with --config-dir.
-        certificate: the result.
-        seconds: duration of the comparison.
     """
     return {
         "certified": not certificate.failures,

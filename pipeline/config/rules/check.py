@@ -38,10 +38,6 @@ _RELATED = ("clean", "cluster", "data", "dedup", "dry_run", "model", "tokenizer"
 def check(config: RunConfig, world_size: int) -> None:
     """Refuse an illegal configuration.
 
-    Args:
-        config: the composed configuration.
-        world_size: ranks of the job.
-
     Raises:
         UserError: with every violation.
     """

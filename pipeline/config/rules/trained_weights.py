@@ -18,8 +18,6 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
     """Return the rules of training.frozen and lora that a configuration violates.
 
     Args:
-        config: configuration of the run.
-        layout: the layout of the job.
         names: all weights of the model, with its adapters -> whether the model has a gradient for it.
     """
     broken = []

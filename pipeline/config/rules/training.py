@@ -128,8 +128,6 @@ def batches(config: RunConfig, world_size: int, step: int | None = None) -> list
     """Return the rules that batch sizes violate: they are divisible by the layout.
 
     Args:
-        config: of the run.
-        world_size: ranks of the job.
         step: steps before the job. If phases name their nodes, only the batches until the job needs other nodes must be divisible; if it
             is None, those of one of the phases of training.batch_rampup.
     """
