@@ -8,6 +8,7 @@ from typing import cast
 from pipeline.common.errors import Violation
 from pipeline.config.data import MaskingConfig
 from pipeline.config.preferences import has_reference
+from pipeline.config.rules.unread import unlike
 from pipeline.config.schema import RunConfig
 from pipeline.models.config import MaskedModelConfig
 
@@ -74,10 +75,9 @@ def _masked_diffusion(config: RunConfig) -> Iterator[Violation]:
     if cast(MaskedModelConfig, config.model).next_sentence:
         rule = "reads two segments, and training.objective=masked_diffusion one text"
         yield Violation("model.next_sentence", True, rule, "set it to false")
-    for share in ("rate", "random", "keep"):
-        if (value := getattr(config.data.masking, share)) != getattr(MaskingConfig(), share):
-            rule = "has no effect with training.objective=masked_diffusion, which draws the share of masked tokens"
-            yield Violation(f"data.masking.{share}", value, rule, "remove it")
+    rule = "has no effect with training.objective=masked_diffusion, which draws the share of masked tokens"
+    defaults = {f"data.masking.{share}": getattr(MaskingConfig(), share) for share in ("rate", "random", "keep")}
+    yield from unlike(config, defaults, rule, "remove it")
     yield from _whole_sequences(config)
     if (length := config.training.sequence_length) < 3:
         rule = "leaves no room for text between the special tokens, which takes 3"

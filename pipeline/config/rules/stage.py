@@ -8,6 +8,7 @@ from pipeline.common import knobs
 from pipeline.common.errors import Violation
 from pipeline.config.planned import planned_job
 from pipeline.config.rules import convert, parallel
+from pipeline.config.rules.unread import unlike
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import STAGES, Certify, Convert, Evaluate, Generate, Plan, Rehearse
 
@@ -59,17 +60,9 @@ def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
     if "" in stage.stop:
         yield Violation("stage.stop", stage.stop, "contains an empty text, which would end every completion", "remove it")
     if stage.beams > 1:
-        for key, plain in (
-            ("temperature", 0),
-            ("repetition_penalty", 1),
-            ("stop", []),
-            ("logprobs", False),
-            ("draft", None),
-            ("prompt_lookup", False),
-        ):
-            if (value := getattr(stage, key)) != plain:
-                fix = f"set stage.{key}={plain} or stage.beams=1"
-                yield Violation(f"stage.{key}", value, f"is not supported by beam search (stage.beams={stage.beams})", fix)
+        plain = {"temperature": 0, "repetition_penalty": 1, "stop": [], "logprobs": False, "draft": None, "prompt_lookup": False}
+        rule = f"is not supported by beam search (stage.beams={stage.beams})"
+        yield from unlike(config, {f"stage.{key}": value for key, value in plain.items()}, rule, "set {key}={value} or stage.beams=1")
         if stage.beams > stage.batch_size:
             yield Violation("stage.beams", stage.beams, f"must not exceed stage.batch_size={stage.batch_size}", "increase stage.batch_size")
     yield from _template(stage)
@@ -83,16 +76,9 @@ def _generate(config: RunConfig, stage: Generate) -> Iterator[Violation]:
 
 def _vllm(config: RunConfig, stage: Generate) -> Iterator[Violation]:
     """Settings that vLLM has no equivalent for, or that its batch interface does not take."""
-    for key, value, plain in (
-        ("stage.beams", stage.beams, 1),
-        ("stage.draft", stage.draft, None),
-        ("stage.prompt_lookup", stage.prompt_lookup, False),
-        ("parallel.pipeline", config.parallel.pipeline, 1),
-        ("parallel.expert", config.parallel.expert, 1),
-        ("precision.fp8", config.precision.fp8, "none"),
-    ):
-        if value != plain:
-            yield Violation(key, value, "is not supported by stage.engine=vllm", f"set {key}={plain}, or stage.engine=native")
+    plain = {"stage.beams": 1, "stage.draft": None, "stage.prompt_lookup": False, "parallel.pipeline": 1, "parallel.expert": 1}
+    rule, fix = "is not supported by stage.engine=vllm", "set {key}={value}, or stage.engine=native"
+    yield from unlike(config, plain | {"precision.fp8": "none"}, rule, fix)
     if 0 < stage.temperature < LEAST_VLLM_TEMPERATURE:
         rule = f"must be 0 or at least {LEAST_VLLM_TEMPERATURE} with stage.engine=vllm, which increases smaller values to it"
         yield Violation("stage.temperature", stage.temperature, rule, "set it to 0, which chooses the most probable token")
@@ -194,9 +180,8 @@ def _distill(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
         yield Violation("stage.distill_top_k", stage.distill_top_k, rule, "reduce it")
     if stage.checkpoint == "all":
         yield Violation("stage.checkpoint", "all", "is no teacher; stage.distill has one", "name a checkpoint, or latest")
-    for key, value in (("tasks", stage.tasks), ("stride", stage.stride), ("batches", stage.batches)):
-        if value:
-            yield Violation(f"stage.{key}", value, "has no effect with stage.distill", "remove it")
+    others = {"stage.tasks": [], "stage.stride": None, "stage.batches": None}
+    yield from unlike(config, others, "has no effect with stage.distill", "remove it")
 
 
 def _certify(config: RunConfig) -> Iterator[Violation]:

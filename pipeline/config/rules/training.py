@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.common.errors import Violation
 from pipeline.config import layouts, loss_weights, warmup
 from pipeline.config.data import ScheduledWeight, WarmupConfig
+from pipeline.config.rules.unread import unlike
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 
@@ -90,12 +91,10 @@ def _order(key: str, entries: Sequence[WarmupConfig | ScheduledWeight]) -> Itera
 def stage_violations(config: RunConfig, planned: str) -> Iterator[Violation]:
     """Yield a violation for every setting that the stage does not read; `planned` is the stage of the job, which stage=plan plans."""
     training, stage = config.training, config.stage.name
-    for key, value, default, without in (
-        ("fake_quantize", training.fake_quantize, "none", "the job without rounding"),
-        ("attention_group", training.attention_group, 0, "full attention"),
-    ):
-        if value != default and stage in ("certify", "plan"):
-            yield Violation(f"training.{key}", value, f"is not supported by stage={stage}", f"remove it, for {without}")
+    if stage in ("certify", "plan"):
+        rule = f"is not supported by stage={stage}"
+        yield from unlike(config, {"training.fake_quantize": "none"}, rule, "remove it, for the job without rounding")
+        yield from unlike(config, {"training.attention_group": 0}, rule, "remove it, for full attention")
     if stage != "finetune":
         if training.epochs is not None:
             fix = "remove it, and set training.steps; data.blend.CORPUS.max_epochs limits the epochs of a corpus"
