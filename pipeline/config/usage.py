@@ -55,7 +55,7 @@ def _print_all() -> None:
     for group in sorted(p for p in CONF_DIR.iterdir() if p.is_dir() and p.name != "stage"):
         print(f"  {group.name}={'|'.join(_options(group.name))}")
     print("\nkeys:")
-    _print_keys(RunConfig())
+    _print_rows(_rows(RunConfig()))
     for family in CONFIG_CLASSES:
         _print_family(family)
     for stage in STAGES:
@@ -89,7 +89,7 @@ def _print_group(group: str) -> None:
     if group == "model":
         print(f"  --help FAMILY lists them: {', '.join(CONFIG_CLASSES)}")
     else:
-        _print_keys(getattr(RunConfig(), group), f"{group}.")
+        _print_rows(_rows(getattr(RunConfig(), group), f"{group}."))
 
 
 def _print_stage(stage: str) -> None:
@@ -114,7 +114,7 @@ def _print_stage_keys(stage: str) -> None:
 def _print_family(family: str) -> None:
     """Print the keys of a model family."""
     print(f"\nkeys of model family {family}:")
-    _print_keys(CONFIG_CLASSES[family](), "model.")
+    _print_rows(_rows(CONFIG_CLASSES[family](), "model."))
 
 
 def _options(group: str) -> list[str]:
@@ -122,34 +122,31 @@ def _options(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
 
 
+def _parts() -> Iterator[tuple[str, Any, str]]:
+    """Yield (who reads it alone, dataclass, prefix of its keys) of all groups, families and stages."""
+    yield "", RunConfig(), ""
+    yield from ((f"model family {name}", schema(), "model.") for name, schema in CONFIG_CLASSES.items())
+    yield from ((f"stage={name}", schema(name=name), "stage.") for name, (schema, _) in STAGES.items())
+
+
 def _all_rows() -> list[tuple[str, str, knobs.Knob, Any]]:
     """The keys of all groups, families and stages, each once."""
-    parts: list[tuple[Any, str]] = [(RunConfig(), "")]
-    parts += [(schema(), "model.") for schema in CONFIG_CLASSES.values()]
-    parts += [(schema(name=stage), "stage.") for stage, (schema, _) in STAGES.items()]
     rows: dict[str, tuple[str, str, knobs.Knob, Any]] = {}
-    for node, prefix in parts:
-        for row in _rows(node, prefix):
-            rows.setdefault(row[0], row)
+    for row in (row for _, node, prefix in _parts() for row in _rows(node, prefix)):
+        rows.setdefault(row[0], row)
     return list(rows.values())
 
 
 def _rows(node: Any, prefix: str = "") -> Iterator[tuple[str, str, knobs.Knob, Any]]:
     """Yield (key, type, knob, default) of every key, those of the items of lists and dictionaries after them."""
-    types = {f"{prefix}{item.name}": str(item.type) for item in dataclasses.fields(node)}
     for item in dataclasses.fields(node):
         key, value = f"{prefix}{item.name}", getattr(node, item.name)
         if dataclasses.is_dataclass(value):
             yield from _rows(value, f"{key}.")
         elif knob := item.metadata.get("knob"):
-            yield key, types[key], knob, value
+            yield key, str(item.type), knob, value
             if knob.item:
                 yield from _rows(knob.item(), f"{key}.{'NAME' if isinstance(value, dict) else 'NUMBER'}.")
-
-
-def _print_keys(node: Any, prefix: str = "") -> None:
-    """Print the keys of a dataclass."""
-    _print_rows(_rows(node, prefix))
 
 
 def _print_rows(rows: Any) -> None:
@@ -166,11 +163,8 @@ def _write_page(path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    parts: list[tuple[str, Any, str]] = [("", RunConfig(), "")]
-    parts += [(f"model family {name}", schema(), "model.") for name, schema in CONFIG_CLASSES.items()]
-    parts += [(f"stage={name}", schema(name=name), "stage.") for name, (schema, _) in STAGES.items()]
     readers: dict[tuple[str, ...], list[str]] = {}
-    for reader, node, prefix in parts:
+    for reader, node, prefix in _parts():
         for key, kind, knob, default in _rows(node, prefix):
             group = key.partition(".")[0]
             read_by = [reader] if reader else [f"stage={stage}" for stage, groups in READS.items() if group in groups]
