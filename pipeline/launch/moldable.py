@@ -96,16 +96,6 @@ def fewest(config: RunConfig, overrides: Sequence[str], nodes: int, *, tasks_per
     return next((count for count in range(config.cluster.min_nodes, nodes) if legal.layout(count)), nodes)
 
 
-def shrunk(config: RunConfig, overrides: Sequence[str], good: int, *, tasks_per_node: int | None = None) -> Shape | None:
-    """Choose the shape of a job that has lost nodes and has no spare ones; None if it must not, or cannot, continue on those left."""
-    if config.cluster.min_nodes is None or config.stage.name not in TRAINING_STAGES:
-        return None
-    try:
-        return choose(config, overrides, good, tasks_per_node=tasks_per_node)
-    except UserError:
-        return None
-
-
 def follows_nodes(config: RunConfig) -> bool:
     """Return whether the layout of a job, or its nodes, are chosen when it starts."""
     if config.stage.name not in TRAINING_STAGES:

@@ -1,4 +1,4 @@
-"""A chain of Slurm jobs, one for each stage (stage=submit): composed, checked and rendered here, submitted in launch/submit_chain.py."""
+"""A chain of Slurm jobs, one for each stage (stage=submit): composed, checked and rendered here, submitted by stages/submit.py."""
 
 from __future__ import annotations
 

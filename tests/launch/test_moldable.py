@@ -106,7 +106,6 @@ def test_a_job_without_a_range_uses_exactly_its_nodes() -> None:
     assert moldable.choose(CONFIG, BASE, 4).nodes == 4
     with pytest.raises(UserError, match=r"training.global_batch_size=12: must be a multiple of 5 data ranks"):
         moldable.choose(CONFIG, BASE, 5)
-    assert moldable.shrunk(CONFIG, BASE, 4) is None
     assert moldable.choose(dataclasses.replace(CONFIG, stage=configured("stage=shard").stage), ["a=b"], 5) == moldable.Shape(
         5, ("a=b",), ""
     )
@@ -114,10 +113,8 @@ def test_a_job_without_a_range_uses_exactly_its_nodes() -> None:
 
 def test_a_job_continues_on_the_nodes_that_are_left() -> None:
     config = configured("cluster.nodes=4", "cluster.min_nodes=2")
-    shape = moldable.shrunk(config, BASE, 3)
-    assert shape is not None
+    shape = moldable.choose(config, BASE, 3)
     assert (shape.nodes, shape.layout) == (3, "data 3, ZeRO 1, micro-batches of 1")
-    assert moldable.shrunk(config, BASE, 1) is None
     with pytest.raises(UserError, match=r"cluster.min_nodes=2: the job has 1 good node\n"):
         moldable.choose(config, BASE, 1)
 
