@@ -21,7 +21,6 @@ from pipeline.certification.plain_qk_clip import PlainQKClip
 from pipeline.certification.reference_loss import reference_loss
 from pipeline.config import loss_weights, phases
 from pipeline.config.optimizer import OPTIMIZERS
-from pipeline.config.run_parts import is_frozen
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.embedding import set_loss
@@ -162,7 +161,7 @@ def build_plain(config: RunConfig, dtype: torch.dtype) -> nn.Module:
             if dtype != torch.float64 and parameter.requires_grad:  # those without a gradient, biases of routers, are fp32
                 _cast([parameter], dtype)
             parameter.add_(initial_noise(name, tuple(parameter.shape)))
-            if is_frozen(config, name):
+            if config.is_frozen(name):
                 parameter.requires_grad_(False)
     if config.precision.fp8 != "none":
         _use_fp8(model, config)

@@ -14,7 +14,6 @@ from pipeline.common import knobs
 from pipeline.config import loss_weights, zero_group
 from pipeline.config.data import RampupConfig, ScheduledWeight, WarmupConfig
 from pipeline.config.layout import Layout, stages_per_rank
-from pipeline.config.run_parts import is_frozen
 from pipeline.config.schema import RunConfig, StageConfig
 from pipeline.parallel.parallelize import build_model
 
@@ -268,8 +267,8 @@ def shrink_frozen(small: RunConfig, planned: RunConfig, before: Layout, after: L
         blocks = list(after.layers(stage, small.model.layers))
         chosen = _represented(planned, list(before.layers(planned_stage, planned.model.layers)), sorted(inside), len(blocks))
         represented |= zip(blocks, chosen, strict=True)
-    frozen = [name for name in names if is_frozen(planned, _planned_name(name, represented))]
-    if frozen == [name for name in names if is_frozen(small, name)]:
+    frozen = [name for name in names if planned.is_frozen(_planned_name(name, represented))]
+    if frozen == [name for name in names if small.is_frozen(name)]:
         return small
     return knobs.changed(small, {"training.frozen": frozen})
 
@@ -278,7 +277,7 @@ def _represented(planned: RunConfig, blocks: list[int], inside: list[str], count
     """Return `count` blocks of a planned stage: the first one of each kind of frozen weights, then others; in their order."""
     kinds: dict[tuple[bool, ...], int] = {}
     for block in blocks:
-        kinds.setdefault(tuple(is_frozen(planned, f"blocks.{block}.{name}") for name in inside), block)
+        kinds.setdefault(tuple(planned.is_frozen(f"blocks.{block}.{name}") for name in inside), block)
     first = list(kinds.values())
     others = [block for block in blocks if block not in first]
     chosen = sorted([*first, *others][:count])

@@ -11,7 +11,6 @@ from typing import Any
 
 from pipeline.config import zero_group
 from pipeline.config.parallel import ParallelConfig
-from pipeline.config.run_parts import LayoutConfig
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 
@@ -51,7 +50,7 @@ class Layout:
     """Whether whole experts are distributed over tensor x expert ranks, expert ranks first; else tensor ranks slice each expert."""
 
     @classmethod
-    def of(cls, config: LayoutConfig, world_size: int) -> Layout:
+    def of(cls, config: RunConfig, world_size: int) -> Layout:
         """Create the layout of a configuration that is valid for this world size (config/rules/check.py)."""
         parallel, training = config.parallel, config.training
         data = world_size // parallel.model_ranks
@@ -170,7 +169,7 @@ class Layout:
         return range(first, first + base + (1 if 1 <= stage <= remainder else 0))
 
 
-def _zero_block(config: LayoutConfig, world_size: int) -> tuple[int, int, int] | None:
+def _zero_block(config: RunConfig, world_size: int) -> tuple[int, int, int] | None:
     """Layout.zero_block of a configuration."""
     parallel = config.parallel
     if parallel.zero_stage == 0 or parallel.zero_group == zero_group.JOB:
@@ -204,7 +203,7 @@ def may_compile(training: TrainingConfig, parallel: ParallelConfig) -> bool:
     return training.compile != "off" and not (parallel.schedule == "zbv" and parallel.pipeline > 1)
 
 
-def blocks_per_stage(config: LayoutConfig) -> tuple[int, ...]:
+def blocks_per_stage(config: RunConfig) -> tuple[int, ...]:
     """Return the number of blocks of each stage that the configuration sets; empty to distribute them evenly."""
     parallel = config.parallel
     if parallel.layers_per_stage:

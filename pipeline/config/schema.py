@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
@@ -11,7 +12,7 @@ from pipeline.common.knobs import knob
 from pipeline.config.cleaning import CleanConfig
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.data import DataConfig, DedupConfig, TokenizerConfig
-from pipeline.config.lora import LoraConfig
+from pipeline.config.lora import LoraConfig, is_adapter
 from pipeline.config.optimizer import OptimizerConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.training import TrainingConfig
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from pipeline.models.config import ModelConfig
 else:
     ModelConfig = Any  # OmegaConf has no protocols
+
+#: Losses of training.preference_loss without a reference model.
+REFERENCE_FREE = ("simpo", "orpo")
 
 
 @dataclass(frozen=True)
@@ -195,3 +199,20 @@ class RunConfig:
     def objective(self) -> str:
         """Name of the training objective: that of the model's family with training.objective=auto."""
         return self.model.objective if self.training.objective == "auto" else self.training.objective
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the run compares with a reference model."""
+        return self.objective == "dpo" and self.training.preference_loss not in REFERENCE_FREE
+
+    @property
+    def stores_reference(self) -> bool:
+        """Whether the reference is computed once and stored: with adapters it need not be, it is the model without them."""
+        return self.has_reference and (self.lora.rank == 0 or self.data.instructions.reference is not None)
+
+    def is_frozen(self, weight: str) -> bool:
+        """Whether training leaves a weight as it is; with LoRA, all but adapters, lora.modules_to_save and the head of a classifier."""
+        is_head = bool(getattr(self.model, "labels", [])) and weight.startswith("head.")
+        if self.lora.rank and not (is_adapter(weight) or is_head or self.lora.saves(weight)):
+            return True
+        return any(fnmatchcase(weight, pattern) for pattern in self.training.frozen)

@@ -18,7 +18,6 @@ from pipeline.common.atomic_files import digest
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import array_task
 from pipeline.config.lora import LoraConfig
-from pipeline.config.preferences import has_reference
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
@@ -101,7 +100,7 @@ def complete_config(config: RunConfig, stage: Evaluate, world_size: int) -> RunC
     if training.objective == "dpo" and trained["training"].get("objective") == "dpo":
         names = ("dpo_beta", "preference_loss", "simpo_margin")
         training = replace(training, **{name: trained["training"][name] for name in names if name in trained["training"]})
-    compares = has_reference(replace(config, model=model, training=training))
+    compares = replace(config, model=model, training=training).has_reference
     lora = LoraConfig()
     if training.objective == "dpo" and stage.adapter is not None:
         lora = configured(LoraConfig(adapter=stage.adapter), read_peft(Path(stage.adapter), model, "stage.adapter"))

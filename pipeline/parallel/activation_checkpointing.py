@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import flop_registry
 
 from pipeline.common.errors import UserError
-from pipeline.config.run_parts import LayoutConfig
+from pipeline.config.schema import RunConfig
 from pipeline.layers.gated_delta_net import DeltaRuleLayer
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.meta_attention import meta_core
@@ -165,7 +165,7 @@ class _Nested:
         self._outer.__exit__(*error)
 
 
-def choose(stage: Stack, config: LayoutConfig, mesh: Mesh, dtype: torch.dtype) -> dict[str, list[Result]]:
+def choose(stage: Stack, config: RunConfig, mesh: Mesh, dtype: torch.dtype) -> dict[str, list[Result]]:
     """Choose which results each block keeps within training.activation_budget: the most FLOPs per byte first.
 
     Args:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
-from pipeline.config import lora, run_parts
+from pipeline.config import lora
 from pipeline.config.layout import Layout, may_compile
 from pipeline.config.lora import LoraConfig
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import trained_weights
-from pipeline.config.run_parts import LocalModelConfig, WeightsConfig
+from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 from pipeline.layers import gpu
 from pipeline.layers.attention import Core, plain, sdpa
@@ -89,7 +89,7 @@ class LocalModel(nn.Module):
             yield module
 
 
-def parallelize(config: LocalModelConfig, mesh: Mesh, value: Callable[[Piece, torch.dtype], Tensor] | None = None) -> LocalModel:
+def parallelize(config: RunConfig, mesh: Mesh, value: Callable[[Piece, torch.dtype], Tensor] | None = None) -> LocalModel:
     """Build this rank's stages: sharded on the meta device, connected to the process groups, then initialized on the rank's device.
 
     Args:
@@ -103,7 +103,7 @@ def parallelize(config: LocalModelConfig, mesh: Mesh, value: Callable[[Piece, to
     return model
 
 
-def connect(config: LocalModelConfig, mesh: Mesh, model: LocalModel, core: Core | None = None) -> None:
+def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None = None) -> None:
     """Insert collectives, attention cores, recomputation and compilation into stages with sharded weights.
 
     Args:
@@ -160,20 +160,20 @@ def attention_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if hasattr(module, "core")]
 
 
-def partition_model(config: LocalModelConfig, layout: Layout, rank: int) -> LocalModel:
+def partition_model(config: RunConfig, layout: Layout, rank: int) -> LocalModel:
     """Return the rank's stages with its piece of every weight, on the meta device. Needs no process group."""
     coordinates = layout.coordinates(rank)
     with torch.device("meta"):
         stages = {index: extract_stage(build_model(config), layout, index) for index in layout.stages(coordinates.pipeline)}
         model = LocalModel(stages, partition_weights(stages, config.model, layout, coordinates))
     for parameter, piece in model.pieces.items():
-        if parameter.requires_grad and run_parts.is_frozen(config, piece.name):
+        if parameter.requires_grad and config.is_frozen(piece.name):
             parameter.requires_grad_(False)
             model.frozen.add(parameter)
     return model
 
 
-def build_model(config: WeightsConfig) -> Stack:
+def build_model(config: RunConfig) -> Stack:
     """Build the full model, with adapters (LoRA) or rounded weights (fake quantization); uninitialized, on torch's default device."""
     model = registry.build(config.model)
 
@@ -187,7 +187,7 @@ def build_model(config: WeightsConfig) -> Stack:
     return model
 
 
-def check_trained(config: LocalModelConfig, layout: Layout) -> None:
+def check_trained(config: RunConfig, layout: Layout) -> None:
     """Refuse settings that freeze nothing, or everything in a pipeline stage.
 
     Raises:
@@ -202,7 +202,7 @@ def check_trained(config: LocalModelConfig, layout: Layout) -> None:
 
 
 def init_weights(
-    model: LocalModel, config: LocalModelConfig, device: torch.device, value: Callable[[Piece, torch.dtype], Tensor] | None = None
+    model: LocalModel, config: RunConfig, device: torch.device, value: Callable[[Piece, torch.dtype], Tensor] | None = None
 ) -> None:
     """Materialize every weight on the device with its initial values: `value`, or what depends only on the seed, the name and the element.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config.run_parts import LocalModelConfig
+from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.moe import moe_layers
 from pipeline.parallel import context_parallel, rehearsed_group
@@ -36,7 +36,7 @@ class Pipeline:
     def __init__(
         self,
         stages: nn.ModuleDict,
-        config: LocalModelConfig,
+        config: RunConfig,
         mesh: Mesh,
         shape: tuple[int, ...],
         values: int | None = None,
@@ -160,7 +160,7 @@ class SingleStageSchedule:
 
 def _build_schedule(
     stages: nn.ModuleDict,
-    config: LocalModelConfig,
+    config: RunConfig,
     mesh: Mesh,
     micro_batch: tuple[int, ...],
     micro_batches: int,
@@ -179,7 +179,7 @@ def _build_schedule(
 
 
 def _build_stage(
-    index: int, module: nn.Module, config: LocalModelConfig, mesh: Mesh, micro_batch: tuple[int, ...], result: tuple[int, ...]
+    index: int, module: nn.Module, config: RunConfig, mesh: Mesh, micro_batch: tuple[int, ...], result: tuple[int, ...]
 ) -> PipelineStage:
     """Build a PipelineStage. Static input and output shapes, one hidden state per sequence length, avoid its shape inference.
 

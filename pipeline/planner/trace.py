@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.config import run_parts
 from pipeline.config.layout import Coordinates, Layout, may_compile
-from pipeline.config.preferences import has_reference, stores_reference
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.encoder_decoder import EncoderDecoder
@@ -113,7 +111,7 @@ def trace(
         model = LocalModel({0: stage}, partition_weights({0: stage}, config.model, layout, Coordinates(0, 0, 0, 0, 0)))
         for parameter, piece in model.pieces.items():
             parameter.data = parameter.data.to(DTYPES[config.precision.dtype])
-            if parameter.requires_grad and run_parts.is_frozen(config, piece.name):
+            if parameter.requires_grad and config.is_frozen(piece.name):
                 parameter.requires_grad_(False)
                 model.frozen.add(parameter)
             if parameter.requires_grad:
@@ -208,10 +206,10 @@ def kinds_of(model: Stack, config: RunConfig) -> tuple[str, ...]:
     """
     first: dict[Hashable, str] = {}
     boundary = model.encoder_blocks if isinstance(model, EncoderDecoder) else 0
-    kinds, trains = [], any(not run_parts.is_frozen(config, name) for name, _ in model.embed.named_parameters("embed"))  # type: ignore[union-attr]
+    kinds, trains = [], any(not config.is_frozen(name) for name, _ in model.embed.named_parameters("embed"))  # type: ignore[union-attr]
     for index, block in model.blocks.items():
         names = [name for name, _ in block.named_parameters()]
-        learned = tuple(name for name in names if not run_parts.is_frozen(config, f"blocks.{index}.{name}"))
+        learned = tuple(name for name in names if not config.is_frozen(f"blocks.{index}.{name}"))
         in_8_bits = config.precision.fp8_experts and multiplies_8_bits(int(index), config.precision, config.model.layers)
         kinds.append(first.setdefault((int(index) < boundary, trains, learned, in_8_bits, _signature(block)), index))
         trains = trains or bool(learned)
@@ -266,7 +264,7 @@ def empty_inputs(config: RunConfig, device: torch.device | str = "meta") -> tupl
 
 def _reference(stage: Stack, config: RunConfig, recorder: Recorder, tokens: Tensor, batch: Batch) -> Recording | None:
     """The forward pass of the reference model of DPO, which is the model without adapters; None if no step has one."""
-    if not has_reference(config) or stores_reference(config):
+    if not config.has_reference or config.stores_reference:
         return None
     given = batch.copy()
     given.pop("reference")

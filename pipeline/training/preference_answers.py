@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pipeline.config.preferences import has_reference
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.lora import without_adapters
@@ -33,7 +32,7 @@ class PreferenceAnswers:
         """Add Batch.reference to a batch that lacks it: the log-probabilities of the answers without adapters, or 0."""
         if "reference" in batch:
             return batch
-        if not has_reference(self._config):
+        if not self._config.has_reference:
             return {**batch, "reference": torch.zeros(len(tokens), 2, device=tokens.device)}
         assert self._config.lora.rank, "training/reference_answers.py gives the log-probabilities to the data"
         with without_adapters(self._model):

@@ -22,7 +22,6 @@ from pipeline.common.artifact import Manifest
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.common.progress import Progress
-from pipeline.config.preferences import stores_reference
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.load.objectives.supervised import Preferences
@@ -66,7 +65,7 @@ def attach(
     Raises:
         UserError: they are not stored, and the run has trained already; they are those of other weights; or the file is damaged.
     """
-    if not stores_reference(config):
+    if not config.stores_reference:
         return
     weights: str | None = None
     if not state.samples:

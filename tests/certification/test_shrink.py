@@ -21,7 +21,6 @@ from pipeline.config.data import RampupConfig, WarmupConfig
 from pipeline.config.layout import Layout
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check
-from pipeline.config.run_parts import is_frozen
 from pipeline.models.config_classes import CONFIG_CLASSES
 from pipeline.parallel.parallelize import build_model
 from pipeline.planner.flops import count_model_parameters
@@ -314,6 +313,6 @@ def test_frozen_weights(patterns: str, frozen: set[str]) -> None:
     words = ("model=llama3-8b", "parallel.pipeline=2", "training.global_batch_size=64")
     small = shrink(configured("stage=pretrain", *words, f"training.frozen={patterns}"), 4, STEPS)
     names = [name for name, _ in build_model(small.config).named_parameters()]
-    found = {".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]) for name in names if is_frozen(small.config, name)}
+    found = {".".join(name.split(".")[: 2 if name.startswith("blocks") else 1]) for name in names if small.config.is_frozen(name)}
     assert found == frozen
     assert ("norm" in patterns) == ("training.frozen" not in {change.key for change in small.changes})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipeline.config.preferences import REFERENCE_FREE
+from pipeline.config.schema import REFERENCE_FREE
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.preference import PreferenceLoss, preference_loss
 from tests.layers.preference_losses import expected_losses

@@ -11,7 +11,6 @@ from torch import nn
 from pipeline.certification.batches import with_loss_scale
 from pipeline.certification.reference import initialize, plain_loop
 from pipeline.certification.reference_loss import reference_loss
-from pipeline.config.run_parts import is_frozen
 from pipeline.layers.moe import moe_layers
 from pipeline.models import registry
 
@@ -52,7 +51,7 @@ def train_plain(config: Any, batches: list[Batch], *, model: nn.Module | None = 
         model = registry.build(config.model)
         initialize(model, config.model, config.training.seed)
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_(parameter.requires_grad and not is_frozen(config, name))
+            parameter.requires_grad_(parameter.requires_grad and not config.is_frozen(name))
     routed = any(True for _ in moe_layers(model))
     validated: list[float] = []
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from pipeline.certification.reference import initialize
 from pipeline.common.errors import UserError
 from pipeline.common.json_lines import BadLine
-from pipeline.config.run_parts import is_frozen
 from pipeline.data.load.objectives.classification import LabelReader, labels_of
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
@@ -147,7 +146,7 @@ def write_tokenizer(folder) -> None:
 def test_the_head_is_trained_beside_adapters():
     config = configured(*tiny(*SETTINGS, "lora.rank=4"))
     names = ("head.sentence.dense.weight", "blocks.0.mlp.up.lora.a", "blocks.0.mlp.up.weight", "embed.tokens.weight")
-    assert [is_frozen(config, name) for name in names] == [False, False, True, True]
+    assert [config.is_frozen(name) for name in names] == [False, False, True, True]
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pipeline.config.preferences import stores_reference
 from pipeline.data.load.objectives.supervised import Preferences
 from pipeline.layers.loss import IGNORE
 from tests.layers.preference_losses import expected_losses
@@ -85,7 +84,7 @@ def train(name: str, layout: str, *more: str) -> list[tuple[float, ...]]:
     words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
     config, mine = trainer(*settings(name, *DPO, *words, *more))
     numbers = []
-    stored = [answers(mine, *pairs(config, step)) for step in range(STEPS)] if stores_reference(config) else []
+    stored = [answers(mine, *pairs(config, step)) for step in range(STEPS)] if config.stores_reference else []
     for step in range(STEPS):
         tokens, batch = pairs(config, step)
         if stored:

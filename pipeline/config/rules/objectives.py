@@ -7,7 +7,6 @@ from typing import cast
 
 from pipeline.common.errors import Violation
 from pipeline.config.data import MaskingConfig
-from pipeline.config.preferences import has_reference
 from pipeline.config.rules.unread import unlike
 from pipeline.config.schema import RunConfig
 from pipeline.models.config import MaskedModelConfig
@@ -135,7 +134,7 @@ def _preferences(config: RunConfig) -> Iterator[Violation]:
     if config.parallel.context > 1:
         rule = "splits answers, and the loss of a pair is no sum over their tokens"
         yield Violation("parallel.context", config.parallel.context, rule, "set it to 1 and use tensor, pipeline or data ranks")
-    if config.stage.name == "evaluate" or not has_reference(config):
+    if config.stage.name == "evaluate" or not config.has_reference:
         return
     if config.lora.modules_to_save:
         rule = "would change the reference model, which is the model without adapters"

@@ -180,8 +180,8 @@ def _distill(config: RunConfig, stage: Evaluate) -> Iterator[Violation]:
         yield Violation("stage.distill_top_k", stage.distill_top_k, rule, "reduce it")
     if stage.checkpoint == "all":
         yield Violation("stage.checkpoint", "all", "is no teacher; stage.distill has one", "name a checkpoint, or latest")
-    others = {"stage.tasks": [], "stage.stride": None, "stage.batches": None}
-    yield from unlike(config, others, "has no effect with stage.distill", "remove it")
+    rule = "has no effect with stage.distill"
+    yield from unlike(config, {"stage.tasks": [], "stage.stride": None, "stage.batches": None}, rule, "remove it")
 
 
 def _certify(config: RunConfig) -> Iterator[Violation]:

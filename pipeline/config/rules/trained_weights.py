@@ -8,13 +8,13 @@ from fnmatch import fnmatchcase
 from pipeline.common.errors import Violation
 from pipeline.config.layout import Layout
 from pipeline.config.lora import LoraConfig, is_adapter, layer_of
-from pipeline.config.run_parts import LocalModelConfig, is_frozen
+from pipeline.config.schema import RunConfig
 
 #: The ranks of experts' adapters in bf16.
 _MULTIPLE = 8
 
 
-def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
+def violations(config: RunConfig, layout: Layout, names: Mapping[str, bool]) -> list[Violation]:
     """Return the rules of training.frozen and lora that a configuration violates.
 
     Args:
@@ -63,7 +63,7 @@ def violations(config: LocalModelConfig, layout: Layout, names: Mapping[str, boo
             fix = f"choose names such as {', '.join(_examples(names))}"
             broken.append(Violation("training.frozen", pattern, f"matches no weight of model.family={config.model.family}", fix))
     trained = {
-        _stage(name, layout, config.model.layers) for name, has_gradient in names.items() if has_gradient and not is_frozen(config, name)
+        _stage(name, layout, config.model.layers) for name, has_gradient in names.items() if has_gradient and not config.is_frozen(name)
     }
     if idle := sorted(set(range(layout.stage_count)) - trained):
         where = "the model" if layout.stage_count == 1 else f"pipeline stage {idle[0]} of {layout.stage_count}"

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from pipeline.common.errors import Violation
-from pipeline.config import loss_weights, phases, preferences
+from pipeline.config import loss_weights, phases
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
@@ -176,7 +176,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from unread(config, ROWS)
     if config.stage.name not in (*TRAINING_STAGES, "certify"):
         return
-    if config.data.instructions.reference is not None and not preferences.has_reference(config):
+    if config.data.instructions.reference is not None and not config.has_reference:
         rule = "is not read by a loss without a reference model"
         fix = "remove it, or set training.objective=dpo and another training.preference_loss than simpo and orpo"
         yield Violation("data.instructions.reference", config.data.instructions.reference, rule, fix)
