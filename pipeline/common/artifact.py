@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import xxhash
 
-from pipeline.common.atomic_files import atomic_file, digest, verified_reader, verify
+from pipeline.common.atomic_files import digest, verified_reader, verify, write_json
 from pipeline.common.errors import UserError, Violation
 
 MANIFEST = "manifest.json"
@@ -49,9 +49,7 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Write the manifest atomically, which marks the folder as complete."""
-    with atomic_file(folder / MANIFEST, "w") as handle:
-        json.dump(dataclasses.asdict(manifest), handle, indent=1, sort_keys=True)
-        handle.write("\n")
+    write_json(folder / MANIFEST, dataclasses.asdict(manifest), sort_keys=True)
 
 
 def fingerprint(manifest: Manifest) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
 import re
 import shutil
@@ -54,6 +55,12 @@ def atomic_file(path: Path, mode: str = "wb", *, parents: bool = True) -> Iterat
         with suppress(OSError):  # the error of the block tells more: a read-only file system, a file in the place of a folder
             partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def write_json(path: Path, content: Any, **options: Any) -> None:
+    """Write values as JSON with indents and a line end, atomically; `options` are those of json.dumps."""
+    with atomic_file(path, "w") as handle:
+        handle.write(json.dumps(content, indent=1, **options) + "\n")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from pipeline.common.atomic_files import atomic_file, report_disk_full
+from pipeline.common.atomic_files import report_disk_full, write_json
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.texts import first_names
 from pipeline.report import run_files
@@ -106,9 +106,8 @@ class SweepManifest:
         """
         points = [asdict(entry) | {"run_dir": _stored(self.folder, entry.run_dir)} for entry in self.sorted()]
         content = {"config_dirs": self.config_dirs, "points": points}
-        with report_disk_full(self.folder), atomic_file(self.folder / NAME, "w") as handle:
-            json.dump(content, handle, indent=1)
-            handle.write("\n")
+        with report_disk_full(self.folder):
+            write_json(self.folder / NAME, content)
 
     def sorted(self) -> list[SweepEntry]:
         """Return the points in the order of their numbers."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pipeline.common import metrics_file
-from pipeline.common.atomic_files import atomic_file
+from pipeline.common.atomic_files import atomic_file, write_json
 from pipeline.common.errors import UserError
 from pipeline.common.texts import table_lines
 from pipeline.config import compose
@@ -119,9 +118,7 @@ def _state(point: Point, run: Run) -> str:
 def write(folder: Path, points: Sequence[Point]) -> str:
     """Write table.md and table.json to the folder of a sweep, and return the table as text."""
     table, verdict = rows(points)
-    with atomic_file(folder / JSON, "w") as handle:
-        json.dump([{name: plain(value) for name, value in asdict(row).items()} for row in table], handle, indent=1, allow_nan=False)
-        handle.write("\n")
+    write_json(folder / JSON, [{name: plain(value) for name, value in asdict(row).items()} for row in table], allow_nan=False)
     head, cells = _cells(table)
     with atomic_file(folder / MARKDOWN, "w") as handle:
         for line in (head, ["---"] * len(head), *cells):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import platform
 import socket
@@ -17,7 +16,7 @@ import torch
 
 from pipeline.certification.certificate import Certificate, certify, coverage, table
 from pipeline.certification.comparison import Difference
-from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
+from pipeline.common.atomic_files import make_folder, report_disk_full, write_json
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.git_commit import commit
 from pipeline.common.ranks import Ranks
@@ -56,9 +55,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     certificate = certify(config, world_size, steps=stage.steps, seconds=60 * stage.timeout_minutes, skip=stage.skip)
     seconds = time.perf_counter() - started
     path = Path(config.run_dir) / FILE
-    with report_disk_full(path.parent), atomic_file(path, "w") as handle:
-        json.dump(content(config, layout, compose.task_arguments(), certificate, seconds), handle, indent=1, allow_nan=False)
-        handle.write("\n")
+    with report_disk_full(path.parent):
+        write_json(path, content(config, layout, compose.task_arguments(), certificate, seconds), allow_nan=False)
     small = Layout.of(certificate.small.config, certificate.small.world_size)
     shrunk = f"trained {stage.steps} steps with {small.axes_text()} on {small.world_size} ranks of this machine in {seconds:.0f} s"
     if certificate.failures:

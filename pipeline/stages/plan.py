@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from pathlib import Path
 
-from pipeline.common.atomic_files import atomic_file, make_folder
+from pipeline.common.atomic_files import make_folder, write_json
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, phases, warmup
@@ -78,7 +77,7 @@ def _plan(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
         plan_report.draw(result, rows, Path(stage.plot))
         print(f"\nroofline\n{stage.plot}")
     if stage.out:
-        _write_json(stage.out, plan_report.content(result, rows, costs))
+        write_json(Path(stage.out), plan_report.content(result, rows, costs))
     if refused := memory_check.violation(config, world_size, result):
         raise UserError([refused])
 
@@ -95,7 +94,7 @@ def _compare(config: RunConfig, run_dir: Path, out: str | None) -> None:
         correction = measured_report.correct(config, run_dir, run, planned)
         print("\n".join(["", *measured_report.correction_lines(path, correction)]))
     if out:
-        _write_json(out, measured_report.content(run, planned, correction))
+        write_json(Path(out), measured_report.content(run, planned, correction))
 
 
 def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
@@ -108,7 +107,7 @@ def _search(config: RunConfig, stage: PlanConfig, world_size: int) -> None:
         draw_search(result, Path(stage.plot))
         print(f"\ntime and memory\n{stage.plot}")
     if stage.out:
-        _write_json(stage.out, [plan_report.choice_content(choice) for choice in result.choices])
+        write_json(Path(stage.out), [plan_report.choice_content(choice) for choice in result.choices])
 
 
 def _scale(config: RunConfig, stage: PlanConfig) -> None:
@@ -128,7 +127,7 @@ def _scale(config: RunConfig, stage: PlanConfig) -> None:
         draw_scaling(points, Path(stage.plot))
         print(f"\ntime over nodes\n{stage.plot}")
     if stage.out:
-        _write_json(stage.out, [plan_report.scaling_content(point) for point in points])
+        write_json(Path(stage.out), [plan_report.scaling_content(point) for point in points])
 
 
 def _print_command(planned: RunConfig, world_size: int) -> None:
@@ -136,9 +135,3 @@ def _print_command(planned: RunConfig, world_size: int) -> None:
     arguments = compose.job_arguments(compose.task_arguments(), planned, (*CHOSEN, "training.steps"))
     lines = live.lines(planned, world_size, arguments, has_weights=finetuning.has_weights(planned))
     print("\n".join(["", "submit", *lines]))
-
-
-def _write_json(path: str, content: object) -> None:
-    """Write what is printed as JSON."""
-    with atomic_file(Path(path), "w") as file:
-        file.write(json.dumps(content, indent=1) + "\n")

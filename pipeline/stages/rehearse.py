@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import ends
-from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
+from pipeline.common.atomic_files import make_folder, report_disk_full, write_json
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, hardware
@@ -90,6 +89,5 @@ def _write(config: RunConfig, content: dict[str, Any]) -> None:
     """Write rehearsal.json."""
     path = Path(config.run_dir) / FILE
     make_folder(path.parent)
-    with report_disk_full(path.parent), atomic_file(path, "w") as handle:
-        json.dump(content, handle, indent=1, allow_nan=False)
-        handle.write("\n")
+    with report_disk_full(path.parent):
+        write_json(path, content, allow_nan=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -11,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.common import locks
-from pipeline.common.atomic_files import atomic_file, make_folder, report_disk_full
+from pipeline.common.atomic_files import make_folder, report_disk_full, write_json
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, ring_kernels
@@ -104,9 +103,8 @@ def _submit(links: Sequence[Link], run_dir: Path, arguments: Sequence[str]) -> N
 def _record(run_dir: Path, content: dict[str, object], job_ids: Sequence[int]) -> None:
     """Write the record; jobs of which none would be known are canceled."""
     try:
-        with report_disk_full(run_dir), atomic_file(run_dir / in_use.CHAIN, "w") as handle:
-            json.dump(content, handle, indent=1)
-            handle.write("\n")
+        with report_disk_full(run_dir):
+            write_json(run_dir / in_use.CHAIN, content)
     except BaseException:
         slurm.cancel(*job_ids)
         raise

@@ -17,8 +17,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _sequence_length(config)
     yield from _activation_budget(config)
     yield from _attention_group(config)
-    yield from _soft_cap(config)
-    yield from _sinks(config)
+    yield from _fused_attention(config)
     yield from _loss_weights(config)
     yield from _loss_spikes(config)
     late = [step for step in config.training.profile if config.training.epochs is None and step > config.training.steps]
@@ -209,19 +208,15 @@ def _activation_budget(config: RunConfig) -> Iterator[Violation]:
         yield Violation("training.activation_budget", training.activation_budget, rule, "remove it")
 
 
-def _soft_cap(config: RunConfig) -> Iterator[Violation]:
-    """PyTorch's fused attention has no soft cap of the scores."""
-    cap, kernel = getattr(config.model, "attn_logit_softcapping", None), config.training.attention
-    if cap is not None and kernel == "sdpa":
-        rule = f"has no kernel with a soft cap of the scores, model.attn_logit_softcapping={cap:g}"
-        yield Violation("training.attention", kernel, rule, "set it to auto or flex, or to plain for the unfused formula")
-
-
-def _sinks(config: RunConfig) -> Iterator[Violation]:
-    """PyTorch's fused attention returns no differentiable sum of the exponentials, which sinks are added to."""
-    if getattr(config.model, "attention_sinks", False) and (kernel := config.training.attention) == "sdpa":
-        rule = f"has no kernel with attention sinks, which model.family={config.model.family} has"
-        yield Violation("training.attention", kernel, rule, "set it to auto or flex, or to plain for the unfused formula")
+def _fused_attention(config: RunConfig) -> Iterator[Violation]:
+    """PyTorch's fused attention has no soft cap, and returns no differentiable sum of the exponentials, which sinks are added to."""
+    rules = []
+    if (cap := getattr(config.model, "attn_logit_softcapping", None)) is not None:
+        rules.append(f"has no kernel with a soft cap of the scores, model.attn_logit_softcapping={cap:g}")
+    if getattr(config.model, "attention_sinks", False):
+        rules.append(f"has no kernel with attention sinks, which model.family={config.model.family} has")
+    for rule in rules if config.training.attention == "sdpa" else ():
+        yield Violation("training.attention", "sdpa", rule, "set it to auto or flex, or to plain for the unfused formula")
 
 
 def _attention_group(config: RunConfig) -> Iterator[Violation]:
