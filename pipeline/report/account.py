@@ -70,24 +70,24 @@ def account_of(run: Run, columns: Columns, until: float, since: float = -math.in
         until: end of what has not ended yet, seconds since 1970.
         since: seconds since 1970.
     """
-    found, last, again = Account(), math.inf, list[tuple[float, str]]()
+    account, last, again = Account(), math.inf, list[tuple[float, str]]()
     jobs = [job for job in run.life.jobs if (until if job.end is None else job.end) > since]
     for job in jobs:
-        add(found.jobs, {job.id: job.nodes * max((until if job.end is None else job.end) - job.begin, 0.0)})
-    waiting = sum(found.jobs.values())
+        add(account.jobs, {job.id: job.nodes * max((until if job.end is None else job.end) - job.begin, 0.0)})
+    waiting = sum(account.jobs.values())
     for start in reversed(run.starts):
         spent, nodes = _spent(start, until, last, columns, again), max(len(start.nodes), 1)
         if start.job in jobs if start.job is not None else (until if start.end is None else start.end) > since:
-            add(found.seconds, {key: nodes * seconds for key, seconds in spent.items()})
-            add(found.starts, dict.fromkeys({(bucket, cause) for bucket, cause, _ in spent}, 1))
-            add(found.blamed, {(node, FIRST): 1 for node in (start.blamed if start.failed else ())})
+            add(account.seconds, {key: nodes * seconds for key, seconds in spent.items()})
+            add(account.starts, dict.fromkeys({(bucket, cause) for bucket, cause, _ in spent}, 1))
+            add(account.blamed, {(node, FIRST): 1 for node in (start.blamed if start.failed else ())})
             waiting -= nodes * sum(spent.values()) if start.job is not None else 0.0
         again += [(start.abandoned, start.cause or "unknown")]
         last = min(last, start.step)
-    add(found.seconds, {("waiting", "", False): waiting} if abs(waiting) > 1e-3 else {})
+    add(account.seconds, {("waiting", "", False): waiting} if abs(waiting) > 1e-3 else {})
     for time, node, reason in run.life.excluded:
-        add(found.blamed, {(node, f"left out: {reason}"): 1} if time > since else {})
-    return found
+        add(account.blamed, {(node, f"left out: {reason}"): 1} if time > since else {})
+    return account
 
 
 def _spent(start: Start, until: float, last: float, columns: Columns, again: list[tuple[float, str]]) -> dict[Key, float]:
@@ -100,13 +100,13 @@ def _spent(start: Start, until: float, last: float, columns: Columns, again: lis
         again: seconds of steps that later starts made again, and why; what fits in this start is taken away.
     """
     end = until if start.end is None else start.end
-    left, found = max(end - start.begin, 0.0), dict[Key, float]()
+    left, spent = max(end - start.begin, 0.0), dict[Key, float]()
 
     def take(seconds: float, bucket: str, cause: str = "", *, again: bool = False) -> float:
         nonlocal left
         taken = min(max(seconds, 0.0), left)
         left -= taken
-        add(found, {(bucket, cause, again): taken} if taken or bucket == "training" else {})
+        add(spent, {(bucket, cause, again): taken} if taken or bucket == "training" else {})
         return taken
 
     cause = start.reason or ("unknown" if start.code is None else f"exit code {start.code}")
@@ -130,4 +130,4 @@ def _spent(start: Start, until: float, last: float, columns: Columns, again: lis
     if start.failed:
         take(left, "lost", cause)
     take(left, "saving" if ended and start.stepping is not None else "unknown")
-    return found
+    return spent

@@ -32,8 +32,8 @@ def read(run_dir: Path, since: float, now: float) -> tuple[Account, float | None
     run, lines = runs.read(run_dir, now), run_files.read_metrics(run_dir)
     config, problems = run_files.read_config(run_dir, whole=True)
     until = now if run.state in (State.RUNNING, State.STARTING) else run.last_sign or 0.0
-    found = account_of(run, metrics_file.columns(lines.content), until, since)
-    return found, _watts(run_dir, config) if found.seconds else None, tuple(dict.fromkeys((*run.problems, *lines.problems, *problems)))
+    account = account_of(run, metrics_file.columns(lines.content), until, since)
+    return account, _watts(run_dir, config) if account.seconds else None, tuple(dict.fromkeys((*run.problems, *lines.problems, *problems)))
 
 
 def _watts(run_dir: Path, config: Mapping[str, Any]) -> float | None:
@@ -52,16 +52,16 @@ def _watts(run_dir: Path, config: Mapping[str, Any]) -> float | None:
 
 def read_sacct(printed: str) -> dict[str, tuple[float, float]]:
     """Return node-seconds and joules of each job, all of its stays summed, from what SACCT prints; raises ValueError for other lines."""
-    found: dict[str, tuple[float, float]] = {}
+    jobs: dict[str, tuple[float, float]] = {}
     for line in filter(None, printed.splitlines()):
         try:
             job, _, elapsed, nodes, energy, *_ = line.split("|")
             seconds, joules = float(elapsed) * float(nodes), float(energy or 0)
         except ValueError:
             raise ValueError(f"sacct printed {line!r}, and not the fields {SACCT[-2]}") from None
-        known = found.get(job, (0.0, 0.0))
-        found[job] = known[0] + seconds, known[1] + (joules if joules < 2**63 else 0.0)  # Slurm prints 2^64 - 2 for none
-    return found
+        known = jobs.get(job, (0.0, 0.0))
+        jobs[job] = known[0] + seconds, known[1] + (joules if joules < 2**63 else 0.0)  # Slurm prints 2^64 - 2 for none
+    return jobs
 
 
 def summary(run_dirs: Sequence[Path], since: float, now: float, sacct: Callable[[list[str]], Sacct], co2: float | None) -> dict[str, Any]:
@@ -72,15 +72,15 @@ def summary(run_dirs: Sequence[Path], since: float, now: float, sacct: Callable[
         sacct: returns what read_sacct returns for jobs.
         co2: grams for a kWh; None if it is unknown.
     """
-    found = {str(run_dir): read(run_dir, since, now) for run_dir in run_dirs}
-    whole, used = Account(), {run: account for run, (account, _, _) in found.items() if account.seconds}
+    by_run = {str(run_dir): read(run_dir, since, now) for run_dir in run_dirs}
+    whole, used = Account(), {run: account for run, (account, _, _) in by_run.items() if account.seconds}
     for account in used.values():
         whole.add(account)
     answer = sacct(sorted(whole.jobs)) if whole.jobs else {}
     joules = {} if isinstance(answer, str) else {job: answer[job][1] for job in whole.jobs if job in answer}
     planned = unknown = 0.0
     for run, account in used.items():
-        seconds, watts = sum(account.seconds.values()) - sum(own for job, own in account.jobs.items() if joules.get(job)), found[run][1]
+        seconds, watts = sum(account.seconds.values()) - sum(account.jobs[job] for job in account.jobs if joules.get(job)), by_run[run][1]
         planned += seconds * (watts or 0.0) / 3.6e6
         unknown += seconds / 3600 if watts is None else 0.0
     measured = sum(joules.values()) / 3.6e6
@@ -94,20 +94,20 @@ def summary(run_dirs: Sequence[Path], since: float, now: float, sacct: Callable[
         "since": since,
         "now": now,
         "runs": [{"run_dir": run, "jobs": list(account.jobs), **account.hours()} for run, account in used.items()],
-        "without": [run for run in found if run not in used],
+        "without": [run for run in by_run if run not in used],
         "total": whole.hours(),
-        "lost": sorted(lost, key=lambda one: -one["node_hours"]),
+        "lost": sorted(lost, key=lambda loss: -loss["node_hours"]),
         "nodes": [{"node": node, "times": times, "reason": reason} for (node, reason), times in blamed],
         "jobs": {job: seconds / 3600 for job, seconds in whole.jobs.items()},
         "sacct": answer if isinstance(answer, str) else {job: answer[job][0] / 3600 for job in joules},
         "energy": {**energy, "co2_kg": None if co2 is None else (measured + planned) * co2 / 1000},
-        "problems": {run: list(problems) for run, (_, _, problems) in found.items() if problems},
+        "problems": {run: list(problems) for run, (_, _, problems) in by_run.items() if problems},
     }
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(content: Mapping[str, Any]) -> list[str]:
     """What a summary says besides its tables: accounting, energy and CO2, and what is damaged."""
-    jobs, sacct, energy, said = found["jobs"], found["sacct"], found["energy"], []
+    jobs, sacct, energy, said = content["jobs"], content["sacct"], content["energy"], []
     if isinstance(sacct, str):
         said.append(f"sacct: not compared: {sacct}")
     elif jobs:
@@ -119,7 +119,7 @@ def lines(found: Mapping[str, Any]) -> list[str]:
     kinds = {"measured_kwh": "kWh by Slurm", "planned_kwh": "kWh at planned power", "unknown_node_hours": "node-hours of unknown power"}
     said.append(f"energy: {', '.join(f'{energy[name]:,.3f} {text}' for name, text in kinds.items() if energy[name]) or 'none'}")
     said += [f"CO2: {energy['co2_kg']:,.3f} kg, of the energy that is known"] if energy["co2_kg"] else []
-    return [*said, *(f"{run}: {problem}" for run, problems in found["problems"].items() for problem in problems)]
+    return [*said, *(f"{run}: {problem}" for run, problems in content["problems"].items() for problem in problems)]
 
 
 def _hours(value: float) -> str:
@@ -127,26 +127,26 @@ def _hours(value: float) -> str:
     return f"{value:,.3f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def head(found: Mapping[str, Any]) -> str:
+def head(content: Mapping[str, Any]) -> str:
     """A summary in one sentence."""
-    total, without = found["total"], found["without"]
-    of = f"{count(len(found['runs']), 'run')} and {count(len(found['jobs']), 'Slurm job')}"
+    total, without = content["total"], content["without"]
+    counted = f"{count(len(content['runs']), 'run')} and {count(len(content['jobs']), 'Slurm job')}"
     share = page.share(total["buckets"]["training"], total["node_hours"])
     rest = f"; none of {first_names(without, 4)}" if without else ""
-    return f"since {moment(found['since'])}: {_hours(total['node_hours'])} node-hours of {of}, {share} of them in steps that count{rest}"
+    return f"since {moment(content['since'])}: {_hours(total['node_hours'])} node-hours of {counted}, {share} of them in steps that count{rest}"
 
 
-def tables(found: Mapping[str, Any]) -> list[tuple[str, str, list[str], list[list[Any]]]]:
+def tables(content: Mapping[str, Any]) -> list[tuple[str, str, list[str], list[list[Any]]]]:
     """The tables of a summary: title, explanation, head and rows."""
-    total, runs_found = found["total"], found["runs"]
-    folder = os.path.commonpath([Path(one["run_dir"]).absolute().parent for one in runs_found] or [Path.cwd()])
+    total, accounts = content["total"], content["runs"]
+    folder = os.path.commonpath([Path(run["run_dir"]).absolute().parent for run in accounts] or [Path.cwd()])
     rows: list[list[Any]] = []
-    for name, one in [*((os.path.relpath(one["run_dir"], folder), one) for one in runs_found), ("total", total)]:
-        shares = (page.share(one["buckets"][bucket], one["node_hours"]) for bucket in BUCKETS)
-        rows.append([name, _hours(one["node_hours"]), *shares])
-    rows.append(["node-hours", _hours(total["node_hours"]), *(_hours(hours) for hours in total["buckets"].values())])
-    lost = [[short(one["cause"]), _hours(one["node_hours"]), _hours(one["made_again"]), one["starts"]] for one in found["lost"]]
-    nodes = [[one["node"], one["times"], short(one["reason"])] for one in found["nodes"]]
+    for name, hours in [*((os.path.relpath(run["run_dir"], folder), run) for run in accounts), ("total", total)]:
+        shares = (page.share(hours["buckets"][bucket], hours["node_hours"]) for bucket in BUCKETS)
+        rows.append([name, _hours(hours["node_hours"]), *shares])
+    rows.append(["node-hours", _hours(total["node_hours"]), *map(_hours, total["buckets"].values())])
+    lost = [[short(loss["cause"]), _hours(loss["node_hours"]), _hours(loss["made_again"]), loss["starts"]] for loss in content["lost"]]
+    nodes = [[blame["node"], blame["times"], short(blame["reason"])] for blame in content["nodes"]]
     return [
         ("Node-hours", "", ["run", "node-hours", *BUCKETS], rows),
         ("Lost", "", ["lost to", "node-hours", "steps made again", "starts"], lost[:_MOST]),
@@ -154,17 +154,17 @@ def tables(found: Mapping[str, Any]) -> list[tuple[str, str, list[str], list[lis
     ]
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(content: Mapping[str, Any]) -> str:
     """Return a summary for a terminal."""
-    blocks = [[head(found)]]
-    for _, _, names, rows in tables(found):
+    blocks = [[head(content)]]
+    for _, _, names, rows in tables(content):
         right = [place for place, is_right in enumerate(page.numeric_columns(names, rows)) if is_right]
         blocks += [table_lines([names, *([str(cell) for cell in row] for row in rows)], right)] if rows else []
-    return "\n\n".join("\n".join(block) for block in [*blocks, lines(found)])
+    return "\n\n".join("\n".join(block) for block in [*blocks, lines(content)])
 
 
-def html(found: Mapping[str, Any]) -> str:
+def html(content: Mapping[str, Any]) -> str:
     """Return a summary as a page."""
-    shown = {"verdict": head(found), "more": "; ".join(lines(found)), "tables": [table for table in tables(found) if table[-1]]}
+    shown = {"verdict": head(content), "more": "; ".join(lines(content)), "tables": [table for table in tables(content) if table[-1]]}
     none = dict.fromkeys(("problems", "answers", "charts", "marked", "first"), ())
     return page.render("run_report.html.jinja", "Node-hours", level="neither", **shown, **none)
