@@ -133,7 +133,8 @@ def head(content: Mapping[str, Any]) -> str:
     counted = f"{count(len(content['runs']), 'run')} and {count(len(content['jobs']), 'Slurm job')}"
     share = page.share(total["buckets"]["training"], total["node_hours"])
     rest = f"; none of {first_names(without, 4)}" if without else ""
-    return f"since {moment(content['since'])}: {_hours(total['node_hours'])} node-hours of {counted}, {share} of them in steps that count{rest}"
+    hours = f"{_hours(total['node_hours'])} node-hours of {counted}"
+    return f"since {moment(content['since'])}: {hours}, {share} of them in steps that count{rest}"
 
 
 def tables(content: Mapping[str, Any]) -> list[tuple[str, str, list[str], list[list[Any]]]]:
