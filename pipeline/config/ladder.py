@@ -21,21 +21,14 @@ FAMILIES = ("llama", "mixtral", "qwen3_moe")
 HORIZONS = (0.25, 0.5, 1.0)
 
 
-def weights(model: Any) -> int:
-    """Return the number of weights of the matrices of all blocks, without embeddings and norms; of the experts those of a token.
+def weights(model: Any, *, of_token: bool = True) -> int:
+    """Return the number of weights of the matrices of all blocks, without embeddings and norms.
 
     Args:
         model: sizes of a model of FAMILIES, as a mapping.
+        of_token: with the experts of a token, else with all of them.
     """
-    return _weights(model, model.get("top_k", 1))
-
-
-def total_weights(model: Any) -> int:
-    """Return the same number with all experts."""
-    return _weights(model, model.get("experts", 1))
-
-
-def _weights(model: Any, experts: int) -> int:
+    experts = model.get("top_k" if of_token else "experts", 1)
     hidden, layers, interval = model["hidden"], model["layers"], model.get("expert_interval", 1)
     attention = 2 * (model.get("head_width") or hidden // model["heads"]) * (model["heads"] + model["kv_heads"])
     dense = 3 * model["ffn_hidden"]

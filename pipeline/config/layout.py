@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, product
 from math import inf
-from typing import Any
 
 from pipeline.config import zero_group
 from pipeline.config.parallel import ParallelConfig
@@ -178,17 +177,6 @@ def _zero_block(config: RunConfig, world_size: int) -> tuple[int, int, int] | No
     ranks = zero_group.group_ranks(parallel, config.cluster.tasks_per_node, world_size)
     block = zero_group.block(ranks, parallel, data) if ranks else None
     return None if block == (data, parallel.expert, parallel.context) else block
-
-
-def reused_weights(model: Any, blocks: range, *, last: bool) -> str | None:
-    """Return which weights a pipeline stage uses at several depths, each of which depends on the one before; None for none.
-
-    Args:
-        model: configuration of the model. A family with such weights has a method of this name.
-        last: whether the stage has the head.
-    """
-    reused: str | None = model.reused_weights(blocks, last=last) if hasattr(model, "reused_weights") else None
-    return reused
 
 
 def stages_per_rank(parallel: ParallelConfig) -> int:

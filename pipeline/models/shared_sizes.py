@@ -237,7 +237,7 @@ class SharedExpertsConfig(BiasedExpertsConfig):
         """Training settings of these families and their defaults."""
         return super().loss_weights | ({"mtp_loss": 0.3} if self.mtp_depth else {})
 
-    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see layout.reused_weights
+    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see config/rules/parallel.py
         """Return which weights a pipeline stage uses at several depths: in the last one the embedding; None for none."""
         return f"the embedding in model.mtp_depth={self.mtp_depth} MTP modules" if last and self.mtp_depth > 1 else None
 

@@ -37,7 +37,6 @@ class Estimate:
         memories: of a rank of each coordinate on the pipeline axis.
         pipeline_rank: the fullest rank's coordinate on the pipeline axis.
         fits: whether the memory of the GPU suffices.
-        part_times: by kind of part.
         flops: of products and attention of a step on all ranks, without recomputation.
     """
 
@@ -46,7 +45,6 @@ class Estimate:
     memories: list[PeakMemory]
     pipeline_rank: int
     fits: bool
-    part_times: dict[str, PartTime]
     flops: float
 
     @property
@@ -111,7 +109,7 @@ def estimate(
     replicas = layout.world_size // layout.pipeline * layout.micro_batches
     fits = memories[fullest].total <= USABLE * hardware.memory_gb * 1e9
     step_time = passes + after_passes + optimizer + reference
-    return Estimate(step_time, causes, memories, fullest, fits, times, _flops(contents) * replicas)
+    return Estimate(step_time, causes, memories, fullest, fits, _flops(contents) * replicas)
 
 
 def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: Hardware, engine: EngineModel, send: float) -> float:

@@ -144,14 +144,14 @@ def test_a_ladder_of_models_with_experts(tool, tmp_path):
     assert "size that was left out: 0.00 %" in said
     of_token, total = re.search(r"\(([\d.e+]+) weights of a token, about ([\d.e+]+) with all experts", said).groups()
     sizes = {"layers": 12, "hidden": 768, "heads": 12, "kv_heads": 12, "ffn_hidden": 176 * 12, "experts": 8, "top_k": 2}
-    assert float(total) / float(of_token) == pytest.approx(ladder.total_weights(sizes) / ladder.weights(sizes), rel=1e-3)
+    assert float(total) / float(of_token) == pytest.approx(ladder.weights(sizes, of_token=False) / ladder.weights(sizes), rel=1e-3)
     experts = ("model=mixtral-tiny", "model.layers=2", "model.experts=8", "model.top_k=4", "model.ffn_hidden=${ladder:ffn_hidden,0.5}")
     model = configured("stage=pretrain", "experiment=ladder", *experts).model
     assert (model.hidden, model.ffn_hidden) == (128, 192)
     some_blocks = ("model=qwen3-moe-tiny", "model.layers=5", "model.experts=8", "model.top_k=4", "model.dense_blocks=[1]")
     for sizes in (model, configured("stage=pretrain", *some_blocks).model):
         matrices = [weight for name, weight in registry.build(sizes).blocks.named_parameters() if weight.dim() > 1]
-        assert ladder.total_weights(vars(sizes)) == sum(weight.numel() for weight in matrices)
+        assert ladder.weights(vars(sizes), of_token=False) == sum(weight.numel() for weight in matrices)
         assert ladder.weights(vars(sizes)) == sum(weight.numel() // (2 if weight.dim() == 3 else 1) for weight in matrices)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
 from pipeline.config import warmup, zero_group
-from pipeline.config.layout import Layout, may_compile, reused_weights, stages_per_rank
+from pipeline.config.layout import Layout, may_compile, stages_per_rank
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.schema import RunConfig
@@ -184,14 +184,14 @@ def _zbv(config: RunConfig, per_rank: int) -> Iterator[Violation]:
 def _zbv_weights(config: RunConfig) -> Iterator[Violation]:
     """No weight of a stage is used at two depths: PyTorch's pass for the weights would run the blocks between them twice.
 
-    The first stage, whose input has no gradient, has one backward pass.
+    The first stage, whose input has no gradient, has one backward pass. A family with such weights has a method that names them.
     """
-    if not hasattr(config.model, "reused_weights"):
+    if (reused_weights := getattr(config.model, "reused_weights", None)) is None:
         return  # the blocks of a stage, whose FLOPs are counted with torch, need not be known
     layout = Layout.of(config, config.parallel.model_ranks)
     for stage in range(1, layout.stage_count):
         blocks = layout.layers(stage, config.model.layers)
-        if reused := reused_weights(config.model, blocks, last=stage == layout.stage_count - 1):
+        if reused := reused_weights(blocks, last=stage == layout.stage_count - 1):
             rule = f"splits the backward pass of a stage, and stage {stage} of {layout.stage_count} shares {reused}"
             yield Violation("parallel.schedule", "zbv", rule, "choose 1f1b or interleaved, or more pipeline ranks with fewer blocks each")
             return

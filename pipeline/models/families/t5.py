@@ -40,7 +40,7 @@ class T5Config(EncoderDecoderSizes, family="t5"):
         """Width of a head."""
         return self.head_width
 
-    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see layout.reused_weights
+    def reused_weights(self, blocks: range, *, last: bool) -> str | None:  # noqa: ARG002 - see config/rules/parallel.py
         """Return which weights a pipeline stage with these blocks uses at several depths: the biases of a kind of block; None for none."""
         encoder = sum(block < self.encoder_blocks for block in blocks)
         for kind, count in (("encoder", encoder), ("decoder", len(blocks) - encoder)):
