@@ -42,14 +42,10 @@ def lr(count: float) -> float:
     return float(f"{BASE_LR * (count / BASE_WEIGHTS) ** (-1 / 3):.3g}")
 
 
-def batch_tokens(count: float) -> float:
-    """Return the tokens of a global batch for a number of weights."""
-    return float(BASE_BATCH * (count / BASE_WEIGHTS) ** (2 / 3))
-
-
 def sequences(count: float, sequence_length: int) -> int:
     """Return the sequences of a global batch: a multiple of BATCH_MULTIPLE, at least that."""
-    return BATCH_MULTIPLE * max(1, round(batch_tokens(count) / sequence_length / BATCH_MULTIPLE))
+    tokens = BASE_BATCH * (count / BASE_WEIGHTS) ** (2 / 3)
+    return BATCH_MULTIPLE * max(1, round(tokens / sequence_length / BATCH_MULTIPLE))
 
 
 def steps(tokens: int, batch: int, sequence_length: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.config import warmup
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
 
@@ -33,8 +32,8 @@ def at(model: Any, training: TrainingConfig, step: int) -> dict[str, float]:
     """Return the settings that the model has at a step (counted from 0)."""
     weights = {}
     for name, default in defaults(model).items():
-        chosen = getattr(training, name)
-        weights[name] = warmup.value_at(getattr(training, f"{name}_schedule"), step, default if chosen is None else chosen)
+        chosen = default if getattr(training, name) is None else getattr(training, name)
+        weights[name] = next((entry.value for entry in getattr(training, f"{name}_schedule") if step < entry.until_step), chosen)
     return weights
 
 

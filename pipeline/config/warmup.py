@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar
 
 from pipeline.config.data import WarmupConfig
 from pipeline.config.optimizer import OptimizerConfig
@@ -19,23 +18,8 @@ from pipeline.config.training import TrainingConfig
 #: training.epochs of a run that sets neither it nor training.steps, as in TRL.
 DEFAULT_EPOCHS = 3.0
 
-Value = TypeVar("Value")
-EntryValue = TypeVar("EntryValue", covariant=True)
 
-
-class Entry(Protocol[EntryValue]):
-    """A value that applies before a given step."""
-
-    @property
-    def until_step(self) -> int:
-        """The first step that uses the next value."""
-
-    @property
-    def value(self) -> EntryValue:
-        """The value for the steps before it."""
-
-
-def value_at(entries: Sequence[Entry[Value]], step: int, final: Value) -> Value:
+def value_at(entries: Sequence[WarmupConfig], step: int, final: int) -> int:
     """Return the value at a step (counted from 0): that of the first entry with step < until_step, else the final value."""
     return next((entry.value for entry in entries if step < entry.until_step), final)
 

@@ -27,11 +27,6 @@ def job_name(stage: str, run_dir: Path) -> str:
     return f"{stage}-{re.sub(r'[^A-Za-z0-9_.-]', '_', run_dir.name)[:40]}-{xxhash.xxh3_64_hexdigest(folder.encode())[:8]}"
 
 
-def chain_jobs(run_dir: Path) -> dict[int, str]:
-    """Return the jobs that stage=submit submitted last for a run directory: id -> stage."""
-    return {int(entry["job"]): str(entry["stage"]) for entry in _entries(run_dir / CHAIN, "jobs")}
-
-
 def _entries(record: Path, key: str) -> list[dict[str, Any]]:
     """The jobs of a record; empty without one, or if it is damaged. Earlier versions wrote the record of a sweep without a key."""
     try:
@@ -51,7 +46,7 @@ def queued(run_dir: Path, stages: Sequence[str], queue: Sequence[QueuedJob]) -> 
         queue: the jobs of this user.
     """
     folder = run_dir.absolute()
-    recorded = {*chain_jobs(run_dir)}
+    recorded = {int(entry["job"]) for entry in _entries(run_dir / CHAIN, "jobs")}
     recorded |= {
         entry["job"]
         for entry in _entries(run_dir.parent / sweep_manifest.NAME, "points")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -214,12 +214,6 @@ def newest_step(config: RunConfig) -> int:
     """Return the steps of the newest checkpoint of the run; 0 if there is none."""
     complete = catalog.complete(Path(config.run_dir))
     return catalog.step_of(complete[-1]) if complete else 0
-
-
-def tasks_per_node(cluster: ClusterConfig, environment: Mapping[str, str]) -> int:
-    """Return the number of ranks on each node of this job: --ntasks-per-node, or cluster.tasks_per_node, which a range of nodes has not."""
-    given = environment.get("SLURM_NTASKS_PER_NODE", "")
-    return int(given) if given.isdecimal() else cluster.tasks_per_node
 
 
 def _counts(config: RunConfig, step: int) -> range:

@@ -31,7 +31,9 @@ class Placement:
         self._arguments, self._config = tuple(arguments), config
         self._is_moldable = config is not None and moldable.follows_nodes(config)
         if config is not None and self._is_moldable:
-            granted = replace(granted, tasks_per_node=moldable.tasks_per_node(config.cluster, os.environ), sized=False)
+            given = os.environ.get("SLURM_NTASKS_PER_NODE", "")  # a range of nodes has none
+            tasks = int(given) if given.isdecimal() else config.cluster.tasks_per_node
+            granted = replace(granted, tasks_per_node=tasks, sized=False)
         self.granted = granted
         self.bad: dict[str, str] = {}
 

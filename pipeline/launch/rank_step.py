@@ -64,20 +64,11 @@ class StepEnd:
     lines: list[str] = field(default_factory=list)
 
 
-def words(options: Sequence[str], command: Sequence[str]) -> list[str]:
-    """Return the srun command of the ranks.
-
-    Args:
-        options: of srun: those of the site (site.srun_options), which nodes and how many tasks; empty for all of the job.
-    """
-    return ["srun", "--kill-on-bad-exit=1", *options, *SHELL, *command]
-
-
 def run(command: Sequence[str], folder: Path | None, on_look: Callable[[subprocess.Popen[bytes]], None]) -> StepEnd:
     """Run the ranks and wait for their end.
 
     Args:
-        command: as words() returns it.
+        command: of srun.
         folder: for the records of the ranks; None if none can be made.
         on_look: called every INTERVAL seconds with the process of srun; it may send signals, which srun passes on to the ranks.
     """

@@ -47,14 +47,9 @@ _SECRET = r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL|JWT"
 MOST_FILES = 2000
 
 
-def name() -> str:
-    """Return the name of a snapshot: the id of this job, else the time."""
-    return os.environ.get("SLURM_JOB_ID") or time.strftime("%Y-%m-%dT%H-%M-%S")
-
-
 def path(run_dir: Path) -> Path:
-    """Return the folder of a snapshot that is written now, which is none of the earlier ones."""
-    wanted = run_dir.absolute() / FOLDER / name()
+    """Return the folder of a snapshot that is written now, named by the id of this job, else the time; none of the earlier ones."""
+    wanted = run_dir.absolute() / FOLDER / (os.environ.get("SLURM_JOB_ID") or time.strftime("%Y-%m-%dT%H-%M-%S"))
     others = (wanted.with_name(f"{wanted.name}-{number}") for number in range(2, 10_000))
     return next(folder for folder in (wanted, *others) if not folder.exists())
 

@@ -172,7 +172,8 @@ class Supervisor:
         self._launches += 1
         self._told = None
         self._record("ranks_start", nodes=nodes, step=before, layout=shape.layout)
-        ended = rank_step.run(rank_step.words(options, site.rank_command(self._config, shape.overrides)), folder, self._look)
+        command = ["srun", "--kill-on-bad-exit=1", *options, *rank_step.SHELL, *site.rank_command(self._config, shape.overrides)]
+        ended = rank_step.run(command, folder, self._look)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         step = recovery.newest_step(self._run_dir)

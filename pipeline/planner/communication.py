@@ -68,7 +68,7 @@ def reductions(
             sent = float(reduce_bytes * bucket.elements)
             collectives.append(RepeatedCollective(Collective(kind, bucket.shards_axis, "backward", sent), count))
         if bucket.replicas > 1:
-            across = Collective("all_reduce", bucket.replicas_axis, "backward", size / bucket.ranks)
+            across = Collective("all_reduce", f"{bucket.axis}_replicas", "backward", size / bucket.ranks)
             collectives.append(RepeatedCollective(across, 1))
         if bucket.shared:
             collectives.append(RepeatedCollective(Collective("all_reduce", bucket.shared, "backward", size), 1))

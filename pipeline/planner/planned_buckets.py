@@ -54,11 +54,6 @@ class PlannedBucket:
         """The ranks over which ZeRO shards them."""
         return self.axis if self.replicas == 1 else f"{self.axis}_shards"
 
-    @property
-    def replicas_axis(self) -> str:
-        """The ranks with the same partition."""
-        return f"{self.axis}_replicas"
-
 
 def rank_weights(trace: Trace, layout: Layout, stages: list[int], *, uses: bool = False) -> Iterator[tuple[str, TracedWeights]]:
     """Yield the weights of some stages of one rank, each with the part of the stages that holds it.
