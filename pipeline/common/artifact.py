@@ -25,7 +25,6 @@ class Manifest:
     """The description of the output of a stage.
 
     Attributes:
-        stage: name of the stage that wrote the folder.
         settings: dotted configuration key -> value, for every key that determines the content.
         files: file name -> {"bytes", "xxh3", ...}, for every file of the artifact.
         totals: counts for later stages and for users (documents, bytes, tokens, ...).

@@ -50,7 +50,6 @@ class Series:
     """Values over steps.
 
     Attributes:
-        name: shown in the legend.
         points: (step, value), finite, in the order of the steps.
         errors: step -> standard error of the value, for those that have one.
     """

@@ -52,7 +52,6 @@ class End:
         rank: global rank; -1 if it is unknown.
         host: node on which it ran, by the name that Slurm has for it.
         time: seconds since 1970.
-        code: exit code of the process.
         reason: in one line; empty for a success.
         where: file and line of the error; empty if it is unknown.
         follows: the error is that of a rank whose peer had ended.

@@ -36,11 +36,9 @@ def claimed(
     (note_last_write), the next job waits for it.
 
     Args:
-        key: configuration key of the folder.
         array: the job array that this process is a task of; tasks of one array share the lock.
         prepare: prepares the folder; the first task calls it before any other task of the array continues.
         minutes: most time to wait for the last checkpoint of a job that has ended.
-        file: name of the lock file.
 
     Yields:
         The file descriptor of the lock.

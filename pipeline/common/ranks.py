@@ -34,11 +34,9 @@ class Ranks:
 
     Attributes:
         rank: global rank, 0 <= rank < world_size.
-        world_size: number of ranks of the job.
         local_rank: rank on this host, 0 <= local_rank < local_size; selects the GPU.
         local_size: number of ranks on this host.
         master_host: host name of rank 0; empty if it is unknown (mpirun on several hosts without MASTER_ADDR).
-        master_port: TCP port of rank 0.
         launcher: torchrun, mpirun, srun, or none for a process started without a launcher.
     """
 

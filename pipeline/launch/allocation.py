@@ -66,6 +66,12 @@ class Allocation:
         return [*options, "--overlap", "--mem=0"] if again else options
 
 
+def next_job(run_dir: Path, job: str) -> str | None:
+    """Return the next job of a chain that a job has submitted; None if it has none."""
+    known = [event.get("next") for event in events.read(run_dir) if event["event"] == "chain" and event.get("job") == job]
+    return known[-1] if known else None
+
+
 def exclude(run_dir: Path, nodes: Collection[str], reason: str) -> None:
     """Note nodes on which the run shall not continue."""
     known = _noted(run_dir) | {node: {"reason": reason, "time": time.time()} for node in nodes}

@@ -15,10 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from pipeline.common import events
 from pipeline.config.paths import batch_scripts
 from pipeline.config.schema import RunConfig
-from pipeline.launch import job, moldable, slurm
+from pipeline.launch import allocation, job, moldable, slurm
 from pipeline.launch.allocation import Allocation
 
 log = logging.getLogger("pipeline")
@@ -84,7 +83,9 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         arguments: of `python -m pipeline`; the first one is the stage.
         fields: of this job, from slurm.facts, with the nodes that the next one shall not get.
     """
-    if granted.restarts and (before := _earlier(Path(config.run_dir), granted.job)):
+    # submitted before Slurm put this one into the queue again
+    before = allocation.next_job(Path(config.run_dir), granted.job) if granted.restarts else None
+    if before is not None and slurm.facts(before).get("JobState") == "PENDING":
         return before
     script = f"{batch_scripts(Path.cwd()) or 'slurm'}/{config.stage.name}.sbatch"
     kept = [argument for argument in arguments if not argument.startswith("stage=")]
@@ -96,13 +97,6 @@ def submit(config: RunConfig, arguments: Sequence[str], granted: Allocation, fie
         return None
     log.info("job %s is the next one of the chain", number)
     return number
-
-
-def _earlier(run_dir: Path, job: str) -> str | None:
-    """The next job that this one submitted before Slurm put it back into the queue; None if it does not wait any more."""
-    known = [event.get("next") for event in events.read(run_dir) if event["event"] == "chain" and event.get("job") == job]
-    number = known[-1] if known else None
-    return number if number is not None and slurm.facts(number).get("JobState") == "PENDING" else None
 
 
 class Chain:

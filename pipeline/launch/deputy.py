@@ -145,16 +145,10 @@ def main(job: str, host: str, port: str, run_dir: str) -> int:
             events.record(Path(run_dir), "action", action="requeue", reason=reason, code=1, exclude=exclude)
             slurm.set_excluded(job, exclude)
             return 0
-    action = "chain" if has_next(Path(run_dir), job) else "end"
+    action = "end" if allocation.next_job(Path(run_dir), job) is None else "chain"
     events.record(Path(run_dir), "action", action=action, reason=f"{reason}; not requeued: {refused}", code=1, exclude=[host])
     slurm.cancel(job)  # ends this process as well
     return 1
-
-
-def has_next(run_dir: Path, job: str) -> bool:
-    """Whether the next job of a chain waits for the end of this one."""
-    chains = [event for event in events.read(run_dir) if event["event"] == "chain" and event.get("job") == job]
-    return bool(chains) and chains[-1].get("next") is not None
 
 
 if __name__ == "__main__":

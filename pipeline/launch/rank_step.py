@@ -54,7 +54,6 @@ class StepEnd:
         first: the failure that the others follow, if one is known.
         started: seconds since 1970.
         ended: seconds since 1970.
-        lines: messages of srun.
     """
 
     code: int

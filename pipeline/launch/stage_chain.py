@@ -192,7 +192,6 @@ def rendered(chain: Sequence[Link], run_dir: Path, job_ids: Sequence[int] = (), 
     """Render the jobs.
 
     Args:
-        chain: the jobs in their order.
         run_dir: of the chain; it gets the logs.
         job_ids: of the jobs that are submitted already; the others are named JOB_OF_STAGE.
         snapshot: of the submission; its folder conf/ has the configuration files that the jobs read.

@@ -51,7 +51,6 @@ class Supervisor:
     """The life of one job.
 
     Args:
-        arguments: of `python -m pipeline`.
         config: what they compose; None if they do not, or for a sweep: then the ranks say why, and nothing is recovered.
     """
 

@@ -33,7 +33,6 @@ class SweepEntry:
     Attributes:
         id: hash of the settings.
         number: of the point; the default name of its run directory.
-        run_dir: its run directory.
         overrides: its settings, as on the command line.
         options: settings of its job, group cluster, that all points of a command have; they are not part of the id.
         job: the newest job; None for a point that was not submitted.

@@ -38,7 +38,6 @@ class SweepRun:
     """A point of a command, and its job.
 
     Attributes:
-        entry: of the manifest.
         words: overrides in the order of the command line, without those of Hydra itself.
         composed: what Hydra has composed, with the run_dir of this run; None for a point that is submitted again.
         state: finished, queued, or its new job; empty while it is to be submitted.

@@ -25,7 +25,6 @@ def fuse(recording: Recording, *, fused: bool, copies: bool = True) -> Fused:
     """Turn a recording into the operations and the memory of each part.
 
     Args:
-        recording: of a forward and a backward pass.
         fused: fuse memory-bound kernels between two other kernels into one, as a compiler does: a tensor that is only used inside is never
             written, and one that follows from saved tensors is computed again in the backward pass instead of being saved.
         copies: count the copies beside collectives, which engines do not make that keep the sequence in the first dimension. Weights that

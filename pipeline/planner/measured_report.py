@@ -141,7 +141,6 @@ class MeasuredRun:
 
     Attributes:
         world_size: ranks of the last job; those of its cluster settings while it has not finished.
-        steps: number of measured steps.
         step_time: their median, seconds.
         memory: most bytes that rank 0 reserved on its GPU; None for a CPU.
         gpu: name of the GPU of rank 0 in CUDA; None for a CPU, and for a run that did not record it.

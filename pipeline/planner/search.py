@@ -68,7 +68,6 @@ class SearchResult:
 
     Attributes:
         choices: simulated layouts that need at most USABLE of the memory, or all of it if there is no other, fastest first.
-        legal: number of legal layouts.
         fitting: number of these that fit by the quick bound of their memory.
         smallest: the simulated layout with the least memory, if none fits.
         seconds: duration of the search.

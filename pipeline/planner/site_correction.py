@@ -37,7 +37,6 @@ class Anchor:
 
     Attributes:
         planned_s: seconds of a step as planned without correction.
-        measured_s: as measured.
         fabric_share: by how many percent the planned time grows when the network is one percent slower.
     """
 
@@ -52,7 +51,6 @@ class Anchor:
         """Return the anchor of a run.
 
         Args:
-            measured: seconds of a step.
             hardware: of the run, without correction.
             seconds: the planned seconds of its step on some hardware.
         """
@@ -69,7 +67,6 @@ class SiteCorrection:
         hardware: file of conf/hardware/ that the factors correct.
         compute: factor of the time of all kernels.
         fabric: factor of the time of all collectives.
-        runs: from which they follow.
     """
 
     hardware: str = ""

@@ -20,7 +20,6 @@ def search(nodes: Sequence[str], test: Test) -> dict[str, str]:
 
     Args:
         nodes: of the failed group.
-        test: runs the test on groups.
     """
     bad: dict[str, str] = {}
     failing, parted = [list(nodes)], []

@@ -28,7 +28,6 @@ class Answer:
     """An answer.
 
     Attributes:
-        question: for a person.
         level: good, bad, or empty for neither.
     """
 

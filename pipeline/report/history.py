@@ -32,7 +32,6 @@ class CorpusProgress:
     Attributes:
         corpus: its name; empty if the data has no names.
         samples: samples of it that were trained; for shards without a blend, in proportion to the tokens of the corpus.
-        tokens: tokens of these samples.
         epoch: samples of one epoch; None if it is unknown.
     """
 
@@ -102,7 +101,6 @@ class Spent:
 
     Attributes:
         kind: a bucket of account.BUCKETS; of what is lost, its cause.
-        node_hours: of this kind.
         count: number of starts of the ranks with this kind.
         lost: whether the bucket is of LOST.
     """
