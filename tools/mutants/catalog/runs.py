@@ -74,7 +74,7 @@ PRECISION = (
         41,
         "training.frozen has no effect",
         f"{LLAMA} training.frozen=[blocks.0.mlp.*]{DATA}",
-        (Edit("partition_model", "P and A.is_frozen(C, N)", "False"),),
+        (Edit("partition_model", "P and C.is_frozen(N)", "False"),),
         ranks=1,
     ),
 )
