@@ -59,7 +59,7 @@ def rows(config: RunConfig) -> Iterator[Row]:
     missing = {cluster.partition, *(queue.partition for queue in cluster.queues)} - {None, *known}
     differences = [] if missing else live.with_limits(cluster, known, qos)[1]
     text = f"{', '.join(map(str, missing))} is not among " if missing else ""
-    text += "; ".join(differences) or ", ".join(f"{name} ({each.max_time or 'no limit'})" for name, each in known.items())
+    text += "; ".join(differences) or ", ".join(f"{name} ({each.get('max_time') or 'no limit'})" for name, each in known.items())
     bad = "failure" if missing else differences and "warning"
     yield row("partitions", text, bad, f"correct queues and partition of cluster={cluster.name}")
     down, names = [], {cluster.partition, *(queue.partition for queue in cluster.queues)} - {None}

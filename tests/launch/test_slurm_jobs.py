@@ -403,7 +403,7 @@ def test_sbatch_errors_are_reported() -> None:
 def test_limits_of_the_partitions_are_read() -> None:
     """As `scontrol` of this cluster prints them, for a site whose file says something else."""
     partitions = live.parse_partitions(command("scontrol", "show", "partition", "--oneliner"))
-    assert partitions["batch"].max_nodes == 4
+    assert partitions["batch"]["max_nodes"] == 4
     site = ClusterConfig(name="mine", queues=[QueueConfig("batch", max_nodes=64)])
     changed, said = live.with_limits(site, partitions, {})
     assert changed.queues[0].max_nodes == 4
