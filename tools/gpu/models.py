@@ -70,7 +70,7 @@ def against(
     rounding = differences(reference, precise, zero=zero, drift=drift)
     compared = compare_fp32(run, reference, rounding, zero, drift)
     floor = GPU_FLOOR if setup.cuda else 0.0
-    return {name: max(floor, tolerance) for name, tolerance in compared.tolerances.items()}, compared.found
+    return {name: max(floor, tolerance) for name, tolerance in compared.tolerances.items()}, compared.differences
 
 
 def in_low_precision(config: RunConfig, dtype: str) -> tuple[dict[str, float], dict[str, Difference]]:
@@ -80,4 +80,4 @@ def in_low_precision(config: RunConfig, dtype: str) -> tuple[dict[str, float], d
         plain = running.runs.result()  # not beside the device: the switches of PyTorch's attention kernels hold for all threads
     run = train_in_layout(config, begin(config))
     compared = compare_low(dtype, run, plain.reference, plain.perturbed)
-    return compared.tolerances, compared.found
+    return compared.tolerances, compared.differences
