@@ -176,7 +176,7 @@ def _inputs(stage: Stack, config: RunConfig, device: torch.device) -> dict[str, 
         return x
 
     for name, block in stage.blocks.items():
-        block._compiled_call_impl = partial(seen, name)  # type: ignore[assignment] # as ObservedTrainer does
+        block._compiled_call_impl = partial(seen, name)  # as ObservedTrainer does
     tokens, batch = trace.empty_inputs(config, device)
     try:
         stage(tokens, **batch)
@@ -273,7 +273,7 @@ def _launches(entries: list[Entry], generated: set[str]) -> Iterator[Launch]:
             if weight:
                 kind = "gradient"
             elif entry.kind in ("product", "attention"):
-                kind = entry.kind  # type: ignore[assignment] # one of these two
+                kind = entry.kind
             elif entry.name in generated:
                 kind = "generated"
             yield Launch(kind, weight or entry.name, entry.site, entry.seconds)

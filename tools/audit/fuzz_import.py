@@ -32,7 +32,7 @@ from tools.audit.small_models import FIRST_TOKEN, PADDING, SEQUENCE, configurati
 TOLERANCE = 1e-3
 LARGEST = 2_000_000  # parameters of a stock model that is built; a removed size means the large default of the class
 ACTIVATIONS = ("relu", "gelu", "gelu_new", "silu", "swish", "quick_gelu", "gelu_pytorch_tanh", "tanh")
-DAMAGED = (0, -1, "7", "", [3], [], {"a": 1}, {}, 1.5, True, False, None, "many", float("nan"))
+DAMAGED: tuple[object, ...] = (0, -1, "7", "", [3], [], {"a": 1}, {}, 1.5, True, False, None, "many", float("nan"))
 ROPE = (
     {"rope_type": "linear", "factor": 2.0},
     {"type": "linear", "factor": 4},
@@ -154,7 +154,8 @@ def compare(content: dict[str, Any], folder: Path, *, harmless: bool, tensors: C
     if tensors:
         tensors(folder)
         try:
-            stock = type(stock).from_pretrained(folder, dtype=torch.float32).eval()
+            stock_class: Any = type(stock)
+            stock = stock_class.from_pretrained(folder, dtype=torch.float32).eval()
         except Exception:  # whatever the stock class does not like
             return Outcome("stock refuses", text)
     try:
@@ -170,14 +171,14 @@ def _stock(content: dict[str, Any], folder: Path) -> nn.Module | str:
     """Save a stock model with this config.json and random weights; returns the reason if the stock class cannot build it."""
     (folder / "config.json").write_text(json.dumps(content))
     try:
-        stock_class = getattr(transformers, content["architectures"][0])
+        stock_class: Any = getattr(transformers, content["architectures"][0])
         config = stock_class.config_class.from_pretrained(folder)
         with torch.device("meta"):
             if sum(parameter.numel() for parameter in stock_class(config).parameters()) > LARGEST:
                 return "too large"
         torch.manual_seed(0)
         _, mapping = registry.find_mapping({"architectures": [stock_class.__name__], "model_type": config.model_type})
-        stock = randomize(stock_class(config), exclude=(*mapping.ignored_weights, *mapping.computed_weights))
+        stock: Any = randomize(stock_class(config), exclude=(*mapping.ignored_weights, *mapping.computed_weights))
         stock.save_pretrained(folder)
         stock = stock_class.from_pretrained(folder).eval()  # a saved config.json may differ: save, then restore the original
         (folder / "config.json").write_text(json.dumps(content))

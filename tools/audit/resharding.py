@@ -137,7 +137,8 @@ def saving(trainer: Trainer, config: Any, run_dir: Path) -> Iterator[Callable[[i
     (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
     dist.barrier()
     saver = choose_saver.choose(dataclasses.replace(config, run_dir=str(run_dir)), ranks, trainer, process, None)
-    settings, failures = dataclasses.asdict(config), []
+    settings = dataclasses.asdict(config)
+    failures: list[str] = []
 
     def save(step: int) -> None:
         commit = Commit(native.new_index(TrainState(step), settings, "", size), 1_000_000, 0, frozenset())

@@ -31,7 +31,7 @@ def randomize(model: nn.Module, exclude: tuple[str, ...] = ()) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in (p for name, p in model.named_parameters() if not any(fnmatchcase(name, pattern) for pattern in exclude)):
-            parameter += torch.randn(parameter.shape, generator=generator) * 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return model.eval()
 
 
@@ -45,7 +45,7 @@ def batches(vocab_size: int, length: int = SEQUENCE) -> Iterator[tuple[Tensor, T
 
 
 @torch.no_grad()
-def difference(ours: nn.Module, stock: nn.Module, vocab_size: int, length: int = SEQUENCE) -> tuple[float, int]:
+def difference(ours: nn.Module, stock: Any, vocab_size: int, length: int = SEQUENCE) -> tuple[float, int]:
     """Return the largest absolute difference of two logits, and the number of compared tokens."""
     largest, compared = 0.0, 0
     for tokens, real, other in batches(vocab_size, length):
@@ -65,7 +65,7 @@ def difference(ours: nn.Module, stock: nn.Module, vocab_size: int, length: int =
 
 
 def sentence_pair_logits(
-    ours: nn.Module, stock: nn.Module, inputs: tuple[Tensor, Tensor, Tensor], batch: dict[str, Tensor]
+    ours: Any, stock: Any, inputs: tuple[Tensor, Tensor, Tensor], batch: dict[str, Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
     """Return the logits of tokens and of next-sentence prediction, which our head computes from its input."""
     tokens, real, segments = inputs

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         result: dict[str, Any] = {"needed": sum(tensor.nbytes for tensor in state.values())}
         for name in ("ours", "dcp"):
             path = Path(options[name]["checkpoint"])
-            calls = {"plain": lambda path=path: plain_read(files(path), rank, ranks)} if name == "ours" else {}
-            calls[name] = lambda name=name, path=path: LOADS[name](trainer, path)
+            calls: dict[str, Callable[[], object]] = {"plain": partial(plain_read, files(path), rank, ranks)} if name == "ours" else {}
+            calls[name] = partial(LOADS[name], trainer, path)
             for label, call in calls.items():
                 if rank == 0:
                     evict(path)

@@ -73,7 +73,7 @@ def plain_write(path: Path, state: dict[str, Tensor]) -> float:
     started = time.perf_counter()
     with open(path, "wb", buffering=0) as handle:
         for tensor in state.values():
-            data = memoryview(tensor.view(-1).numpy()).cast("B")
+            data = tensor.view(-1).numpy().data.cast("B")
             for start in range(0, len(data), CHUNK):
                 part = data[start : start + CHUNK]
                 while part:

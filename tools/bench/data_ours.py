@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,8 @@ TRILLION, SHARDS = 10**12, 250
 MEAN_DOCUMENT = 1000
 """Mean tokens per document in the data of the loaders: about data_text.DOCUMENT_BYTES of text."""
 
-TOKENIZER_TOTALS = {"vocab_size": 1 << 15, "end_of_document": 0, "tokenizer": ""}
+VOCABULARY = 1 << 15
+TOKENIZER_TOTALS: dict[str, Any] = {"vocab_size": VOCABULARY, "end_of_document": 0, "tokenizer": ""}
 
 
 def ids(job: Job) -> Job:
@@ -54,7 +56,7 @@ def store(job: Job) -> Job:
 
     random = np.random.default_rng(0)
     lengths = random.integers(1, 2 * MEAN_DOCUMENT, max(1, job["tokens"] // MEAN_DOCUMENT))
-    tokens = random.integers(1, TOKENIZER_TOTALS["vocab_size"], lengths.sum(), dtype=np.uint16)
+    tokens = random.integers(1, VOCABULARY, lengths.sum(), dtype=np.uint16)
     tokens[np.cumsum(lengths) - 1] = TOKENIZER_TOTALS["end_of_document"]
     np.save(f"{job['input']}/tokens.npy", tokens)
     np.save(f"{job['input']}/lengths.npy", lengths)

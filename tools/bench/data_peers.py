@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def in_workers(work: Callable[[int, list[Path]], None], job: Job) -> None:
         pool.starmap(work, [(number, files[number::workers]) for number in range(workers)])
 
 
-def main(tasks: dict[str, dict[str, Callable[[Job], Job]]]) -> None:
+def main(tasks: Mapping[str, Mapping[str, Callable[[Job], Job]]]) -> None:
     job = json.loads(sys.argv[1])
     if "core" in job:
         os.sched_setaffinity(0, {job["core"]})
@@ -101,7 +101,8 @@ def tokenized(job: Job, files: list[Path]) -> Iterator[np.ndarray]:
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # set explicitly: tokenizers warns after a fork otherwise
     tokenizer = Tokenizer.from_file(job["tokenizer"])
-    end, batch = tokenizer.token_to_id(job["end"]), []
+    end = tokenizer.token_to_id(job["end"])
+    batch: list[str] = []
 
     def encoded() -> Iterator[np.ndarray]:
         for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):

@@ -50,7 +50,8 @@ def peft_model(config: RunConfig, folder: Path) -> torch.nn.Module:
         shapes = {"a": (rank, layer.in_features), "b": (layer.out_features, rank)}
         pieces = (Piece(f"{name}.lora.{part}", shape) for part, shape in shapes.items())
         if rank:
-            layers[name] = Factors(*(init_piece(piece, adapter_std(piece), config.training.seed) for piece in pieces), alpha)
+            a, b = (init_piece(piece, adapter_std(piece), config.training.seed) for piece in pieces)
+            layers[name] = Factors(a, b, alpha)
     peft_format.write_peft(folder, Adapter(layers, "", folder), config.model, dropout=config.lora.dropout, base_name="")
     return peft.PeftModel.from_pretrained(train.stock_model(config, DTYPES[config.precision.dtype]), folder, is_trainable=True)
 

@@ -92,7 +92,8 @@ def smallest_kernel(device: torch.device) -> float:
 
 def collectives(device: torch.device, group: Any) -> list[tuple[Kind, int, float]]:
     """Time collectives over a group: kind, bytes of the whole buffer, seconds. Collective over the group."""
-    ranks, found = group.size(), []  # type: ignore[var-annotated]
+    ranks = group.size()
+    found: list[tuple[Kind, int, float]] = []
     for size in MESSAGES[device.type]:
         whole = torch.zeros(size // 4 // ranks * ranks, device=device)
         part = torch.zeros(whole.numel() // ranks, device=device)

@@ -62,7 +62,7 @@ class TensorMemory(TorchDispatchMode):
             self._count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = counted  # type: ignore[method-assign, assignment] # its base class names another type of storage
         try:
             with self:
                 yield

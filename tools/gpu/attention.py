@@ -15,9 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.layers import attention_kernel
 from pipeline.layers.attention import plain
-from pipeline.layers.attention_kernel import Kernel, automatic
+from pipeline.layers.attention_kernel import Kernel, automatic, partial_kernel
 from pipeline.layers.mask import Mask
-from pipeline.layers.partial_attention import partial_kernel
 from pipeline.layers.position_bias import AlibiSlopes
 from pipeline.parallel.parallelize import DTYPES
 from tools.gpu.against_formula import compare
@@ -89,11 +88,11 @@ def check(setup: Setup, case: Case) -> Row:
     inputs, mask_of, window = drawn(case, positions, setup.device)
     spoiled = SPOILED if setup.spoil else 1.0
 
-    def kernel(*tensors: Tensor, scale: float = spoiled * case.width**-0.5) -> Tensor:
-        return automatic(*tensors[:3], mask_of(*tensors[3:]), window=window, scale=scale)
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, scale: float = spoiled * case.width**-0.5) -> Tensor:
+        return automatic(q, k, v, mask_of(*more), window=window, scale=scale)
 
-    def formula(*tensors: Tensor) -> Tensor:
-        return plain(*tensors[:3], mask_of(*tensors[3:]), window=window)
+    def formula(q: Tensor, k: Tensor, v: Tensor, *more: Tensor) -> Tensor:
+        return plain(q, k, v, mask_of(*more), window=window)
 
     with forced(case.kernel):
         dtype = DTYPES[case.dtype]

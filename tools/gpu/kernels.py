@@ -139,9 +139,10 @@ def _fp8(setup: Setup, title: str, recipe: str) -> Row:
     chance = torch.Generator().manual_seed(0)
     x = torch.randn(sizes[0], sizes[1], generator=chance).to(setup.device, torch.bfloat16).requires_grad_()
     weight = torch.randn(sizes[2], sizes[1], generator=chance).to(setup.device, torch.bfloat16)
-    model = nn.Sequential(nn.Linear(sizes[1], sizes[2], bias=False, device=setup.device, dtype=torch.bfloat16))
+    linear = nn.Linear(sizes[1], sizes[2], bias=False, device=setup.device, dtype=torch.bfloat16)
     with torch.no_grad():
-        model[0].weight.copy_(weight)
+        linear.weight.copy_(weight)
+    model = nn.Sequential(linear)
     convert_to_float8_training(model, config=dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not setup.cuda))
     run = torch.compile(model) if setup.cuda else model
     output = run(x)
@@ -168,8 +169,11 @@ def _fp8_experts(setup: Setup, title: str, *, padded: bool) -> Row:
     x, grad = (torch.randn(*shape, size, generator=chance).to(setup.device, torch.bfloat16) for size in (hidden, ffn))
     weights = torch.randn(4, ffn, hidden, generator=chance).to(setup.device, torch.bfloat16)
     rows_of, weights_of = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    batched, grouped = (torch.compile(each) if setup.cuda else each for each in (FP8_PRODUCTS.batched, FP8_PRODUCTS.grouped))
-    output = batched(rows_of, weights_of) if padded else grouped(rows_of, weights_of, counts)
+
+    def product() -> Tensor:
+        return FP8_PRODUCTS.batched(rows_of, weights_of) if padded else FP8_PRODUCTS.grouped(rows_of, weights_of, counts)
+
+    output = (torch.compile(product) if setup.cuda else product)()
     output.backward(grad)
     assert rows_of.grad is not None
     assert weights_of.grad is not None

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -217,7 +218,7 @@ def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
     words = (*models.WIDER, f"training.global_batch_size={4 * count}", f"training.timeout_minutes={MINUTES}")
     config = configured(*MODELS["llama"].overrides, *words, ranks=count)
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn" if setup.cuda else "forkserver")
+        context: Any = multiprocessing.get_context("spawn" if setup.cuda else "forkserver")
         job = count, f"tcp://127.0.0.1:{free_port()}", config, folder
         processes = [context.Process(target=be_rank, args=(rank, *job)) for rank in range(count)]
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +38,10 @@ MEMORY = 1.1
 BATCH = ("training.sequence_length=4096", "training.micro_batch_size=2", "training.global_batch_size=8", "precision=bf16")
 ONE = ("model=llama3.2-1b", *BATCH, "parallel.zero_stage=1")
 #: The first one that fits is trained.
-SLICES = [("model=llama3.1-8b", f"model.layers={layers}", *BATCH, "parallel.zero_stage=1") for layers in (8, 4, 2, 1)]
-ONES = [ONE, (*ONE, "training.micro_batch_size=1", "training.activation_checkpointing=full")]
+SLICES: list[tuple[str, ...]] = [
+    ("model=llama3.1-8b", f"model.layers={layers}", *BATCH, "parallel.zero_stage=1") for layers in (8, 4, 2, 1)
+]
+ONES: list[tuple[str, ...]] = [ONE, (*ONE, "training.micro_batch_size=1", "training.activation_checkpointing=full")]
 #: In place of them on a CPU.
 TINY = (
     *("model=llama-tiny", "model.layers=3", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.ffn_hidden=96"),
@@ -77,6 +79,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     fp8 = ("precision=fp8", "precision.fp8_exclude_layers=0")
     offloaded = ("parallel.offload=optimizer",)
     small, large = ("llama 1B", "llama 8B slice") if setup.cuda else ("tiny for llama 1B", "tiny for llama 8B slice")
+    jobs: dict[str, tuple[list[tuple[str, ...]], tuple[str, ...]]]
     jobs = {small: (ONES, ()), large: (SLICES, ()), f"{large} fp8": (SLICES, fp8), f"{small} offloaded": (ONES, offloaded)}
     if setup.quick:
         del jobs[large]
@@ -174,7 +177,7 @@ def measured(setup: Setup, config: RunConfig) -> Measured:
     return Measured(seconds, whole[0].numel() / seconds, peak, retries, exposed)
 
 
-def exposed_share(setup: Setup, step: partial[object]) -> float:
+def exposed_share(setup: Setup, step: Callable[[], object]) -> float:
     """Return the share of a profiled step in which collectives run and nothing is computed."""
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * setup.cuda) as found:
         step()

@@ -146,7 +146,8 @@ def _change(function: ast.FunctionDef, edit: Edit, tree: ast.Module) -> None:
         function.body = [part for statement in new for part in (body if ast.unparse(statement) == "BODY" else [statement])]
         return
     expression = all(len(part) == 1 and isinstance(part[0], ast.Expr) for part in (old, new))
-    replacer = _Replacer([old[0].value] if expression else old, [new[0].value] if expression else new)  # type: ignore[attr-defined]
+    parts_of = (lambda part: [part[0].value]) if expression else list
+    replacer = _Replacer(parts_of(old), parts_of(new))
     replacer.visit(function)
     if replacer.count != 1:
         raise EditError(f"in {edit.function}, this occurs {replacer.count} times, not once: {edit.old}")

@@ -105,5 +105,6 @@ def _wait(processes: list[BaseProcess], seconds: float) -> int:
 def _kill(processes: list[BaseProcess]) -> None:
     """Kill the process groups: what the processes have started may still be alive."""
     for process in processes:
+        assert process.pid is not None, "it was started"
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from tools.faults.jobs.kind import LINES, Kind
 class KillRank(Kind):
     """kill -9 of one rank."""
 
-    after = (cases.SAME, cases.SAME, cases.SPARE)
+    after: tuple[str, ...] = (cases.SAME, cases.SAME, cases.SPARE)
 
     def strike(self) -> None:
         rank = self.scene.rank()
