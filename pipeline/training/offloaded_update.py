@@ -28,6 +28,8 @@ def in_host_memory(tensor: Tensor) -> Tensor:
 class OffloadedUpdate(WeightUpdate):
     """As WeightUpdate, in host memory: the same arithmetic, by PyTorch's fused AdamW of the CPU.
 
+    DeepSpeed's CPU Adam takes the same time, and is compiled by a job, which needs a compiler on compute nodes.
+
     Args:
         groups, optimizer, training, loss_scale: see WeightUpdate. One group for each bucket.
         device: of the weights and gradients.
