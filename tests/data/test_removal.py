@@ -146,7 +146,7 @@ def test_what_nobody_knows_is_not_certified(removed, tmp_path, capsys):
 def test_a_merge_remembers_and_its_ledger_goes_on(removed, tokens, shards, tmp_path):
     """Trained on itself, as the trunk of a fork, and as the weights of another run; the newest member is named first."""
     merged, data = tmp_path / "merged", (f"data.tokens={tokens}", f"data.shards={shards}", "optimizer.schedule=constant")
-    sources = [merge.Member(Checkpoint(native.folder_of(removed["run"], step)), 0.5) for step in (6, 5)]
+    sources = [merge.MergeMember(Checkpoint(native.folder_of(removed["run"], step)), 0.5) for step in (6, 5)]
     merge.merge(sources, merged)
     content = (removed["run"] / FILE).read_text()
     run("pretrain", tmp_path / "fork", *data, f"checkpoint.fork={merged}/step-6", "training.steps=7")
