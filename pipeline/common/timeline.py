@@ -103,7 +103,8 @@ class Step:
         begin, until = self._detail()
         pictures = [self.picture("The whole step", first, end)]
         if until - begin < end - first:
-            pictures.append(self.picture(f"From {1e3 * (begin - first):,.1f} to {1e3 * (until - first):,.1f} ms", begin, until))
+            where = "the longest exposed communication" if self.exposed else "the middle"
+            pictures.append(self.picture(f"{1e3 * (begin - first):,.1f} to {1e3 * (until - first):,.1f} ms: {where}", begin, until))
         used = {span.kind for _, spans in self.rows for span in spans if span.begin < end and span.end > first}
         legend = [(_color(kind), kind) for kind in (*COLORS, *sorted(used - {*COLORS})) if kind in used]
         legend += [(WAITS[kind], kind) for kind, intervals in ((EXPOSED, self.exposed), (LATE, self.late)) if intervals]
@@ -111,15 +112,17 @@ class Step:
 
     def picture(self, title: str, begin: float, end: float) -> Picture:
         """Return the picture of the part of the step from `begin` up to `end`, seconds."""
-        rows = [Row(name, TOP + number * (ROW + GAP), list(_bars(spans, begin, end))) for number, (name, spans) in enumerate(self.rows)]
         start = self.window[0]
+        rows = [
+            Row(name, TOP + number * (ROW + GAP), list(_bars(spans, begin, end, start))) for number, (name, spans) in enumerate(self.rows)
+        ]
         places = ticks([1e3 * (begin - start), 1e3 * (end - start)], about=8)
         at = [(start + place / 1e3, f"{place:,g}") for place in places]
         return Picture(
             title,
             rows,
-            list(_bars([Span(EXPOSED, *interval, EXPOSED) for interval in self.exposed], begin, end)),
-            list(_bars([Span(LATE, *interval, LATE) for interval in self.late], begin, end)),
+            list(_bars([Span(EXPOSED, *interval, EXPOSED) for interval in self.exposed], begin, end, start)),
+            list(_bars([Span(LATE, *interval, LATE) for interval in self.late], begin, end, start)),
             [(f"{_x(time, begin, end):.1f}", label) for time, label in at if begin <= time <= end],
             TOP + len(rows) * (ROW + GAP) + 36,
         )
@@ -144,7 +147,7 @@ def _x(time: float, begin: float, end: float) -> float:
     return LEFT + (time - begin) / (end - begin) * (WIDTH - LEFT - 10) if end > begin else LEFT
 
 
-def _bars(spans: Sequence[Span], begin: float, end: float) -> Iterator[WorkBar]:
+def _bars(spans: Sequence[Span], begin: float, end: float, start: float) -> Iterator[WorkBar]:
     """Bars of a row: each column has the kind that takes most of it, and neighbors that look alike are one bar."""
     columns: defaultdict[int, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     longest: dict[int, Span] = {}
@@ -167,14 +170,14 @@ def _bars(spans: Sequence[Span], begin: float, end: float) -> Iterator[WorkBar]:
             run = run[0], column + 1, look, text
             continue
         if run is not None:
-            yield _bar(run)
+            yield _bar(run, start)
         run = column, column + 1, look, longest[column]
     if run is not None:
-        yield _bar(run)
+        yield _bar(run, start)
 
 
-def _bar(run: tuple[int, int, tuple[str, str], Span]) -> WorkBar:
+def _bar(run: tuple[int, int, tuple[str, str], Span], start: float) -> WorkBar:
     """A run of columns as a bar, which names the longest work in it."""
     first, last, (kind, opacity), span = run
-    text = f"{span.text}: {1e3 * span.begin:,.3f} to {1e3 * span.end:,.3f} ms"
+    text = f"{span.text}: {1e3 * (span.begin - start):,.3f} to {1e3 * (span.end - start):,.3f} ms"
     return WorkBar(str(first), str(last - first), _color(kind), opacity, text)

@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -102,18 +103,28 @@ def parse(arguments: Sequence[str]) -> Command:
     )
 
 
+def _without_dashes(option: str, following: str) -> str:
+    """What to write instead of an option that is none."""
+    name, _, value = option.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if advice := foreign_names.advice(name, value or following or "VALUE"):
+        return advice
+    keys = [key for key, _, _ in knobs.walk(RunConfig())]
+    groups = dict.fromkeys(key.partition(".")[0] for key in keys)
+    named = [key for key in (*groups, *keys) if key == name or key.endswith(f".{name}")]
+    return f"write {named[0]}={value or following or 'true'}, without dashes" if named else f"{option} is no key; write KEY=VALUE"
+
+
 def _parse_options(arguments: Sequence[str]) -> Namespace:
     """Separate Hydra's options from the overrides, in any order."""
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        unknown = re.sub("unrecognized arguments: ", "", message).split()[-1]
-        name, _, value = unknown.lstrip("-").partition("=")
-        if not value and unknown in arguments[:-1] and re.match(r"[\w.,/]+$", following := arguments[arguments.index(unknown) + 1]):
-            value = following  # --stage shard
-        guess = foreign_names.advice(name, value or "VALUE") or f"write {name.replace('-', '_')}={value or 'true'}, without dashes"
-        guess = f"{guess}; " if unknown.startswith("--") else ""
-        raise UserError.of("argument", " ".join(arguments), message, f"{guess}python -m pipeline --hydra-help lists the options")
+        unknown = [word for word in message.removeprefix("unrecognized arguments: ").split() if word.startswith("--")]
+        following = {before: after for before, after in pairwise(arguments) if "=" not in before and re.match(r"[\w.,/]+$", after)}
+        guesses = "".join(f"{_without_dashes(word, following.get(word, ''))}; " for word in unknown)  # --stage shard
+        message = f"unrecognized arguments: {' '.join(unknown)}" if unknown else message  # the overrides behind them are none
+        raise UserError.of("argument", " ".join(arguments), message, f"{guesses}python -m pipeline --hydra-help lists the options")
 
     parser.error = refuse
     options: Namespace = parser.parse_intermixed_args(arguments)

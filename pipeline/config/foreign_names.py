@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 #: name -> key with the same values; several names have a prefix in their framework, such as `parallelism.` in torchtitan
 SAME = {
     "adam_beta1": "optimizer.beta1",
@@ -85,8 +87,12 @@ SAME = {
 }
 #: name -> what to set, where the values differ
 OTHER = {
+    "attn_implementation": "set training.attention",
     "bf16": "set precision=bf16",
     "data_parallel_shard_degree": "set parallel.zero_stage, and parallel.zero_group for groups of ranks",
+    "dataloader_num_workers": "set data.prefetch, the batches that threads load ahead",
+    "enable_cpu_offload": "set parallel.offload=optimizer",
+    "enable_profiling": "name steps in training.profile",
     "fp16": "set precision=fp16",
     "gradient_accumulation_steps": "set training.global_batch_size, which contains all micro-batches of a step",
     "gradient_checkpointing": "set training.activation_checkpointing to selective or full",
@@ -94,12 +100,17 @@ OTHER = {
     "lr_scheduler_type": "set optimizer.schedule",
     "min_lr": "set optimizer.min_lr_ratio, the ratio to optimizer.lr",
     "num_layers_per_virtual_pipeline_stage": "set parallel.schedule=interleaved and parallel.stages_per_rank",
+    "overlap_grad_reduce": "leave it out: collectives run beside computation anyway",
     "pipeline_parallel_schedule": "set parallel.schedule",
+    "profile_freq": "name steps in training.profile",
+    "profile_step_start": "name steps in training.profile",
+    "rampup_batch_size": "set training.batch_rampup",
     "recompute": "set training.activation_checkpointing to selective or full",
     "recompute_activations": "set training.activation_checkpointing=selective",
     "recompute_granularity": "set training.activation_checkpointing to selective or full",
     "report_to": "set tracking.wandb",
-    "rampup_batch_size": "set training.batch_rampup",
+    "tie_word_embeddings": "set model.tie_embeddings",
+    "untie_embeddings_and_output_weights": "set model.tie_embeddings=false",
     "use_distributed_optimizer": "set parallel.zero_stage=1",
     "zero_optimization": "set parallel.zero_stage, or name the file by parallel.deepspeed",
 }
@@ -116,6 +127,12 @@ STAGES = {
     "dedup": "write stage=shard, which deduplicates",
     "clean": "write stage=shard, which cleans",
 }
+
+
+def of(key: str) -> list[str]:
+    """Return the names of a key in other frameworks, also those whose values differ."""
+    others = [name for name, text in OTHER.items() if re.search(rf"\b{re.escape(key)}\b", text)]
+    return sorted([*(name for name, ours in SAME.items() if ours == key), *others])
 
 
 def advice(key: str, value: object) -> str | None:

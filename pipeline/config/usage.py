@@ -171,7 +171,7 @@ def _write_page(path: Path) -> None:
             limits = ", ".join(part for part in (knob.unit, knob.rule()) if part)
             readers.setdefault((key, str(default), kind, knob.meaning, limits), []).extend(read_by)
     set_by = _set_by({key for key, *_ in readers})
-    elsewhere = {key: [name for name, ours in foreign_names.SAME.items() if ours == key] for key, *_ in readers}
+    elsewhere = {key: foreign_names.of(key) for key, *_ in readers}
     rows = [(*row, elsewhere[row[0]], list(dict.fromkeys(names)), set_by.get(row[0], [])) for row, names in sorted(readers.items())]
     text = page.render("keys.html.jinja", "Keys of the configuration", rows=rows, stages={name: line for name, (_, line) in STAGES.items()})
     try:

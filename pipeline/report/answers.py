@@ -194,7 +194,7 @@ def last_error(run: Run) -> list[Answer]:
     """The last error; one that a run has overcome asks for no attention."""
     if not run.error:
         return []
-    question, level = ("Last error, overcome", "") if run.state in _GOOD else ("Last error", "bad")
+    question, level = ("Last error", "bad") if run.state in _BAD else ("Last error, overcome", "")
     return [Answer(question, short(run.error, 400), level)]
 
 

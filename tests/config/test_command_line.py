@@ -134,6 +134,10 @@ REFUSED = [
     ("--config-dir=nowhere", "--config-dir=nowhere: is not a folder"),
     ("--dry-run", "unrecognized arguments: --dry-run|write dry_run=true, without dashes"),
     ("--stage=pretrain", "write stage=pretrain, without dashes"),
+    ("--lr=1e-4", "write optimizer.lr=1e-4, without dashes"),
+    ("--no-such-option", "--no-such-option is no key; write KEY=VALUE"),
+    ("--seq-length=8 dry_run=true --train-iters 9", "unrecognized arguments: --seq-length=8 --train-iters"),
+    ("--seq-length=8 dry_run=true --train-iters 9", "write training.sequence_length=8; write training.steps=9; "),
     ("stage=quantize", "write stage=convert stage.quantize=int4"),
     ("--help optimzer", "--help=optimzer: is not a stage, a group, a model family|did you mean optimizer"),
     ("stage=pretrian --help", "did you mean pretrain"),
@@ -355,6 +359,7 @@ def test_the_page_of_all_keys(command: Callable[..., Ended], tmp_path: Path) -> 
         "in other frameworks: learning_rate",
     ):
         assert word in rows["optimizer.lr"]
+    assert "use_distributed_optimizer" in rows["parallel.zero_stage"], "also names whose values differ"
     assert "model family llama" in text
     assert text.count('<tr id="stage.checkpoint">') > 1
 

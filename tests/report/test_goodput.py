@@ -190,6 +190,8 @@ def test_runs_without_time_and_damaged_ones_are_named(tmp_path: Path) -> None:
         (("--since", "1d", "--csv"), "--csv: is not possible with --since"),
         (("--since", "1d", "--co2", "-1"), "--co2=-1: must be at least 0"),
         (("--co2", "380"), "--co2: is read with --since only"),
+        (("--since", "1d", "--bad-nodes", "0"), "--bad-nodes=0: must be at least 1"),
+        (("--since", "1d", "--bad-nodes", "1", "--json"), "--bad-nodes prints nothing but nodes"),
         (("--since", "1d", "--page", "/nowhere/page.html"), "--page=/nowhere/page.html: cannot be written: No such file or directory"),
     ],
 )

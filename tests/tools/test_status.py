@@ -63,8 +63,12 @@ def test_alerts(tmp_path: Path) -> None:
     write(folder / "old", steps(1, 30))
     events(folder / "old", (0, "run_start", {"nodes": ["a"], "step": 0}), (9, "run_end", {"code": 1, "reason": "long ago", "step": 0}))
     os.utime(folder / "old/metrics.jsonl", (BEGIN, BEGIN))
-    for name, seconds in (("slow", 2.0), ("steady", 1.1)):
-        write(folder / name, [*steps(1, 150), *steps(151, 250, seconds=seconds)], total=900)
+    for name, last in (
+        ("slow", steps(151, 250, 2.0)),
+        ("steady", steps(151, 250, 1.1)),
+        ("stops", [*steps(151, 240), *steps(241, 250, 30)]),
+    ):
+        write(folder / name, [*steps(1, 150), *last], total=900)
         events(folder / name, (now - 400, "run_start", {"nodes": ["a"], "step": 0}))
 
     def call(command: str = f'printf \'%s|%s|%s\\n\' "$1" "$2" "$3" >> {told}', expect: int = 0) -> list[str]:
@@ -74,7 +78,7 @@ def test_alerts(tmp_path: Path) -> None:
 
     assert call("exit 3", expect=1) == []
     lines = call()
-    assert [line.rpartition("|")[0] for line in lines] == ["failed|failed", "silent|silent", "slow|slow"]
+    assert [line.rpartition("|")[0] for line in lines] == ["failed|failed", "silent|silent", "slow|slow", "slow|stops"]
     assert "RuntimeError: no memory" in lines[0]
     assert lines[2].endswith("at step 250: 64 tokens/s in the last 100 steps, 128 before")
     assert call() == [], "each is told once"
@@ -84,6 +88,24 @@ def test_alerts(tmp_path: Path) -> None:
     assert [line.rpartition("|")[0] for line in call()] == ["failed|failed"]
     (folder / ".alerts.json").write_text("{")
     assert "remove it" in tool("alert", folder, "--command", "true", expect=2)
+    assert "--command is empty" in tool("alert", folder, "--command", " ", expect=2)
+
+
+def test_alerts_of_several_calls_and_folders(tmp_path: Path) -> None:
+    write(tmp_path / "runs/silent", steps(1, 30))
+    events(tmp_path / "runs/silent", (time.time() - BEGIN - 3600, "run_start", {"nodes": ["a"], "step": 0}))
+    os.utime(tmp_path / "runs/silent/metrics.jsonl", (time.time() - 3600,) * 2)
+    began = f"touch {tmp_path}/began; while ! [ -e {tmp_path}/end ]; do sleep 0.05; done; exit 1"
+    command = [sys.executable, str(ROOT / "tools/alert"), str(tmp_path / "runs"), "--command", began]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment(), text=True) as first:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.02)
+        assert "another call goes on" in tool("alert", tmp_path / "runs", "--command", "echo told")
+        (tmp_path / "end").touch()
+        assert first.wait(60) == 1
+    printed = tool("alert", tmp_path / "runs", tmp_path / "gone", "--command", 'echo told "$1"', expect=1)
+    assert "told silent" in printed, "also if another folder is missing"
+    assert "gone: there is no such folder" in printed
 
 
 def test_a_loop_of_links_and_a_loss_that_is_no_number(runs: Path) -> None:
