@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch.distributed as dist
-
 from pipeline.certification.parts import PartReport
+from pipeline.parallel.mesh import gather_objects
 from pipeline.training.trainer import Trainer
 from pipeline.training.weight_copies import ROUNDED, PieceDigest, disagreements, on_host, parts_of, scalars
 from pipeline.training.weight_update import StepResult
@@ -36,8 +33,7 @@ class CopyLog:
 
     def report(self) -> PartReport:
         """Compare the digests of all ranks. Collective; every rank returns the same report."""
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, self.steps)
+        ranks = gather_objects(self.steps)
         layout = self._trainer.mesh.layout
         names = {part.name for steps in ranks for part in steps[max(steps)] if part.kind != "scalar"}
         kinds = dict.fromkeys(part.kind for steps in ranks for part in steps[max(steps)])

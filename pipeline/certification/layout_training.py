@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import device as rank_device
 from pipeline.parallel import mesh as meshes
+from pipeline.parallel.mesh import gather_objects
 from pipeline.parallel.parallelize import parallelize
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.trainer import Trainer
@@ -123,8 +123,7 @@ def gather(fragments: Sequence[Fragment], kinds: dict[str, str], fixed: set[str]
         for f in fragments
         if f.replica == 0
     ]
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, owned)
+    gathered = gather_objects(owned)
     full: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in kinds.values()}
     for piece, start, tensors in (fragment for rank in gathered for fragment in rank):
         for kind, values in tensors.items():

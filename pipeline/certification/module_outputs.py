@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.certification.batches import random_batches, split, with_loss_scale
@@ -18,6 +17,7 @@ from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
 from pipeline.layers.stack import Stack
+from pipeline.parallel.mesh import gather_objects
 from pipeline.parallel.ring_layout import token_positions
 
 #: Compared are outputs (batch, sequence, width). Those of experts and routers, whose tokens are in another order, have fewer dimensions,
@@ -47,9 +47,7 @@ def first_module(config: RunConfig, tolerance: float) -> str:
         error, size = float((outputs[name] - part).norm()), float(part.norm())
         if not error <= tolerance * size:
             differing.append((order, -error / size if size else -torch.inf, name, _text(layout, where)))
-    gathered: list[list[tuple[int, float, str, str]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, differing[:1])
-    first = min((entry for entries in gathered for entry in entries), default=None)
+    first = min((entry for entries in gather_objects(differing[:1]) for entry in entries), default=None)
     return "" if first is None else f"{first[2]}{first[3]}: {-first[1]:.1e}"
 
 

@@ -33,6 +33,7 @@ from pipeline.layers import delta_rule, largest_logits, loss, partial_attention,
 from pipeline.layers.batch import Batch
 from pipeline.layers.experts import Experts
 from pipeline.layers.fp8_products import FP8_PRODUCTS
+from pipeline.parallel.mesh import gather_objects
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.training import matrix_homes
 from pipeline.training.trainer import Trainer
@@ -150,9 +151,7 @@ def compare_outputs(config: RunConfig, folder: str, tolerance: float) -> None:
 def compare_fp8_layers(config: RunConfig, trainer: Trainer) -> PartReport:
     """Compare the names of the layers with 8-bit products on all stages with those of the plain model. Collective."""
     local = _names(trainer.model.stage_modules())
-    gathered: list[set[str]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, local)
-    actual = set().union(*gathered)
+    actual = set().union(*gather_objects(local))
     expected = _names([build_plain(config, DTYPES[config.precision.dtype])])
     report = PartReport("precision", [f"{len(expected)} layers multiply 8-bit numbers, in the layout and in the plain loop"])
     report.failures += [f"{name} multiplies 8-bit numbers in the layout only" for name in sorted(actual - expected)]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.fragments import Fragment
@@ -13,7 +10,7 @@ from pipeline.checkpoint.grown_weights import GrownWeights
 from pipeline.checkpoint.lora_merge import MergedWeights
 from pipeline.checkpoint.reader import Checkpoint, WantedRun
 from pipeline.common.errors import DamagedCheckpointError, UserError, Violation
-from pipeline.parallel.mesh import on_rank_0
+from pipeline.parallel.mesh import gather_objects, on_rank_0
 
 
 def open_on_all_ranks(path: Path) -> Checkpoint:
@@ -40,8 +37,6 @@ def load(checkpoint: Checkpoint | MergedWeights | GrownWeights, fragments: list[
         checkpoint.read([WantedRun.of(fragment) for fragment in fragments])
     except UserError as error:
         local = error.violations
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, local)
-    violations = list(dict.fromkeys(violation for answer in answers for violation in answer))
+    violations = list(dict.fromkeys(violation for answer in gather_objects(local) for violation in answer))
     if violations:
         raise DamagedCheckpointError(violations)

@@ -20,7 +20,7 @@ from pipeline.checkpoint.records import write_record
 from pipeline.common.atomic_files import advice
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
-from pipeline.parallel.mesh import on_rank_0
+from pipeline.parallel.mesh import gather_objects, on_rank_0
 
 log = logging.getLogger("pipeline")
 
@@ -115,7 +115,7 @@ def save(
     folder = on_rank_0(lambda: _reported(run_dir, lambda: commit.begin(run_dir, index, commit.new_attempt(), world_size)))
     shares = plan([fragment.held() for fragment in fragments])
     write_files = _write_with_node if files == "node" else _write_alone
-    answers = _gather(_try_to(lambda: write_record(folder, rank, write_files(folder, fragments, shares))))
+    answers = gather_objects(_try_to(lambda: write_record(folder, rank, write_files(folder, fragments, shares))))
     failures = [answer for answer in answers if answer is not None]
 
     def finish() -> Path:
@@ -167,7 +167,7 @@ def _check_finite(fragments: Sequence[Fragment], step: int) -> None:
         UserError: on every rank, with the name of such a weight.
     """
     names = (f.piece.name for f in fragments if not bool(f.tensors["weight"].detach().isfinite().all()))
-    if not_finite := sorted(name for name in _gather(next(names, None)) if name):
+    if not_finite := sorted(name for name in gather_objects(next(names, None)) if name):
         raise handover.not_finite(step, not_finite[0])
 
 
@@ -204,7 +204,7 @@ def _write_with_node(folder: Path, fragments: Sequence[Fragment], shares: Sequen
         OSError: a rank could not write; on every rank.
     """
     rank = dist.get_rank()
-    others = _gather((socket.gethostname(), [share.part for share in shares]))
+    others = gather_objects((socket.gethostname(), [share.part for share in shares]))
     hosts = list(dict.fromkeys(host for host, _ in others))
     members = [other for other, (host, _) in enumerate(others) if host == others[rank][0]]
     first = sum(len(others[other][1]) for other in members if other < rank)
@@ -221,12 +221,6 @@ def _write_with_node(folder: Path, fragments: Sequence[Fragment], shares: Sequen
     return [file.finish({key: value for other in members for key, value in digests[other].items()})]
 
 
-def _gather(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _together(call: Callable[[], Any]) -> list[Any]:
     """Call a function on every rank, and return the results by rank; collective.
 
@@ -237,7 +231,7 @@ def _together(call: Callable[[], Any]) -> list[Any]:
         answer, failure = call(), ""
     except Exception as error:  # the other ranks wait for the answer
         answer, failure = None, str(error)
-    answers = _gather((answer, failure))
+    answers = gather_objects((answer, failure))
     if failures := [failure for _, failure in answers if failure]:
         raise OSError(failures[0])
     return [answer for answer, _ in answers]

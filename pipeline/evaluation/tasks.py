@@ -22,7 +22,7 @@ from pipeline.evaluation import harness, record
 from pipeline.evaluation.likelihood import completions, log_likelihoods
 from pipeline.generation.runner import decoder_runner
 from pipeline.models.config import ModelConfig
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, gather_objects
 from pipeline.parallel.parallelize import LocalModel
 
 
@@ -157,9 +157,7 @@ class Replicas:
             answer = share, self._compute(order.items[share :: layout.batch_shards], **order.options), ()
         except UserError as error:
             answer = share, None, error.violations
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, answer if where.tensor == where.pipeline == 0 else None)
-        return answers
+        return gather_objects(answer if where.tensor == where.pipeline == 0 else None)
 
 
 def _broadcast(order: _Order | None) -> _Order:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import HashStore, ProcessGroup
 
 from pipeline.common.errors import ToBeContinued, UserError
@@ -207,6 +208,20 @@ def handed_out(name: str, group: int, *, leader: bool) -> Iterator[int]:
         else:
             number = int(store.get(key))
         yield number
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """Return the objects of all ranks, by rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def reduce_over(groups: Iterable[ProcessGroup], values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+    """Reduce values in place over groups, one after the other; over Mesh.all_ranks, no communicator of all ranks is needed."""
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(values, op, group=group)
 
 
 def on_rank_0(call: Callable[[], Any]) -> Any:

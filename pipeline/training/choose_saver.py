@@ -8,9 +8,6 @@ import uuid
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from pipeline.checkpoint import commit
 from pipeline.checkpoint.async_save import AsyncSaver, Node
@@ -21,7 +18,7 @@ from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.host_memory import available_bytes
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import CheckpointConfig, RunConfig
-from pipeline.parallel.mesh import INPUT_OUTPUT
+from pipeline.parallel.mesh import INPUT_OUTPUT, gather_objects
 from pipeline.training.trainer import Trainer
 
 log = logging.getLogger("pipeline")
@@ -77,7 +74,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
     shares = plan([fragment.held() for fragment in trainer.engine.fragments()])
     needed = staged_bytes([share.part for share in shares])
     name = "" if process is None else process.name
-    offers = _gather(Offer(socket.gethostname(), ranks.local_rank, name, commit.new_attempt(), needed, available_bytes()))
+    offers = gather_objects(Offer(socket.gethostname(), ranks.local_rank, name, commit.new_attempt(), needed, available_bytes()))
     nodes = nodes_of(offers)
     reason = without_memory(offers, nodes)
     saver: AsyncSaver | None = None
@@ -90,7 +87,7 @@ def choose(config: RunConfig, ranks: Ranks, trainer: Trainer, process: WriterPro
             saver = AsyncSaver(run_dir, ranks.rank, node, process, shares, settings.files, device, offers[0].token, lock, *waits)
         except OSError as error:
             problem = f"rank {ranks.rank}: {error}"
-        reason = next(filter(None, _gather(problem)), "")
+        reason = next(filter(None, gather_objects(problem)), "")
     if not reason and saver is not None:
         return saver
     if saver is not None:
@@ -126,10 +123,3 @@ def without_memory(offers: list[Offer], nodes: list[tuple[int, ...]]) -> str:
             where = f"the copies of {ranks} need {needed / 1e9:.1f} GB of {offers[members[0]].host}"
             return f"{where}, of whose memory {available / 1e9:.1f} GB are available"
     return ""
-
-
-def _gather(mine: Any) -> list[Any]:
-    """Gather an object of every rank; collective."""
-    answers: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(answers, mine)
-    return answers

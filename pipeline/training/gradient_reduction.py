@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, reduce_over
 from pipeline.training.buckets import Bucket, is_primary_copy
 from pipeline.training.gradient_clipping import square_sum
 
@@ -117,9 +117,7 @@ class GradientReducer:
         if self._share_squares is None:
             return None
         total, ranks = self._share_squares, self._mesh.data.size()
-        for group in self._mesh.all_ranks:
-            if group.size() > 1:
-                dist.all_reduce(total, group=group)
+        reduce_over(self._mesh.all_ranks, total)
         # The gradient of a share is that of the mean over its own samples, and a summand of the mean over its rank's micro-batches.
         return total * self._reductions / ranks, self._reductions * ranks
 

@@ -18,7 +18,7 @@ from pipeline.layers.attention import Attention
 from pipeline.layers.largest_logits import MeasuringCore
 from pipeline.layers.linear import Linear
 from pipeline.layers.mla import LatentAttention
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, reduce_over
 from pipeline.parallel.parallelize import attention_layers
 from pipeline.training.engine import Engine
 
@@ -49,12 +49,9 @@ class QKClip:
         """
         heads = [len(core.largest) for core in self._cores]
         largest = torch.cat([core.take() for core in self._cores]) if heads else torch.zeros(1, device=self._mesh.device)
-        if self._mesh.dense.size() > 1:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._mesh.dense)
+        reduce_over((self._mesh.dense,), largest, dist.ReduceOp.MAX)
         self.largest = largest.amax()
-        for group in (self._mesh.tensor, self._mesh.pipeline):
-            if group.size() > 1:
-                dist.all_reduce(self.largest, dist.ReduceOp.MAX, group=group)
+        reduce_over((self._mesh.tensor, self._mesh.pipeline), self.largest, dist.ReduceOp.MAX)
         gamma = torch.where((largest > self._threshold) & (skipped == 0), self._threshold / largest, 1.0)
         for layer, factors in zip(self._layers, gamma.split(heads) if heads else (), strict=True):
             for linear, rows in scaled_rows(layer, factors):

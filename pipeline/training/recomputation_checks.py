@@ -19,6 +19,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
+from pipeline.parallel.mesh import gather_objects
 from pipeline.training.callback import Callback, Step
 from pipeline.training.trainer import Trainer
 from pipeline.training.weight_copies import digest, on_any_rank
@@ -109,8 +110,7 @@ class RecomputationChecks(Callback):
 
     def _error(self, step: int, differs: list[bool]) -> UserError:
         """What to say of ranks whose bits differ; every rank returns the same. Collective."""
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, differs)
+        gathered = gather_objects(differs)
         unstable = [rank for rank, flags in enumerate(gathered) if flags[0]]
         pairs = [rank for rank, flags in enumerate(gathered) if len(flags) > 1 and flags[1] and not flags[0]]
         if unstable:

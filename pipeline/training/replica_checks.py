@@ -13,7 +13,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from pipeline.common import events
 from pipeline.common.errors import UserError
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
+from pipeline.parallel.mesh import gather_objects, reduce_over
 from pipeline.parallel.pieces import Piece
 from pipeline.training.callback import Callback, Step
 from pipeline.training.trainer import Trainer
@@ -159,9 +159,7 @@ class ReplicaChecks(Callback):
         if scalars:
             labels = ("gradient norm", "learning rate", "skipped step", "updates", "loss scale", "steps without overflow")
             mine += [PieceDigest("number", label, (), 1, 1, digest(value)) for label, value in zip(labels, numbers, strict=True)]
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, on_host(mine))
-        pairs = disagreements(self._mesh.layout, ranks)
+        pairs = disagreements(self._mesh.layout, gather_objects(on_host(mine)))
         lines = [f"{difference} (on {' and '.join(dict.fromkeys(self._hosts[rank] for rank in difference.ranks))})" for difference in pairs]
         more = f"; and {len(names) - len(kept)} other weights" if len(names) > len(kept) else ""
         last = "no step of this job was checked before" if self._equal_until is None else f"all were equal after step {self._equal_until}"
@@ -221,12 +219,9 @@ class UntrainedWeights:
             return
         last, values = before
         alive = torch.stack([values != digests, self._have_moments(names)]).long()
-        for group in (self._mesh.dense, self._mesh.tensor):
-            if group.size() > 1:
-                dist.all_reduce(alive, dist.ReduceOp.MAX, group=group)
+        reduce_over((self._mesh.dense, self._mesh.tensor), alive, dist.ReduceOp.MAX)
         untrained = (alive == 0).any().long()
-        for group in self._mesh.all_ranks if self._mesh.layout.world_size > 1 else ():
-            dist.all_reduce(untrained, dist.ReduceOp.MAX, group=group)
+        reduce_over(self._mesh.all_ranks, untrained, dist.ReduceOp.MAX)
         if int(untrained):
             self._tell(step, last, [[name for name, lives in zip(names, row, strict=True) if not lives] for row in alive.tolist()])
 
@@ -241,8 +236,7 @@ class UntrainedWeights:
 
     def _tell(self, step: int, last: int, mine: list[list[str]]) -> None:
         """Record what all ranks found. Collective."""
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
+        ranks = gather_objects(mine)
         if self._mesh.rank != 0:
             return
         for row, finding in enumerate((f"did not change since step {last}", "never had a gradient")):

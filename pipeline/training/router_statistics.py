@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pipeline.config.schema import RunConfig
 from pipeline.layers.moe import MoE, moe_layers
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, reduce_over
 from pipeline.parallel.parallelize import LocalModel
 
 
@@ -40,9 +40,8 @@ class RouterStatistics:
         imbalance = load.new_zeros(len(records) + 1)
         imbalance[1:] = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
         load_max = imbalance.amax()
-        if self._mesh.pipeline.size() > 1:
-            dist.all_reduce(sums, group=self._mesh.pipeline)
-            dist.all_reduce(load_max, op=dist.ReduceOp.MAX, group=self._mesh.pipeline)
+        reduce_over((self._mesh.pipeline,), sums)
+        reduce_over((self._mesh.pipeline,), load_max, dist.ReduceOp.MAX)
         means = {"router_entropy": sums[0] / sums[3], "router_load_max": load_max, "router_dropped": sums[1] / sums[3], "aux_loss": sums[2]}
         self._load, self._metrics = load, means
 
@@ -66,10 +65,8 @@ class RouterStatistics:
         records = torch.zeros(len(self._moe_layers), self._experts + 4, device=self._mesh.device)
         for row, moe in zip(records, self._moe_layers, strict=True):
             row.copy_(moe.take_record())
-        if self._mesh.dense.size() > 1:
-            dist.all_reduce(records, group=self._mesh.dense)
-        if self._mesh.layout.folded:  # else the tensor ranks have identical records
-            dist.all_reduce(records, group=self._mesh.tensor)
+        # Without folding, the tensor ranks have identical records.
+        reduce_over((self._mesh.dense, self._mesh.tensor) if self._mesh.layout.folded else (self._mesh.dense,), records)
         return records
 
     def _update_biases(self, load: Tensor, enabled: Tensor) -> None:

@@ -139,7 +139,7 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
             state = resume.begin(config, trainer, begin, data)
             loading = time.monotonic() - since
             reference_answers.attach(config, trainer, begin, state, data, validation_data, watchdog.report)
-            hosts = run_directory.gather_hosts()
+            hosts = meshes.gather_objects(socket.gethostname())
             if state.step >= config.training.steps:
                 meshes.on_rank_0(partial(run_directory.finish_without_training, config, state, hosts, parent))
                 if first:

@@ -6,14 +6,12 @@ import dataclasses
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
 from omegaconf import OmegaConf
 
@@ -109,13 +107,6 @@ def carry_original(config: RunConfig, begin: Path | None) -> None:
         begin = initial_checkpoint(config.checkpoint.initialize_from)
     if begin is not None:
         imported.carry(begin, Path(config.run_dir))
-
-
-def gather_hosts() -> list[str]:
-    """Gather the host names of all ranks, in rank order; collective."""
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    return hosts
 
 
 def begin_training(config: RunConfig, begin: Path | None) -> list[tuple[str, Any, Any]]:

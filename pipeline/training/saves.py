@@ -15,8 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from pipeline.checkpoint import handover, native
 from pipeline.checkpoint.handover import Commit, LastUpdate
 from pipeline.checkpoint.native import TrainState
@@ -25,7 +23,7 @@ from pipeline.common.atomic_files import advice, is_full
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
-from pipeline.parallel.mesh import INPUT_OUTPUT, on_rank_0
+from pipeline.parallel.mesh import INPUT_OUTPUT, gather_objects, on_rank_0
 from pipeline.training.callback import Callback, Step
 from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.lr_schedule import learning_rate
@@ -200,9 +198,7 @@ class Saves(Callback):
         self.poll()
         if violations := self._gather_fatal():
             raise UserError(violations)
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, self._last.reason if self._last is not None else "")
-        reasons = [answer for answer in answers if answer]
+        reasons = [answer for answer in gather_objects(self._last.reason if self._last is not None else "") if answer]
         if self._rank == 0:
             if reasons:
                 self._saver.abandon(reasons[0])
@@ -213,8 +209,7 @@ class Saves(Callback):
 
     def _gather_fatal(self) -> list[Any]:
         """The violations of all ranks because of which the run must end. Collective."""
-        answers: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(answers, () if self._fatal is None else self._fatal.violations)
+        answers = gather_objects(() if self._fatal is None else self._fatal.violations)
         return list(dict.fromkeys(violation for answer in answers for violation in answer))
 
     def _gone(self) -> bool:

@@ -17,12 +17,12 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.common import events
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
+from pipeline.parallel.mesh import reduce_over
 from pipeline.training.callback import Callback
 from pipeline.training.step_control import HostCopy
 from pipeline.training.trainer import Trainer
@@ -120,9 +120,7 @@ class Stragglers(Callback):
         """Return the time of every rank, fp32 (ranks,), in sums over the groups of the mesh: no communicator of all ranks is needed."""
         times = torch.zeros(self._mesh.layout.world_size, device=self._mesh.device)
         times[self._mesh.rank].fill_(seconds)
-        for group in self._mesh.all_ranks:
-            if group.size() > 1:
-                dist.all_reduce(times, group=group)
+        reduce_over(self._mesh.all_ranks, times)
         return times
 
     def _tell(self, step: int, times: HostCopy) -> None:

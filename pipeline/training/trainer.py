@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from xxhash import xxh3_64_intdigest
 
@@ -20,7 +19,7 @@ from pipeline.layers.loss import IGNORE
 from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
 from pipeline.parallel import context_parallel
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, reduce_over
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
 from pipeline.training.engine import build_engine
@@ -211,8 +210,7 @@ class Trainer:
         """The number of positions and of targets other than IGNORE in the global batch, int64 (2,); of pairs in a batch of preferences."""
         counted = self._is_counted(batch)
         counts = torch.stack([torch.full((), counted.numel(), device=counted.device), counted.sum()])
-        if self.mesh.dense.size() > 1:
-            dist.all_reduce(counts, group=self.mesh.dense)
+        reduce_over((self.mesh.dense,), counts)
         return counts // self.mesh.layout.context  # context ranks have the same sequences
 
     def _gather_sequences(self, values: Tensor) -> Tensor:
@@ -223,9 +221,7 @@ class Trainer:
         gathered = values.new_zeros(layout.batch_shards * count, *values.shape[1:])
         if where.tensor == 0:
             gathered[layout.batch_shard(where) * count :][:count] = values
-        for group in self.mesh.all_ranks:
-            if group.size() > 1:
-                dist.all_reduce(gathered, group=group)
+        reduce_over(self.mesh.all_ranks, gathered)
         return gathered
 
     def _pipeline(self, tokens: Tensor, batch: Batch, values: int | None = None) -> Pipeline:
@@ -250,9 +246,7 @@ class Trainer:
             return loss, torch.stack(flags) if flags else loss.new_zeros(0), sums
         local = torch.cat([loss[None], sums]) * float(self.mesh.coordinates.tensor == 0)
         totals = torch.cat([local, *(flag[None] for flag in flags)]).double()
-        for group in self.mesh.all_ranks:
-            if group.size() > 1:
-                dist.all_reduce(totals, group=group)
+        reduce_over(self.mesh.all_ranks, totals)
         shares = self.mesh.layout.batch_shards * self.mesh.layout.context
         mean, added, counted = (part.to(loss.dtype) for part in totals.split([1, len(sums), len(flags)]))
         return mean[0] / shares, counted, added

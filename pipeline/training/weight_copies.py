@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import combinations
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from pipeline.config.layout import Layout
 from pipeline.layers.nf4 import NF4Weight
-from pipeline.parallel.mesh import Mesh
+from pipeline.parallel.mesh import Mesh, gather_objects, reduce_over
 from pipeline.training.engine import Engine
 
 #: Integer type of the same size as a number, whose value is its bits.
@@ -165,17 +164,13 @@ def disagreements(layout: Layout, ranks: list[list[PieceDigest]]) -> list[Disagr
 def on_any_rank(mesh: Mesh, flags: Tensor) -> list[bool]:
     """Return which flags are set on any rank of the job, bool (flags,). Collective; waits for the device."""
     raised = flags.long()
-    if mesh.layout.world_size > 1:
-        for group in mesh.all_ranks:
-            dist.all_reduce(raised, dist.ReduceOp.MAX, group=group)
+    reduce_over(mesh.all_ranks, raised, dist.ReduceOp.MAX)
     return [bool(flag) for flag in raised.tolist()]
 
 
 def gathered(lines: list[str]) -> list[str]:
     """Return the lines of all ranks, each once. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, lines)
-    return list(dict.fromkeys(line for rank in ranks for line in rank))
+    return list(dict.fromkeys(line for rank in gather_objects(lines) for line in rank))
 
 
 def _copies(layout: Layout, elements: int, by_rank: dict[int, tuple[int, int]]) -> dict[int, int]:
