@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from math import prod
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import CheckFailed
+from pipeline.conversion import stock_logits
 from pipeline.conversion.full_weights import FullWeights
-from pipeline.conversion.stock_logits import FIRST_TOKEN, LENGTH, MEMORY, SEQUENCES, TOLERANCE
 from pipeline.models import registry
 
 log = logging.getLogger("pipeline")
@@ -36,56 +35,24 @@ def compare_logits(weights: FullWeights, load_stock: Callable[[Any], nn.Module] 
         CheckFailed: the logits differ.
     """
     config = weights.config
-    size = 2 * 4 * sum(prod(weights.shape(name)) for name in weights.names())
-    if load_stock is None or config.objective != "causal" or size > MEMORY:
+    if load_stock is None or config.objective != "causal" or not stock_logits.fit_in_memory(weights):
         return False
-    architecture = registry.mapping_of(config).architecture
-    for noisy in ("torchao", "torch.utils._pytree"):  # which transformers imports: they warn of kernels for other machines
-        logging.getLogger(noisy).setLevel(logging.ERROR)
-    try:
-        import transformers
-    except ModuleNotFoundError:
+    if find_spec("transformers") is None:
         log.info("convert: logits are compared if transformers is installed (pip install transformers)")
         return False
-    if (stock_class := getattr(transformers, architecture, None)) is None:
+    architecture = registry.mapping_of(config).architecture
+    if (stock_class := stock_logits.stock_class_of(config)) is None:
         return False
-    ours = registry.build(config)
-    with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            parameter.copy_(weights.tensor(name))
-    generator = torch.Generator().manual_seed(0)
-    first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
-    tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
-    with torch.inference_mode(), _quiet():
-        actual = ours.eval()(tokens).float()
+    ours, tokens = stock_logits.sample(weights, config, torch.float32)
+    with torch.inference_mode(), stock_logits.quiet():
+        actual = ours(tokens)
         stock = load_stock(stock_class).eval()
         stock.config.use_cache = False  # type: ignore[union-attr] # a class may have no cache without a layer of attention
-        expected = stock(input_ids=tokens).logits.float()
-    largest = float(expected.abs().max())
-    difference = float((actual - expected).abs().max()) if actual.shape == expected.shape else float("inf")
-    if not difference <= TOLERANCE * largest:
-        raise CheckFailed(
-            f"convert: {architecture} computes other logits from the source than the imported weights give: they differ by "
-            f"{difference:.3g}, and the largest logit is {largest:.3g}. Nothing was written"
-        )
+        expected = stock(input_ids=tokens).logits
+    found = f"convert: {architecture} computes other logits from the source than the imported weights give"
+    difference = stock_logits.check_difference(actual, expected, found, "Nothing was written")
     log.info("convert: the logits of %s on %d tokens differ by at most %.1e", architecture, tokens.numel(), difference)
     return True
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings and progress bars of transformers."""
-    from transformers.utils import logging as stock_logging
-
-    verbosity, bars = stock_logging.get_verbosity(), stock_logging.is_progress_bar_enabled()
-    stock_logging.set_verbosity_error()
-    stock_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        stock_logging.set_verbosity(verbosity)
-        if bars:
-            stock_logging.enable_progress_bar()
 
 
 class Digests:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -48,8 +49,7 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
         CheckFailed: transformers does not load the export, or the logits differ.
     """
     architecture = registry.mapping_of(config).architecture
-    size = 2 * 4 * sum(prod(weights.shape(name)) for name in weights.names())
-    if config.objective not in OBJECTIVES or size > MEMORY:
+    if config.objective not in OBJECTIVES or not fit_in_memory(weights):
         log.info("convert: the digests of all tensors agree")
         return
     if find_spec("transformers") is None:
@@ -58,24 +58,43 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     if (stock_class := stock_class_of(config)) is None:
         log.info("convert: the digests of all tensors agree; this version of transformers has no %s", architecture)
         return
-    ours = registry.build(config)
+    ours, tokens = sample(weights, config, dtype)
+    with torch.inference_mode():
+        expected = our_logits(ours, config, tokens)
+        actual = stock_logits(load(stock_class, folder, gguf_file), config, tokens)
+    found = f"convert: {architecture} computes other logits from the export than the checkpoint"
+    difference = check_difference(actual, expected, found, "Nothing is published")
+    log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
+
+
+def fit_in_memory(weights: Weights) -> bool:
+    """Whether two models with these weights, fp32, fit in MEMORY."""
+    return 2 * 4 * sum(prod(weights.shape(name)) for name in weights.names()) <= MEMORY
+
+
+def sample(weights: Weights, config: ModelConfig, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """Return our model, fp32, with weights that are rounded to a dtype, and random tokens for it, int64 (SEQUENCES, at most LENGTH)."""
+    model = registry.build(config)
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
+        for name, parameter in model.named_parameters():
             parameter.copy_(rounded(weights.tensor(name), dtype, name))
     generator = torch.Generator().manual_seed(0)
     first = FIRST_TOKEN if config.vocab_size > 2 * FIRST_TOKEN else 0
-    tokens = torch.randint(first, config.vocab_size, (SEQUENCES, min(LENGTH, config.max_positions)), generator=generator)
-    with torch.inference_mode():
-        expected = our_logits(ours.eval(), config, tokens).float()
-        actual = stock_logits(load(stock_class, folder, gguf_file), config, tokens).float()
-    largest = float(expected.abs().max())
-    difference = float((actual - expected).abs().max()) if actual.shape == expected.shape else float("inf")
+    size = (SEQUENCES, min(LENGTH, config.max_positions))
+    return model.eval(), torch.randint(first, config.vocab_size, size, generator=generator)
+
+
+def check_difference(actual: Tensor, expected: Tensor, found: str, then: str) -> float:
+    """Return the largest difference of two logits.
+
+    Raises:
+        CheckFailed: it is more than TOLERANCE; with `found`, both numbers and `then` as its text.
+    """
+    largest = float(expected.float().abs().max())
+    difference = float((actual.float() - expected.float()).abs().max()) if actual.shape == expected.shape else float("inf")
     if not difference <= TOLERANCE * largest:
-        raise CheckFailed(
-            f"convert: {architecture} computes other logits from the export than the checkpoint: they differ by {difference:.3g}, and the "
-            f"largest logit is {largest:.3g}. Nothing is published"
-        )
-    log.info("convert: the digests of all tensors agree; the logits of %s differ by at most %.1e", architecture, difference)
+        raise CheckFailed(f"{found}: they differ by {difference:.3g}, and the largest logit is {largest:.3g}. {then}")
+    return difference
 
 
 def our_logits(model: nn.Module, config: ModelConfig, tokens: Tensor) -> Tensor:
@@ -114,22 +133,27 @@ def load(stock_class: Any, folder: Path, gguf_file: str | None = None) -> Any:
     Raises:
         CheckFailed: weights are missing or unexpected.
     """
+    file = {} if gguf_file is None else {"gguf_file": gguf_file}
+    # The bar of GGUF files has no switch.
+    with quiet(), nullcontext() if gguf_file is None else redirect_stderr(io.StringIO()):
+        model, report = stock_class.from_pretrained(folder, **IN_FP32, output_loading_info=True, **file)
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
+    if problems and gguf_file is None:
+        raise CheckFailed(f"convert: {stock_class.__name__} does not load the export: {problems}. Nothing is published")
+    return model.eval()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warnings and progress bars of transformers."""
     from transformers.utils import logging as stock_logging
 
     verbosity, bars = stock_logging.get_verbosity(), stock_logging.is_progress_bar_enabled()
     stock_logging.set_verbosity_error()
     stock_logging.disable_progress_bar()
-    # The bar of GGUF files has no switch.
-    quiet = nullcontext() if gguf_file is None else redirect_stderr(io.StringIO())
     try:
-        file = {} if gguf_file is None else {"gguf_file": gguf_file}
-        with quiet:
-            model, report = stock_class.from_pretrained(folder, **IN_FP32, output_loading_info=True, **file)
+        yield
     finally:
         stock_logging.set_verbosity(verbosity)
         if bars:
             stock_logging.enable_progress_bar()
-    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names}
-    if problems and gguf_file is None:
-        raise CheckFailed(f"convert: {stock_class.__name__} does not load the export: {problems}. Nothing is published")
-    return model.eval()
