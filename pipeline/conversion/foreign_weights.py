@@ -19,7 +19,6 @@ from pipeline.conversion.foreign_names import ForeignTensor, Naming
 from pipeline.conversion.huggingface_import import FORMATS, MATCH
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
-from pipeline.models.huggingface_mapping import HuggingFaceMapping
 
 log = logging.getLogger("pipeline")
 
@@ -51,36 +50,18 @@ class Source(Protocol):
 
 
 class NamedTensors:
-    """A source whose tensors have the names of a Hugging Face class, as huggingface_import.ImportedWeights reads them."""
+    """Tensors of a source by their names in a Hugging Face class, as huggingface_import.ImportedWeights reads them.
 
-    def __init__(self, source: Source, prefix: str, mapping: HuggingFaceMapping) -> None:
-        """Name the tensors.
+    Attributes:
+        originals: name in the class -> name in the source.
+    """
 
-        Args:
-            source: with names without the prefix.
-            prefix: that the stored names have.
-            mapping: of the class.
-
-        Raises:
-            UserError: two tensors have the same name in the class.
-        """
-        self.path = source.path
-        self._source, self._prefix = source, prefix
-        self._stored: dict[str, str] = {}
-        renamed = Naming(mapping.architecture, (), renamed=mapping.renamed)
-        for name in source.names():
-            if (current := renamed.current(name)) in self._stored:
-                rule = f"contains {current} twice: as {self._stored[current]} and as {name}"
-                raise UserError.of("stage.input", source.path, rule, "remove one of them")
-            self._stored[current] = name
+    def __init__(self, source: Source, originals: dict[str, str]) -> None:
+        self.path, self._source, self.originals = source.path, source, originals
 
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return list(self._stored)
-
-    def originals(self) -> dict[str, str]:
-        """Name of each tensor in the class -> its stored name."""
-        return {current: self._prefix + name for current, name in self._stored.items()}
+        return list(self.originals)
 
     def shape(self, name: str) -> Shape:
         """Shape of a tensor."""
@@ -93,13 +74,13 @@ class NamedTensors:
 
     def tensor(self, name: str) -> Tensor:
         """Value of a tensor, fp32."""
-        (shard,) = self._source.shards(self._stored[name])
+        (shard,) = self._source.shards(self.originals[name])
         copied = shard.to(torch.float32, copy=True)
         release(shard)
         return copied
 
     def _meta(self, name: str) -> Tensor:
-        (meta,) = self._source.meta(self._stored[name])
+        (meta,) = self._source.meta(self.originals[name])
         return meta
 
 

@@ -257,7 +257,7 @@ def _open_state_dict(tool: str, folder: Path, source: Source, files: list[Path],
 def _from_tensors(stock: NamedTensors, source: Source, config: ModelConfig, described: Described | None, stock_class: Any) -> nn.Module:
     """Return the stock model with the tensors of a state dict; those of ZeRO are joined by DeepSpeed's own reader."""
     joined = source.joined() if isinstance(source, DeepSpeedFolder) else {}
-    values = {name: joined[original] if original in joined else stock.tensor(name) for name, original in stock.originals().items()}
+    values = {name: joined[original] if original in joined else stock.tensor(name) for name, original in stock.originals.items()}
     content = described.content if described else registry.mapping_of(config).config_json(config)
     # Which renames weights and fuses experts as the installed release does; tied weights may be absent; the names have been checked.
     config_of_stock = stock_class.config_class(**content)

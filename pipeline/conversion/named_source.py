@@ -15,6 +15,7 @@ from pipeline.conversion.foreign_weights import ForeignWeights, NamedTensors, So
 from pipeline.conversion.huggingface_import import ImportedWeights
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
+from pipeline.models.huggingface_mapping import HuggingFaceMapping
 
 log = logging.getLogger("pipeline")
 
@@ -87,10 +88,26 @@ def open_weights(
     if chosen.left:
         log.info("convert: %d tensors are not imported, which are not the model's: %s, ...", len(chosen.left), ", ".join(chosen.left[:3]))
     if tool == "Hugging Face":
-        stock = NamedTensors(chosen, prefix, registry.mapping_of(config))
+        stock = NamedTensors(source, _in_class(chosen, prefix, registry.mapping_of(config)))
         return ImportedWeights(stock, config, fix), stock
     log.info("convert: the tensors have the names of %s", tool)
     return ForeignWeights(chosen, foreign_names.TORCHTITAN if tool == "torchtitan" else ours, config, fix), None
+
+
+def _in_class(source: Source, prefix: str, mapping: HuggingFaceMapping) -> dict[str, str]:
+    """Return the name of each tensor in the class of a mapping -> its name with the prefix.
+
+    Raises:
+        UserError: two tensors have the same name in the class.
+    """
+    stored: dict[str, str] = {}
+    renamed = foreign_names.Naming(mapping.architecture, (), renamed=mapping.renamed)
+    for name in source.names():
+        if (current := renamed.current(name)) in stored:
+            rule = f"contains {current} twice: as {stored[current]} and as {name}"
+            raise UserError.of("stage.input", source.path, rule, "remove one of them")
+        stored[current] = name
+    return {current: prefix + name for current, name in stored.items()}
 
 
 def _prefixes(source: Source, expected: list[str]) -> Counter[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from torch import Tensor
 
 from pipeline.checkpoint.native import TrainState
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.host_memory import release
 from pipeline.conversion import safe_pickle
 from pipeline.conversion import universal_format as universal
-from pipeline.conversion.foreign_weights import DTYPES, NamedTensors
+from pipeline.conversion.foreign_weights import NamedTensors
 from pipeline.conversion.huggingface_import import ImportedWeights
 
 _CONVERT = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {0} --output_folder {0}_universal"
@@ -101,7 +99,10 @@ class UniversalFolder:
         for kind, file in universal.FILES.items():
             if kind == "weight":
                 continue
-            tensors = _Moments(_Tensors(self, kind), named.originals())
+            source = _Tensors(self, kind)
+            present = set(source.names())
+            known = {name: original for name, original in named.originals.items() if original in present}
+            tensors = NamedTensors(source, known)
             moments[kind] = weights.reading(tensors)
             where = self.path / universal.ZERO / "*" / file
             problems += [Violation("stage.input", where, problem, _FROZEN) for problem in weights.differences(tensors)]
@@ -165,40 +166,6 @@ class _Tensors:
         if not isinstance(value, Tensor):
             raise UserError.of("stage.input", path, f"has no tensor {universal.PARAM}", _AGAIN)
         return self._folder.shaped(name, value.detach())
-
-
-class _Moments:
-    """Moments by the names of the weights in their Hugging Face class (huggingface_import.NamedStock).
-
-    Args:
-        tensors: of a kind.
-        originals: name in the class -> name of the folder.
-    """
-
-    def __init__(self, tensors: _Tensors, originals: Mapping[str, str]) -> None:
-        self.path, self._tensors = tensors.path, tensors
-        known = set(tensors.names())
-        self._originals = {name: original for name, original in originals.items() if original in known}
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._originals)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        return tuple(self._tensors.meta(self._originals[name])[0].shape)
-
-    def number_format(self, name: str) -> str:
-        """Dtype of a tensor, in the notation of safetensors where that has one."""
-        dtype = self._tensors.meta(self._originals[name])[0].dtype
-        return DTYPES.get(dtype, str(dtype))
-
-    def tensor(self, name: str) -> Tensor:
-        """Value of a tensor, fp32."""
-        (value,) = self._tensors.shards(self._originals[name])
-        copied = value.to(torch.float32, copy=True)
-        release(value)
-        return copied
 
 
 def _entries(path: Path) -> dict[str, Any]:
