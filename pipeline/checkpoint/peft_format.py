@@ -220,8 +220,7 @@ def _write_saved(saved: Mapping[str, Tensor], config: ModelConfig, tensors: dict
 
 
 def _is_tied(config: ModelConfig) -> bool:
-    with torch.device("meta"):
-        names = {name for name, _ in registry.build(config).named_parameters()}
+    names = registry.weight_shapes(config)
     return _EMBEDDING in names and not any(name.startswith("head.") and name.endswith(".weight") for name in names)
 
 

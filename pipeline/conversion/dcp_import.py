@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.conversion import safe_pickle
+from pipeline.conversion.foreign_weights import Source
 
 INDEX = ".metadata"
 
@@ -35,7 +36,7 @@ def step_folder(folder: Path) -> Path | None:
     return folder / steps[0] if steps else None
 
 
-class DcpFolder:
+class DcpFolder(Source):
     """The tensors of a step, by the names of its state dict.
 
     Attributes:
@@ -67,10 +68,6 @@ class DcpFolder:
     def names(self) -> list[str]:
         """Names of all tensors."""
         return list(self._tensors)
-
-    def origin(self, name: str) -> str:
-        """The name itself: a tensor may be in several files."""
-        return name
 
     def meta(self, name: str) -> list[Tensor]:
         """Shape and dtype of a tensor."""

@@ -24,6 +24,7 @@ from torch.utils.serialization import config as serialization_config
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.host_memory import release
 from pipeline.conversion import safe_pickle
+from pipeline.conversion.foreign_weights import Source
 
 _MODEL, _OPTIMIZER = "_model_states.pt", "_optim_states.pt"
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
@@ -57,7 +58,7 @@ def files(folder: Path) -> list[Path]:
     return sorted([*folder.glob(f"*{_MODEL}"), *folder.glob(f"*{_OPTIMIZER}")])
 
 
-class DeepSpeedFolder:
+class DeepSpeedFolder(Source):
     """The weights of one step, by the names of the module that DeepSpeed trained.
 
     Attributes:
@@ -80,10 +81,6 @@ class DeepSpeedFolder:
     def names(self) -> list[str]:
         """Names of the weights."""
         return list(self._tensors)
-
-    def origin(self, name: str) -> str:
-        """The name itself: the parts of a weight are in the files of all ranks."""
-        return name
 
     def meta(self, name: str) -> list[Tensor]:
         """Shape and dtype of a weight."""
@@ -134,9 +131,7 @@ def _open_module(folder: Path, *, zero: bool = False) -> dict[str, _Lazy]:
     if state.get("param_shapes") and not zero:
         rule = f"was written with ZeRO, and its files *{_OPTIMIZER} are missing, which have the fp32 weights"
         raise UserError.of("stage.input", folder, rule, "copy the whole folder of the checkpoint")
-    return {  # the values are views of the mapped file
-        name: (tuple(value.shape), value.dtype, _Value(value)) for name, value in module.items() if torch.is_tensor(value)
-    }
+    return {name: _whole(value) for name, value in module.items() if torch.is_tensor(value)}
 
 
 def _open_zero(folder: Path) -> dict[str, _Lazy]:
@@ -162,7 +157,7 @@ def _open_zero(folder: Path) -> dict[str, _Lazy]:
             raise ValueError(f"the files *{_MODEL} are of different models")
         trained = _zero3(zero_to_fp32, groups, states) if stage == 3 else _zero2(groups, first.param_shapes, paddings)
         frozen = {name: _frozen(name, tuple(shape), states, stage) for name, shape in (first.frozen_param_shapes or {}).items()}
-    buffers = {name: (tuple(value.shape), value.dtype, _Value(value)) for name, value in first.buffers.items()}
+    buffers = {name: _whole(value) for name, value in first.buffers.items()}
     tensors: dict[str, _Lazy] = {**trained, **frozen, **buffers}
     tensors.update({name: tensors[same] for name, same in first.shared_params if same in tensors})
     # DeepSpeed's reader omits the frozen weights of ZeRO 1; the module has them.
@@ -230,7 +225,7 @@ def _zero2(groups: list[list[Tensor]], shapes: list[dict[str, Any]], paddings: l
         start = 0
         for position, (name, shape) in enumerate(names.items()):
             count = math.prod(shape)
-            tensors[name] = tuple(shape), parts[0].dtype, _Slice(parts, start, tuple(shape))
+            tensors[name] = tuple(shape), parts[0].dtype, functools.partial(_slice, parts, start, tuple(shape))
             start += count + (paddings[number][position] if paddings is not None else 0)
         available, unit = sum(part.numel() for part in parts), 2 * len(groups)  # the vector is padded to a multiple of that
         if math.ceil(start / unit) != math.ceil(available / unit):
@@ -238,33 +233,21 @@ def _zero2(groups: list[list[Tensor]], shapes: list[dict[str, Any]], paddings: l
     return tensors
 
 
-class _Value:
-    """Returns a tensor."""
-
-    def __init__(self, value: Tensor) -> None:
-        self._value = value
-
-    def __call__(self) -> Tensor:
-        """Return it."""
-        return self._value
+def _whole(value: Tensor) -> _Lazy:
+    """Return a tensor that is a view of a mapped file."""
+    return tuple(value.shape), value.dtype, lambda: value
 
 
-class _Slice:
-    """Joins the elements of a weight, which follow each other in the concatenation of the ranks' parts."""
-
-    def __init__(self, parts: list[Tensor], start: int, shape: tuple[int, ...]) -> None:
-        self._parts, self._start, self._shape = parts, start, shape
-
-    def __call__(self) -> Tensor:
-        """Return the weight."""
-        first, last = self._start, self._start + math.prod(self._shape)
-        pieces, offset = [], 0
-        for part in self._parts:
-            low, high = max(first - offset, 0), min(last - offset, part.numel())
-            if low < high:
-                pieces.append(part[low:high])
-            offset += part.numel()
-        return (pieces[0] if len(pieces) == 1 else _joined(pieces)).view(self._shape)
+def _slice(parts: list[Tensor], first: int, shape: tuple[int, ...]) -> Tensor:
+    """Join the elements of a weight, which follow each other in the concatenation of the ranks' parts."""
+    last = first + math.prod(shape)
+    pieces, offset = [], 0
+    for part in parts:
+        low, high = max(first - offset, 0), min(last - offset, part.numel())
+        if low < high:
+            pieces.append(part[low:high])
+        offset += part.numel()
+    return (pieces[0] if len(pieces) == 1 else _joined(pieces)).view(shape)
 
 
 def _joined(pieces: list[Tensor]) -> Tensor:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ DTYPES = dict(zip((torch.float64, torch.float32, torch.float16, torch.bfloat16),
 Shape = tuple[int, ...]
 
 
-class Source(Protocol):
+class Source(ABC):
     """The tensors of a folder of another tool.
 
     Attributes:
@@ -36,17 +36,41 @@ class Source(Protocol):
 
     path: Path
 
+    @abstractmethod
     def names(self) -> list[str]:
         """Names of all tensors of the model, without a prefix."""
 
     def origin(self, name: str) -> str:
-        """Where a tensor is stored, for messages."""
+        """Where a tensor is stored, for messages: its name, where it may be in several files."""
+        return name
 
     def meta(self, name: str) -> Sequence[Tensor]:
         """Shapes and dtypes of the shards of a tensor, as tensors on the meta device, in the order of tensor-parallel ranks."""
+        return [torch.empty_like(shard, device="meta") for shard in self.shards(name)]
 
+    @abstractmethod
     def shards(self, name: str) -> Sequence[Tensor]:
         """The shards, as views of mapped files where the format allows it."""
+
+
+class RankFiles(Source):
+    """A source whose shards are in the files of tensor-parallel ranks."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._shards: dict[str, list[tuple[Tensor, Path]]] = defaultdict(list)
+
+    def names(self) -> list[str]:
+        """Names of all tensors, as the files have them but for the numbers of layers and experts."""
+        return list(self._shards)
+
+    def origin(self, name: str) -> str:
+        """The name, and the file of the first rank that has it."""
+        return f"{name} ({self._shards[name][0][1].relative_to(self.path)})"
+
+    def shards(self, name: str) -> list[Tensor]:
+        """The shards, as views of the mapped files."""
+        return [tensor for tensor, _ in self._shards[name]]
 
 
 class NamedTensors:
@@ -95,13 +119,6 @@ class _Place:
     expert: int | None
 
 
-def weight_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Return the weights of a model with their shapes."""
-    with torch.device("meta"):
-        model = registry.build(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-
-
 def places(naming: Naming, config: ModelConfig) -> Iterator[_Place]:
     """Yield the place of every weight that a table knows, for all blocks and experts of a configuration."""
     for row in naming.rows:
@@ -126,7 +143,7 @@ class ForeignWeights:
         """
         self.config, self._fix = config, fix
         self._source, self._naming = source, naming
-        self._shapes = weight_shapes(config)
+        self._shapes = registry.weight_shapes(config)
         self._tied = registry.family_of(config).tied_weights(config)
         self._stored = {naming.current(name): name for name in source.names()}
         self._places: dict[str, dict[int | None, _Place]] = {}

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from pipeline.checkpoint.fragments import Fragment
+from pipeline.checkpoint.weights import Weights
 from pipeline.common.progress import Progress
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -16,19 +16,10 @@ from pipeline.models.tensor_parallel_roles import role
 from pipeline.parallel.pieces import Piece
 
 
-class FullWeights(Protocol):
-    """Full weights, read one at a time."""
+class FullWeights(Weights, Protocol):
+    """Full weights of a model with this configuration, read one at a time."""
 
     config: ModelConfig
-
-    def names(self) -> list[str]:
-        """Names of all weights."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Full shape of a weight."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Full value of a weight, fp32."""
 
 
 def fragments(weights: FullWeights, moments: Mapping[str, FullWeights]) -> Iterator[Fragment]:

@@ -181,8 +181,7 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
     Raises:
         UserError: weights are missing, unexpected or of another shape; one violation each, with the configuration key of the checkpoint.
     """
-    with torch.device("meta"):
-        expected = {name: tuple(parameter.shape) for name, parameter in registry.build(config).named_parameters()}
+    expected = registry.weight_shapes(config)
     shapes = {name: tuple(weights.shape(name)) for name in weights.names()}
     wrong = [f"{name} is missing, {list(shape)} expected" for name, shape in expected.items() if name not in shapes]
     wrong += [f"{name} {list(shape)} is not a weight of the model" for name, shape in shapes.items() if name not in expected]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from copy import copy as shallow
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipeline.checkpoint.weights import Weights
 from pipeline.common.errors import UserError, Violation
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -32,26 +34,13 @@ MATCH = "use a folder whose weights match its config.json, or fix config.json"
 FORMATS = ("F64", "F32", "F16", "BF16")
 
 
-class NamedStock(Protocol):
-    """The tensors of a stock model, by the names of its class.
-
-    Attributes:
-        path: where they are, for messages.
-    """
+class NamedStock(Weights, Protocol):
+    """The tensors of a stock model, by the names of its class; `path` is where they are, for messages."""
 
     path: Path
 
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-
     def number_format(self, name: str) -> str:
         """Dtype of a tensor, in the notation of safetensors."""
-
-    def tensor(self, name: str) -> Tensor:
-        """Value of a tensor, fp32."""
 
 
 def with_single_experts(stock: NamedStock, entries: Iterable[StockTensor]) -> NamedStock:
@@ -62,7 +51,7 @@ def with_single_experts(stock: NamedStock, entries: Iterable[StockTensor]) -> Na
         entries: the table of the class.
     """
     names = set(stock.names())
-    places: dict[str, tuple[str, int, int | None]] = {}
+    parts: dict[str, _Part] = {}
     for entry in entries:
         leaf = entry.names[0].rpartition(".")[2] if entry.names else ""
         if entry.expert != 0 or leaf not in _FUSED:
@@ -70,50 +59,15 @@ def with_single_experts(stock: NamedStock, entries: Iterable[StockTensor]) -> Na
         module, _, end = entry.hf_name.partition(".experts.0.")
         parameter, half = _FUSED[leaf]
         fused = f"{module}.experts.{parameter}"
-        if fused in names and len(stock.shape(fused)) == 3:
-            places |= {f"{module}.experts.{index}.{end}": (fused, index, half) for index in range(stock.shape(fused)[0])}
-    return _SingleExperts(stock, places) if places else stock
-
-
-class _SingleExperts:
-    """Tensors of which some are parts of others, one of which is kept in memory.
-
-    Args:
-        places: name of a part -> the tensor, its index along dim 0, and the half of the rows.
-    """
-
-    def __init__(self, stock: NamedStock, places: dict[str, tuple[str, int, int | None]]) -> None:
-        self.path = stock.path
-        self._stock, self._places = stock, places
-        self._last: tuple[str, Tensor] | None = None
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        fused = {name for name, _, _ in self._places.values()}
-        return [*(name for name in self._stock.names() if name not in fused), *self._places]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
-        if name not in self._places:
-            return self._stock.shape(name)
-        fused, _, half = self._places[name]
-        _, rows, columns = self._stock.shape(fused)
-        return (rows if half is None else rows // 2, columns)
-
-    def number_format(self, name: str) -> str:
-        """Dtype of a tensor, in the notation of safetensors."""
-        return self._stock.number_format(self._places[name][0] if name in self._places else name)
-
-    def tensor(self, name: str) -> Tensor:
-        """Value of a tensor, fp32."""
-        if name not in self._places:
-            return self._stock.tensor(name)
-        fused, index, half = self._places[name]
-        if self._last is None or self._last[0] != fused:
-            self._last = None  # before the next one is read
-            self._last = fused, self._stock.tensor(fused)
-        value = self._last[1][index]
-        return value if half is None else value.chunk(2)[half]
+        if fused not in names or len(stock.shape(fused)) != 3:
+            continue
+        experts, rows, columns = stock.shape(fused)
+        if half is None or rows % 2 == 0:
+            first, rows = (0, rows) if half is None else (half * rows // 2, rows // 2)
+            for index in range(experts):
+                name = f"{module}.experts.{index}.{end}"
+                parts[name] = _Part((fused,), (index, slice(first, first + rows)), (rows, columns), fused)
+    return _Parts(stock, parts) if parts else stock
 
 
 def with_own_rows(stock: NamedStock, entries: Iterable[StockTensor], shapes: dict[str, tuple[int, ...]]) -> NamedStock:
@@ -129,55 +83,71 @@ def with_own_rows(stock: NamedStock, entries: Iterable[StockTensor], shapes: dic
         if entry.part_of:
             parameters.setdefault(entry.part_of, []).append((entry.hf_name, shapes[entry.names[0]][0]))
     names = set(stock.names())
-    places: dict[str, tuple[list[str], int, int]] = {}
-    for parameter, parts in parameters.items():
-        sources = [parameter] if parameter in names else [name for name, _ in parts]
-        if not names.issuperset(sources) or sum(sum(stock.shape(name)[:1]) for name in sources) != sum(rows for _, rows in parts):
+    parts: dict[str, _Part] = {}
+    for parameter, members in parameters.items():
+        sources = (parameter,) if parameter in names else tuple(name for name, _ in members)
+        if not names.issuperset(sources) or sum(sum(stock.shape(name)[:1]) for name in sources) != sum(rows for _, rows in members):
             continue  # the check names them
         first = 0
-        for name, rows in parts:
-            places[name] = sources, first, rows
+        for name, rows in members:
+            like = name if name in sources else sources[0]
+            parts[name] = _Part(sources, (slice(first, first + rows),), (rows, *stock.shape(like)[1:]), like)
             first += rows
-    return _OwnRows(stock, places) if places else stock
+    return _Parts(stock, parts) if parts else stock
 
 
-class _OwnRows:
-    """Tensors of which some are rows of others, one after the other.
+@dataclass(frozen=True)
+class _Part:
+    """A tensor that the files have as a part of others.
 
-    Args:
-        places: name -> the tensors, the first row and the number of rows.
+    Attributes:
+        sources: names of these, whose rows are one after the other.
+        index: of the part in all of them.
+        shape: of the part.
+        like: the source that has its dtype.
     """
 
-    def __init__(self, stock: NamedStock, places: dict[str, tuple[list[str], int, int]]) -> None:
+    sources: tuple[str, ...]
+    index: tuple[int | slice, ...]
+    shape: tuple[int, ...]
+    like: str
+
+
+class _Parts:
+    """Tensors of which some are parts of others; what the last of these was taken from is kept in memory.
+
+    Args:
+        parts: by name.
+    """
+
+    def __init__(self, stock: NamedStock, parts: dict[str, _Part]) -> None:
         self.path = stock.path
-        self._stock, self._places = stock, places
+        self._stock, self._parts = stock, parts
+        self._last: tuple[tuple[str, ...], Tensor] | None = None
 
     def names(self) -> list[str]:
         """Names of all tensors."""
-        sources = {name for names, _, _ in self._places.values() for name in names}
-        return [*(name for name in self._stock.names() if name not in sources), *self._places]
+        sources = {name for part in self._parts.values() for name in part.sources}
+        return [*(name for name in self._stock.names() if name not in sources), *self._parts]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor."""
-        if name not in self._places:
-            return self._stock.shape(name)
-        return (self._places[name][2], *self._stock.shape(self._source(name))[1:])
+        return self._parts[name].shape if name in self._parts else self._stock.shape(name)
 
     def number_format(self, name: str) -> str:
         """Dtype of a tensor, in the notation of safetensors."""
-        return self._stock.number_format(self._source(name))
+        return self._stock.number_format(self._parts[name].like if name in self._parts else name)
 
     def tensor(self, name: str) -> Tensor:
         """Value of a tensor, fp32."""
-        if name not in self._places:
+        if name not in self._parts:
             return self._stock.tensor(name)
-        sources, first, rows = self._places[name]
-        return torch.cat([self._stock.tensor(source) for source in sources])[first : first + rows]
-
-    def _source(self, name: str) -> str:
-        """The tensor that tells width and dtype: the one of the same name, or the parameter."""
-        sources = self._places[name][0] if name in self._places else [name]
-        return name if name in sources else sources[0]
+        part = self._parts[name]
+        if self._last is None or self._last[0] != part.sources:
+            self._last = None  # before the next one is read
+            tensors = [self._stock.tensor(source) for source in part.sources]
+            self._last = part.sources, tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        return self._last[1][part.index]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -234,9 +204,7 @@ class ImportedWeights:
             fix: advice for tensors that do not match it.
         """
         self.config = config = registry.mapping_of(config).from_weights(config, stock)
-        with torch.device("meta"):
-            model = registry.build(config)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._shapes = registry.weight_shapes(config)
         self._entries, self._copies = registry.stock_tensors(config)
         self._stock, self._fix = (stock := self._as_in_the_table(stock)), fix
         self._names = set(stock.names())

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError, Violation
 from pipeline.conversion import safe_pickle
 from pipeline.conversion.dcp_import import INDEX, DcpFolder
+from pipeline.conversion.foreign_weights import RankFiles, Source
 
 #: File beside the folders of the steps, which names the newest.
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -66,7 +67,7 @@ def arguments(state: Any, path: Path) -> dict[str, Any] | None:
     return None if args is None else dict(vars(args))
 
 
-class MegatronFolder:
+class MegatronFolder(RankFiles):
     """The tensors of a step with a file a rank. Layers are numbered over all pipeline stages, experts over all expert-parallel ranks.
 
     Attributes:
@@ -80,34 +81,17 @@ class MegatronFolder:
         Raises:
             UserError: files are missing, damaged, of several steps, or of a version whose order of weights is another one.
         """
-        self.path = folder
+        super().__init__(folder)
         paths = _rank_files(folder)
         first = next(iter(paths.values()))
         state = safe_pickle.load(first)
         self.arguments = arguments(state, first)
         self._files = _by_rank(paths, self.arguments or {}, folder)
-        self._shards: dict[str, list[tuple[Tensor, Path]]] = {}
         self._read()
 
     def files(self) -> list[Path]:
         """All files that are read."""
         return list(self._files.values())
-
-    def names(self) -> list[str]:
-        """Names of all tensors, as the files have them but for the numbers of layers and experts."""
-        return list(self._shards)
-
-    def origin(self, name: str) -> str:
-        """The name, and the file of the first rank that has it."""
-        return f"{name} ({self._shards[name][0][1].relative_to(self.path)})"
-
-    def meta(self, name: str) -> list[Tensor]:
-        """Shapes and dtypes of the shards."""
-        return [torch.empty_like(tensor, device="meta") for tensor in self.shards(name)]
-
-    def shards(self, name: str) -> list[Tensor]:
-        """The shards, as views of the mapped files."""
-        return [tensor for tensor, _ in self._shards[name]]
 
     def _read(self) -> None:
         """Collect the tensors: virtual stages in their order, in each the pipeline ranks, in each the tensor-parallel ranks."""
@@ -147,7 +131,7 @@ class MegatronFolder:
             if is_expert:
                 offset = expert * experts
                 full = re.sub(r"(local_experts\.|fc\d\.weight)(\d+)", lambda match: f"{match[1]}{int(match[2]) + offset}", full)  # noqa: B023
-            self._shards.setdefault(full, []).append((value, path))
+            self._shards[full].append((value, path))
         return local
 
 
@@ -201,7 +185,7 @@ def _count(names: dict[str, Any], pattern: str) -> int:
     return max((int(next(group for group in match.groups() if group)) + 1 for match in matches if match), default=0)
 
 
-class MegatronDistributed:
+class MegatronDistributed(Source):
     """The tensors of a distributed checkpoint, one of which may be that of all layers, and of all experts.
 
     Attributes:

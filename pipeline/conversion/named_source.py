@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.conversion import foreign_names
-from pipeline.conversion.foreign_weights import ForeignWeights, NamedTensors, Source, places, weight_shapes
+from pipeline.conversion.foreign_weights import ForeignWeights, NamedTensors, Source, places
 from pipeline.conversion.huggingface_import import ImportedWeights
 from pipeline.models import registry
 from pipeline.models.config import ModelConfig
@@ -23,7 +23,7 @@ log = logging.getLogger("pipeline")
 _OTHER_STATE = ("optimizer.", "optim.", "lr_scheduler", "dataloader", "train_state", "rng", "step", "iteration")
 
 
-class Prefixed:
+class Prefixed(Source):
     """The tensors of a source whose names begin with a prefix, without it.
 
     Attributes:
@@ -68,7 +68,7 @@ def open_weights(
     Raises:
         UserError: the names are not of any of these.
     """
-    shapes = weight_shapes(config)
+    shapes = registry.weight_shapes(config)
     ours = foreign_names.ours(list(shapes))
     titan = [place.theirs for place in places(foreign_names.TORCHTITAN, config) if place.name in shapes]
     expected = {"Hugging Face": _stock_names(config), "torchtitan": titan, ours.tool: list(shapes)}

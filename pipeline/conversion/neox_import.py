@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped] # PyYAML has no types
-from torch import Tensor
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.conversion import safe_pickle
+from pipeline.conversion.foreign_weights import RankFiles
 
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _RANK = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -31,7 +30,7 @@ def is_neox(step: Path) -> bool:
     return isinstance(module, dict) and any(_SEQUENTIAL.match(name) for name in module)
 
 
-class NeoxFolder:
+class NeoxFolder(RankFiles):
     """The tensors of a step. Blocks are named `layers.N`.
 
     Attributes:
@@ -45,9 +44,8 @@ class NeoxFolder:
         Raises:
             UserError: files are missing or damaged.
         """
-        self.path = folder
+        super().__init__(folder)
         self.settings = _settings(folder)
-        self._shards: dict[str, list[tuple[Tensor, Path]]] = defaultdict(list)
         layered = sorted((int(m[1]), int(m[2]), path) for path in folder.iterdir() if (m := _LAYER.fullmatch(path.name)))
         if layered:
             _check_grid({(layer, rank) for layer, rank, _ in layered}, int(self.settings.get("model_parallel_size") or 0), folder)
@@ -77,22 +75,6 @@ class NeoxFolder:
     def files(self) -> list[Path]:
         """All files that are read."""
         return self._files
-
-    def names(self) -> list[str]:
-        """Names of all tensors."""
-        return list(self._shards)
-
-    def origin(self, name: str) -> str:
-        """The name, and the file of the first rank that has it."""
-        return f"{name} ({self._shards[name][0][1].name})"
-
-    def meta(self, name: str) -> list[Tensor]:
-        """Shapes and dtypes of the shards."""
-        return [torch.empty_like(tensor, device="meta") for tensor in self.shards(name)]
-
-    def shards(self, name: str) -> list[Tensor]:
-        """The shards, as views of the mapped files."""
-        return [tensor for tensor, _ in self._shards[name]]
 
 
 def _sequential(path: Path) -> list[tuple[int, str, Any, Path]]:

@@ -12,7 +12,7 @@ from pipeline.checkpoint.native import TrainState
 from pipeline.common.errors import UserError, Violation
 from pipeline.conversion import safe_pickle
 from pipeline.conversion import universal_format as universal
-from pipeline.conversion.foreign_weights import NamedTensors
+from pipeline.conversion.foreign_weights import NamedTensors, Source
 from pipeline.conversion.huggingface_import import ImportedWeights
 
 _CONVERT = "python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {0} --output_folder {0}_universal"
@@ -134,8 +134,8 @@ _FROZEN = (
 )
 
 
-class _Tensors:
-    """The tensors of a kind, as a source of weights (foreign_weights.Source)."""
+class _Tensors(Source):
+    """The tensors of a kind, by the names of their folders."""
 
     def __init__(self, folder: UniversalFolder, kind: str) -> None:
         self.path, self._folder = folder.path, folder
@@ -147,25 +147,14 @@ class _Tensors:
         """Names of the parameters that have such a file."""
         return self._names
 
-    def origin(self, name: str) -> str:
-        """The name itself, which is that of its folder."""
-        return name
-
-    def meta(self, name: str) -> list[Tensor]:
-        """Shape and dtype of a tensor."""
-        return [self._read(name).to("meta")]
-
     def shards(self, name: str) -> list[Tensor]:
         """The tensor."""
-        return [self._read(name)]
-
-    def _read(self, name: str) -> Tensor:
         path = self.path / universal.ZERO / name / self._file
         content = safe_pickle.load(path)
         value = content.get(universal.PARAM) if isinstance(content, dict) else content  # ZeRO 3 writes the tensor alone
         if not isinstance(value, Tensor):
             raise UserError.of("stage.input", path, f"has no tensor {universal.PARAM}", _AGAIN)
-        return self._folder.shaped(name, value.detach())
+        return [self._folder.shaped(name, value.detach())]
 
 
 def _entries(path: Path) -> dict[str, Any]:

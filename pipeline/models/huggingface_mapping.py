@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,7 +38,7 @@ def positive(key: str, value: object) -> int:
 class StoredTensors(Protocol):
     """The tensors of the files of a Hugging Face model, by name."""
 
-    def names(self) -> list[str]:
+    def names(self) -> Iterable[str]:
         """Names of all tensors."""
 
     def tensor(self, name: str) -> Tensor:

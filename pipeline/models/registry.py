@@ -40,6 +40,14 @@ def build(config: ModelConfig) -> Model:
     return family_of(config).build(config)
 
 
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the weights of a model with their shapes, without memory for them."""
+    import torch  # a configuration is read without it
+
+    with torch.device("meta"):
+        return {name: tuple(parameter.shape) for name, parameter in build(config).named_parameters()}
+
+
 def mapping_of(config: ModelConfig) -> HuggingFaceMapping:
     """Return the mapping of the Hugging Face class that supports this configuration.
 

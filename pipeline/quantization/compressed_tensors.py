@@ -98,8 +98,7 @@ HEAD = "lm_head.weight"
 
 def _ignored(config: ModelConfig) -> Iterable[str]:
     """The stock modules with matrices that are not quantized: embeddings and head, by their names in files and in transformers."""
-    with torch.device("meta"):
-        matrices = {name for name, parameter in registry.build(config).named_parameters() if parameter.dim() == 2}
+    matrices = {name for name, shape in registry.weight_shapes(config).items() if len(shape) == 2}
     rows, duplicates = registry.stock_tensors(config)
     quantized = {row.hf_name for row in quantized_rows(config)}
     names = {row.hf_name for row in rows if matrices.issuperset(row.names) and row.hf_name not in quantized} | duplicates.keys()
