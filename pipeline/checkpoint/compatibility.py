@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.checkpoint.lora_adapter import lora_of
 from pipeline.checkpoint.lora_merge import MergedWeights
@@ -19,6 +19,7 @@ from pipeline.config import phases
 from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
+from pipeline.data.load.objectives.objective import Objective
 from pipeline.data.tokenize.tokenizer import check_same
 from pipeline.models import config_classes
 from pipeline.models.rope import extended
@@ -27,21 +28,7 @@ log = logging.getLogger("pipeline")
 #: Keys of the head of an encoder.
 _HEAD = ("model.labels", "model.next_sentence", "model.tie_embeddings")
 #: Parts of the configuration whose changes are not named at a resume: they do not change training, or may not differ.
-_NOT_OF_TRAINING = frozenset(
-    {
-        "run_dir",
-        "stage",
-        "model",
-        "clean",
-        "dedup",
-        "evaluation",
-        "cluster",
-        "submit",
-        "certify",
-        "tracking",
-        "dry_run",
-    }  # clean, dedup: stage=shard
-)
+_NOT_OF_TRAINING = {"run_dir", "stage", "model", "clean", "dedup", "evaluation", "cluster", "submit", "certify", "tracking", "dry_run"}
 #: Settings of lora that decide which weights a run has, and trains.
 _ADAPTER_SETTINGS = ("rank", "alpha", "targets", "rank_pattern", "alpha_pattern", "quantize", "modules_to_save")
 
@@ -84,22 +71,7 @@ def _folder_of(config: Mapping[str, Any], checkpoint: Path | None) -> Path:
     return Path(config.get("tokenizer", {}).get("path", ""))
 
 
-class TrainingData(Protocol):
-    """What a checkpoint records of the training data."""
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """Configuration keys that determine a sample, named when samples differ."""
-
-    @property
-    def data_key(self) -> str:
-        """The configuration key that names the data."""
-
-    def fingerprint(self, config: RunConfig, consumed: int) -> str:
-        """A short text that is equal for two runs if their first `consumed` samples are equal."""
-
-
-def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData, *, is_fork: bool = False) -> None:
+def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective, *, is_fork: bool = False) -> None:
     """Refuse to resume with another model, other samples or another optimizer. Layout, batch size, learning rate and others may change.
 
     A checkpoint that has consumed no sample (an imported model) may continue with any data.
@@ -147,7 +119,7 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: TrainingData
         raise UserError(violations)
 
 
-def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: TrainingData) -> None:
+def _check_other_data(checkpoint: Checkpoint, config: RunConfig, data: Objective) -> None:
     """Refuse other data for a fork that is of another tokenizer, and log that the samples from here on are of other data.
 
     Raises:

@@ -23,29 +23,8 @@ from pipeline.common.git_commit import commit
 from pipeline.config import paths, renamed
 from pipeline.parallel.pieces import Piece, Slice
 
-__all__ = [
-    "EMA",
-    "INDEX",
-    "PARTS",
-    "FileEntry",
-    "Index",
-    "PartsEntry",
-    "TensorEntry",
-    "TrainState",
-    "complete",
-    "damaged",
-    "describe",
-    "find",
-    "find_start",
-    "folder_of",
-    "new_index",
-    "piece_of",
-    "read_index",
-    "set_aside",
-    "step_of",
-    "tensor_key",
-    "write_index",
-]
+#: Names of the other files that are names of this one, too.
+__all__ = ["INDEX", "FileEntry", "complete", "folder_of", "step_of"]
 
 PARTS = "parts.npy"
 #: Advice for a damaged checkpoint.
