@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.checkpoint import catalog, commit
 from pipeline.checkpoint.data_file import WrittenFile
-from pipeline.checkpoint.handover import Commit, Member, identity_of
+from pipeline.checkpoint.handover import Member, identity_of
 from pipeline.checkpoint.staged_file import Handed, NotFiniteError
 
 
@@ -54,15 +54,6 @@ def finish(run_dir: Path, partial: Path, writers: int, stopped: Callable[[], str
             raise TimeoutError(f"{without}, the first is writer {missing[0]}")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
-
-
-def prune(run_dir: Path, settings: Commit) -> None:
-    """Remove the checkpoints that nothing keeps. One that cannot be removed is removed after the next save.
-
-    Raises:
-        OSError: one could not be removed.
-    """
-    catalog.prune(run_dir, settings.keep, settings.keep_every, lambda old: old.name in settings.needed)
 
 
 @dataclass

@@ -12,9 +12,10 @@ import numpy as np
 import xxhash
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.data_file import header_of
 from pipeline.checkpoint.data_reader import Counters
 from pipeline.checkpoint.native import PARTS, FileEntry, Index, TensorEntry
-from pipeline.checkpoint.parts import NOT_STORED, padded, row_dtype, sort_rows
+from pipeline.checkpoint.parts import NOT_STORED, padded, read_header, row_dtype, sort_rows
 from pipeline.common.errors import UserError
 
 #: The longest gap between rows of parts.npy that is read with them, bytes.
@@ -78,7 +79,8 @@ class PartRows:
         try:
             with open(self._path, "rb", buffering=0) as handle:
                 self._counters.opened.append(PARTS)
-                start = _data_offset(handle)
+                read_header(handle)
+                start = handle.tell()
                 self._counters.add(start)
                 groups: list[list[str]] = []
                 for name in names:
@@ -104,13 +106,6 @@ class PartRows:
         return np.frombuffer(content, self._dtype)
 
 
-def _data_offset(handle: Any) -> int:
-    """The offset of the first row of an open array file."""
-    version = np.lib.format.read_magic(handle)
-    (np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0)(handle)
-    return int(handle.tell())
-
-
 def _of_headers(folder: Path, index: Index) -> Contents:
     """The content of a checkpoint of format 1, from the headers of its files.
 
@@ -122,7 +117,7 @@ def _of_headers(folder: Path, index: Index) -> Contents:
     kinds = index.kinds
     for number, file in enumerate(index.files):
         try:
-            start, header = _header(folder / file.name)
+            header, start = header_of(folder / file.name)
             geometries: dict[str, Any] = json.loads(header["__metadata__"]["fragments"])
             rows = np.zeros(len(geometries), row_dtype(len(kinds)))
             rows["file"], rows["offset"] = number, NOT_STORED
@@ -146,19 +141,6 @@ def _of_headers(folder: Path, index: Index) -> Contents:
     ends = np.searchsorted(every["tensor"], np.arange(len(order)), side="right").tolist()
     spans = dict(zip(order, zip([0, *ends], ends, strict=False), strict=True))
     return Contents(replace(index, tensors={name: replace(tensors[name], rows=spans[name]) for name in order}), every)
-
-
-def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The offset of the data of a safetensors file, and its header.
-
-    Raises:
-        OSError, ValueError: it is not readable.
-    """
-    with open(path, "rb") as handle:
-        size = int.from_bytes(handle.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError("its header is damaged")
-        return 8 + size, json.loads(handle.read(size))
 
 
 def _unreadable(folder: Path, file: FileEntry, error: Exception) -> UserError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -269,6 +270,21 @@ class BlockHasher:
         if self._filled and not self._empty:
             self._finish()
         return np.array(self._digests, np.uint64)
+
+
+def header_of(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the offset of its first tensor.
+
+    Raises:
+        ValueError: it is no header.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        if size > path.stat().st_size:
+            raise ValueError("its header is damaged")
+        content: dict[str, Any] = json.loads(handle.read(size))
+    return content, 8 + size
 
 
 def read_digests(handle: int, offset: int, size: int, block_bytes: int, before: int) -> npt.NDArray[np.uint64]:

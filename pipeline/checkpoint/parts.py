@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -141,18 +142,28 @@ def read_rows(path: Path, first: int = 0, last: int | None = None) -> np.ndarray
         ValueError: the file is no array of rows, or too short.
     """
     with open(path, "rb") as handle:
-        try:
-            version = np.lib.format.read_magic(handle)
-            read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read_header(handle)
-        except Exception as error:  # numpy parses the header as Python: a damaged one raises whatever the parser raises
-            raise ValueError(f"{path.name}: its header is damaged") from error
-        last = shape[0] if last is None else last
+        rows, dtype = read_header(handle)
+        last = rows if last is None else last
         handle.seek(first * dtype.itemsize, 1)
-        rows = np.fromfile(handle, dtype, last - first)
-    if len(rows) != last - first:
+        read = np.fromfile(handle, dtype, last - first)
+    if len(read) != last - first:
         raise ValueError(f"it ends before row {last}")
-    return rows
+    return read
+
+
+def read_header(handle: IO[bytes] | FileIO) -> tuple[int, np.dtype[Any]]:
+    """Read the header of parts.npy, up to its first row, and return the number of rows and their fields.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        version = np.lib.format.read_magic(handle)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(handle)
+        return int(shape[0]), dtype
+    except Exception as error:  # numpy parses the header as Python: a damaged one raises whatever the parser raises
+        raise ValueError("parts.npy: its header is damaged") from error
 
 
 def overlap(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -111,8 +112,13 @@ def save(
         UserError: a weight is not finite, or a rank could not write (disk full, quota); the partial checkpoint is removed.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
+
+    def begin() -> Path:
+        with _reported(run_dir):
+            return commit.begin(run_dir, index, commit.new_attempt(), world_size)
+
     _check_finite(fragments, index.train_state.step)
-    folder = on_rank_0(lambda: _reported(run_dir, lambda: commit.begin(run_dir, index, commit.new_attempt(), world_size)))
+    folder = on_rank_0(begin)
     shares = plan([fragment.held() for fragment in fragments])
     write_files = _write_with_node if files == "node" else _write_alone
     answers = gather_objects(_try_to(lambda: write_record(folder, rank, write_files(folder, fragments, shares))))
@@ -122,7 +128,8 @@ def save(
         try:
             if failures:
                 raise UserError.of("run_dir", folder, failures[0], advice(failures[0], _THEN))
-            return _reported(run_dir, lambda: commit.commit(run_dir))
+            with _reported(run_dir):
+                return commit.commit(run_dir)
         except UserError:
             _abandon(run_dir)
             raise
@@ -148,14 +155,15 @@ def _abandon(run_dir: Path) -> None:
         log.warning("%s: the partial checkpoint is not removed: %s", run_dir, error)
 
 
-def _reported(run_dir: Path, call: Callable[[], Path]) -> Path:
-    """Call a function that writes to the run directory.
+@contextmanager
+def _reported(run_dir: Path) -> Iterator[None]:
+    """A context that writes to the run directory.
 
     Raises:
         UserError: it could not write, or the records do not fit together.
     """
     try:
-        return call()
+        yield
     except (OSError, ValueError) as error:
         raise UserError.of("run_dir", run_dir, f"the checkpoint could not be written: {error}", advice(str(error), _THEN)) from error
 
@@ -249,30 +257,21 @@ def save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_b
     Raises:
         UserError: a file could not be written, or another job uses the run directory; the partial checkpoint is removed.
     """
-
-    def write_locked() -> Path:
-        with claimed(run_dir, "run_dir"):
-            return _save_full(run_dir, index, fragments, file_bytes)
-
-    return _reported(run_dir, write_locked)
-
-
-def _save_full(run_dir: Path, index: Index, fragments: Iterable[Fragment], file_bytes: int) -> Path:
-    """Write the files and commit; see save_full."""
-    (run_dir / "checkpoints").mkdir(exist_ok=True)
-    commit.finish_interrupted(run_dir)
-    folder = commit.begin(run_dir, index, commit.new_attempt(), 1)
-    try:
-        written = []
-        for number, group in enumerate(_groups(fragments, min(file_bytes, _MOST))):
-            shares = plan([fragment.held() for fragment in group])
-            written.append(write(folder / file_name(number), [share.part for share in shares], _reader(group, shares)))
-            group.clear()  # before the next ones are loaded
-        write_record(folder, 0, written)
-        return commit.commit(run_dir)
-    except BaseException:
-        _abandon(run_dir)
-        raise
+    with _reported(run_dir), claimed(run_dir, "run_dir"):
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        commit.finish_interrupted(run_dir)
+        folder = commit.begin(run_dir, index, commit.new_attempt(), 1)
+        try:
+            written = []
+            for number, group in enumerate(_groups(fragments, min(file_bytes, _MOST))):
+                shares = plan([fragment.held() for fragment in group])
+                written.append(write(folder / file_name(number), [share.part for share in shares], _reader(group, shares)))
+                group.clear()  # before the next ones are loaded
+            write_record(folder, 0, written)
+            return commit.commit(run_dir)
+        except BaseException:
+            _abandon(run_dir)
+            raise
 
 
 def _groups(fragments: Iterable[Fragment], file_bytes: int) -> Iterator[list[Fragment]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -137,24 +136,6 @@ def runs_of_rows(rows: np.ndarray, kinds: Sequence[str], tensors: Mapping[str, T
         for kind, offset, block, xxh3 in zip(kinds, row["offset"].tolist(), row["block"].tolist(), row["xxh3"].tolist(), strict=True):
             if offset != NOT_STORED:
                 yield StoredRun(name, kind, entry.shape, box, start, count, entry.dtypes[kind], file, offset, block, xxh3)
-
-
-def header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and the offset of its first tensor.
-
-    Raises:
-        ValueError: it is no header.
-        OSError: the file cannot be read.
-    """
-    with open(path, "rb") as handle:
-        size = int.from_bytes(handle.read(8), "little")
-        if size > path.stat().st_size:
-            raise ValueError(f"{path.name}: its header is damaged")
-        try:
-            content: dict[str, Any] = json.loads(handle.read(size))
-        except ValueError as error:
-            raise ValueError(f"{path.name}: its header is damaged") from error
-    return content, 8 + size
 
 
 def values(path: Path, run: StoredRun) -> Iterator[npt.NDArray[Any]]:

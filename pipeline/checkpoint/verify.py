@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from pipeline.checkpoint import catalog, native, stored_runs
-from pipeline.checkpoint.data_file import FileEntry, read_digests
+from pipeline.checkpoint.data_file import FileEntry, header_of, read_digests
 from pipeline.checkpoint.native import Index, TensorEntry
 from pipeline.checkpoint.parts import Part, digest_of
 from pipeline.checkpoint.stored_runs import StoredRun
@@ -110,7 +110,7 @@ def _format_1(folder: Path, index: Index, progress: Progress) -> Iterator[Damage
 
 def _content(path: Path) -> str:
     try:
-        keys = [key for key in stored_runs.header(path)[0] if key != "__metadata__"]
+        keys = [key for key in header_of(path)[0] if key != "__metadata__"]
     except (OSError, ValueError):
         return "its tensors are unknown"
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
@@ -206,7 +206,7 @@ def _check_header(path: Path, runs: Sequence[StoredRun]) -> None:
     Raises:
         ValueError, KeyError: it describes them otherwise, or is no header.
     """
-    content, first = stored_runs.header(path)
+    content, first = header_of(path)
     for run in runs:
         key = Part(run.name, run.shape, run.box, run.start, run.count, 1, {}).key(run.kind)
         if content[key] != {"dtype": run.dtype, "shape": [run.count], "data_offsets": [run.offset - first, run.offset - first + run.bytes]}:

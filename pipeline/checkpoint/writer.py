@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from pipeline.checkpoint import commit, handover, records
-from pipeline.checkpoint.attempt import Attempt, check_folder, discard, finish, prune, reason_of, tell, tell_later
+from pipeline.checkpoint import catalog, commit, handover, records
+from pipeline.checkpoint.attempt import Attempt, check_folder, discard, finish, reason_of, tell, tell_later
 from pipeline.checkpoint.handover import Abandon, Commit, Committed, Failed, Member, Save, Written
 from pipeline.checkpoint.staged_file import Handed, NotFiniteError, Segments, weight_digests, write_file
 from pipeline.common import locks
@@ -212,7 +212,7 @@ class WriterState:
             return
         rank.answer(Committed(save.attempt, save.step, folder))
         try:
-            prune(member.run_dir, settings)
+            catalog.prune(member.run_dir, settings.keep, settings.keep_every, lambda old: old.name in settings.needed)
         except OSError:
             traceback.print_exc()  # the next save removes them
 
