@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,29 +54,16 @@ def _import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-class _Units:
+def _units(mesh: Mesh) -> SimpleNamespace:
     """The process groups of a mesh in the interface of Megatron's `mpu`, by which DeepSpeed asks for them."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._data, self._tensor = mesh.dense, mesh.tensor
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        return self._data
-
-    def get_data_parallel_rank(self) -> int:
-        return self._data.rank()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self._data.size()
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        return self._tensor
-
-    def get_model_parallel_rank(self) -> int:
-        return self._tensor.rank()
-
-    def get_model_parallel_world_size(self) -> int:
-        return self._tensor.size()
+    return SimpleNamespace(
+        get_data_parallel_group=lambda: mesh.dense,
+        get_data_parallel_rank=mesh.dense.rank,
+        get_data_parallel_world_size=mesh.dense.size,
+        get_model_parallel_group=lambda: mesh.tensor,
+        get_model_parallel_rank=mesh.tensor.rank,
+        get_model_parallel_world_size=mesh.tensor.size,
+    )
 
 
 class DeepSpeedEngine(Engine):
@@ -102,7 +90,7 @@ class DeepSpeedEngine(Engine):
             parameter.tensor_model_parallel = piece.is_sliced_along("tensor")  # type: ignore[attr-defined] # counts on each rank in the norm
             if mesh.layout.tensor > 1 and sums_over_tensor(piece, sequence=parallel.sequence_parallel):
                 parameter.register_hook(partial(_summed, mesh.tensor))
-        units = _Units(mesh)
+        units = _units(mesh)
         # The optimizer and the schedule of a file are those of DeepSpeed, which steps both.
         ours = "optimizer" not in settings
         betas = optimizer.beta1, optimizer.beta2
@@ -133,7 +121,7 @@ class DeepSpeedEngine(Engine):
         self._learned()
         self._average = WeightAverage(training, [whole["weight"] for _, whole in self._masters])
 
-    def _partition(self, stage: nn.Module, settings: dict[str, Any], units: _Units) -> None:
+    def _partition(self, stage: nn.Module, settings: dict[str, Any], units: SimpleNamespace) -> None:
         """Allocate the weights and divide them over the data ranks, block by block: a rank could not hold all of them (ZeRO 3).
 
         The groups of ZeRO++'s secondary partitions are made once, by the only call then.

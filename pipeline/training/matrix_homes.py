@@ -9,7 +9,7 @@ the result goes to all of them, so that copies stay equal in every bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,36 +44,25 @@ class Update:
     factor: float
 
 
-class MatrixHomes:
-    """Computes the orthogonalized updates of this rank's matrices, with those of the other ranks, in rounds.
+def rounds_of(
+    spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, orthogonalize: Orthogonalize, adjust: Callable[[int, int], float]
+) -> list[Round]:
+    """Return the rounds in which this rank's matrices are updated, with those of the other ranks: each calls `updates` in their order.
 
     Args:
         spaces: with all matrices of this rank.
-        rule: of the run.
         tensor: the tensor ranks.
         orthogonalize: matrices of one shape -> those of the results.
         adjust: (rows, columns) of a matrix -> factor of its update.
-
-    Attributes:
-        rounds: every rank calls `updates` of each, in their order.
     """
-
-    def __init__(
-        self,
-        spaces: Sequence[Space],
-        rule: MatrixRule,
-        tensor: ProcessGroup,
-        orthogonalize: Orthogonalize,
-        adjust: Callable[[int, int], float],
-    ) -> None:
-        groups: dict[ProcessGroup, list[Space]] = {}
-        for space in spaces:
-            groups.setdefault(space.group, []).append(space)
-        self.rounds = [
-            Round(part, rule, group, tensor, orthogonalize, adjust)
-            for group, members in groups.items()
-            for part in divide_in_rounds(members, elements_at_once(group.size() * tensor.size()))
-        ]
+    groups: dict[ProcessGroup, list[Space]] = {}
+    for space in spaces:
+        groups.setdefault(space.group, []).append(space)
+    return [
+        Round(part, rule, group, tensor, orthogonalize, adjust)
+        for group, members in groups.items()
+        for part in divide_in_rounds(members, elements_at_once(group.size() * tensor.size()))
+    ]
 
 
 def elements_at_once(ranks: int) -> int:
@@ -92,7 +81,7 @@ def divide_in_rounds(spaces: Sequence[Space], most: int) -> list[list[Space]]:
 class Round:
     """Matrices whose pieces are divided over one group of ZeRO, and which are updated at once.
 
-    Args: see MatrixHomes; group: that of all spaces.
+    Args: see rounds_of; group: that of all spaces.
 
     Attributes:
         masters: the master weights of the spaces.

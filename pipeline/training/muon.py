@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline.config.optimizer import OPTIMIZERS, OptimizerConfig
 from pipeline.training.elementwise_optimizers import EagerAdamW, Groups, Scales, create_state, lerp_
-from pipeline.training.matrix_homes import MatrixHomes, Round
+from pipeline.training.matrix_homes import Round, rounds_of
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 
@@ -84,20 +84,20 @@ class Muon(EagerAdamW):
     def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int = 0) -> None:
         super().__init__(groups, config, lr, steps)
         self._config = config
-        self._homes: MatrixHomes | None = None
+        self._rounds: list[Round] = []
 
-    def begin(self, spaces: list[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: torch.dtype) -> None:
+    def begin(self, spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: str) -> None:
         """Adopt the matrices of this rank.
 
         Args:
             spaces: of the master weights of the groups with `muon`.
-            rule: of the run.
             tensor: the tensor ranks.
-            dtype: in which Newton-Schulz computes.
+            dtype: precision.dtype. Newton-Schulz computes in bf16, for fp32 in fp32.
         """
         orthogonalize = partial(orthogonalized, steps=self._config.muon_steps)
         adjust = partial(adjustment, self._config.muon_adjust_lr)
-        self._homes, self._dtype = MatrixHomes(spaces, rule, tensor, orthogonalize, adjust), dtype
+        self._rounds = rounds_of(spaces, rule, tensor, orthogonalize, adjust)
+        self._dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -113,13 +113,13 @@ class Muon(EagerAdamW):
         """Update the matrices."""
         if not groups:
             return
-        assert self._homes is not None
+        assert self._rounds, "begin has adopted the matrices"
         scales_of: dict[Tensor, tuple[Scales, Tensor]] = {}
         for group in groups:
             create_state(self, OPTIMIZERS["muon"].state_of(muon=True), group["params"])
             scales = Scales.of(self, group["lr"] * self._config.muon_lr_factor, group["params"][0].device)
             scales_of |= dict.fromkeys(group["params"], (scales, 1 - scales.lr * group["weight_decay"]))
-        for homes in self._homes.rounds:
+        for homes in self._rounds:
             self._step_round(homes, scales_of)
 
     def _step_round(self, homes: Round, scales_of: Mapping[Tensor, tuple[Scales, Tensor]]) -> None:
@@ -144,15 +144,3 @@ class Muon(EagerAdamW):
         state["step"].add_(scales.applied)
         average = lerp_(state["exp_avg"], gradient, 1 - momentum, scales.applied)
         return (gradient.lerp_(average, momentum) if self._config.muon_nesterov else average).to(self._dtype)
-
-
-def begin(optimizer: torch.optim.Optimizer, spaces: Iterable[Space], rule: MatrixRule, tensor: ProcessGroup, dtype: str) -> None:
-    """Give an optimizer the matrices of this rank, if it is Muon; see Muon.begin.
-
-    Args:
-        optimizer: of the master weights.
-        spaces, rule, tensor: see Muon.begin.
-        dtype: precision.dtype. Newton-Schulz computes in bf16, for fp32 in fp32.
-    """
-    if isinstance(optimizer, Muon):
-        optimizer.begin(list(spaces), rule, tensor, torch.float32 if dtype == "fp32" else torch.bfloat16)

@@ -20,7 +20,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import DTYPES, LocalModel
 from pipeline.parallel.pieces import Piece
 from pipeline.parallel.tensor_parallel import joint_layers
-from pipeline.training import gradient_clipping, muon, noise_scale
+from pipeline.training import gradient_clipping, noise_scale
 from pipeline.training.buckets import Bucket, build_buckets, is_primary_copy, partition_fragments
 from pipeline.training.elementwise_optimizers import Groups
 from pipeline.training.engine import Engine, fixed_fragments
@@ -28,6 +28,7 @@ from pipeline.training.gradient_reduction import GradientReducer, Reduction
 from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
+from pipeline.training.muon import Muon
 from pipeline.training.offloaded_update import OffloadedUpdate, in_host_memory
 from pipeline.training.weight_gathering import FlatWeights, WeightGatherer
 from pipeline.training.weight_update import StepResult, WeightUpdate
@@ -79,12 +80,13 @@ class NativeEngine(Engine):
         ]
         update = OffloadedUpdate if self._offloads else WeightUpdate
         self.update = update(groups, optimizer, training, self.loss_scale, mesh.device)
-        spaces = (
-            Space(master, tuple((piece, b.offsets[weight]) for weight, piece in b.pieces.items()), b.group, divided=b.sharded)
-            for b, master in zip(self._buckets, masters, strict=True)
-            if b.muon
-        )
-        muon.begin(self.update.optimizer, spaces, rule, mesh.tensor, precision.dtype)
+        if isinstance(self.update.optimizer, Muon):
+            spaces = (
+                Space(master, tuple((piece, b.offsets[weight]) for weight, piece in b.pieces.items()), b.group, divided=b.sharded)
+                for b, master in zip(self._buckets, masters, strict=True)
+                if b.muon
+            )
+            self.update.optimizer.begin(spaces, rule, mesh.tensor, precision.dtype)
         self._frozen = shard_frozen(model, mesh, joint)
         self._gatherer = WeightGatherer([*self.weights, *self._frozen], model.stages)
         self._reducer = GradientReducer(

@@ -159,7 +159,13 @@ class Trainer:
         """Add Batch.loss_scale if some positions have no target: the loss is the mean over the counted targets of the global batch."""
         if objective_of(self._config).every_position_counts(self._config):
             return batch
-        return _with_scale(batch, self._counts(batch))
+        counts = self._counts(batch)
+        scale = counts[0].float() / counts[1].clamp(min=1)
+        if "loss_weights" in batch:
+            batch = batch.copy()
+            batch["loss_scale"] = batch.pop("loss_weights") * scale
+            return batch
+        return {**batch, "loss_scale": scale.expand(len(batch["targets"])).contiguous()}
 
     def answers(self, tokens: Tensor, batch: Batch, *, full: bool) -> Tensor:
         """Compute the log-probabilities of the answers of preferences; collective.
@@ -250,13 +256,3 @@ class Trainer:
         shares = self.mesh.layout.batch_shards * self.mesh.layout.context
         mean, added, counted = (part.to(loss.dtype) for part in totals.split([1, len(sums), len(flags)]))
         return mean[0] / shares, counted, added
-
-
-def _with_scale(batch: Batch, counts: Tensor) -> Batch:
-    """Add Batch.loss_scale from the numbers of positions and of targets."""
-    scale = counts[0].float() / counts[1].clamp(min=1)
-    if "loss_weights" in batch:
-        batch = batch.copy()
-        batch["loss_scale"] = batch.pop("loss_weights") * scale
-        return batch
-    return {**batch, "loss_scale": scale.expand(len(batch["targets"])).contiguous()}

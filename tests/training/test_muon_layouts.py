@@ -126,7 +126,7 @@ def _in_rounds(most: int, settings: tuple[str, ...]) -> tuple[int, dict[str, Ten
     tokens, batch = text(config, 0)
     tokens, targets = share(mine, tokens, batch["targets"])
     mine.train(tokens, {"targets": targets}, step=0)
-    return len(mine.engine.update.optimizer._homes.rounds), unsharded(mine)
+    return len(mine.engine.update.optimizer._rounds), unsharded(mine)
 
 
 @pytest.mark.parametrize(
