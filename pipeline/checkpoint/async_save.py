@@ -79,11 +79,8 @@ class AsyncSaver(Saver):
 
     Args:
         run_dir: the run directory, in which checkpoints/ exists.
-        node: of this process.
         process: the writer process, on the rank that has started it.
-        shares: what this rank writes of its fragments.
         files: checkpoint.files: a data file of each "rank" or "node".
-        device: of the fragments.
         token: of the job, for the names of partial folders.
         lock: file descriptor of the lock of the run directory, on rank 0.
         patience: seconds after which a save that is waited for is given up.

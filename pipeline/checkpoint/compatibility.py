@@ -77,9 +77,6 @@ def check_same_run(checkpoint: Checkpoint, config: RunConfig, data: Objective, *
     A checkpoint that has consumed no sample (an imported model) may continue with any data.
 
     Args:
-        checkpoint: to resume from.
-        config: of the run that resumes.
-        data: its training data.
         is_fork: whether the checkpoint is that of checkpoint.fork: what it has read may then be other shards.
 
     Raises:
@@ -143,7 +140,6 @@ def check_same_model(
     """Refuse to load a checkpoint of another model or tokenizer.
 
     Args:
-        checkpoint: to load.
         config: its model is that of the checkpoint, with a context that is longer by the factor.
         other_head: accept an encoder with another head.
         context_factor: training.context_factor, if the run begins with this checkpoint.

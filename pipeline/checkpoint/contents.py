@@ -46,13 +46,7 @@ def read_contents(folder: Path) -> Contents:
 
 
 class PartRows:
-    """The rows of parts.npy by weight, of which only the requested ones are read.
-
-    Args:
-        folder: of the checkpoint.
-        contents: of the checkpoint.
-        counters: of what is read.
-    """
+    """The rows of parts.npy by weight, of which only the requested ones are read."""
 
     def __init__(self, folder: Path, contents: Contents, counters: Counters) -> None:
         self._path, self._counters = folder / PARTS, counters

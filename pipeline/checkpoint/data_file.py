@@ -80,7 +80,6 @@ def write(path: Path, parts: Sequence[Part], read: Read) -> WrittenFile:
 
     Args:
         path: the file; it replaces an older one.
-        parts: what the file stores.
         read: yields the bytes of a part and kind; called once for each that is stored, in the order of the file.
 
     Raises:
@@ -94,9 +93,6 @@ def write(path: Path, parts: Sequence[Part], read: Read) -> WrittenFile:
 
 class DataFile:
     """A data file that one or several processes of a node write together: one creates it, each writes its parts, one finishes it.
-
-    Args:
-        parts: what it stores.
 
     Attributes:
         kinds: the kinds that at least one part has.
@@ -115,10 +111,6 @@ class DataFile:
     def write_parts(self, numbers: Iterable[int], read: Read) -> dict[tuple[int, str], npt.NDArray[np.uint64]]:
         """Write parts and flush them to the disk; arguments and errors as of `write`.
 
-        Args:
-            numbers: of the parts.
-            read: see `write`.
-
         Returns:
             (number of the part, kind) -> the checksums of its blocks.
         """
@@ -133,10 +125,7 @@ class DataFile:
         return digests
 
     def finish(self, digests: Mapping[tuple[int, str], npt.NDArray[np.uint64]]) -> WrittenFile:
-        """Write the checksums of all blocks, which ends the file.
-
-        Args:
-            digests: of all parts, as write_parts returns them.
+        """Write the checksums of all blocks, which ends the file; of all parts, as write_parts returns them.
 
         Raises:
             OSError: as of `write`.

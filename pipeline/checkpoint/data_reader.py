@@ -68,9 +68,7 @@ class DataFiles:
     """The data files of a checkpoint. The last ones that were used stay open.
 
     Args:
-        folder: of the checkpoint.
         files: the files, by number. One without block digests (format 1) is verified as a whole when it is first opened.
-        counters: of what is read.
     """
 
     def __init__(self, folder: Path, files: Sequence[FileEntry], counters: Counters) -> None:

@@ -79,14 +79,11 @@ def compare(
     read: bool = False,
     progress: Callable[[str], object] = lambda _: None,
 ) -> CheckpointDifference:
-    """Compare two checkpoints. Memory holds one full tensor of each.
+    """Compare two checkpoints of any format and layout. Memory holds one full tensor of each.
 
     A tensor is not read if both divide it alike and have the same digests of it; that the files have the right sizes is always verified.
 
     Args:
-        a: folder of a checkpoint.
-        b: folder of another one, of any format and layout.
-        tensors: compare the tensors.
         settings: compare the settings, the counters and the data.
         read: read tensors with equal digests, too, which verifies all of their bytes.
         progress: called with the name of each weight before it is compared.

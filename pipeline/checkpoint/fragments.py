@@ -65,16 +65,10 @@ class Share:
 
 
 def plan(held: Sequence[Held]) -> list[Share]:
-    """Return the parts that this rank writes of its fragments.
+    """Return the parts that this rank writes of its fragments, one of each weight, in their order.
 
     The fragments that the same ranks hold are lined up by name, and each of these ranks writes an equal share of their bytes,
     to the element.
-
-    Args:
-        held: the fragments of this rank, one of each weight.
-
-    Returns:
-        The parts, in the order of the fragments.
     """
     groups: dict[str, list[int]] = {}
     for number in sorted(range(len(held)), key=lambda number: held[number].name):  # pipeline stages have them in another order
@@ -145,14 +139,7 @@ class Fragment:
 
 
 def insert_fragment(full: Tensor, piece: Piece, start: int, values: Tensor) -> None:
-    """Write a fragment into the full weight, in place.
-
-    Args:
-        full: the full weight.
-        piece: the piece that contains the fragment.
-        start: first element of the fragment in the flattened piece.
-        values: the elements of the fragment, flat.
-    """
+    """Write the elements of a fragment, flat, from `start` of a flattened piece on into the full weight, in place."""
     narrowed = piece.narrow(full)
     if narrowed.is_contiguous():
         narrowed.view(-1)[start : start + values.numel()] = values

@@ -235,12 +235,7 @@ class NotFiniteWeightsError(UserError):
 
 
 def not_finite(step: int, name: str) -> NotFiniteWeightsError:
-    """The error of a run whose weights are not finite.
-
-    Args:
-        step: completed steps.
-        name: such a weight.
-    """
+    """The error of a run whose weights, such as that of this name, are not finite after some steps."""
     rule = f"{name} contains values that are not finite; no checkpoint was written"
     fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
     return NotFiniteWeightsError([Violation("weights after step", step, rule, fix)])

@@ -137,7 +137,6 @@ def read(folder: Path, *, norms: bool = False, progress: Callable[[int], object]
     """Read what a checkpoint contains: the index and, in format 1, the headers of its files; and with `norms` all of its bytes.
 
     Args:
-        folder: of the checkpoint.
         norms: read all values, a few megabytes at a time, without verifying them.
         progress: called with the number of bytes that have been read since the last call.
 

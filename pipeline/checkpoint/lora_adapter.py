@@ -104,7 +104,6 @@ def base_hash(weights: Weights, config: ModelConfig, without: Collection[str] = 
     """Return a hash of a model's weights without adapters, rounded to bf16, and of its configuration. It reads all weights.
 
     Args:
-        weights: of the model.
         without: names of weights that are not included: those that were trained beside the adapter.
     """
     defaults = type(config)()

@@ -30,7 +30,6 @@ class MergedWeights:
 
     Args:
         checkpoint: the checkpoint; its own adapter, if it has one, is merged.
-        adapter: another adapter to merge.
     """
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter | None = None) -> None:
@@ -81,7 +80,6 @@ def open_merged(source: Path | Checkpoint, folder: str | None) -> MergedWeights:
     """Open a checkpoint with an adapter merged into its weights.
 
     Args:
-        source: the checkpoint, or its folder.
         folder: an adapter in PEFT's format (stage.adapter), None for none.
 
     Raises:
@@ -98,11 +96,6 @@ def open_merged(source: Path | Checkpoint, folder: str | None) -> MergedWeights:
 
 def export_adapter(path: Path, output: Path, weights: str = "trained") -> None:
     """Write the adapter of a checkpoint.
-
-    Args:
-        path: the checkpoint.
-        output: folder to write.
-        weights: stage.weights.
 
     Raises:
         UserError: the checkpoint has no adapter, no transformers class implements the model, or the folder contains other files.

@@ -117,7 +117,6 @@ def new_index(state: TrainState, settings: dict[str, Any], data: str, world_size
     """The index of a checkpoint that a job begins to write.
 
     Args:
-        state: progress of the run.
         settings: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards.
     """
@@ -260,9 +259,7 @@ def unreadable(folder: Path, where: Path, rule: str, fix: str = REMEDY) -> Damag
     """The error of a checkpoint that cannot be read. If its folder is gone, a run has removed it while it was read.
 
     Args:
-        folder: of the checkpoint.
         where: its file that is damaged, or the folder.
-        rule: what is wrong.
         fix: advice, unless the folder is gone.
     """
     if folder.is_dir():

@@ -37,8 +37,6 @@ def read_peft(folder: Path, config: ModelConfig, key: str) -> Adapter:
     """Read an adapter in PEFT's format.
 
     Args:
-        folder: with adapter_config.json and adapter_model.safetensors.
-        config: the configuration of the base model.
         key: the configuration key that names the folder.
 
     Raises:
@@ -152,20 +150,14 @@ def _read_files(folder: Path, key: str) -> tuple[dict[str, Any], dict[str, Tenso
 
 
 def write_peft(folder: Path, adapter: Adapter, config: ModelConfig, *, dropout: float, base_name: str) -> int:
-    """Write an adapter in PEFT's format.
+    """Write an adapter in PEFT's format, and return the number of parameters written.
 
     A stock module that holds several of our layers (GPT-2's c_attn) gets one adapter with the ranks of all of them: its a is their a's, one
     below the other, and its b is block-diagonal.
 
     Args:
-        folder: existing output folder.
         adapter: the adapter; its `base` is recorded.
-        config: the configuration of the base model.
-        dropout: the dropout rate of its training.
         base_name: recorded as base_model_name_or_path.
-
-    Returns:
-        Number of parameters written.
     """
     tensors: dict[str, Tensor] = {}
     ranks: dict[str, int] = {}

@@ -40,8 +40,6 @@ def check(settings: dict[str, Any], folder: Path, key: str) -> None:
 
     Args:
         settings: content of adapter_config.json.
-        folder: of the adapter.
-        key: the configuration key that names the folder.
 
     Raises:
         UserError: with a violation for each setting.

@@ -51,10 +51,6 @@ class _Part:
 class RangeReader:
     """Reads runs of elements of the weights of a checkpoint.
 
-    Args:
-        folder: of the checkpoint.
-        contents: of the checkpoint.
-
     Attributes:
         tensors: name of a weight -> its entry.
         counters: of what has been read.

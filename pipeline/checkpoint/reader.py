@@ -54,7 +54,6 @@ class Checkpoint:
     """A checkpoint on disk. Only what is used is read; each block that is read is verified against its checksum.
 
     Args:
-        path: the checkpoint folder.
         contents: of the checkpoint, if they have been read.
 
     Attributes:
@@ -97,7 +96,6 @@ class Checkpoint:
         """Return a full weight, or one of its moments, fp32. Moments that the checkpoint does not have are zero.
 
         Args:
-            name: of the weight.
             kind: weight, exp_avg or exp_avg_sq.
 
         Raises:
@@ -116,7 +114,6 @@ class Checkpoint:
         """Return elements of a weight or one of its moments, flat, in the dtype in which they are stored.
 
         Args:
-            name: of the weight.
             kind: weight, exp_avg or exp_avg_sq.
             box: first and last + 1 index along each dim of the full weight.
             run: first element of the flattened box, and number of elements.

@@ -48,8 +48,6 @@ def write_record(folder: Path, writer: int, written: Sequence[WrittenFile]) -> N
     """Write the record of a writer, atomically, after its files.
 
     Args:
-        folder: the hidden folder of the checkpoint.
-        writer: number of the writer.
         written: its files; none if it holds nothing that others do not write.
 
     Raises:

@@ -102,7 +102,6 @@ def save(
     Args:
         run_dir: the run directory, locked by this job.
         index: the index without its files.
-        fragments: the fragments of this rank.
         keep: number of newest checkpoints to keep; older ones are removed.
         needed: whether an older one is kept, too; called on rank 0.
         every: checkpoints whose step is a multiple are kept, too; 0 for none.

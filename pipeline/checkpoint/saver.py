@@ -93,11 +93,7 @@ class Saver(ABC):
 
 
 class SyncSaver(Saver):
-    """Writes a checkpoint before it returns; all ranks wait for each other.
-
-    Args:
-        files: checkpoint.files.
-    """
+    """Writes a checkpoint before it returns; all ranks wait for each other."""
 
     waits = True
 

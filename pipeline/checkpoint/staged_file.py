@@ -188,7 +188,6 @@ def check_stale(rank: Handed, digests: np.ndarray) -> None:
     """Refuse a weight that equals the previous save although its last update changed it.
 
     Args:
-        rank: what was written.
         digests: checksum of the weight of each part.
 
     Raises:

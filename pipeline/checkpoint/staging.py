@@ -94,10 +94,6 @@ class Segment:
 class Staging:
     """The segments of a rank, and the copy into them. One snapshot at a time.
 
-    Args:
-        parts: what this rank saves.
-        device: of the live tensors.
-
     Attributes:
         segments: one for each dtype.
         places: kind -> place in the segments, for each part.

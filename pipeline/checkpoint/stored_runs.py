@@ -126,8 +126,7 @@ def runs_of_rows(rows: np.ndarray, kinds: Sequence[str], tensors: Mapping[str, T
 
     Args:
         rows: in any order.
-        kinds: of the checkpoint, in the order of the index.
-        tensors: of the checkpoint, in the order of the index.
+        kinds, tensors: of the checkpoint, in the order of the index.
     """
     entries = list(tensors.items())
     for row in rows:

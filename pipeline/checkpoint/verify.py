@@ -156,9 +156,7 @@ def damages(
     """Read every byte of the data files of a checkpoint of format 2, and yield what is missing or changed.
 
     Args:
-        folder: of the checkpoint.
         files: its files, in the order of the index.
-        tensors: its weights.
         runs: what the files hold, in any order.
         progress: reported to after each file.
     """

@@ -26,11 +26,7 @@ class Weights(Protocol):
 
 
 class InMemory:
-    """Weights in memory, or other tensors by the names of the weights.
-
-    Args:
-        tensors: by native name.
-    """
+    """Weights in memory, or other tensors by the names of the weights."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -67,12 +63,7 @@ def rounded(weight: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 class PartReader:
-    """Reads the weights that a tensor of an export contains. A stack of experts is cached for the next tensor, which is another slice.
-
-    Args:
-        weights: weights of the checkpoint.
-        dtype: dtype of the export.
-    """
+    """Reads the weights that a tensor of an export contains. A stack of experts is cached for the next tensor, which is another slice."""
 
     def __init__(self, weights: Weights, dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype

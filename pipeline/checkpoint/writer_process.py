@@ -144,9 +144,7 @@ class WriterConnection:
     """The connection of a rank. One thread receives; the thread of a snapshot delivers saves.
 
     Args:
-        member: introduces this rank.
         files: the file descriptors that follow.
-        address: of the writer process.
         process: the writer process, on the rank that has started it and starts it again.
 
     Raises:

@@ -19,16 +19,7 @@ WEIGHTS, PARAMS = "consolidated.safetensors", "params.json"
 
 
 def write(folder: Path, weights: MergedWeights, *, dtype: torch.dtype, writer: ExportWriter) -> int:
-    """Write the weights and params.json. Collective.
-
-    Args:
-        folder: existing output folder.
-        weights: of the checkpoint.
-        dtype: dtype to write.
-        writer: writes the file.
-
-    Returns:
-        Number of parameters.
+    """Write the weights and params.json, and return the number of parameters. Collective.
 
     Raises:
         UserError: a weight is too large for the dtype.

@@ -37,11 +37,7 @@ def step_folder(folder: Path) -> Path | None:
 
 
 class DcpFolder(Source):
-    """The tensors of a step, by the names of its state dict.
-
-    Attributes:
-        path: the folder of the step.
-    """
+    """The tensors of a step, by the names of its state dict."""
 
     def __init__(self, folder: Path) -> None:
         """Read the index and verify that the files are there, in their length.

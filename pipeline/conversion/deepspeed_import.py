@@ -59,11 +59,7 @@ def files(folder: Path) -> list[Path]:
 
 
 class DeepSpeedFolder(Source):
-    """The weights of one step, by the names of the module that DeepSpeed trained.
-
-    Attributes:
-        path: the folder of the step.
-    """
+    """The weights of one step, by the names of the module that DeepSpeed trained."""
 
     def __init__(self, folder: Path) -> None:
         """Read and verify what the files say of themselves; tensors are mapped.

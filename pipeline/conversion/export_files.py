@@ -53,7 +53,6 @@ class ExportWriter:
     """Writes the files of one export.
 
     Args:
-        comm: the ranks that share the files.
         records: where completion records are kept; None for an export that begins from the start.
     """
 
@@ -68,10 +67,6 @@ class ExportWriter:
 
     def write(self, folder: Path, files: Sequence[OutputFile]) -> dict[str, Any]:
         """Write files that are missing. Collective: all ranks call it with the same files. Afterwards `entries` has their manifest entries.
-
-        Args:
-            folder: existing output folder.
-            files: of the export.
 
         Returns:
             File name -> what its `write` returned, on all ranks.
@@ -133,7 +128,6 @@ def compare_digests(file: str, expected: Iterable[tuple[str, str]], written: Ite
     """Compare the tensors of a written file with those of the checkpoint.
 
     Args:
-        file: its name.
         expected, written: (name, digest) of each tensor, in the same order.
 
     Raises:
@@ -178,10 +172,7 @@ def export_folder(output: Path, settings: dict[str, Any], comm: Comm, *, key: st
     settings keeps the files that are complete; files of other settings are removed. Collective.
 
     Args:
-        output: the output folder.
         settings: all settings that determine the files.
-        comm: the ranks that share the files.
-        key: configuration key of the folder.
 
     Raises:
         UserError: another job is writing the folder.

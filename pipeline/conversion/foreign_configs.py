@@ -139,12 +139,9 @@ def _mixtral(settings: _Settings, common: dict[str, Any], width: int) -> ModelCo
 
 
 def neox(values: Mapping[str, Any], source: Source, layers: int) -> ModelConfig:
-    """Return the model of GPT-NeoX's settings: GPT-2 or Llama. Widths are those of the tensors.
+    """Return the model of GPT-NeoX's settings, with underscores: GPT-2 or Llama. Widths are those of the tensors.
 
     GPT-NeoX adds the epsilon of RMSNorm to the root, Llama to the mean square: with its default of 1e-8 both are the same in fp32.
-
-    Args:
-        values: the settings, with underscores.
 
     Raises:
         UserError: with every setting that no family here has.

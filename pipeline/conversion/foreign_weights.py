@@ -135,12 +135,7 @@ class ForeignWeights:
     """Our weights, from a source with the names of a table. Call `check` first."""
 
     def __init__(self, source: Source, naming: Naming, config: ModelConfig, fix: str = MATCH) -> None:
-        """Find the tensors of each weight.
-
-        Args:
-            naming: their names.
-            fix: advice for tensors that do not match it.
-        """
+        """Find the tensors of each weight; `fix` is the advice for tensors that do not match it."""
         self.config, self._fix = config, fix
         self._source, self._naming = source, naming
         self._shapes = registry.weight_shapes(config)

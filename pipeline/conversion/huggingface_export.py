@@ -78,11 +78,7 @@ def write_weights(
     """Write model.safetensors, or its numbered shards and their index; tensors that the class does not expect are in other files.
 
     Args:
-        folder: existing output folder.
-        weights: weights of the checkpoint.
-        dtype: dtype to write.
         shard_bytes: maximum file size; a larger tensor gets a separate file.
-        packing: tensors that are stored in another form.
         writer: shares the files among ranks; by default this process writes all of them. Collective.
 
     Returns:
@@ -123,10 +119,7 @@ class _HuggingFaceFile:
     """Writes and reads a file of a Hugging Face folder.
 
     Args:
-        weights: weights of the checkpoint.
         entries: the tensors of the file, by name, in their order.
-        dtype: dtype to write.
-        packing: tensors that are stored in another form.
     """
 
     def __init__(self, weights: Weights, entries: dict[str, StockTensor], dtype: torch.dtype, packing: Packing | None) -> None:
@@ -286,7 +279,6 @@ def write_chat_template(folder: Path, template: ChatTemplate) -> None:
 
     Args:
         folder: the export, with its tokenizer and its generation_config.json.
-        template: of the fine-tuning.
     """
     (folder / chat_template.FILE).write_text(template.text, encoding="utf-8")
     turn = chat_template.end_of_turn(template, ChatEncoder(load(folder)))

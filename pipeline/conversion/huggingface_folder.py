@@ -51,16 +51,11 @@ def write(
     packing: Packing | None = None,
     quantization: dict[str, Any] | None = None,
 ) -> int:
-    """Write weights, configurations, tokenizer and license. Collective.
+    """Write weights, configurations, tokenizer and license, and return the number of parameters. Collective.
 
     Args:
-        folder: existing output folder.
-        source: what is exported.
         dtype, shard_bytes, packing, writer: see huggingface_export.write_weights.
         quantization: the entry quantization_config of config.json.
-
-    Returns:
-        Number of parameters.
     """
     parameters = huggingface_export.write_weights(
         folder,
@@ -124,8 +119,6 @@ def settings_of(
     """Return the settings that determine the files of an export, for its manifest.
 
     Args:
-        stage: which weights are read.
-        checkpoint: the checkpoint that is exported.
         dtype: of the files, as stage.dtype of stage=convert.
         shard_gigabytes: maximum size of a file.
     """

@@ -114,11 +114,7 @@ class _Part:
 
 
 class _Parts:
-    """Tensors of which some are parts of others; what the last of these was taken from is kept in memory.
-
-    Args:
-        parts: by name.
-    """
+    """Tensors of which some are parts of others; what the last of these was taken from is kept in memory."""
 
     def __init__(self, stock: NamedStock, parts: dict[str, _Part]) -> None:
         self.path = stock.path
@@ -198,11 +194,7 @@ class ImportedWeights:
     """
 
     def __init__(self, stock: NamedStock, config: ModelConfig, fix: str = MATCH) -> None:
-        """Find the tensors of each weight.
-
-        Args:
-            fix: advice for tensors that do not match it.
-        """
+        """Find the tensors of each weight; `fix` is the advice for tensors that do not match it."""
         self.config = config = registry.mapping_of(config).from_weights(config, stock)
         self._shapes = registry.weight_shapes(config)
         self._entries, self._copies = registry.stock_tensors(config)

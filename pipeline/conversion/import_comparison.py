@@ -25,7 +25,6 @@ def compare_logits(weights: FullWeights, load_stock: Callable[[Any], nn.Module] 
     """Compare the logits of the weights with those that the stock class computes from the source, on random tokens.
 
     Args:
-        weights: those to be written.
         load_stock: returns the model of the source, given its class of transformers; None if the source has other names.
 
     Returns:
@@ -75,7 +74,6 @@ class Digests:
         """Read every weight of a checkpoint again, and its moments.
 
         Args:
-            checkpoint: what was written.
             listed: whether norm and digest of each are logged.
 
         Raises:

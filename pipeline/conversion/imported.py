@@ -65,8 +65,7 @@ def copy_originals(folder: Path, source: Path, tokenizer: Path, settings: dict[s
         folder: as folder_of returns it.
         source: folder with its config.json and license, if it has some.
         tokenizer: folder with its tokenizer, if it has one.
-        settings: of the manifest.
-        totals: of the manifest.
+        settings, totals: of the manifest.
     """
     with atomic_folder(folder) as new:
         _copy(source, new)

@@ -30,18 +30,11 @@ FOLDER, TRACKER = "release", "latest_checkpointed_iteration.txt"
 def write(
     folder: Path, weights: Weights, config: ModelConfig, *, dtype: torch.dtype, shard_bytes: int, tokenizer: str, writer: ExportWriter
 ) -> int:
-    """Write `release` with its files, and the file that names it. Collective.
+    """Write `release` with its files, and the file that names it, and return the number of parameters. Collective.
 
     Args:
-        folder: existing output folder.
-        weights: of the checkpoint.
-        dtype: dtype to write.
         shard_bytes: maximum file size; a larger weight gets a separate file.
         tokenizer: path of the tokenizer that Megatron-LM is told.
-        writer: shares the files among ranks.
-
-    Returns:
-        Number of parameters.
 
     Raises:
         UserError: a weight is too large for the dtype.
@@ -68,12 +61,7 @@ def write(
 
 
 class _ChunkFile:
-    """A file with the chunks of some weights, each an archive of torch.save; see OutputFile.
-
-    Args:
-        weights: weights of the checkpoint.
-        dtype: dtype to write.
-    """
+    """A file with the chunks of some weights, each an archive of torch.save; see OutputFile."""
 
     def __init__(self, weights: Weights, config: ModelConfig, dtype: torch.dtype) -> None:
         self.chunks: list[Chunk] = []

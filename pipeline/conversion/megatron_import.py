@@ -71,7 +71,6 @@ class MegatronFolder(RankFiles):
     """The tensors of a step with a file a rank. Layers are numbered over all pipeline stages, experts over all expert-parallel ranks.
 
     Attributes:
-        path: the folder of the step.
         arguments: those of the training, None if the files have none.
     """
 
@@ -189,7 +188,6 @@ class MegatronDistributed(Source):
     """The tensors of a distributed checkpoint, one of which may be that of all layers, and of all experts.
 
     Attributes:
-        path: the folder of the step.
         arguments: those of the training, None if common.pt has none.
     """
 

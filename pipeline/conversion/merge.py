@@ -97,11 +97,7 @@ def _differences(expected: dict[str, Any], actual: dict[str, Any]) -> dict[str, 
 
 
 def find_complete(run_dir: Path, step: int, parent: dict[str, Any]) -> Path | None:
-    """Return the merged checkpoint if it is complete already.
-
-    Args:
-        step: of the merged checkpoint.
-        parent: Index.parent of the merged checkpoint.
+    """Return the merged checkpoint with this step and Index.parent if it is complete already.
 
     Raises:
         UserError: the directory has other checkpoints, or cannot be written.
@@ -117,11 +113,7 @@ def find_complete(run_dir: Path, step: int, parent: dict[str, Any]) -> Path | No
 
 
 def write_settings(newest: Checkpoint, run_dir: Path) -> dict[str, Any]:
-    """Write what the stages read of a run directory beside its checkpoints, and return the configuration for its checkpoint.
-
-    Args:
-        newest: the newest member.
-    """
+    """Write what the stages read of a run directory beside its checkpoints, and return the configuration for its checkpoint."""
     source, config = newest.path.resolve().parent.parent, {**newest.config, "run_dir": str(run_dir)}
     tokenizer = dict(config.get("tokenizer", {}))
     if (source / TOKENIZER / "tokenizer.json").is_file():  # with the chat template of the run
@@ -185,7 +177,6 @@ def newest(run_dir: Path, count: int, decay: float) -> list[Path]:
     """Return the newest checkpoints of a run, oldest first.
 
     Args:
-        count: number of checkpoints.
         decay: as for decayed.
 
     Raises:
@@ -214,8 +205,6 @@ def merge(sources: Sequence[MergeMember], run_dir: Path, *, file_bytes: int = FI
     written again.
 
     Args:
-        sources: two or more.
-        run_dir: the new run directory.
         file_bytes: size at which a file of the checkpoint is ended.
 
     Raises:

@@ -30,13 +30,7 @@ MEASURES = ("validation_loss", "validation_loss_stderr", "bits_per_byte", "valid
 
 
 def write(folder: Path, weights: MergedWeights, model: ModelConfig) -> None:
-    """Write the card to an export folder.
-
-    Args:
-        folder: the export.
-        weights: the weights of a checkpoint of a run.
-        model: their configuration.
-    """
+    """Write the card to an export folder."""
     data = ModelCardData(library_name="transformers", pipeline_tag=TASKS.get(model.objective, "text2text-generation"), tags=[model.family])
     text = "\n".join(_lines(weights, model))
     (folder / FILE).write_text(f"---\n{data.to_yaml()}\n---\n\n{text}\n", encoding="utf-8")

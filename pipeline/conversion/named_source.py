@@ -27,7 +27,6 @@ class Prefixed(Source):
     """The tensors of a source whose names begin with a prefix, without it.
 
     Attributes:
-        path: the folder of the source.
         left: names of the other tensors.
     """
 

@@ -34,7 +34,6 @@ class NeoxFolder(RankFiles):
     """The tensors of a step. Blocks are named `layers.N`.
 
     Attributes:
-        path: the folder of the step.
         settings: the settings of the training that the folder has, with underscores.
     """
 

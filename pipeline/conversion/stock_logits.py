@@ -40,8 +40,6 @@ def compare(folder: Path, weights: Weights, config: ModelConfig, dtype: torch.dt
     The digests of all files have been compared when they were written; this also finds weights under a wrong name.
 
     Args:
-        folder: the export.
-        weights: of the checkpoint.
         dtype: of the export; the weights of the checkpoint are rounded to it.
         gguf_file: name of the file, of an export in GGUF.
 

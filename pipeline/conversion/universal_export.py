@@ -64,16 +64,11 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
 
 
 def write(folder: Path, weights: MergedWeights, config: ModelConfig, rate: float, writer: ExportWriter) -> int:
-    """Write the files of all parameters, and those of the engine. Collective.
+    """Write the files of all parameters, and those of the engine, and return the number of parameters. Collective.
 
     Args:
-        folder: existing output folder.
         weights: of the checkpoint, with its moments.
         rate: learning rate of the next update; 0 for that of DeepSpeed's configuration.
-        writer: shares the files among ranks.
-
-    Returns:
-        Number of parameters.
 
     Raises:
         CheckFailed: a file does not hold the tensor of the checkpoint.

@@ -34,10 +34,7 @@ class BatchLoader:
     them is skipped.
 
     Args:
-        objective: builds the samples.
-        training: sequence length and batch sizes.
         prefetch: batches that are loaded ahead, each in a thread.
-        skipped: samples that no batch of training has.
 
     Attributes:
         steps: training.steps.
@@ -74,11 +71,7 @@ class BatchLoader:
         return self._prefetch(requests(first))
 
     def validation(self, samples: np.ndarray) -> Iterator[DeviceBatch]:
-        """Yield these samples in global batches; the last one is padded with rows that have no targets.
-
-        Args:
-            samples: (n,) int64, numbers of samples.
-        """
+        """Yield samples, (n,) int64 numbers, in global batches; the last one is padded with rows that have no targets."""
         size, length = self._training.global_batch_size, self._training.sequence_length
         return self._prefetch((samples[first : first + size], size, length) for first in range(0, len(samples), size))
 

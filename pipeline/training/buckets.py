@@ -240,7 +240,6 @@ def bucket_name(name: str, unit: str, *, matrix: bool, shared: bool, muon: bool 
     Args:
         name: of the weight in the full model.
         unit: the block that holds it, or the embedding, the head or another module of the stage.
-        matrix: whether it has two dimensions or more.
         shared: whether several pipeline stages hold it.
         muon: whether Muon updates it: it then has other state than the matrices beside it that AdamW updates.
     """

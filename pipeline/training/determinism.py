@@ -39,9 +39,6 @@ def enable(environment: MutableMapping[str, str] = os.environ) -> None:
     scattered rows, and generated kernels whose configuration is not chosen by time. cuDNN's attention has none and is not chosen
     (layers/attention_kernel.py).
 
-    Args:
-        environment: of the process.
-
     Raises:
         UserError: a variable has a value with which runs differ.
     """

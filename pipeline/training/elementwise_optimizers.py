@@ -65,7 +65,6 @@ class ElementwiseOptimizer(torch.optim.Optimizer):
 
     Args:
         groups: parameter groups with a `weight_decay`.
-        config: of the optimizer.
         steps: of the run; 0 if they are not known.
     """
 

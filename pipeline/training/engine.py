@@ -84,11 +84,7 @@ class Engine(ABC):
         self.update.after_update = call
 
     def gradient_point(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The fp32 values of which the forward pass of training reads the rounded ones: the master weights for most optimizers.
-
-        Args:
-            tensors: Fragment.tensors of a weight.
-        """
+        """The fp32 values, from Fragment.tensors, of which training reads the rounded ones: master weights for most optimizers."""
         return self.update.gradient_point(tensors)
 
     @abstractmethod
@@ -132,16 +128,7 @@ def build_engine(
     precision: PrecisionConfig,
     rule: MatrixRule = ADAMW,
 ) -> Engine:
-    """Build the configured engine.
-
-    Args:
-        model: this rank's stages.
-        optimizer: optimizer, clipping and learning rate.
-        training: number of steps, over which the learning rate is scheduled.
-        parallel: ZeRO stage and sequence parallelism.
-        precision: dtype of the weights, and the loss scale.
-        rule: which weights Muon updates.
-    """
+    """Build the configured engine for this rank's stages."""
     engine: Engine = resolve_name(ENGINES[parallel.engine])(model, mesh, optimizer, training, parallel, precision, rule)
     return engine
 

@@ -44,11 +44,7 @@ def complete(config: RunConfig, world_size: int, *, layout: bool = True, overrid
 
 
 def planned(config: RunConfig, world_size: int, *, layout: bool = True) -> RunConfig:
-    """Return what `complete` returns; without a checkpoint to start from, with the model of the configuration. Raises as `complete`.
-
-    Args:
-        layout: whether its layout is used, and must be legal.
-    """
+    """As `complete`; without a checkpoint to start from, with the model of the configuration."""
     if has_weights(config):
         return complete(config, world_size, layout=layout)
     return _with_model(_with_objective(config), extended(config.model, config.training.context_factor), world_size, layout=layout)

@@ -39,7 +39,6 @@ def global_norm(gradients: list[Tensor], groups: Iterable[ProcessGroup], device:
     Args:
         gradients: this rank's part; every element of the full gradient is on one rank of the groups.
         groups: the squares are summed over one after the other.
-        device: of the result.
 
     Returns:
         0-dim, fp32, the same on every rank.
@@ -69,11 +68,7 @@ def is_skipped(gradient_norm: Tensor) -> Tensor:
 
 
 class SkippedSteps:
-    """Counts the steps in a row that were skipped.
-
-    Args:
-        most: training.max_skipped_steps.
-    """
+    """Counts the steps in a row that were skipped, at `most` training.max_skipped_steps."""
 
     def __init__(self, most: int) -> None:
         self._most, self._in_a_row = most, 0

@@ -39,8 +39,6 @@ class GradientReducer:
     reduced within the group, and once a step the partition is summed over the groups.
 
     Args:
-        buckets: of all weights of this rank.
-        reduction: what to leave on the rank, and how often.
         wire_dtype: in which a whole gradient is sent to the ranks of the group and summed. Sums over groups are fp32.
         on_complete: called with a bucket when all its gradients of a step, or with PARTITION_EACH of a micro-batch, have been computed.
         on_reduced: called with a bucket and its reduced gradient of a step, once, on the stream that has computed it.

@@ -19,17 +19,11 @@ def train(
     callbacks: Sequence[Callback],
     report: Callable[[str], None] = lambda _: None,
 ) -> TrainState:
-    """Train from `state` to the last step of the loader, or until a callback ends the job by an exception.
+    """Train from `state` until the last step of the loader, or an exception of a callback, and return the final state.
 
     Args:
-        state: the state to continue from.
-        loader: loads the batches of the remaining steps.
         trainer: its model and optimizer are in the state `state`.
-        callbacks: what happens besides, in this order.
         report: called with what is done next, as Watchdog.report.
-
-    Returns:
-        The final state.
     """
     since = time.monotonic()
     report(f"loading the batch of step {state.step + 1}")

@@ -30,11 +30,7 @@ class LossScale:
         return values if self.factor is None else values / self.factor
 
     def update(self, skipped: Tensor) -> None:
-        """Adapt the factor after a step.
-
-        Args:
-            skipped: 0-dim, 1 if the gradient was not finite, else 0.
-        """
+        """Adapt the factor after a step: `skipped`, 0-dim, is 1 if its gradient was not finite, else 0."""
         if self.factor is None:
             return
         finite_steps = (self._finite_steps + 1) * (1 - skipped)

@@ -57,7 +57,6 @@ def local_matrices(piece: Piece, rule: MatrixRule, space: int, first: int, adjus
 
     Args:
         piece: of a weight that Muon updates.
-        rule: of the run.
         space: index of the flat space that holds it.
         first: its first element there.
         adjust: (rows, columns) of a full matrix -> factor of its update.
@@ -110,7 +109,6 @@ def choose_homes(matrices: Sequence[LocalMatrix], ranks: int, tensor: int) -> li
     https://doi.org/10.1137/0117039). The result depends only on sizes and order, which all ranks of both groups share.
 
     Args:
-        matrices: of a rank.
         ranks: size of the group of ZeRO.
         tensor: size of the tensor group.
     """

@@ -50,14 +50,12 @@ class _PendingStep:
 
 
 class Metrics(Callback):
-    """Writes one JSON object per step.
+    """Writes one JSON object per step, on rank 0.
 
     The metrics of a step are copied to the host asynchronously and written when the next step has been queued, so the host
     stays ahead of the device. On resume, lines of steps that did not lead to the checkpoint are removed first.
 
     Args:
-        rank: only rank 0 writes.
-        resumed: the state that the run continues from.
         flops_per_token: forward and backward FLOPs of the full model.
         peak_flops: peak of all devices of the job in FLOP/s, None if unknown (a CPU); mfu is null then.
         first_step: first step of this run directory; lines of earlier ones are those of another run.

@@ -14,10 +14,7 @@ log = logging.getLogger("pipeline")
 
 
 class MetricsWriter:
-    """Appends lines to a file. Lines that cannot be written are kept in memory and written with the next ones.
-
-    Args:
-        path: the file; it is created if it does not exist.
+    """Appends lines to a file, which may be a new one. Lines that cannot be written are kept in memory and written with the next ones.
 
     Raises:
         OSError: the file cannot be opened.

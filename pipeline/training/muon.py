@@ -73,13 +73,7 @@ def adjustment(kind: str, rows: int, columns: int) -> float:
 
 
 class Muon(EagerAdamW):
-    """Muon for the groups with `muon`, AdamW for the others.
-
-    Args:
-        groups: parameter groups with `weight_decay` and `muon`.
-        config: of the optimizer.
-        lr: learning rate of both.
-    """
+    """Muon for the groups with `muon`, AdamW for the others."""
 
     def __init__(self, groups: Groups, config: OptimizerConfig, lr: float | Tensor, steps: int = 0) -> None:
         super().__init__(groups, config, lr, steps)
@@ -126,7 +120,6 @@ class Muon(EagerAdamW):
         """Update the matrices of a round, whose tensors are free before the next one.
 
         Args:
-            homes: the round.
             scales_of: master weight -> its scales, and the factor of its decay.
         """
         updates = homes.updates({weight: self._direction(weight, scales_of[weight][0]) for weight in homes.masters})

@@ -15,11 +15,7 @@ from pipeline.parallel.pipeline_schedules import Pipeline
 
 
 class PreferenceAnswers:
-    """Computes log-probabilities of answers with this rank's stages. Its methods are collective.
-
-    Args:
-        model: this rank's stages, which get the loss.
-    """
+    """Computes log-probabilities of answers with this rank's stages, which get the loss. Its methods are collective."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel) -> None:
         self._config, self._mesh, self._model = config, mesh, model

@@ -42,11 +42,7 @@ class QKClip:
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> None:
-        """Scale the master weights of the heads above the threshold, without waiting for the device.
-
-        Args:
-            skipped: as in StepResult; the weights of a skipped step stay as they are.
-        """
+        """Scale the master weights of heads above the threshold, without waiting for the device; not those of a skipped step."""
         heads = [len(core.largest) for core in self._cores]
         largest = torch.cat([core.take() for core in self._cores]) if heads else torch.zeros(1, device=self._mesh.device)
         reduce_over((self._mesh.dense,), largest, dist.ReduceOp.MAX)

@@ -33,7 +33,6 @@ class RecomputationChecks(Callback):
     """Compares forward passes every training.recompute_every steps.
 
     Args:
-        trainer: whose model computes.
         hosts: host name of each rank.
     """
 

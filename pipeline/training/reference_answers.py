@@ -58,8 +58,6 @@ def attach(
         trainer: with the weights of the run.
         begin: the checkpoint that it continues from; None for checkpoint.initialize_from.
         state: its state. Without samples, its weights are those of the reference.
-        training: its pairs.
-        validation: pairs of its validation, or None.
         report: called with what is done, after every batch.
 
     Raises:

@@ -64,7 +64,6 @@ class ReplicaChecks(Callback):
     """Compares the copies of weights, optimizer state and numbers of a step: every training.check_replicas_every steps, before every save.
 
     Args:
-        trainer: whose state is checked.
         hosts: host name of each rank.
     """
 
@@ -194,11 +193,7 @@ _LEAST_RATE = 1e-6
 
 
 class UntrainedWeights:
-    """Names the weights that did not change since the last check, and those that never had a gradient.
-
-    Args:
-        trainer: whose weights are checked.
-    """
+    """Names the weights that did not change since the last check, and those that never had a gradient."""
 
     def __init__(self, config: RunConfig, trainer: Trainer) -> None:
         self._run_dir, self._trainer, self._mesh = Path(config.run_dir), trainer, trainer.mesh
@@ -209,10 +204,8 @@ class UntrainedWeights:
         """Check the weights after a step. Collective.
 
         Args:
-            step: steps with this one.
             names: of this rank's weights, in the same order on all data and tensor ranks.
             digests: of their master weights, int64 (weights,).
-            result: of the step.
         """
         before, self._before = self._before, (step, digests)
         if before is None or float(result.lr) < _LEAST_RATE or bool(result.skipped) or self._trainer.engine.updates() < _EARLIEST:

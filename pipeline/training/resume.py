@@ -34,9 +34,7 @@ def begin(config: RunConfig, trainer: Trainer, path: Path | None, training_data:
     """Load what a run starts from, and return its state; collective. With checkpoint.skip_damaged, an older checkpoint if one is damaged.
 
     Args:
-        trainer: gets the weights and the optimizer state.
         path: the checkpoint to resume from; None for none.
-        training_data: as in resume.
 
     Raises:
         UserError: as resume and initialize.

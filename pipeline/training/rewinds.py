@@ -210,8 +210,6 @@ def train(
 
     Args:
         trainer: its model and optimizer are in the state `state`.
-        data: the training split.
-        state: the state to begin with.
         attempt: trains from a state without the samples that are skipped, and returns the final state.
 
     Raises:
@@ -228,13 +226,9 @@ def train(
 
 
 def rewind(config: RunConfig, error: SpikeFoundError, skipped: SkippedSamples) -> tuple[Path, SkippedSamples]:
-    """Record a rewind and remove the checkpoints of the abandoned steps. Only rank 0 calls this.
+    """Record a rewind after a loss spike and remove the checkpoints of the abandoned steps. Only rank 0 calls this.
 
     The checkpoint is at least two steps older than the first step of the spike: the step after it had a normal loss with its weights.
-
-    Args:
-        error: the spike, and the state of the run.
-        skipped: the samples that are skipped so far.
 
     Returns:
         The checkpoint to continue from, and the samples that are skipped from now on.

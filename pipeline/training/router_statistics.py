@@ -13,11 +13,7 @@ from pipeline.parallel.parallelize import LocalModel
 
 
 class RouterStatistics:
-    """Aggregates the routing records of all MoE layers. Every rank makes the same calls in each step.
-
-    Args:
-        model: this rank's stages.
-    """
+    """Aggregates the routing records of all MoE layers. Every rank makes the same calls in each step."""
 
     def __init__(self, config: RunConfig, model: LocalModel, mesh: Mesh) -> None:
         self._moe_layers: list[MoE] = list(moe_layers(model))

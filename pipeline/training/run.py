@@ -79,10 +79,6 @@ PeakFlops = Callable[[ClusterConfig, PrecisionConfig, torch.device], Peak | None
 def run(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: PeakFlops) -> None:
     """Train up to training.steps, or for training.epochs, starting from the newest checkpoint of the run directory, phase by phase.
 
-    Args:
-        hooks_of: further checkpoints, and what follows them.
-        peak_flops: of the devices.
-
     Raises:
         UserError: before training starts: token shards are missing, the vocabulary is too large, run_dir contains another model or is in
             use by another job, an environment variable contradicts training.deterministic; during training: too many steps are skipped,
@@ -246,11 +242,7 @@ def _metrics_of(
 
 
 def summary(config: RunConfig, ranks: Ranks, parameters: int) -> str:
-    """Return the first line of the stage: ranks, layout, model and where it starts.
-
-    Args:
-        parameters: number of parameters of the model.
-    """
+    """Return the first line of the stage: ranks, layout, model and where it starts."""
     complete = native.complete(Path(config.run_dir))
     config = phases.at(config, native.step_of(complete[-1]) if complete else 0)
     layout = Layout.of(config, ranks.world_size)
@@ -289,13 +281,9 @@ def check_device(config: RunConfig, device: torch.device) -> None:
 
 
 def with_steps(config: RunConfig, data: Objective, rank: int) -> RunConfig:
-    """Return the configuration with the smallest number of steps that reads every sequence training.epochs times.
+    """Return the configuration with the smallest number of steps that reads every sequence training.epochs times; rank 0 logs it.
 
     It depends on the data and the batches only, so that a resumed run has the same one. A configuration with training.steps is unchanged.
-
-    Args:
-        data: of its training.
-        rank: of this process; rank 0 logs.
 
     Raises:
         UserError: the warm-up or the decay is longer than the run.

@@ -48,8 +48,6 @@ def claim(run_dir: Path, checkpoint: CheckpointConfig, claims: ExitStack, minute
     """Create and lock a run directory until `claims` is closed; finish the checkpoint that a killed job left, or remove it.
 
     Args:
-        checkpoint: with resume and fork.
-        claims: releases the lock.
         minutes: training.timeout_minutes, the most time to wait for the last checkpoint of the job before.
 
     Returns:
@@ -161,7 +159,6 @@ def finish(config: RunConfig, state: TrainState, hosts: list[str], parent: dict[
     """Write the manifest of a completed run, unless it is there.
 
     Args:
-        state: the final state.
         hosts: host name of each rank.
         parent: Index.parent of its checkpoints.
         unverified: number of token shards whose checksums were not verified.

@@ -38,10 +38,8 @@ def recorded(
     """Record the begin and the end of a block that trains. Only rank 0 calls it.
 
     Args:
-        layout: of its ranks.
         hosts: host name of each rank.
         step: number of steps made before.
-        samples: the training data.
         parent: Index.parent of its checkpoints.
         changed: settings that differ from those of the start before: key, old and new value.
         loading: seconds in which the weights were read, or initialized.

@@ -43,12 +43,7 @@ class Saves(Callback):
     """Begins checkpoints and follows them to their end.
 
     Args:
-        trainer: whose state is saved.
-        data: the training split, which has a fingerprint.
         metrics: has all steps of a checkpoint before that becomes complete.
-        watchdog: to which waiting is reported.
-        hooks: further checkpoints, and what follows them.
-        saver: writes the checkpoints.
         parent: Index.parent of the checkpoints.
         on_complete: called with the step of a checkpoint that has become complete, unless the run returns to an older one.
 
@@ -154,10 +149,7 @@ class Saves(Callback):
                     self._hooks.written()
 
     def finish(self, state: TrainState) -> TrainState:
-        """Wait until the checkpoint of a state, which has begun, is complete; every rank calls this.
-
-        Returns:
-            The state with the counters of the engine.
+        """Wait until the checkpoint of a state, which has begun, is complete; every rank calls this. Returns it with the engine's counters.
 
         Raises:
             UserError: the weights are not finite, the run directory is gone, or the checkpoint could not be written, at several attempts.

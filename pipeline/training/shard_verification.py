@@ -20,11 +20,7 @@ WAIT_SECONDS = 60.0
 
 
 def finish(data: Sequence[Objective | None], seconds: float = WAIT_SECONDS) -> int:
-    """Complete the background verification of all shards that any rank has read, and warn about those that remain. Collective.
-
-    Args:
-        data: the training and validation data of the run.
-        seconds: maximum time to wait.
+    """Complete the background verification of all shards that any rank has read, within some time, and warn about the others. Collective.
 
     Returns:
         The number of shards that the run has read and not verified.

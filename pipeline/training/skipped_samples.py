@@ -38,25 +38,17 @@ class Rewind:
 
 
 class SkippedSamples:
-    """The arithmetic of a run without some samples.
-
-    Args:
-        rewinds: the returns of the run, in their order.
-    """
+    """The arithmetic of a run without the samples of its rewinds, which are given in their order."""
 
     def __init__(self, rewinds: Sequence[Rewind] = ()) -> None:
         self.rewinds = tuple(rewinds)
         self._ranges = sorted((rewind.first, rewind.last) for rewind in rewinds)
 
     def take(self, first: int, count: int) -> np.ndarray:
-        """Return the next samples.
+        """Return the next samples, (count,) int64, ascending.
 
         Args:
             first: the first sample that was not taken yet, which may be one that is skipped.
-            count: number of samples.
-
-        Returns:
-            (count,) int64, ascending.
         """
         parts: list[np.ndarray] = []
         for begin, end in self._ranges:

@@ -24,9 +24,6 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     A run directory has one history. The checkpoint of checkpoint.fork begins it; once the run has written checkpoints of its own, the same
     command continues from the newest one.
 
-    Args:
-        checkpoint: with resume and fork.
-
     Raises:
         UserError: the requested checkpoint is missing, or the run would not continue from the newest checkpoint of run_dir.
     """
@@ -58,10 +55,7 @@ def _check_none_damaged(run_dir: Path, checkpoint: CheckpointConfig) -> None:
 
 
 def older_checkpoint(run_dir: Path, damaged: Mapping[Path, UserError]) -> Path:
-    """Return the newest checkpoint of a run that is older than its damaged ones.
-
-    Args:
-        damaged: checkpoint -> its error.
+    """Return the newest checkpoint of a run that is older than its damaged ones (checkpoint -> its error).
 
     Raises:
         UserError: all are damaged.
@@ -113,11 +107,7 @@ def parent_of(config: RunConfig, begin: Path | None) -> dict[str, Any] | None:
 
 
 def first_step_of(parent: dict[str, Any] | None) -> int:
-    """Return the first step that a run directory trains itself; the steps of a fork go on with those of the run that it continues.
-
-    Args:
-        parent: as parent_of returns it.
-    """
+    """Return the first step that a run directory with this Index.parent trains itself; steps of a fork go on with those of its trunk."""
     return 1 if parent is None or parent["how"] != FORK else int(parent["step"]) + 1
 
 

@@ -133,12 +133,9 @@ class HostCopy:
 
 
 def last_step(config: RunConfig, step: int, ranks: Ranks) -> int | None:
-    """Return the number of steps after which this job ends, so that the next one gets other nodes; None if it trains to the end.
+    """Return the number of steps after which this job, which begins after `step`, ends for other nodes; None if it trains to the end.
 
     A job that has the nodes of the next phase already, and whose layout is legal there, goes on.
-
-    Args:
-        step: steps that the run has made.
 
     Raises:
         UserError: the layout does not divide the batches of the phase that begins.

@@ -36,12 +36,7 @@ _NAMED = 8
 
 
 class StageTimer:
-    """Times the first forward pass of each stage after `arm`, by hooks.
-
-    Args:
-        stages: of this rank.
-        device: on which they run.
-    """
+    """Times the first forward pass of each stage after `arm`, by hooks."""
 
     def __init__(self, stages: Sequence[nn.Module], device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -90,7 +85,6 @@ class Stragglers(Callback):
     """Names the slow nodes of a job, on rank 0.
 
     Args:
-        trainer: whose forward passes are timed.
         hosts: host name of each rank.
     """
 

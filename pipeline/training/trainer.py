@@ -31,11 +31,7 @@ from pipeline.training.weight_update import StepResult
 
 
 class Trainer:
-    """Runs training and evaluation steps on batches that the caller provides.
-
-    Args:
-        model: this rank's stages; built from the configuration when None.
-    """
+    """Runs training and evaluation steps on batches that the caller provides. Without a model, it builds this rank's stages."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, model: LocalModel | None = None) -> None:
         self.mesh = mesh
@@ -142,11 +138,7 @@ class Trainer:
         return self._gather_sequences(top)
 
     def measured(self, size: int) -> Tensor:
-        """Return the sums over the sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective.
-
-        Args:
-            size: Objective.sums.
-        """
+        """Return the sums over sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective."""
         return self._global_mean(torch.zeros((), device=self.mesh.device), sums=self._measured(size))[2]
 
     def _seed_dropout(self, step: int) -> None:

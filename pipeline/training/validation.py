@@ -72,12 +72,7 @@ def validate(
     on the layout.
 
     Args:
-        trainer: computes the losses.
-        data: the split.
-        training: sequence length and batch sizes.
         batches: number of global batches in the sample, None for the full split.
-        prefetch: batches that are loaded ahead.
-        on_batch: called after every batch.
     """
     samples = data.validation_sample(None if batches is None else batches * training.global_batch_size)
     loader = BatchLoader(data, training, trainer.mesh, prefetch)
@@ -113,7 +108,6 @@ class Validations(Callback):
     """Validates every training.validate_every steps, and after the last one.
 
     Args:
-        trainer: computes the losses.
         data: the validation split; None if there is none.
         record: called with step, result, Objective.identity and seconds, as Metrics.validation.
         report: called with what is done next, as Watchdog.report.

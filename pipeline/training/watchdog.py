@@ -49,11 +49,7 @@ _RESULT = "watchdog/result"
 
 
 class Watchdog:
-    """A context in which this rank must report progress. Does nothing in a single process.
-
-    Args:
-        minutes: time without progress after which the run ends.
-    """
+    """A context in which this rank must report progress within some minutes, or the run ends. Does nothing in a single process."""
 
     def __init__(self, minutes: float) -> None:
         self._timeout = minutes * 60

@@ -98,7 +98,6 @@ def parts_of(engine: Engine, *, state: bool = True) -> Iterator[PieceDigest]:
     """Yield the digests of what this rank holds of the weights and of the optimizer state. Collective: ZeRO 3 gathers the weights.
 
     Args:
-        engine: of the weights.
         state: with the master weights and the state of the optimizer; otherwise only of the weights that the forward pass reads.
     """
     dtypes: dict[str, torch.dtype] = {}
@@ -135,11 +134,7 @@ def on_host(parts: Iterable[PieceDigest]) -> list[PieceDigest]:
 
 
 def disagreements(layout: Layout, ranks: list[list[PieceDigest]]) -> list[Disagreement]:
-    """Return what differs between copies, the first weights of the model first.
-
-    Args:
-        ranks: the parts of every rank, from `on_host`.
-    """
+    """Return what differs between copies, the first weights of the model first, from the parts of every rank after `on_host`."""
     held: dict[tuple[str, str, tuple[tuple[int, int], ...]], dict[int, tuple[int, int]]] = {}
     elements: dict[tuple[str, str, tuple[tuple[int, int], ...]], int] = {}
     for rank, parts in enumerate(ranks):

@@ -91,7 +91,6 @@ class WeightGatherer:
     """Makes the weights of the blocks and of the other modules of every stage available when they are used.
 
     Args:
-        weights: the weights of all buckets.
         stages: stage index (as str) -> module, as in LocalModel.stages.
     """
 
@@ -137,7 +136,6 @@ class WeightGatherer:
 
         Args:
             units: its modules, in the order of use.
-            head: the head, if it has one.
             receives: whether its input is that of another stage, to which it returns a gradient.
         """
         trained = (index for index, unit in enumerate(units) if any(parameter.requires_grad for parameter in unit.parameters()))

@@ -54,10 +54,8 @@ class WeightUpdate:
     Args:
         groups: parameter groups of the optimizer, one fp32 master weight each, with its `weight_decay`, whether Muon updates it (`muon`),
             and the factor of its learning rate (GroupRates).
-        optimizer: optimizer, clipping and learning rate.
         training: number of steps, over which the learning rate is scheduled, and the average.
         loss_scale: whose factor the gradients have.
-        device: of the weights.
 
     Attributes:
         kind: the optimizer.
