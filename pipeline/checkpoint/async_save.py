@@ -40,8 +40,6 @@ class Node:
 
     Attributes:
         writer: address of its writer process.
-        ranks: its ranks.
-        number: of the node.
         count: number of nodes.
     """
 
@@ -56,9 +54,7 @@ class _SaveInProgress:
     """A save in progress.
 
     Attributes:
-        step: of the checkpoint.
         attempt: token of the save.
-        number: of the save.
         data: whether the data of this rank is still to be written.
         commit: whether this rank still waits for the commit.
         failed: whether its failure has been reported.

@@ -62,8 +62,6 @@ class Attempt:
 
     Attributes:
         name: its token.
-        number: of the save.
-        step: of the checkpoint.
         handed: what each rank of this node has handed over.
         files: the files that have been written.
         done: the ranks whose data has been written.

@@ -28,7 +28,6 @@ class Pending:
     """A checkpoint that is being written.
 
     Attributes:
-        step: of the checkpoint.
         folder: name of the hidden folder in checkpoints/.
         writers: number of records that it needs to be complete.
         started: time in UTC, ISO 8601.

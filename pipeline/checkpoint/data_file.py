@@ -35,7 +35,6 @@ class FileEntry:
 
     Attributes:
         name: of the file in the folder of the checkpoint.
-        bytes: its size.
         xxh3: checksum in hexadecimal: of its block digests (format 2), or of the whole file (format 1).
         blocks: number of its block digests, which are its last bytes; 0 in format 1.
     """
@@ -52,7 +51,6 @@ class WrittenFile:
 
     Attributes:
         entry: for the index.
-        parts: the parts of the file.
         kinds: the kinds that at least one part has.
         places: uint64 (parts, kinds, 3): the offset in the file, the position of the first block in the block digests, and the checksum of
             the part's block digests; NOT_STORED and zeros for a kind that the part does not have.

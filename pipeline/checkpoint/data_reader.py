@@ -36,7 +36,6 @@ class Counters:
     Attributes:
         opened: names of files, as often as they were opened.
         calls: calls of pread.
-        bytes: bytes read.
         wanted: bytes that were asked for.
     """
 

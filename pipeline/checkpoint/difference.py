@@ -28,11 +28,9 @@ class TensorDifference:
     """How two tensors differ.
 
     Attributes:
-        name: of the weight.
         kind: "weight" or a state of the optimizer.
         reason: why they cannot be compared; empty if they can.
         differing: number of elements that differ.
-        elements: of all.
         absolute: largest |a - b| of an element.
         relative: largest |a - b| / max(|a|, |b|) of an element.
         norm: 2-norm of a - b over that of a.
@@ -55,7 +53,6 @@ class CheckpointDifference:
     Attributes:
         paths: the folders of both.
         settings: dotted key -> its two values; counters of the run are below "train_state".
-        tensors: those that differ.
         equal: number of tensors that are equal.
         by_digest: how many of these are equal by the digests of both, and were not read.
     """

@@ -25,11 +25,9 @@ class Held:
     """What a rank holds of a weight, and which ranks hold the same.
 
     Attributes:
-        name: of the weight.
         shape: of the full weight.
         box: the piece of the rank.
         start: first element in the flattened box.
-        count: number of elements.
         dtypes: kind -> name of its dtype in safetensors.
         sliced_dim: the largest dim that tensor parallelism slices in any layout, 0 also for none (parts.block_bytes).
         replicas: number of ranks that hold the same elements.
@@ -56,7 +54,6 @@ class Share:
     Attributes:
         fragment: number of the fragment.
         first: first element, counted from the start of the fragment.
-        part: what is stored.
     """
 
     fragment: int

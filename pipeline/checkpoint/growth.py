@@ -37,7 +37,6 @@ class Growth:
         blocks: for each block, that of the smaller model, and whether it is a copy whose outputs are zero.
         parts: experts that a feed-forward (or an expert) of the smaller model is divided into.
         copies: experts that an expert of the smaller model becomes; 0: it has none, and the routers are new.
-        text: what grows.
     """
 
     blocks: tuple[tuple[int, bool], ...]

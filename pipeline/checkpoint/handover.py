@@ -32,15 +32,12 @@ class Member:
     """A rank introduces itself; its segments follow as file descriptors, and then the lock of the run directory, if it has it.
 
     Attributes:
-        rank: global rank.
         ranks: all ranks of the node.
-        node: number of the node.
         nodes: number of nodes; each writes one record.
         run_dir: the run directory, in which checkpoints/ exists.
         identity: of checkpoints/ (identity_of): another folder in its place is not written to.
         sharing: the ranks of the node whose data is in the same file, in order.
         file: name of this file.
-        parts: what this rank saves.
         places: kind -> place, for each of the parts.
         segments: bytes of each segment.
         has_lock: whether the lock of the run directory is among the file descriptors.
@@ -68,7 +65,6 @@ class LastUpdate:
 
     Attributes:
         updates: number of updates so far.
-        optimizer: its configuration.
         steps: of the run.
     """
 
@@ -100,7 +96,6 @@ class Save:
     """The segments of a rank hold a checkpoint, and do not change until the answer.
 
     Attributes:
-        step: of the checkpoint.
         attempt: token that is part of the name of its partial folder; another one for every attempt.
         number: of the save: the same on all ranks, and larger for every later one.
         sums: word_sum of the live tensors, kind -> sum, for each part.
@@ -141,8 +136,6 @@ class Failed:
     """The answer when the data of a rank, or the checkpoint (`commit`), could not be written.
 
     Attributes:
-        attempt: of the save.
-        reason: a sentence.
         commit: whether the checkpoint failed, and not only the data of this rank.
         not_finite: the weight that is not finite, empty if that is not the reason.
         told: whether the process that commits knows of it, or finds it in the partial folder.

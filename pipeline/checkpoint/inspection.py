@@ -66,8 +66,6 @@ class Summary:
     """What a checkpoint contains.
 
     Attributes:
-        path: its folder.
-        index: its index.
         weights: name -> what is stored of it.
         files: name of every file of the folder -> its bytes.
         kept: the name under which the checkpoint is kept; None if it is not.

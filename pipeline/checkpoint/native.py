@@ -59,7 +59,6 @@ class TensorEntry:
     Attributes:
         shape: of the full weight.
         dtypes: kind -> name of its dtype in safetensors; kinds that are not stored are zero.
-        block_bytes: bytes of a block.
         rows: its first and last + 1 row of parts.npy.
         rows_xxh3: checksum of these rows, hexadecimal.
         digests: kind -> checksum of the checksums of its parts in the order of the rows, hexadecimal. Two checkpoints that a weight is
@@ -87,7 +86,6 @@ class Index:
     """Content of the index file.
 
     Attributes:
-        train_state: progress of the run.
         config: the resolved configuration as nested dictionaries.
         data: fingerprint of the token shards that the samples came from.
         kinds: what is stored of a weight: "weight" and the optimizer's state; state that is not stored is zero.

@@ -41,12 +41,9 @@ class Part:
     """A run of the elements of a box of a full weight, and how it is stored.
 
     Attributes:
-        name: of the weight.
         shape: of the full weight.
         box: within the full weight.
         start: first element in the flattened box.
-        count: number of elements.
-        block_bytes: bytes of a block.
         dtypes: kind -> name of its dtype in safetensors, for the kinds that are stored.
     """
 

@@ -26,7 +26,6 @@ class RangeRequest:
     """A run of elements of one kind of a weight.
 
     Attributes:
-        name: of the weight.
         kind: "weight" or a moment, which the checkpoint stores for this weight.
         box: within the full weight.
         start: first element of the flattened box.
@@ -53,7 +52,6 @@ class RangeReader:
 
     Attributes:
         tensors: name of a weight -> its entry.
-        counters: of what has been read.
     """
 
     def __init__(self, folder: Path, contents: Contents) -> None:

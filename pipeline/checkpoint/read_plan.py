@@ -66,7 +66,6 @@ class FilePlan:
     """What is read of one data file, in the order of the file.
 
     Attributes:
-        file: its number.
         spans: (spans, 3): first byte, end, and number of the source whose blocks they are.
         blocks: (spans, 3): byte from which the blocks are counted, bytes of a block, and position in the block digests of the file of the
             block that begins there; the latter is negative if the file has no block digests.

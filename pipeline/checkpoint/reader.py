@@ -31,7 +31,6 @@ class WantedRun:
     """Elements of a weight that are wanted.
 
     Attributes:
-        name: of the weight.
         shape: of the full weight.
         box: first and last + 1 index along each dim of the full weight.
         start: first element of the flattened box.
@@ -57,8 +56,6 @@ class Checkpoint:
         contents: of the checkpoint, if they have been read.
 
     Attributes:
-        path: the checkpoint folder.
-        contents: index, and rows of parts.
         config: the configuration of the run that wrote it, as nested dictionaries.
         train_state: step, samples and updates of that run.
         data: fingerprint of the token shards.

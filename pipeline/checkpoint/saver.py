@@ -20,7 +20,6 @@ class SaveRequest:
 
     Attributes:
         step: completed steps.
-        fragments: of this rank.
         last_update: the last update of the optimizer, called when the device has made it; None if the optimizer is another one.
         commit: the index, and what is kept; set on rank 0, and called when the checkpoint may become complete.
     """
@@ -36,7 +35,6 @@ class SaveOutcome:
     """How a save has ended, as far as this rank knows.
 
     Attributes:
-        step: of the checkpoint.
         folder: of the complete checkpoint, which rank 0 alone knows.
         reason: why the save failed, empty if it did not.
         not_finite: a weight that is not finite, empty if that is not the reason.

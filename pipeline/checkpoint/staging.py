@@ -38,7 +38,6 @@ class LiveSource:
     """A part that this rank saves, and where its elements are now.
 
     Attributes:
-        part: what is stored.
         tensors: kind -> flat tensor that contains the elements.
         first: the first of them.
     """
@@ -198,7 +197,6 @@ class Snapshot:
     """A copy in progress.
 
     Attributes:
-        sources: what is copied.
         started: on GPUs, the work before the snapshot.
         queued: set when the copy has been made or, on GPUs, is queued.
         copied: on GPUs, the end of the copy.

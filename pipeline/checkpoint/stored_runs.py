@@ -30,12 +30,10 @@ class StoredRun:
     """A run of the elements of a box of a full weight, of one kind, in a file (words: parts.py).
 
     Attributes:
-        name: of the weight.
         kind: "weight" or a state of the optimizer.
         shape: of the full weight.
         box: within the full weight.
         start: first element in the flattened box.
-        count: number of elements.
         dtype: name in safetensors.
         file: position in Index.files.
         offset: of its first byte in the file.

@@ -35,7 +35,6 @@ class Damage:
 
     Attributes:
         file: name in the folder.
-        what: what is wrong.
         tensor: name of the weight; empty if the file as a whole is concerned.
         kind: "weight" or a state of the optimizer.
         elements: which elements of the tensor.

@@ -103,7 +103,6 @@ class _Part:
     Attributes:
         sources: names of these, whose rows are one after the other.
         index: of the part in all of them.
-        shape: of the part.
         like: the source that has its dtype.
     """
 

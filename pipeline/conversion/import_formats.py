@@ -63,8 +63,6 @@ class Described:
 
     Attributes:
         path: of config.json.
-        content: its content.
-        model: our configuration.
         mapping: of its class.
         training: settings of the group training that it has.
     """

@@ -55,7 +55,6 @@ class UniversalFolder:
     """The files of a universal checkpoint. Tensors are mapped, and read when they are used.
 
     Attributes:
-        path: the folder of the step.
         weights: the fp32 weights, by the names of the module that DeepSpeed trained.
         state: steps and updates of the run. No sample counts as consumed, since the order of its data was another one.
     """

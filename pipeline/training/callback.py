@@ -46,11 +46,9 @@ class Step:
         state: after the step.
         tokens, batch: this rank's share of the global batch, as in Trainer.train.
         loss: mean loss of the global batch, 0-dim.
-        result: of the step.
         samples: size of the global batch.
         seconds: from the end of queuing the step before to that of this one.
         more: further numbers of its line in metrics.jsonl, known on the host.
-        last: whether it is the last one of the run.
         since: time.monotonic() from which the seconds of the next step count; a callback whose time is not that of a step sets it anew.
         decision: of all ranks; made by StepControl.after_step.
     """

@@ -34,8 +34,6 @@ class Offer:
     """What a rank tells the others before the first save.
 
     Attributes:
-        host: its host name.
-        local_rank: its rank on the node.
         writer: address of the writer process that it has started, empty if it has not.
         token: for the names of partial folders; that of rank 0 counts.
         bytes: that its copies need.

@@ -32,7 +32,6 @@ class Update:
     """What is subtracted from successive elements of a master weight, times the learning rate.
 
     Attributes:
-        master: the weight.
         start: its first element.
         values: flat, in the dtype of Newton-Schulz.
         factor: of the values.
@@ -82,9 +81,6 @@ class Round:
     """Matrices whose pieces are divided over one group of ZeRO, and which are updated at once.
 
     Args: see rounds_of; group: that of all spaces.
-
-    Attributes:
-        masters: the master weights of the spaces.
     """
 
     def __init__(

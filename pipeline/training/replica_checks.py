@@ -44,8 +44,6 @@ class _Entry:
 
     Attributes:
         kind: as in PieceDigest.
-        piece: of the weight.
-        trained: whether the weight is trained.
         partitioned: whether ZeRO divides the weight that is saved.
     """
 

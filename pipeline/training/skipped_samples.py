@@ -25,7 +25,6 @@ class Rewind:
     Attributes:
         checkpoint: its step.
         spike: first step of the loss spike, of the steps that were abandoned.
-        reason: in words.
         first: first sample that is skipped, the next one of the checkpoint.
         last: one more than the last sample that is skipped.
     """

@@ -28,7 +28,6 @@ class MeanLoss:
     Attributes:
         loss: nats per target.
         bits_per_byte: None if the objective does not predict every token.
-        targets: number of targets.
     """
 
     loss: float

@@ -37,7 +37,6 @@ class PieceDigest:
 
     Attributes:
         kind: "weight" (master weight), a key of the optimizer state, FORWARD or ROUNDED; "scalar" for a number of the step.
-        name: of the weight.
         box: Piece.box: ranks with another box hold other elements.
         elements: of the piece.
         count: of the run.
@@ -58,7 +57,6 @@ class Disagreement:
 
     Attributes:
         kinds: as in PieceDigest, of those that differ.
-        name: of the weight.
         axis: the mesh axis along which they differ; several joined by "+" if no two copies differ along one axis only; empty if a rank's
             weights are not its rounded master weights.
         ranks: of one copy and of another one; of a divided copy, its first rank.

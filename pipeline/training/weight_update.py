@@ -36,7 +36,6 @@ class StepResult:
     Attributes:
         gradient_norm: global norm before clipping.
         skipped: 1 if the gradient was not finite and the step changed nothing, else 0.
-        lr: learning rate of the step.
         more: further values for metrics.jsonl, by key.
         requests: how many ranks made each request of Trainer.train.
     """
@@ -58,9 +57,6 @@ class WeightUpdate:
         loss_scale: whose factor the gradients have.
 
     Attributes:
-        kind: the optimizer.
-        optimizer: torch's.
-        average: of the master weights.
         after_update: called after an update with whether it was skipped, before the new weights are averaged or read.
     """
 
