@@ -13,8 +13,8 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -147,7 +147,9 @@ class Staging:
     def _run(self, snapshot: Snapshot, then: Callable[[Snapshot], None]) -> None:
         """Copy, and hand over. The thread of a snapshot."""
         try:
-            with torch.no_grad(), self._on_stream(snapshot.started):
+            with torch.no_grad(), nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                if self._stream is not None and snapshot.started is not None:
+                    self._stream.wait_event(snapshot.started)  # the work that was queued before the snapshot
                 snapshot.summed = self._sum(snapshot.sources)
                 self._copy(snapshot)
         except Exception as error:
@@ -157,14 +159,6 @@ class Staging:
             snapshot.copied.synchronize()
         snapshot.released.wait()
         then(snapshot)
-
-    @contextmanager
-    def _on_stream(self, started: torch.cuda.Event | None) -> Iterator[None]:
-        """On GPUs, the stream of the copies, which begins after the work that was queued before the snapshot."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            if self._stream is not None and started is not None:
-                self._stream.wait_event(started)
-            yield
 
     def _sum(self, sources: Sequence[LiveSource]) -> list[int] | Tensor:
         """word_sum of each live part and kind, one after the other; on GPUs as a tensor in pinned memory, which is filled later."""

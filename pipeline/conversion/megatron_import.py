@@ -81,7 +81,8 @@ class MegatronFolder(RankFiles):
             UserError: files are missing, damaged, of several steps, or of a version whose order of weights is another one.
         """
         super().__init__(folder)
-        paths = _rank_files(folder)
+        paths = {path.name: path / name for path in sorted(folder.glob("mp_rank_*")) for name in _FILES if (path / name).is_file()}
+        assert paths, f"{folder} has no ranks"
         first = next(iter(paths.values()))
         state = safe_pickle.load(first)
         self.arguments = arguments(state, first)
@@ -132,13 +133,6 @@ class MegatronFolder(RankFiles):
                 full = re.sub(r"(local_experts\.|fc\d\.weight)(\d+)", lambda match: f"{match[1]}{int(match[2]) + offset}", full)  # noqa: B023
             self._shards[full].append((value, path))
         return local
-
-
-def _rank_files(folder: Path) -> dict[str, Path]:
-    """Return the files of the ranks: name of the rank's folder -> file."""
-    files = {path.name: path / name for path in sorted(folder.glob("mp_rank_*")) for name in _FILES if (path / name).is_file()}
-    assert files, f"{folder} has no ranks"
-    return files
 
 
 def _by_rank(paths: dict[str, Path], args: dict[str, Any], folder: Path) -> dict[tuple[int, int, int], Path]:

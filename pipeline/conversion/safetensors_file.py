@@ -32,18 +32,8 @@ DTYPES = {
 _CHUNK = 16 << 20
 
 
-def header_of(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, metadata: Mapping[str, str]) -> bytes:
-    """Return what precedes the data: the length of the header and the header, padded so that the data is aligned to 8 bytes.
-
-    Args:
-        shapes: of the tensors, in the order of their data.
-        metadata: entries of `__metadata__`.
-    """
-    return _header({name: (dtype, shape) for name, shape in shapes.items()}, metadata)
-
-
 def _header(entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
-    """As header_of, of tensors of several dtypes."""
+    """Return what precedes the data: the length of the header and the header, padded so that the data is aligned to 8 bytes."""
     content: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for name, (dtype, shape) in entries.items():
@@ -64,7 +54,7 @@ def write(
         tensor: returns the tensor of a name; called once for each, in order.
         metadata: entries of `__metadata__`.
     """
-    header = header_of(shapes, dtype, metadata)
+    header = _header({name: (dtype, shape) for name, shape in shapes.items()}, metadata)
     state = xxhash.xxh3_128(header)
     with open(path, "wb") as handle:
         handle.write(header)

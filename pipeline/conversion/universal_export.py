@@ -40,16 +40,16 @@ def check(weights: MergedWeights, config: ModelConfig) -> None:
     Raises:
         UserError: the model is not a dense decoder with a Hugging Face class, has adapters, or lacks moments.
     """
-    if config.objective != "causal" or any(entry.expert is not None or entry.stacked for entry in registry.stock_tensors(config)[0]):
-        rule = f"is supported for dense decoders; model.family={config.family} is another model"
-        raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
-    if config.family in _OTHER_NAMES:
-        rule = f"is not supported for model.family={config.family}, whose files have other names than the parameters of its class"
-        raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
     with torch.device("meta"):
         fixed = [name for name, weight in registry.build(config).named_parameters() if not weight.requires_grad]
-    if fixed:
+    rule = ""
+    if config.objective != "causal" or any(entry.expert is not None or entry.stacked for entry in registry.stock_tensors(config)[0]):
+        rule = f"is supported for dense decoders; model.family={config.family} is another model"
+    elif config.family in _OTHER_NAMES:
+        rule = f"is not supported for model.family={config.family}, whose files have other names than the parameters of its class"
+    elif fixed:
         rule = f"has the moments of all weights, and {fixed[0]} of model.family={config.family} is not trained"
+    if rule:
         raise UserError.of("stage.format", _FORMAT, rule, "set stage.format=huggingface, which exports the weights")
     if adapter_of(weights.checkpoint) is not None:
         rule = f"has the moments of all weights, and {weights.path} those of adapters"

@@ -131,7 +131,7 @@ def build_buckets(
         matrix, muon = is_matrix(piece.name, piece.full_shape), rule.is_hidden(piece)
         bucket = bucket_name(piece.name, units[parameter], matrix=matrix, shared=bool(piece.shared), muon=muon)
         members.setdefault((bucket, replicas, rule.rate_of(piece)), {})[parameter] = piece
-    ordered = sorted(members, key=lambda key: key[0] == VECTORS)
+    ordered, sums = sorted(members, key=lambda key: key[0] == VECTORS), mesh.layout.tensor > 1
     groups = {"dense": mesh.zero_groups(experts=False), "expert": mesh.zero_groups(experts=True)}
     return [
         Bucket(
@@ -139,7 +139,7 @@ def build_buckets(
             pieces=(held := members[unit, replicas, rate]),
             group=groups[replicas][0],
             replicas=groups[replicas][1],
-            tensor_sums=[p for p, piece in held.items() if _sums(piece, mesh, sequence_parallel=sequence_parallel)],
+            tensor_sums=[p for p, piece in held.items() if sums and sums_over_tensor(piece, sequence=sequence_parallel)],
             decays=all(is_matrix(piece.name, piece.full_shape) for piece in held.values()),
             muon=all(rule.is_hidden(piece) for piece in held.values()),
             sharded=sharded,
@@ -147,10 +147,6 @@ def build_buckets(
         )
         for unit, replicas, rate in ordered
     ]
-
-
-def _sums(piece: Piece, mesh: Mesh, *, sequence_parallel: bool) -> bool:
-    return mesh.layout.tensor > 1 and sums_over_tensor(piece, sequence=sequence_parallel)
 
 
 def _units(model: LocalModel) -> dict[nn.Parameter, str]:

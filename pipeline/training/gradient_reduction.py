@@ -185,7 +185,7 @@ class GradientReducer:
         """Start to sum the gradient of a step over the groups of ZeRO, beside the next reductions; without groups it is final."""
         state.remaining = 0
         if state.bucket.replicas is None:
-            self._hand_over(state)
+            self._on_reduced(state.bucket, self.reduced(state.bucket))
             return
         if len(self._across) == MAX_PENDING:
             self._finish_oldest_sum()
@@ -195,10 +195,6 @@ class GradientReducer:
         """Wait for a sum over the groups (on a GPU, the side stream waits)."""
         state, work = self._across.popleft()
         work.wait()
-        self._hand_over(state)
-
-    def _hand_over(self, state: _State) -> None:
-        """The gradient of a step is final."""
         self._on_reduced(state.bucket, self.reduced(state.bucket))
 
     def _side_stream(self) -> AbstractContextManager[Any]:

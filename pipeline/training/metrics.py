@@ -101,8 +101,10 @@ class Metrics(Callback):
         result = step.result
         numbers = (result.gradient_norm, result.lr, result.skipped, *result.more.values())
         values = HostCopy(torch.stack([step.loss.detach().float(), *(number.to(step.loss.device) for number in numbers)]))
+        # The most memory that this rank has reserved on its GPU, which is known on the host: no synchronization.
+        memory = {"memory_gb": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}
         previous = self._pending
-        self._pending = _PendingStep(step.state, values, step.samples, step.seconds, tuple(result.more), step.more, memory_used())
+        self._pending = _PendingStep(step.state, values, step.samples, step.seconds, tuple(result.more), step.more, memory)
         if previous is not None:
             self._write(previous)
         self._bar.advance(1, f"loss {self._last['loss']:.3f}" if self._last else "")
@@ -230,8 +232,3 @@ def _finite(line: dict[str, Any]) -> dict[str, Any]:
         key: _finite(value) if isinstance(value, dict) else None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()
     }
-
-
-def memory_used() -> dict[str, float]:
-    """The most memory that this rank has reserved on its GPU, GB; empty on a CPU. Known on the host: no synchronization."""
-    return {"memory_gb": torch.cuda.max_memory_reserved() / 1e9} if torch.cuda.is_available() else {}

@@ -51,8 +51,9 @@ class QKClip:
         gamma = torch.where((largest > self._threshold) & (skipped == 0), self._threshold / largest, 1.0)
         for layer, factors in zip(self._layers, gamma.split(heads) if heads else (), strict=True):
             for linear, rows in scaled_rows(layer, factors):
-                for weight in _weights(linear):
-                    self._scale(weight, rows)
+                for weight in (linear.weight, linear.bias):
+                    if isinstance(weight, nn.Parameter):
+                        self._scale(weight, rows)
 
     def _scale(self, weight: nn.Parameter, rows: Tensor) -> None:
         """Multiply the rows of this rank's part of a master weight."""
@@ -84,11 +85,6 @@ def measured(layer: Any, device: torch.device) -> MeasuringCore:
         heads = layer.query.weight.shape[0] // layer.head_dim
     layer.core = MeasuringCore(layer.core, heads, device)
     return layer.core
-
-
-def _weights(linear: Linear) -> list[nn.Parameter]:
-    """The weight and the bias of a layer, if it has one."""
-    return [weight for weight in (linear.weight, linear.bias) if isinstance(weight, nn.Parameter)]
 
 
 def scaled_rows(layer: Any, gamma: Tensor) -> list[tuple[Linear, Tensor]]:

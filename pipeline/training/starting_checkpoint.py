@@ -25,11 +25,14 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     command continues from the newest one.
 
     Raises:
-        UserError: the requested checkpoint is missing, or the run would not continue from the newest checkpoint of run_dir.
+        UserError: the requested checkpoint is missing, all are damaged, or the run would not continue from the newest one of run_dir.
     """
     complete, fork = native.complete(run_dir), checkpoint.fork
     if not complete:
-        _check_none_damaged(run_dir, checkpoint)
+        if checkpoint.resume == "auto" and (damaged := native.damaged(run_dir)):  # a run that begins anew would replace their metrics
+            rule = f"has no checkpoint to continue from, only damaged ones: {', '.join(path.name for path in damaged)}"
+            fix = "choose another run_dir, or set checkpoint.resume=none to start from the beginning"
+            raise UserError.of("run_dir", run_dir, rule, fix)
         return None if fork is None else native.find_start(fork, "checkpoint.fork", "set it to a run directory with checkpoints, or to one")
     newest = complete[-1]
     key, value, start = "checkpoint.resume", checkpoint.resume, "starts from scratch"
@@ -40,18 +43,6 @@ def starting_checkpoint(run_dir: Path, checkpoint: CheckpointConfig) -> Path | N
     rule = f"{start}, but {run_dir} contains checkpoints that do not continue from it, the newest of step {native.step_of(newest)}"
     fix = "choose another run_dir, or continue from the newest: checkpoint.resume=auto without checkpoint.fork"
     raise UserError.of(key, value, rule, fix)
-
-
-def _check_none_damaged(run_dir: Path, checkpoint: CheckpointConfig) -> None:
-    """Refuse to begin a run anew, and to replace its metrics, beside the damaged checkpoints of an earlier job.
-
-    Raises:
-        UserError: checkpoint.resume is auto, and only renamed damaged checkpoints are there.
-    """
-    if checkpoint.resume == "auto" and (damaged := native.damaged(run_dir)):
-        rule = f"has no checkpoint to continue from, only damaged ones: {', '.join(path.name for path in damaged)}"
-        fix = "choose another run_dir, or set checkpoint.resume=none to start from the beginning"
-        raise UserError.of("run_dir", run_dir, rule, fix)
 
 
 def older_checkpoint(run_dir: Path, damaged: Mapping[Path, UserError]) -> Path:

@@ -69,7 +69,10 @@ class Trainer:
         batch = self._with_reference(tokens, self._with_loss_scale(batch))
         pipeline = self._pipeline(tokens, batch)
         if self._config.lora.dropout:
-            self._seed_dropout(step)
+            # Tensor ranks drop the elements that one process would drop, others draw their own.
+            where = self.mesh.coordinates
+            place = (self._config.training.seed, step, where.pipeline, where.data, where.expert, where.context)
+            torch.manual_seed(xxh3_64_intdigest(repr(place).encode()))
         factor = self.engine.loss_scale.factor
         every = self._config.training.noise_scale_every
         with self.engine.accumulate(pipeline.micro_batches, measure=bool(every) and (step + 1) % every == 0):
@@ -140,12 +143,6 @@ class Trainer:
     def measured(self, size: int) -> Tensor:
         """Return the sums over sequences of the last evaluated batch that the loss measures besides, fp32 (size,); collective."""
         return self._global_mean(torch.zeros((), device=self.mesh.device), sums=self._measured(size))[2]
-
-    def _seed_dropout(self, step: int) -> None:
-        """Seed the random numbers of a step: tensor ranks drop the elements that one process would drop, others draw their own."""
-        where = self.mesh.coordinates
-        place = (self._config.training.seed, step, where.pipeline, where.data, where.expert, where.context)
-        torch.manual_seed(xxh3_64_intdigest(repr(place).encode()))
 
     def _with_loss_scale(self, batch: Batch) -> Batch:
         """Add Batch.loss_scale if some positions have no target: the loss is the mean over the counted targets of the global batch."""
