@@ -16,6 +16,7 @@ from pipeline.checkpoint import inspection, native, parts, stored_runs
 from pipeline.checkpoint.inspection import Summary
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.verify import check_sizes
+from pipeline.common import knobs
 
 #: Elements that are compared at a time.
 _CHUNK = 1 << 22
@@ -103,7 +104,7 @@ def compare(
 def _settings(a: Summary, b: Summary) -> dict[str, tuple[Any, Any]]:
     """The settings that differ: dotted key -> values of both."""
     old, new = (
-        dict(inspection.flat_settings({**side.index.config, "train_state": dataclasses.asdict(side.index.train_state)}))
+        dict(knobs.leaves("", {**side.index.config, "train_state": dataclasses.asdict(side.index.train_state)}))
         | {"data fingerprint": side.index.data}
         for side in (a, b)
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from pipeline.checkpoint.contents import read_contents
 from pipeline.checkpoint.native import Index
 from pipeline.checkpoint.parts import ITEM_SIZE
 from pipeline.checkpoint.stored_runs import StoredRun
+from pipeline.common import knobs
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
@@ -168,27 +169,19 @@ def _add_values(kind: StoredKind, path: Path, run: StoredRun) -> None:
         kind.largest = max(kind.largest, float(np.abs(wide).max(initial=0.0)))
 
 
-def flat_settings(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings of a configuration as dotted keys with their values."""
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from flat_settings(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def changed_settings(config: dict[str, Any]) -> dict[str, Any]:
     """The settings of a configuration that differ from the defaults; all of a model."""
     defaults: dict[str, Any] = {}
     for part in dataclasses.fields(RunConfig):
         if part.default_factory is not dataclasses.MISSING:
-            defaults |= flat_settings({part.name: dataclasses.asdict(part.default_factory())})
+            defaults |= knobs.leaves(part.name, dataclasses.asdict(part.default_factory()))
     family = config_classes.CONFIG_CLASSES.get(config.get("model", {}).get("family", ""))
     for part in dataclasses.fields(family) if family else ():
         if part.default is not dataclasses.MISSING and part.name != "family":
             defaults[f"model.{part.name}"] = part.default
     absent = object()
-    return {key: value for key, value in flat_settings(config) if defaults.get(key, absent) != value}
+    settings = (leaf for group, values in config.items() for leaf in knobs.leaves(group, values))
+    return {key: value for key, value in settings if defaults.get(key, absent) != value}
 
 
 def name_of(folder: Path) -> str | None:

@@ -94,12 +94,6 @@ def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
     return Adapter(_Layers(checkpoint, names), "", checkpoint.path) if names else None
 
 
-def saved_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the weights that a run has trained beside its adapter, fp32."""
-    lora = lora_of(checkpoint.config)
-    return {name: checkpoint.tensor(name).float() for name in checkpoint.names() if lora.saves(name)}
-
-
 def base_hash(weights: Weights, config: ModelConfig, without: Collection[str] = ()) -> str:
     """Return a hash of a model's weights without adapters, rounded to bf16, and of its configuration. It reads all weights.
 

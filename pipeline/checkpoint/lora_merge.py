@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import peft_format
-from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, check_base, lora_of, saved_weights
+from pipeline.checkpoint.lora_adapter import Adapter, adapter_of, base_hash, check_base, lora_of
 from pipeline.checkpoint.native import INDEX
 from pipeline.checkpoint.peft_format import read_peft
 from pipeline.checkpoint.reader import Checkpoint, WantedRun, settings_of_weights, with_weights
@@ -114,7 +114,8 @@ def export_adapter(path: Path, output: Path, weights: str = "trained") -> None:
         lambda: artifact.check_empty(output, key="stage.output", stage="convert"),
         lambda: registry.mapping_of(model),
     )
-    saved, lora = saved_weights(checkpoint), lora_of(checkpoint.config)
+    lora = lora_of(checkpoint.config)
+    saved = {name: checkpoint.tensor(name).float() for name in checkpoint.names() if lora.saves(name)}
     trained = replace(trained, saved=saved)
     if lora.quantize == "none":  # else the checkpoint has the rounded weights of its base
         trained = replace(trained, base=base_hash(checkpoint, model, saved))

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.lora_merge import MergedWeights
-from pipeline.common import git_commit, metrics_file
+from pipeline.common import git_commit, knobs, metrics_file
 from pipeline.models.config import ModelConfig
 
 FILE = "README.md"
@@ -56,7 +56,8 @@ def _lines(weights: MergedWeights, model: ModelConfig) -> Iterator[str]:
     if (last := next((line for line in reversed(measured) if "tokens" in line), None)) is not None:
         yield f"{last['tokens']:,} tokens up to step {last['step']:,}, training loss {last['loss']:.4f}."
         yield ""
-    yield from (*_table({key: _value(config, key) for key in SETTINGS}), "")
+    settings = dict(knobs.leaves("", config))
+    yield from (*_table({key: settings.get(key) for key in SETTINGS}), "")
     for name, corpus in config.get("data", {}).get("blend", {}).items():
         yield f"- corpus {name}: {', '.join(f'{key} {value}' for key, value in corpus.items() if value is not None) or 'weight 1'}"
     for number, phase in enumerate(config.get("training", {}).get("phases", ())):
@@ -72,9 +73,3 @@ def _table(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a table without the values that are not there."""
     yield from ("| | |", "|---|---|")
     yield from (f"| {name} | {value} |" for name, value in values.items() if value not in (None, "", "none"))
-
-
-def _value(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None if it is not there."""
-    group, _, name = key.partition(".")
-    return config.get(group, {}).get(name)

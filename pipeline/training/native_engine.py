@@ -29,7 +29,7 @@ from pipeline.training.loss_scale import LossScale
 from pipeline.training.matrix_layout import Space
 from pipeline.training.matrix_rule import MatrixRule
 from pipeline.training.muon import Muon
-from pipeline.training.offloaded_update import OffloadedUpdate, in_host_memory
+from pipeline.training.offloaded_update import OffloadedUpdate
 from pipeline.training.weight_gathering import FlatWeights, WeightGatherer
 from pipeline.training.weight_update import StepResult, WeightUpdate
 
@@ -112,7 +112,8 @@ class NativeEngine(Engine):
         partition = bucket.partition(flat)
         freed = self._stage == 3 and bucket.decays and bucket.ranks > 1
         if self._offloads:
-            master = in_host_memory(partition.float())
+            whole = partition.float()
+            master = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda).copy_(whole)
         else:
             master = partition.to(torch.float32, copy=bucket.ranks > 1 or self.separate)
         if freed:

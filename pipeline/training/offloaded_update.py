@@ -20,11 +20,6 @@ from pipeline.training.loss_scale import LossScale
 from pipeline.training.weight_update import StepResult, WeightUpdate
 
 
-def in_host_memory(tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, which is pinned if the tensor is on a GPU."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
-
-
 class OffloadedUpdate(WeightUpdate):
     """As WeightUpdate, in host memory: the same arithmetic, by PyTorch's fused AdamW of the CPU.
 
