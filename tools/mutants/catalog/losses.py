@@ -70,7 +70,7 @@ LOSSES = (
         8,
         "every data rank divides by its own number of targets",
         LLAMA + PADDED + DATA,
-        (Edit("Trainer._counts", "if self.mesh.dense.size() > 1:\n    dist.all_reduce(C, group=self.mesh.dense)", "pass"),),
+        (Edit("Trainer._counts", "reduce_over((self.mesh.dense,), C)", "pass"),),
     ),
     Mutant(
         "ignored_positions_have_gradient",
