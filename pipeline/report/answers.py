@@ -86,7 +86,8 @@ def loss(run: Run, health: Health | None) -> Answer:
     change = health.last - health.before
     trend = "flat" if abs(change) <= 2 * health.error else "falling" if change < 0 else "rising"
     noise = f"{change:+.4f} +- {health.error:.4f} from the {health.steps:,} steps before to the last {health.steps:,}"
-    spikes = f"{count(len(health.spikes), 'spike')}, the last at step {health.spikes[-1]:,}" if health.spikes else "no spikes"
+    spikes = "steps of loss spikes were left" if any(start.rewound for start in run.starts) else "no spikes"
+    spikes = f"{count(len(health.spikes), 'spike')}, the last at step {health.spikes[-1]:,}" if health.spikes else spikes
     diverged = health.last > health.begin + 2 * health.error
     above = f"above the {health.begin:.4f} of its first {health.steps:,} steps" if diverged else ""
     lost_steps = f"{count(health.not_finite, 'step')} without a finite loss" if health.not_finite else ""
