@@ -110,7 +110,7 @@ def _without_dashes(option: str, following: str) -> str:
     if advice := foreign_names.advice(name, value or following or "VALUE"):
         return advice
     keys = [key for key, _, _ in knobs.walk(RunConfig())]
-    groups = dict.fromkeys(key.partition(".")[0] for key in keys)
+    groups = [field.name for field in dataclasses.fields(RunConfig)]
     named = [key for key in (*groups, *keys) if key == name or key.endswith(f".{name}")]
     return f"write {named[0]}={value or following or 'true'}, without dashes" if named else f"{option} is no key; write KEY=VALUE"
 
@@ -120,7 +120,7 @@ def _parse_options(arguments: Sequence[str]) -> Namespace:
     parser = get_args_parser()
 
     def refuse(message: str) -> NoReturn:
-        unknown = [word for word in message.removeprefix("unrecognized arguments: ").split() if word.startswith("--")]
+        unknown = [word for word in message.partition("unrecognized arguments: ")[2].split() if word.startswith("--")]
         following = {before: after for before, after in pairwise(arguments) if "=" not in before and re.match(r"[\w.,/]+$", after)}
         guesses = "".join(f"{_without_dashes(word, following.get(word, ''))}; " for word in unknown)  # --stage shard
         message = f"unrecognized arguments: {' '.join(unknown)}" if unknown else message  # the overrides behind them are none
