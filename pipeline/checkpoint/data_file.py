@@ -123,7 +123,7 @@ class DataFile:
         return digests
 
     def finish(self, digests: Mapping[tuple[int, str], npt.NDArray[np.uint64]]) -> WrittenFile:
-        """Write the checksums of all blocks, which ends the file; of all parts, as write_parts returns them.
+        """Write the checksums of the blocks of all parts, as write_parts returns them; this ends the file.
 
         Raises:
             OSError: as of `write`.

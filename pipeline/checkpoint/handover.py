@@ -228,7 +228,7 @@ class NotFiniteWeightsError(UserError):
 
 
 def not_finite(step: int, name: str) -> NotFiniteWeightsError:
-    """The error of a run whose weights, such as that of this name, are not finite after some steps."""
+    """The error of a run that has made so many steps, and in which a weight, such as that of this name, is not finite."""
     rule = f"{name} contains values that are not finite; no checkpoint was written"
     fix = "reduce optimizer.lr and run again, which continues from the newest checkpoint; metrics.jsonl shows where the loss diverges"
     return NotFiniteWeightsError([Violation("weights after step", step, rule, fix)])
