@@ -1,10 +1,13 @@
-"""The GPUs of a node as nvidia-smi describes them: memory, ECC errors, clocks and what slows them down."""
+"""The GPUs of a node as nvidia-smi, or the driver of AMD, describes them: memory, ECC errors, clocks and what slows them down."""
 
 from __future__ import annotations
 
+import platform
 import re
 import shutil
 import subprocess
+from collections import Counter
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -17,16 +20,26 @@ _MEMORY_FAULTS = (
     ("retired_pages/pending_retirement", "pages to be retired at the next reset"),
     ("retired_pages/pending_blacklist", "pages to be retired at the next reset"),
 )
+_AMD = "0x1002"
+#: Flags of pages in amdgpu's gpu_vram_bad_pages that need a reset of the GPU, or its replacement; R is a page that is set aside.
+_PAGE_FAULTS = {"P": "pages to be retired at the next reset", "F": "pages that could not be retired"}
 
 
-def query(seconds: float) -> dict[str, Any] | None:
-    """Ask nvidia-smi for the GPUs of this node; None where it is not installed.
+def query(seconds: float, devices: Path = Path("/sys/class/drm")) -> dict[str, Any] | None:
+    """Ask nvidia-smi, where it is installed, or the driver of AMD's GPUs; None where there is neither.
 
     Returns:
-        As parse(), or {"error": TEXT} if it failed or did not answer in time, which is a sign of a lost GPU.
+        As parse(), or {"error": TEXT} if that failed or was not answered in time, which is a sign of a lost GPU.
     """
     if shutil.which("nvidia-smi") is None:
-        return None
+        gpus = []
+        for vendor in sorted(devices.glob("card*/device/vendor"), key=lambda path: (len(str(path)), path)):
+            if vendor.read_text().strip() == _AMD:
+                try:
+                    gpus.append(_amd_gpu(vendor.parent))
+                except OSError as error:
+                    return {"error": f"amdgpu: {vendor.parent} cannot be read: {error.strerror}"}
+        return {"driver": f"amdgpu of Linux {platform.release()}", "gpus": gpus} if gpus else None
     try:
         done = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, errors="replace", timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
@@ -34,7 +47,7 @@ def query(seconds: float) -> dict[str, Any] | None:
     except OSError as error:
         return {"error": f"nvidia-smi cannot be started: {error.strerror}"}
     if done.returncode:
-        return {"error": " ".join((done.stdout + done.stderr).split())[-300:] or f"nvidia-smi ended with exit code {done.returncode}"}
+        return {"error": f"nvidia-smi: {' '.join((done.stdout + done.stderr).split())[-300:] or f'exit code {done.returncode}'}"}
     return parse(done.stdout)
 
 
@@ -70,6 +83,32 @@ def _gpu(gpu: ElementTree.Element) -> dict[str, Any]:
         "throttled": [
             name for name in _THROTTLED if any(r.tag.endswith(f"_{name}") and (r.text or "").strip() == "Active" for r in reasons)
         ],
+    }
+
+
+def _amd_gpu(device: Path) -> dict[str, Any]:
+    """The values of `_gpu` from the files of amdgpu, which amd-smi and rocm-smi read as well (docs.kernel.org/gpu/amdgpu).
+
+    Files that a kernel or a kind of GPU lacks are None, and no fault. What slows a GPU down has no file in text.
+    """
+
+    def lines(name: str) -> list[str]:
+        return (device / name).read_text().splitlines() if (device / name).is_file() else []
+
+    clocks = [(_number(line.partition(":")[2]), line.endswith("*")) for line in lines("pp_dpm_sclk")]  # "1: 1700Mhz *"
+    counts = [line for path in device.glob("ras/*_err_count") for line in lines(f"ras/{path.name}")]
+    errors = [int(line[3:]) for line in counts if re.fullmatch(r"ue: *\d+", line)]
+    pages = Counter(line.split()[-1] for line in lines("ras/gpu_vram_bad_pages") if ":" in line)  # "0x00000001 : 0x00001000 : R"
+    memory = _number(next(iter(lines("mem_info_vram_total")), None))
+    return {
+        "name": next(iter(lines("product_name")), "") or "AMD GPU",
+        "uuid": next(iter(lines("unique_id")), "") or device.resolve().name,
+        "memory_gb": round(memory / 1e9, 2) if memory else None,
+        "sm_mhz": next((clock for clock, current in clocks if current), None),
+        "max_sm_mhz": max((clock for clock, _ in clocks if clock), default=None),
+        "ecc": sum(errors) if errors else None,
+        "faults": [f"{pages[flag]} {text}" for flag, text in _PAGE_FAULTS.items() if pages[flag]],
+        "throttled": [],
     }
 
 

@@ -108,7 +108,7 @@ def _ranks(results: Mapping[str, Result], _: ClusterConfig) -> Iterator[Finding]
 
 
 def _gpus(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Finding]:
-    """Number, ECC errors, clocks: by nvidia-smi where it is installed."""
+    """Number, ECC errors, clocks: by gpu_query, where it knows the GPUs."""
     wanted = cluster.gpus_per_node
     clocks = _median(gpu["max_sm_mhz"] for result in results.values() for gpu in _smi_gpus(result))
     for node, result in results.items():
@@ -116,7 +116,7 @@ def _gpus(results: Mapping[str, Result], cluster: ClusterConfig) -> Iterator[Fin
         gpus = _smi_gpus(result)
         seen = max(len(gpus), len({r["gpu"] for r in ranks if r.get("gpu")}), *(r.get("gpus_seen", 0) for r in ranks), 0)
         if error := smi.get("error"):
-            yield Finding(node, "GPUs", "?", str(wanted), f"nvidia-smi: {error}" if wanted else None)
+            yield Finding(node, "GPUs", "?", str(wanted), error if wanted else None)
         elif (seen or wanted) and ranks:
             few = wanted and seen < wanted
             yield Finding(node, "GPUs", str(seen), str(wanted or ""), f"has {seen} GPUs, not {wanted}" if few else None)

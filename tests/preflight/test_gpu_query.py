@@ -1,4 +1,4 @@
-"""The GPUs of a node in the output of nvidia-smi, of older and newer drivers."""
+"""The GPUs of a node in the output of nvidia-smi, of older and newer drivers, and in the files of AMD's driver."""
 
 import os
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_memory_without_ecc():
     [
         (
             "echo 'Unable to determine the device handle for GPU 0000:1A:00.0: Unknown Error'; exit 15",
-            "Unable to determine the device handle",
+            "nvidia-smi: Unable to determine the device handle",
         ),
         ("echo nonsense", "cannot be read"),
         ("exec sleep 60", "did not answer within 1 s"),
@@ -68,3 +68,62 @@ def test_a_command_that_fails(script, expected, tmp_path: Path, monkeypatch):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert expected in gpu_query.query(1)["error"]
+
+
+@pytest.fixture
+def cards(tmp_path: Path, monkeypatch) -> Path:
+    """Two GCDs of a MI250X, the display of the host, and its output."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for card in (2, 10):
+        files = {
+            "vendor": "0x1002", "unique_id": f"8f5{card}", "product_name": "AMD INSTINCT MI250X", "mem_info_vram_total": 68702699520,
+            "pp_dpm_sclk": "0: 500Mhz\n1: 800Mhz *\n2: 1700Mhz", "ras/umc_err_count": "ue: 0\nce: 3\nde: 0",
+            "ras/gfx_err_count": "ue: 0\nce: 0", "ras/gpu_vram_bad_pages": "0x00000001 : 0x00001000 : R",
+        }  # fmt: skip
+        for name, text in files.items():
+            path = tmp_path / f"drm/card{card}/device" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{text}\n")
+    (tmp_path / "drm/card0/device").mkdir(parents=True)
+    (tmp_path / "drm/card0/device/vendor").write_text("0x1a03\n")
+    (tmp_path / "drm/card0-VGA-1").mkdir()
+    return tmp_path / "drm"
+
+
+def test_gpus_of_amd(cards: Path):
+    first, second = gpu_query.query(1, cards)["gpus"]
+    assert first == {
+        "name": "AMD INSTINCT MI250X", "uuid": "8f52", "memory_gb": 68.7, "sm_mhz": 800.0, "max_sm_mhz": 1700.0, "ecc": 0, "faults": [],
+        "throttled": [],
+    }  # fmt: skip
+    assert second["uuid"] == "8f510"
+
+
+def test_faults_of_amd(cards: Path):
+    ras = cards / "card10/device/ras"
+    (ras / "gfx_err_count").write_text("ue: 2\nce: 0\n")
+    (ras / "gpu_vram_bad_pages").write_text("0x1 : 0x1000 : R\n0x2 : 0x1000 : P\n0x3 : 0x1000 : P\n0x4 : 0x1000 : F\n")
+    first, second = gpu_query.query(1, cards)["gpus"]
+    assert (first["ecc"], first["faults"]) == (0, [])
+    assert (second["ecc"], second["faults"]) == (2, ["2 pages to be retired at the next reset", "1 pages that could not be retired"])
+
+
+def test_gpus_of_amd_with_few_files(cards: Path):
+    """A kernel without RAS, on a card that has no name."""
+    for name in ("ras/umc_err_count", "ras/gfx_err_count", "ras/gpu_vram_bad_pages", "product_name", "pp_dpm_sclk"):
+        (cards / "card2/device" / name).unlink()
+    gpu = gpu_query.query(1, cards)["gpus"][0]
+    assert (gpu["name"], gpu["ecc"], gpu["max_sm_mhz"], gpu["faults"]) == ("AMD GPU", None, None, [])
+
+
+def test_a_gpu_of_amd_that_is_lost(cards: Path):
+    """Its files are there, and reading one fails."""
+    clock = cards / "card2/device/pp_dpm_sclk"
+    clock.unlink()
+    clock.symlink_to("/proc/self/mem")
+    assert "card2/device cannot be read: Input/output error" in gpu_query.query(1, cards)["error"]
+
+
+def test_no_gpus(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_query.query(1, tmp_path) is None

@@ -57,7 +57,7 @@ def test_healthy_nodes():
     ("path", "value", "reason"),
     [
         (("smi", "gpus"), [], "has 1 GPUs, not 2"),
-        (("smi",), {"error": "Unable to determine the device handle"}, "nvidia-smi: Unable to determine"),
+        (("smi",), {"error": "nvidia-smi: Unable to determine the device handle"}, "nvidia-smi: Unable to determine"),
         (("smi", "gpus", 1, "ecc"), 4, "GPU 1 (GPU-2): 4 uncorrected ECC errors"),
         (("smi", "gpus", 0, "faults"), ["a row that could not be remapped"], "GPU 0 (GPU-1): has a row that could not be remapped"),
         (("smi", "gpus", 0, "throttled"), ["hw_slowdown"], "clocks are reduced: hw_slowdown"),
