@@ -39,13 +39,17 @@ class Link:
 
 
 def idle_gpus(links: Sequence[Link]) -> Iterator[str]:
-    """Yield a line for each data stage that gets several of the nodes with GPUs on which the run trains."""
+    """Yield a line for each data stage that gets several nodes with GPUs, and for each evaluation that gets more than its model needs."""
     of_training = {link.cluster.partition: link.cluster.nodes for link in links if link.stage in TRAINING_STAGES and link.cluster.hardware}
     for link in links:
         if link.stage not in GPU_STAGES and link.cluster.nodes > 1 and link.cluster.partition in of_training:
             where = f" of the partition {link.cluster.partition}" if link.cluster.partition else ""
             fix = f"'submit.overrides.{link.stage}=[cluster.partition=NAME,cluster.nodes=1]' names others"
             yield f"{link.stage} uses no GPU, and gets {link.cluster.nodes} nodes{where} with GPUs; {fix}"
+        layout, on_one = link.config.parallel, link.config.parallel.model_ranks <= link.cluster.tasks_per_node
+        if link.stage in ("evaluate", "generate") and link.cluster.nodes > 1 and on_one and layout.zero_stage < 3:
+            fix = f"'submit.overrides.{link.stage}=[cluster.nodes=1]' asks for one"
+            yield f"{link.stage} gets {link.cluster.nodes} nodes, and one holds the model in this layout; {fix}"
 
 
 def links(config: RunConfig, arguments: Sequence[str]) -> list[Link]:

@@ -141,6 +141,17 @@ def test_data_stages_on_the_nodes_of_the_training_are_named(monkeypatch: pytest.
     assert list(stage_chain.idle_gpus(composed(*(word for word in words if word != "cluster=juwels")))) == []
 
 
+def test_evaluations_on_more_nodes_than_the_model_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    words = ("submit.stages=[pretrain,evaluate]", "cluster.nodes=4", "cluster.tasks_per_node=2", "model=llama-tiny", "run_dir=runs/x")
+    (said,) = stage_chain.idle_gpus(composed(*words, "parallel.tensor=2"))
+    assert said == (
+        "evaluate gets 4 nodes, and one holds the model in this layout; 'submit.overrides.evaluate=[cluster.nodes=1]' asks for one"
+    )
+    assert list(stage_chain.idle_gpus(composed(*words, "parallel.tensor=4"))) == []
+    assert list(stage_chain.idle_gpus(composed(*words, "parallel.tensor=2", "submit.overrides.evaluate=[cluster.nodes=1]"))) == []
+
+
 def test_a_range_of_nodes_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = ["submit.stages=[pretrain,convert]", "model=llama-tiny", "cluster.nodes=4", "cluster.spares=1", "run_dir=runs/range"]
