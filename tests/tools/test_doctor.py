@@ -105,7 +105,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_a_healthy_machine(machine: Machine) -> None:
     found = machine.doctor()
     assert faults(found) == {}
-    assert len(found["rows"]) == 24
+    assert len(found["rows"]) == 25
     assert found["site"] == ["cores: 32", "memory: 256000M", "architecture: x86_64"]
 
 
@@ -165,10 +165,13 @@ def test_faults_of_the_machine(machine: Machine) -> None:
     found = faults(machine.doctor())
     shell = {"proxies", "locale", "umask", "open files", "locked memory"}
     assert (
-        set(found) == {"packages", "driver", "run_dir, data.shards, data.tokens, tokenizer.path", "caches", "file locks", "clock"} | shell
+        set(found)
+        == {"packages", "PYTHONPATH", "driver", "run_dir, data.shards, data.tokens, tokenizer.path", "caches", "file locks", "clock"}
+        | shell
     )
     assert "pycld2 0.1 is not >=0.42" in found["packages"]
-    assert "CUDA 13.0, 1 NVIDIA GPUs are here with driver 470.57.02" in found["driver"]
+    assert "CUDA 13.0, 1 GPUs are here with driver 470.57.02" in found["driver"]
+    assert found["PYTHONPATH"] == f"{python}/torch"
     assert float(found["clock"].split()[-2]) == pytest.approx(-100, abs=5)
     assert "hides files from the group" in found["umask"]
 
