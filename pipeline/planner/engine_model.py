@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeline.config.hardware import Hardware
@@ -19,6 +20,14 @@ from pipeline.training.gradient_reduction import MAX_PENDING
 #: Rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power, over their rate alone. Fitted to
 #: published runs (tools/study/README.md).
 SHARDED_PRODUCTS = 0.802
+
+#: Bytes of a communicator of NCCL whose ranks share nodes, with two of them and with more (4 x A100, https://github.com/NVIDIA/nccl/issues/964).
+COMMUNICATOR = 544e6, 688e6
+#: Bytes of a communicator with one rank a node, whose channels are those of a network adapter: 4 of the about 24 of the one above.
+NETWORK_COMMUNICATOR = 115e6
+#: Bytes of the channels to another GPU of the node for all-to-all, send and receive: a seventh of what the first all-to-all of 8 x H100
+#: takes (https://github.com/NVIDIA/nccl/issues/1685).
+PEER = (4.34e9 - 1.06e9) / 7
 
 
 @dataclass
@@ -45,7 +54,8 @@ class EngineModel:
         reduce_bytes: of a gradient that is sent to be summed over the ranks that shard it.
         accumulation_bytes: bytes that the accumulation of gradients moves for each weight and micro-batch.
         weight_bytes: of a gathered weight.
-        context_bytes: what CUDA, NCCL, the libraries of matrix products and the buffers of collectives take on a GPU.
+        context_bytes: what CUDA, its libraries, and NCCL without communicators take on a GPU (8 x H100, the issue of PEER).
+        communicators: whether those of the step come to this.
         keeps_outputs: a pipeline stage keeps the output of every micro-batch in flight, as PyTorch's schedules do.
         pending: whole gradients of buckets whose reductions are in flight under ZeRO 2 and 3, besides those that are being filled.
         fused_loss: the forward pass of the head saves the fp32 gradient of its weight, and no other one is allocated.
@@ -57,7 +67,8 @@ class EngineModel:
     reduce_bytes: int = 4
     accumulation_bytes: float = 10.0
     weight_bytes: int = 2
-    context_bytes: float = 1.6e9
+    context_bytes: float = 1.06e9
+    communicators: bool = True
     keeps_outputs: bool = True
     pending: int = MAX_PENDING
     fused_loss: bool = True
@@ -89,6 +100,24 @@ class EngineModel:
                 "data_replicas": group(copies_of_experts, apart, node),
             }
         return groups
+
+    def outside_bytes(self, collectives: Iterable[Collective], layout: Layout, hardware: Hardware) -> float:
+        """Return what CUDA and the communicators of the collectives of a step take beside PyTorch's allocator.
+
+        The groups of dense weights and of experts are one communicator without expert parallelism. Neighbors on the pipeline axis, and in
+        the ring of context parallelism, are at most two GPUs of the node.
+        """
+        groups, total = self.axis_groups(layout, hardware), self.context_bytes
+        used: dict[str, set[str]] = {}
+        for collective in collectives:
+            axis = collective.axis.replace("data", "dense") if layout.expert == 1 else collective.axis
+            used.setdefault(axis, set()).add(collective.kind)
+        for axis, kinds in used.items() if self.communicators else ():
+            peers = min(groups[axis].ranks, groups[axis].per_node) - 1
+            if kinds - {"send", "all_to_all"}:
+                total += COMMUNICATOR[min(peers, 2) - 1] if peers else NETWORK_COMMUNICATOR
+            total += PEER * (peers if "all_to_all" in kinds else min(peers, 2) if "send" in kinds else 0)
+        return total
 
     def operations(self, part: TracedPart) -> list[Operation]:
         """Return the operations that a part executes."""

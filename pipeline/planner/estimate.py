@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers
+from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers, sends
 from pipeline.planner.engine_model import EngineModel, PartTime
-from pipeline.planner.matrix_update import exchanges, matrix_rounds, products, products_time, update_bytes
-from pipeline.planner.operations import AttentionCall, Product, TracedPart
+from pipeline.planner.matrix_update import MatrixRound, exchanges, matrix_rounds, products, products_time, update_bytes
+from pipeline.planner.operations import AttentionCall, Collective, Product, TracedPart
 from pipeline.planner.peak_memory import PeakMemory, peak_memory
 from pipeline.planner.pipeline_simulation import StageTime, simulate
 from pipeline.planner.planned_buckets import PlannedBucket, frozen_bytes, planned_buckets
@@ -86,13 +87,17 @@ def estimate(
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
     updates = [_update(b, layout, hardware, state_format, data_parallel.groups) for b in buckets]
     optimizer = max(sum(update.values()) for update in updates)
+    rounds = [matrix_rounds(b, layout, zero_stage) for b in buckets]
     own_parts = [{stage: contents[stage] for stage in layout.stages(rank)} for rank in ranks]
     frozen = [frozen_bytes(trace, layout, layout.stages(rank), zero_stage) for rank in ranks]
+    axes = [_collectives(rank, own_parts[rank], buckets[rank], rounds[rank], layout, engine, zero_stage) for rank in ranks]
+    outside = [engine.outside_bytes(collectives, layout, hardware) for collectives in axes]
     memories = [
         peak_memory(
             *(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]),
+            outside=outside[rank],
             compiled=trace.compiled,
-            update=update_bytes(matrix_rounds(buckets[rank], layout, zero_stage), state_format.weight_bytes),
+            update=update_bytes(rounds[rank], state_format.weight_bytes),
         )
         for rank in ranks
     ]
@@ -110,6 +115,26 @@ def estimate(
     fits = memories[fullest].total <= USABLE * hardware.memory_gb * 1e9
     step_time = passes + after_passes + optimizer + reference
     return Estimate(step_time, causes, memories, fullest, fits, _flops(contents) * replicas)
+
+
+def _collectives(
+    rank: int,
+    stages: dict[int, list[TracedPart]],
+    buckets: list[PlannedBucket],
+    rounds: list[MatrixRound],
+    layout: Layout,
+    engine: EngineModel,
+    zero_stage: int,
+) -> Iterator[Collective]:
+    """Yield the collectives of a step on a pipeline rank, each of the model's once for every use of its part."""
+    for operation in (operation for parts in stages.values() for part in parts for operation in part.operations):
+        if isinstance(operation, Collective):
+            yield operation
+        elif isinstance(operation, AttentionCall) and operation.ring > 1:
+            yield Collective("send", "context", operation.phase, operation.sent)
+    exchanged = engine.reductions(buckets, layout, zero_stage) + gathers(buckets, layout, zero_stage, engine.weight_bytes)
+    yield from (repeated.collective for repeated in exchanged + sends(layout, rank, 0.0))
+    yield from exchanges(rounds, engine.weight_bytes)
 
 
 def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: Hardware, engine: EngineModel, send: float) -> float:

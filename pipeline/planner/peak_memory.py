@@ -31,6 +31,8 @@ class PeakMemory:
     update: float = 0.0
     """Gradients and temporary tensors in the update of Muon: there are no activations then, and ZeRO has freed whole gradients. Counted
     instead of gradients, activations and transient tensors if it is more."""
+    outside: float = 0.0
+    """What CUDA and communicators take beside PyTorch's allocator; part of `overhead`."""
 
     @property
     def passes(self) -> float:
@@ -66,6 +68,7 @@ def peak_memory(
     engine: EngineModel,
     frozen: float = 0.0,
     *,
+    outside: float,
     compiled: bool = False,
     update: float = 0.0,
 ) -> PeakMemory:
@@ -75,6 +78,7 @@ def peak_memory(
         stages: index -> the parts of each of its stages.
         in_flight: bytes of the activations in flight.
         frozen: bytes of its weights that are not trained, as it keeps them.
+        outside: bytes beside PyTorch's allocator.
         update: bytes of the temporary tensors of Muon.
     """
     trained = [bucket for bucket in buckets if bucket.trained]
@@ -87,7 +91,8 @@ def peak_memory(
         optimizer=state.optimizer,
         activations=in_flight,
         transient=transient,
-        overhead=engine.context_bytes + FRAGMENTATION * max(in_flight + transient, update),
+        outside=outside,
+        overhead=outside + FRAGMENTATION * max(in_flight + transient, update),
         frozen=frozen,
         host=state.host,
         update=reduced + update if update else 0.0,

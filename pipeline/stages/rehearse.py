@@ -48,10 +48,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     """Rehearse, in the process that has the driver."""
     from pipeline.planner import out_of_memory
-    from pipeline.planner.engine_model import engine_model
     from pipeline.planner.out_of_memory import Used
     from pipeline.planner.plan import plan
-    from pipeline.planner.state_memory import state_format_of
     from pipeline.rehearsal import report, start_up, timeline
     from pipeline.rehearsal.memory import Moments
     from pipeline.rehearsal.rehearse import fullest_rank, rehearse
@@ -66,7 +64,7 @@ def _rehearse(config: RunConfig, stage: Rehearse) -> None:
     layout = Layout.of(job, world_size)
     rank = fullest_rank(layout, planned) if stage.rank is None else stage.rank
     log.info("rehearse: %s on %d ranks, %s, rank %d", job.model.family, world_size, layout.axes_text(), rank)
-    outside = int(engine_model(state_format_of(job)).context_bytes)
+    outside = int(planned.estimate.memories[layout.coordinates(rank).pipeline].outside)
     moments = Moments()
     try:
         result = rehearse(job, world_size, rank, stage.steps, outside, moments, imports)

@@ -104,13 +104,15 @@ def test_what_can_be_allocated_nowhere_is_explained() -> None:
 
 def test_settings_are_ordered_by_their_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "SECONDS", float("inf"))
-    config = configured("training.sequence_length=1024", "training.micro_batch_size=8", "parallel.zero_stage=0")
+    config = configured(
+        "training.global_batch_size=512", "training.micro_batch_size=64", "training.sequence_length=1024", "parallel.zero_stage=0"
+    )
     gpu = hardware.load("h100")
     head, *rows = out_of_memory.fixes(config, 8, gpu)
     assert head == "settings that need less, each alone"
     totals = [float(row.split()[1]) for row in rows]
     assert totals == sorted(totals)
-    assert {"training.micro_batch_size=4", "training.activation_checkpointing=full", "parallel.zero_stage=3", "parallel.tensor=2"} <= {
+    assert {"training.micro_batch_size=32", "training.activation_checkpointing=full", "parallel.zero_stage=3", "parallel.tensor=2"} <= {
         row.split()[0] for row in rows
     }
     assert max(totals) * 1e9 < plan(config, 8, gpu).estimate.memory.total

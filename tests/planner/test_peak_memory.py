@@ -16,7 +16,7 @@ from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.parallelize import init_weights, parallelize, partition_model
 from pipeline.planner.engine_model import EngineModel
 from pipeline.planner.peak_memory import beside_passes, beyond_saved
-from pipeline.planner.plan import plan
+from pipeline.planner.plan import hardware_of, plan
 from pipeline.planner.planned_buckets import frozen_bytes, planned_buckets
 from pipeline.planner.state_memory import StateFormat
 from pipeline.planner.trace import trace
@@ -210,3 +210,24 @@ def test_with_one_micro_batch_zero_1_holds_no_whole_gradient(worlds) -> None:
     assert several.gradients == 2 * memory.gradients, "all, and a rank's part"
     expected = memory.weights + memory.gradients + memory.optimizer + memory.activations + memory.transient
     assert min(worlds(2).run(peak_of_a_step, words)) == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "more"),
+    [
+        (["parallel.zero_stage=1"], 1, 0.0),
+        (["parallel.zero_stage=1"], 2, 0.544e9),
+        (["parallel.zero_stage=3"], 8, 0.688e9),
+        (["parallel.zero_stage=1", "parallel.tensor=4"], 8, 0.688e9 + 0.115e9),  # data parallelism between nodes
+        (["parallel.zero_stage=1", "parallel.pipeline=2", "parallel.balance=layers"], 4, 0.544e9 + 0.469e9),
+        (["parallel.zero_stage=1", "parallel.context=4"], 4, 0.688e9 + 2 * 0.469e9),  # a ring has two neighbors
+        (["model=mixtral-tiny", "parallel.zero_stage=1", "parallel.expert=4"], 8, 3 * 0.469e9 + 0.688e9 + 0.115e9),
+        (["model=mixtral-tiny", "parallel.zero_stage=1", "parallel.expert=2", "parallel.tensor=4"], 8, 3 * 0.469e9 + 0.688e9 + 0.115e9),  # columns of tokens
+    ],
+)  # fmt: skip
+def test_what_communicators_take(words, ranks, more):
+    """On nodes of four GPUs."""
+    config = configured("stage=pretrain", "model=llama-tiny", *words, "cluster.hardware=a100-40", "cluster.tasks_per_node=4")
+    memory = plan(config, ranks, hardware_of(config)).estimate.memory
+    assert memory.outside == pytest.approx(1.06e9 + more, rel=1e-3)
+    assert memory.overhead >= memory.outside

@@ -39,6 +39,7 @@ class FrameworkModel(EngineModel):
 
     pending: int = 0
     fused_loss: bool = False
+    communicators: bool = False
     scores: Literal["fused", "saved", "recomputed"] = "fused"
     overlap_tensor: float = 0.0
     fp8_products: float = 0.0
