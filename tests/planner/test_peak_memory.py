@@ -222,7 +222,7 @@ def test_with_one_micro_batch_zero_1_holds_no_whole_gradient(worlds) -> None:
         (["parallel.zero_stage=1", "parallel.pipeline=2", "parallel.balance=layers"], 4, 0.544e9 + 0.469e9),
         (["parallel.zero_stage=1", "parallel.context=4"], 4, 0.688e9 + 2 * 0.469e9),  # a ring has two neighbors
         (["model=mixtral-tiny", "parallel.zero_stage=1", "parallel.expert=4"], 8, 3 * 0.469e9 + 0.688e9 + 0.115e9),
-        (["model=mixtral-tiny", "parallel.zero_stage=1", "parallel.expert=2", "parallel.tensor=4"], 8, 3 * 0.469e9 + 0.688e9 + 0.115e9),  # columns of tokens
+        (["model=mixtral-tiny", "parallel.zero_stage=1", "parallel.expert=2", "parallel.tensor=4"], 8, 3 * 0.469e9 + 0.803e9),
     ],
 )  # fmt: skip
 def test_what_communicators_take(words, ranks, more):
