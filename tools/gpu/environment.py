@@ -74,7 +74,7 @@ def _health(setup: Setup) -> Iterator[Row]:
     """Yield the driver, and of each GPU its uncorrected errors of memory, other damage, and what slows it down."""
     found = gpu_query.query(_PATIENCE)
     if found is None:
-        yield Row.skipped(SECTION, "driver", "nvidia-smi is not installed")
+        yield Row.skipped(SECTION, "driver", "nvidia-smi is not installed, and there is no GPU of AMD")
         return
     if "error" in found:
         yield Row.failed(SECTION, "driver", found["error"]) if setup.cuda else Row.skipped(SECTION, "driver", found["error"])
@@ -86,10 +86,11 @@ def _health(setup: Setup) -> Iterator[Row]:
 
 
 def _topology(setup: Setup) -> Row:
-    """The links between GPUs and network adapters, as nvidia-smi prints them."""
-    if shutil.which("nvidia-smi") is None:
-        return Row.skipped(SECTION, "topology", "nvidia-smi is not installed")
-    done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
+    """The links between GPUs and network adapters, as nvidia-smi prints them, or rocm-smi those between GPUs."""
+    commands = [words for words in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]) if shutil.which(words[0])]
+    if not commands:
+        return Row.skipped(SECTION, "topology", "neither nvidia-smi nor rocm-smi is installed")
+    done = subprocess.run(commands[0], capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
     if done.returncode:
         text = " ".join((done.stdout + done.stderr).split())
         return Row.failed(SECTION, "topology", text) if setup.cuda else Row.skipped(SECTION, "topology", text)

@@ -142,12 +142,18 @@ def fused(setup: Setup, count: int) -> Iterator[Row]:
 
 
 def rates(setup: Setup, count: int) -> Iterator[Row]:
-    """Yield tokens/s, memory and exposed communication of Llama 1B on all ranks, of a tiny model on a CPU."""
+    """Yield tokens/s, memory and exposed communication of Llama 1B on all ranks, of a tiny model on a CPU, and of experts on all ranks."""
     model = "llama 1B" if setup.cuda else "tiny for llama 1B"
-    for zero in (3,) if setup.quick else (1, 3):
-        name = f"{model} zero {zero}"
-        batch = f"training.global_batch_size={(8 if setup.cuda else 4) * count}"
-        config, planned = speed.fitting(setup, speed.ONES, (f"parallel.zero_stage={zero}", batch), count)
+    batch = f"training.global_batch_size={(8 if setup.cuda else 4) * count}"
+    jobs = {f"{model} zero {zero}": (speed.ONES, (f"parallel.zero_stage={zero}",)) for zero in ((3,) if setup.quick else (1, 3))}
+    if 8 % count == 0:  # what their exchange holds beside the allocator is the largest part of it
+        words = () if setup.cuda else ("model=mixtral-tiny",)
+        jobs[f"{'mixtral 8x7B slice' if setup.cuda else 'tiny mixtral'} expert {count}"] = (
+            speed.EXPERTS,
+            (*words, f"parallel.expert={count}"),
+        )
+    for name, (choices, words) in jobs.items():
+        config, planned = speed.fitting(setup, choices, (*words, batch), count)
         try:
             found = speed.in_processes(setup, config, count)
         except RanksFailedError as error:

@@ -41,6 +41,7 @@ ONE = ("model=llama3.2-1b", *BATCH, "parallel.zero_stage=1")
 SLICES: list[tuple[str, ...]] = [
     ("model=llama3.1-8b", f"model.layers={layers}", *BATCH, "parallel.zero_stage=1") for layers in (8, 4, 2, 1)
 ]
+EXPERTS: list[tuple[str, ...]] = [("model=mixtral-8x7b", f"model.layers={layers}", *BATCH, "parallel.zero_stage=1") for layers in (2, 1)]
 ONES: list[tuple[str, ...]] = [ONE, (*ONE, "training.micro_batch_size=1", "training.activation_checkpointing=full")]
 #: In place of them on a CPU.
 TINY = (
@@ -62,6 +63,7 @@ class Measured:
         step: seconds of a step.
         tokens: per second, of all ranks.
         peak: bytes of the tensors of this rank, at most in a step.
+        outside: bytes of the GPU that are not PyTorch's: of CUDA, its libraries, and communicators.
         retries: of the allocator.
         exposed: share of a profiled step in which only collectives run.
     """
@@ -69,6 +71,7 @@ class Measured:
     step: float
     tokens: float
     peak: int
+    outside: int
     retries: int
     exposed: float
 
@@ -173,8 +176,10 @@ def measured(setup: Setup, config: RunConfig) -> Measured:
     _finish(setup)
     seconds = (time.perf_counter() - started) / steps
     retries = torch.cuda.memory_stats(setup.device)["num_alloc_retries"] if setup.cuda else 0
+    free, whole_gpu = torch.cuda.mem_get_info(setup.device) if setup.cuda else (0, 0)
+    outside = whole_gpu - free - torch.cuda.memory_reserved(setup.device) if setup.cuda else 0
     exposed = exposed_share(setup, partial(trainer.train, tokens, batch)) if layout.world_size > 1 else 0.0
-    return Measured(seconds, whole[0].numel() / seconds, peak, retries, exposed)
+    return Measured(seconds, whole[0].numel() / seconds, peak, outside, retries, exposed)
 
 
 def exposed_share(setup: Setup, step: Callable[[], object]) -> float:
@@ -214,6 +219,8 @@ def rows_of(
     text = f"tensors of {found.peak / 1e9:.3f} GB, planned {wanted / 1e9:.3f} GB"
     if setup.cuda:
         yield Row.bounded(section, memory, found.peak / wanted, MEMORY, text)
+        text = f"planned {planned.estimate.memory.outside / 1e9:.2f} GB, with the communicators of the job"
+        yield Row(section, f"{name}: beside the allocator, GB", value=found.outside / 1e9, remark=text)
         yield Row.bounded(section, f"{name}: retries of the allocator", found.retries, 0)
     else:
         yield Row(section, memory, value=found.peak / wanted, remark=f"{text} for a GPU; host memory counts too")
