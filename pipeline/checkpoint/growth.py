@@ -57,8 +57,7 @@ def of(config: RunConfig, path: Path, recorded: Mapping[str, Any]) -> Growth | N
     old = old if factor == 1 else extended(old, factor)
     copies, parts = _factors(new, old)
     is_copied, noise, reinitialized = bool(getattr(new, "experts", 0)) and copies != 1, settings.expert_noise, settings.expert_reinitialized
-    if violations := [] if new == old else [*_different(new, old, path)] or [*_sizes(new, old, path)]:
-        raise UserError(violations)
+    UserError.raise_for([] if new == old else [*_different(new, old, path)] or [*_sizes(new, old, path)])
     if is_copied and copies > parts and not (noise or reinitialized):
         rule = f"copies each expert of {path} {copies // parts} times, and equal experts behind equal routers stay equal in training"
         raise UserError.of("model.experts", new.experts, rule, "set checkpoint.expert_reinitialized=0.5, or checkpoint.expert_noise")

@@ -135,5 +135,4 @@ def check_base(adapter: Adapter, weights: Weights, config: ModelConfig, key: str
         violations.append(
             Violation(key, adapter.path, "was trained with another base: its hash of the weights and configuration differs", fix)
         )
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)

@@ -44,8 +44,7 @@ def check(settings: dict[str, Any], folder: Path, key: str) -> None:
     Raises:
         UserError: with a violation for each setting.
     """
-    if violations := list(_violations(settings, folder, key)):
-        raise UserError(violations)
+    UserError.raise_for(_violations(settings, folder, key))
 
 
 def _violations(settings: dict[str, Any], folder: Path, key: str) -> Iterator[Violation]:

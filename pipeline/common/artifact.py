@@ -129,8 +129,7 @@ def check_settings(recorded: dict[str, Any], settings: dict[str, Any], made_with
     if len(differences) > SHOWN_DIFFERENCES:
         more = Violation("...", "...", f"{len(differences) - SHOWN_DIFFERENCES + 1} further settings differ", fix)
         differences = [*differences[: SHOWN_DIFFERENCES - 1], more]
-    if differences:
-        raise UserError(differences)
+    UserError.raise_for(differences)
 
 
 def open_verified(folder: Path, manifest: Manifest, name: str) -> AbstractContextManager[IO[bytes]]:

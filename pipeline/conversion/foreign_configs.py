@@ -50,11 +50,9 @@ class _Settings:
         Raises:
             UserError: with all violations.
         """
-        if self.violations:
-            raise UserError(self.violations)
+        UserError.raise_for(self.violations)
         config: ModelConfig = CONFIG_CLASSES[family](**fields)
-        if violations := [*knobs.range_violations(config, "model.")] or config.violations():
-            raise UserError(violations)
+        UserError.raise_for([*knobs.range_violations(config, "model.")] or config.violations())
         return config
 
 

@@ -191,8 +191,7 @@ class ForeignWeights:
             UserError: weights are missing, unexpected, of another shape or dtype; one violation each.
         """
         problems = [*self._missing(), *self._unexpected()] or [*self._untied()]
-        if problems:
-            raise UserError([Violation("stage.input", self._source.path, problem, self._fix) for problem in problems])
+        UserError.raise_for(Violation("stage.input", self._source.path, problem, self._fix) for problem in problems)
         return [name for current, name in self._stored.items() if self._is_ignored(current)]
 
     def _missing(self) -> Iterator[str]:

@@ -183,8 +183,7 @@ def check_weights(weights: Weights, config: ModelConfig, key: str, path: Path) -
         for name in expected.keys() & shapes.keys()
         if shapes[name] != expected[name]
     ]
-    if wrong:
-        raise UserError([Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong])
+    UserError.raise_for(Violation(key, path, problem, "choose a checkpoint that stage=pretrain finished") for problem in wrong)
 
 
 def write_configs(

@@ -246,8 +246,7 @@ class ImportedWeights:
             UserError: weights are missing, unexpected, of another shape, or of an unsupported dtype; one violation each.
         """
         problems = [*self._missing(), *self._unexpected()] or [*self._unequal()]
-        if problems:
-            raise UserError([Violation("stage.input", self._stock.path, problem, self._fix) for problem in problems])
+        UserError.raise_for(Violation("stage.input", self._stock.path, problem, self._fix) for problem in problems)
         return [name for name in self._stock.names() if self._is_unused(name)]
 
     def _missing(self) -> Iterator[str]:

@@ -158,8 +158,7 @@ def _by_rank(paths: dict[str, Path], args: dict[str, Any], folder: Path) -> dict
                 ranks[name] = tensor, pipeline, expert
     problems = [Violation("stage.input", folder / name, "is missing", _FIX) for name in ranks if name not in paths]
     problems += [Violation("stage.input", folder / name, f"is not of the layout {sizes}", _FIX) for name in paths if name not in ranks]
-    if problems:
-        raise UserError(problems)
+    UserError.raise_for(problems)
     return {ranks[name]: path for name, path in sorted(paths.items())}
 
 

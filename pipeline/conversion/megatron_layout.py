@@ -38,8 +38,7 @@ def check(config: ModelConfig) -> None:
         for name, value in wanted.items()
         if actual[name] != value
     ]
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
 
 
 @dataclass(frozen=True)

@@ -66,8 +66,7 @@ def check(checkpoints: Sequence[Checkpoint]) -> None:
         names = set(first.names()) ^ set(other.names())
         if names and not differences:
             violations.append(Violation("PATH", other.path, f"has other weights than {first.path}: {', '.join(sorted(names)[:3])}", _FIX))
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     tokenizers = {checkpoint.path: fingerprint_of(checkpoint.config, checkpoint.path) for checkpoint in checkpoints}
     if unknown := [path for path, tokenizer in tokenizers.items() if tokenizer is None]:
         log.warning("whether all members have the same tokenizer is not known: the data of %s is gone", unknown[0])
@@ -169,8 +168,7 @@ def _check_distinct(paths: Sequence[Path]) -> None:
         if (same := known.setdefault(digest(path / native.INDEX), path)) is not path:
             rule = "is named twice" if same.resolve() == path.resolve() else f"is a copy of {same}"
             violations.append(Violation("PATH", path, rule, "name every checkpoint once; --weights gives one of them more weight"))
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
 
 
 def newest(run_dir: Path, count: int, decay: float) -> list[Path]:

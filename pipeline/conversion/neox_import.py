@@ -68,8 +68,7 @@ class NeoxFolder(RankFiles):
         ranks = sorted(int(match[1]) for path in folder.iterdir() if (match := _RANK.fullmatch(path.name)))
         wanted = range(int(self.settings.get("model_parallel_size") or ranks[-1] + 1))
         missing = [folder / f"mp_rank_{rank:02d}_model_states.pt" for rank in wanted if rank not in ranks]
-        if missing:
-            raise UserError([Violation("stage.input", path, "is missing", _FIX) for path in missing])
+        UserError.raise_for(Violation("stage.input", path, "is missing", _FIX) for path in missing)
 
     def files(self) -> list[Path]:
         """All files that are read."""
@@ -89,8 +88,7 @@ def _check_grid(present: set[tuple[int, int]], ranks: int, folder: Path) -> None
     ranks = max(ranks, 1 + max(rank for _, rank in present))
     paths = {(layer, rank): folder / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt" for layer, _ in present for rank in range(ranks)}
     missing = [path for place, path in sorted(paths.items()) if place not in present]
-    if missing:
-        raise UserError([Violation("stage.input", path, "is missing", _FIX) for path in missing])
+    UserError.raise_for(Violation("stage.input", path, "is missing", _FIX) for path in missing)
 
 
 def _settings(folder: Path) -> dict[str, Any]:

@@ -87,8 +87,7 @@ def _files(folder: Path, stem: str, *, optional: bool = False) -> list[Path]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise UserError.of("stage.input", index, f"is not readable: {error!r}", "download it again") from error
     missing = [folder / name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise UserError([Violation("stage.input", path, "is missing", "download it again") for path in missing])
+    UserError.raise_for(Violation("stage.input", path, "is missing", "download it again") for path in missing)
     return [folder / name for name in names]
 
 
@@ -130,8 +129,7 @@ class StockWeights:
             if name in self._stored:
                 rule = f"contains {name} twice: also as {name}{BLOCKS} and {name}{SCALES}"
                 twice.append(Violation("stage.input", folder, rule, "remove one of them from the files"))
-        if twice:
-            raise UserError(twice)
+        UserError.raise_for(twice)
 
     def names(self) -> list[str]:
         """Names of all tensors."""

@@ -105,8 +105,7 @@ class UniversalFolder:
             moments[kind] = weights.reading(tensors)
             where = self.path / universal.ZERO / "*" / file
             problems += [Violation("stage.input", where, problem, _FROZEN) for problem in weights.differences(tensors)]
-        if problems:
-            raise UserError(problems)
+        UserError.raise_for(problems)
         return moments
 
     def _updates(self, optimizer: dict[str, Any], steps: int) -> int:

@@ -111,8 +111,7 @@ def complete_config(config: RunConfig, stage: Evaluate, world_size: int) -> RunC
             fix = "name a checkpoint of a run with adapters, set stage.adapter, or evaluate with training.preference_loss=simpo or orpo"
             raise UserError.of("stage.checkpoint", path, rule, fix)
     config = replace(config, model=model, training=replace(training, ema=None), lora=lora)
-    if violations := check.evaluation_violations(config, world_size):
-        raise UserError(violations)
+    UserError.raise_for(check.evaluation_violations(config, world_size))
     return config
 
 

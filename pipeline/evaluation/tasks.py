@@ -120,8 +120,7 @@ class Replicas:
         if self._mesh.rank > 0:
             while (order := _broadcast(None)).items is not None:
                 self._take_part(order)
-            if order.problems:
-                raise UserError(order.problems)
+            UserError.raise_for(order.problems)
             return None
         try:
             result = work()
@@ -143,8 +142,7 @@ class Replicas:
             problems += violations
             if part is not None:
                 results[share :: self._mesh.layout.batch_shards] = part
-        if problems:
-            raise UserError(list(dict.fromkeys(problems)))
+        UserError.raise_for(problems)
         return results
 
     def _take_part(self, order: _Order) -> list[Any]:

@@ -96,8 +96,7 @@ def check_draft(stage: Generate, checkpoint: MergedWeights, target: ModelConfig,
     if expert > 1 and getattr(draft, "experts", False):
         rule = f"has experts, which parallel.expert={expert} shards in the target only"
         refuse(rule, "choose a dense draft model, or set parallel.expert=1")
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     folder = _tokenizer_folder(stage, checkpoint)
     ours, theirs = (
         tokenizers.load(path, key).get_vocab(with_added_tokens=True)

@@ -52,8 +52,7 @@ def read(mapping: HuggingFaceMapping, schema: type[Any], content: dict[str, Any]
             values.update(group.read(content))
         except UserError as error:
             violations.extend(error.violations)
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     values = {**values, **{name: value for name, value in mapping.implied.items() if name in _types(schema)}}
     config: ModelConfig = schema(**values)
     violations = [*knobs.range_violations(config, "model.")] or [*config.violations()]

@@ -148,8 +148,7 @@ class HuggingFaceMapping:
             for key, value, rule in self.wrapper.problems(content, self.model_type)
             for violation in refusal(key, value, rule).violations
         ]
-        if violations:
-            raise UserError(violations)
+        UserError.raise_for(violations)
         return self.wrapper.language_model(content) | {"architectures": [self.architecture], "model_type": self.model_type}
 
     def training_settings(self, content: dict[str, Any]) -> dict[str, float]:

@@ -49,8 +49,7 @@ def apply(stage: Stack, precision: PrecisionConfig, layers: int, device: torch.d
     }
     linears = {name: module for name, module in modules.items() if isinstance(module, nn.Linear)}
     experts = {name: module for name, module in modules.items() if isinstance(module, Experts) and precision.fp8_experts}
-    if problems := [*_violations(linears, precision.fp8, device), *_expert_violations(experts, device)]:
-        raise UserError(problems)
+    UserError.raise_for([*_violations(linears, precision.fp8, device), *_expert_violations(experts, device)])
     for module in experts.values():
         module.products = FP8_PRODUCTS
     if device.type == "meta":

@@ -197,8 +197,7 @@ def check_trained(config: RunConfig, layout: Layout) -> None:
         return
     with torch.device("meta"):
         names = {name: parameter.requires_grad for name, parameter in build_model(config).named_parameters()}
-    if violations := trained_weights.violations(config, layout, names):
-        raise UserError(violations)
+    UserError.raise_for(trained_weights.violations(config, layout, names))
 
 
 def init_weights(

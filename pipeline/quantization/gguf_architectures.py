@@ -223,8 +223,7 @@ def check(config: ModelConfig) -> None:
     architecture = architecture_of(config)
     differences = _differences(config, architecture.requires).items()
     rules = [*(f"model.{name}={getattr(config, name)}, only with {value}" for name, value in differences), *architecture.refuses(config)]
-    if rules:
-        raise UserError([Violation("stage.format", "gguf", f"is not supported with {rule}", fix) for rule in rules])
+    UserError.raise_for(Violation("stage.format", "gguf", f"is not supported with {rule}", fix) for rule in rules)
 
 
 def architecture_of(config: ModelConfig) -> Architecture:

@@ -42,8 +42,7 @@ def enable(environment: MutableMapping[str, str] = os.environ) -> None:
     Raises:
         UserError: a variable has a value with which runs differ.
     """
-    if problems := list(violations(environment)):
-        raise UserError(problems)
+    UserError.raise_for(violations(environment))
     for name, variable in VARIABLES.items():
         environment.setdefault(name, variable.allowed[0])
     torch.use_deterministic_algorithms(True)

@@ -36,8 +36,7 @@ def complete(config: RunConfig, world_size: int, *, layout: bool = True, overrid
     index = native.read_index(start)
     model = config_classes.from_dict(index.config["model"])
     resumes = (is_own(run_dir, start) or config.checkpoint.fork is not None) and index.train_state.samples
-    if violations := _other_model(config, model, overrides):
-        raise UserError(violations)
+    UserError.raise_for(_other_model(config, model, overrides))
     if not resumes:  # the checkpoints of the run have the longer context already
         model = extended(model, config.training.context_factor)
     return _with_model(config, model, world_size, layout=layout)
@@ -103,6 +102,5 @@ def _with_model(config: RunConfig, model: ModelConfig, world_size: int, *, layou
     if lora.adapter is not None:
         lora = peft_format.configured(lora, peft_format.read_peft(Path(lora.adapter), model, "lora.adapter"))
     config = replace(config, model=model, lora=lora)
-    if violations := check.training_violations(config, world_size) if layout else list(objectives.violations(config)):
-        raise UserError(violations)
+    UserError.raise_for(check.training_violations(config, world_size) if layout else list(objectives.violations(config)))
     return config

@@ -212,8 +212,7 @@ def _without_removed(config: RunConfig, ranks: Ranks, data: Objective, parent: d
     if not meshes.on_rank_0(lambda: removal.keep(run_dir, config.data.remove, lineage.run_dirs(parent), shards)):
         return config, data
     config = knobs.changed(config, {"data.remove": str(run_dir / removal.FILE)})
-    if violations := [*objectives.violations(config), *unread.violations(config)]:
-        raise UserError(violations)
+    UserError.raise_for([*objectives.violations(config), *unread.violations(config)])
     data = registry.open_training(_staged(config), (ranks.rank, ranks.world_size))
     assert isinstance(data, TokenShardObjective)
     if ranks.rank == 0 and (removed := data.samples.stream.removal) is not None:
@@ -294,8 +293,7 @@ def with_steps(config: RunConfig, data: Objective, rank: int) -> RunConfig:
         wanted = math.ceil(epochs * samples - 1e-6)  # 0.1 x 30 is more than 3 in floating point
         steps = max(1, warmup.steps_for_samples(training, wanted))
         config = knobs.changed(config, {"training.steps": steps, "training.epochs": epochs})
-        if violations := list(optimizer.violations(config)):
-            raise UserError(violations)
+        UserError.raise_for(optimizer.violations(config))
         if rank == 0:
             log.info("training.epochs=%g of %s sequences: %s steps", epochs, f"{samples:,}", f"{config.training.steps:,}")
     if rank == 0 and config.stage.name == "finetune" and training.global_batch_size > samples:

@@ -188,8 +188,7 @@ class Saves(Callback):
         """Wait for the checkpoint of a step; returns why it failed, on all ranks, empty if it did not. Collective."""
         self._saver.wait()
         self.poll()
-        if violations := self._gather_fatal():
-            raise UserError(violations)
+        UserError.raise_for(self._gather_fatal())
         reasons = [answer for answer in gather_objects(self._last.reason if self._last is not None else "") if answer]
         if self._rank == 0:
             if reasons:

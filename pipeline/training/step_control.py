@@ -142,8 +142,7 @@ def last_step(config: RunConfig, step: int, ranks: Ranks) -> int | None:
     """
     if not layouts.has_phases(config.training):
         return None
-    if violations := check.size_violations(config, ranks.world_size, step):
-        raise UserError(violations)
+    UserError.raise_for(check.size_violations(config, ranks.world_size, step))
     nodes, end = -(-ranks.world_size // ranks.local_size), layouts.phase_end(config, step)
     while end is not None:
         if layouts.nodes_of_phase(config, end) != nodes or check.size_violations(phases.at(config, end), ranks.world_size, end):

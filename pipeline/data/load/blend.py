@@ -94,8 +94,7 @@ def check_epochs(data: DataConfig, training: TrainingConfig, samples: Dataset, *
             rule = f"the run's {total:,} samples use {taken:,} of it, {taken / count:.3f} epochs of {count:,}"
             fix = f"lower its weight or training.steps={training.steps}, or raise max_epochs to {math.ceil(1000 * taken / count) / 1000:g}"
             problems.append(Violation(f"data.blend.{name}.max_epochs", most, rule, fix))
-    if problems:
-        raise UserError(problems)
+    UserError.raise_for(problems)
 
 
 def repeated(epochs: float) -> str:
@@ -256,8 +255,7 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
                     "tokenize both with the same tokenizer",
                 )
             )
-    if problems:
-        raise UserError(list(dict.fromkeys(problems)))
+    UserError.raise_for(problems)
     return corpora
 
 

@@ -197,5 +197,4 @@ def _check_settings(config: RunConfig, manifest: artifact.Manifest) -> None:
         for name in dict.fromkeys([*wanted, *written.keys() & _NEWER])
         if written.get(name) != wanted.get(name)
     ]
-    if problems:
-        raise UserError(problems)
+    UserError.raise_for(problems)

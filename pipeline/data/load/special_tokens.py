@@ -55,8 +55,7 @@ class SpecialTokens:
                 problems.append(Violation(key, named, rule, fix))
             else:
                 ids.append(self._added[token])
-        if problems:
-            raise UserError(problems)
+        UserError.raise_for(problems)
         return ids
 
 

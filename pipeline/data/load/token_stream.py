@@ -195,8 +195,7 @@ class TokenStream:
 
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             violations = [violation for violation in pool.map(check, self.shards) if violation]
-        if violations:
-            raise UserError(violations)
+        UserError.raise_for(violations)
 
     def verify(self) -> None:
         """Verify the checksum of every shard in this process' share.

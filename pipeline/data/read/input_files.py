@@ -173,8 +173,7 @@ def find(corpora: Mapping[str, Sequence[str]], suffixes: Sequence[str], exclude:
             violations += error.violations
     if not listing.files and not violations:
         violations = [Violation("data.input", at.source, at.reason, "specify other files, or other data.suffixes") for at in listing.bad]
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     return listing
 
 
@@ -215,8 +214,7 @@ def _corpus(
         elif not matched:
             rule = f"does not have the suffix {file_suffixes.described(suffixes)}"
             violations.append(Violation(key, given, rule, "specify other data.suffixes, or other files"))
-    if violations:
-        raise UserError(violations)
+    UserError.raise_for(violations)
     return [by_name[name] for name in sorted(by_name)]
 
 
