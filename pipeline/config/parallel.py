@@ -22,8 +22,14 @@ class ParallelConfig:
     expert: int = knob(1, "expert-parallel size of an MoE model; each of these ranks processes different samples", unit="ranks", at_least=1)
     expert_padding: bool = knob(
         False,
-        "every expert gets as many rows as model.capacity_factor allows, filled with zeros, so that no size depends on the router: no step "
-        "waits for the device, and MoE blocks are compiled as one graph",
+        "no size depends on the router: no layer waits for the device, and MoE blocks are compiled as one graph. Every expert gets as many "
+        "rows as model.capacity_factor allows, filled with zeros; without that key, rows travel in buffers, and no token is dropped",
+    )
+    expert_buffer: float = knob(
+        1.5,
+        "rows of the buffer in which a rank sends tokens to another one, over their mean, with expert_padding and without "
+        "model.capacity_factor; a step in which more tokens go to a rank is computed again without buffers",
+        at_least=1,
     )
     expert_parts: int = knob(
         1,

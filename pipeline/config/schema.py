@@ -210,6 +210,13 @@ class RunConfig:
         """Whether the reference is computed once and stored: with adapters it need not be, it is the model without them."""
         return self.has_reference and (self.lora.rank == 0 or self.data.instructions.reference is not None)
 
+    @property
+    def buffers_experts(self) -> bool:
+        """Whether tokens travel to the experts of other ranks in buffers that have more rows than their mean (parallel.expert_buffer)."""
+        parallel = self.parallel
+        distributed = parallel.expert > 1 or parallel.folded
+        return parallel.expert_padding and distributed and getattr(self.model, "capacity_factor", None) is None
+
     def is_frozen(self, weight: str) -> bool:
         """Whether training leaves a weight as it is; with LoRA, all but adapters, lora.modules_to_save and the head of a classifier."""
         is_head = bool(getattr(self.model, "labels", [])) and weight.startswith("head.")

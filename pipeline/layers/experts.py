@@ -19,11 +19,12 @@ class RoutedExperts(nn.Module):
         """Send the rows to their experts, arguments as in `Experts.forward`; the result returns their outputs."""
         raise NotImplementedError
 
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def dispatch_padded(self, parts: Sequence[Tensor], counts: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """Send the same number of rows to each expert, without waiting for the device; the result returns their outputs.
 
         Args:
-            parts: each (experts, rows, hidden).
+            parts: each (experts, rows, hidden); with counts (buffers, rows, hidden), the buffers of the ranks that have the experts.
+            counts: int32 (parts, experts), rows of each expert, the first ones of its buffer; None if all rows are computed.
         """
         raise NotImplementedError
 
@@ -75,8 +76,9 @@ class Experts(RoutedExperts):
         """See RoutedExperts."""
         return partial(self.forward, x, counts)
 
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def dispatch_padded(self, parts: Sequence[Tensor], counts: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """See RoutedExperts."""
+        assert counts is None, "experts of one rank have no buffers"
         return lambda: [self.forward_padded(part) for part in parts]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
@@ -89,8 +91,7 @@ class Experts(RoutedExperts):
         Returns:
             (rows, hidden). Rows at the end that belong to no expert are undefined.
         """
-        inner = self.activation(*(self.grouped(matrix, x, counts) for matrix in self.inputs))
-        return self.grouped("down", inner, counts)
+        return self.outer(self.inner(x, counts), counts)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -114,12 +115,15 @@ class Experts(RoutedExperts):
 
     def forward_padded(self, x: Tensor) -> Tensor:
         """Apply each expert to as many rows: (experts, rows, hidden) -> (experts, rows, hidden). Without biases, zeros remain zeros."""
-        return self.outer_padded(self.inner_padded(x))
+        return self.outer(self.inner(x))
 
-    def inner_padded(self, x: Tensor) -> Tensor:
-        """The first half of forward_padded: (experts, rows, hidden) -> (experts, rows, ffn_hidden)."""
-        return self.activation(*(self.batched(matrix, x) for matrix in self.inputs))
+    def inner(self, x: Tensor, counts: Tensor | None = None) -> Tensor:
+        """The first half of forward, or without counts of forward_padded: (..., hidden) -> (..., ffn_hidden)."""
+        return self.activation(*(self._multiply(matrix, x, counts) for matrix in self.inputs))
 
-    def outer_padded(self, inner: Tensor) -> Tensor:
-        """The second half of forward_padded: (experts, rows, ffn_hidden) -> (experts, rows, hidden)."""
-        return self.batched("down", inner)
+    def outer(self, inner: Tensor, counts: Tensor | None = None) -> Tensor:
+        """The second half: (..., ffn_hidden) -> (..., hidden)."""
+        return self._multiply("down", inner, counts)
+
+    def _multiply(self, matrix: str, x: Tensor, counts: Tensor | None) -> Tensor:
+        return self.batched(matrix, x) if counts is None else self.grouped(matrix, x, counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +15,35 @@ from pipeline.layers.computed_buffers import ComputedBuffers
 from pipeline.layers.experts import RoutedExperts
 from pipeline.layers.mlp import OutputGate
 from pipeline.layers.router import AuxLoss, Router, Routing
-from pipeline.layers.token_permutation import drop_over_capacity, inverse_permutation, padded_slots, permute, tokens_per_expert
+from pipeline.layers.token_permutation import (
+    Slots,
+    buffer_slots,
+    drop_over_capacity,
+    inverse_permutation,
+    padded_slots,
+    permute,
+    tokens_per_expert,
+)
 
 #: What is called while the tokens travel to their experts.
 Meanwhile = Callable[[], None] | None
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Rows that a rank sends to those with the experts, whose number does not depend on the load.
+
+    Attributes:
+        count: ranks with experts, the same number each.
+        factor: rows of the buffer for a rank, over the mean number of assignments to its experts.
+    """
+
+    count: int
+    factor: float
+
+    def rows(self, assignments: int, parts: int) -> int:
+        """The rows of a buffer for assignments to all experts, a multiple of `parts`."""
+        return math.ceil(self.factor * assignments / self.count / parts) * parts
 
 
 class MoE(ComputedBuffers):
@@ -37,11 +63,14 @@ class MoE(ComputedBuffers):
         reduce_sums: as in AuxLoss.loss; context parallelism sets it.
         parts: if not 0, every expert gets as many rows as its capacity, filled with zeros, in this number of parts: no size depends on the
             load, and one part travels while another one is computed. parallel/expert_parallel.py sets it.
+        buffers: with parts and without a capacity, what carries the rows to the experts of several ranks in training. A pass in which the
+            assignments to a rank are more than its buffer has rows is wrong and says so in its record: it must be computed again.
+        exact: whether to compute without buffers for now.
         narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
         own: (batch, sequence) -> the part of the tokens that this rank routes; set where whole experts are on every tensor rank, and x is
             sharded along the sequence. The documents of the context are those of all tokens.
-        record: sums over the backward passes since the last `take_record`, fp32 (experts + 4,): tokens of each expert, mean entropy of a
-            token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches.
+        record: sums over the backward passes since the last `take_record`, fp32 (experts + 5,): tokens of each expert, mean entropy of a
+            token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches, assignments beyond the buffers.
     """
 
     def __init__(
@@ -53,9 +82,11 @@ class MoE(ComputedBuffers):
         self.loss_scale: float | Tensor = 1.0
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
         self.parts = 0
+        self.buffers: Buffers | None = None
+        self.exact = False
         self.narrow: Callable[[Tensor], Tensor] | None = None
         self.own: Callable[[Tensor], Tensor] | None = None
-        self.register_buffer("record", torch.zeros(router.weight.shape[0] + 4, dtype=torch.float32), persistent=False)
+        self.register_buffer("record", torch.zeros(router.weight.shape[0] + 5, dtype=torch.float32), persistent=False)
         self.record: Tensor
 
     def compute_buffers(self, device: torch.device) -> None:
@@ -81,8 +112,15 @@ class MoE(ComputedBuffers):
         tokens = tokens if self.narrow is None else self.narrow(tokens)
         weights = routing.weights.to(x.dtype)
         limited = self.capacity_factor is not None and torch.is_grad_enabled()
+        beyond: Tensor | None = None
         if limited and self.parts:
-            outputs, counts = self._compute_padded(tokens, expert_ids, weights, num_experts, meanwhile)
+            slots = padded_slots(expert_ids, num_experts, self._capacity(expert_ids, num_experts), self.parts)
+            outputs, counts = self._compute_padded(tokens, slots, weights, num_experts, None, meanwhile), slots.counts
+        elif self.buffers is not None and self.parts and torch.is_grad_enabled() and not self.exact:
+            counts, rows = tokens_per_expert(expert_ids, num_experts), self.buffers.rows(expert_ids.numel(), self.parts)
+            slots = buffer_slots(expert_ids, num_experts, self.buffers.count, rows, self.parts)
+            beyond = counts.sum() - slots.counts.sum()
+            outputs = self._compute_padded(tokens, slots, weights, self.buffers.count, slots.counts, meanwhile)
         else:
             if limited:
                 expert_ids = drop_over_capacity(expert_ids, num_experts, self._capacity(expert_ids, num_experts))
@@ -94,7 +132,7 @@ class MoE(ComputedBuffers):
         outputs = outputs.unflatten(0, x.shape[:2])
         if not torch.is_grad_enabled():
             return outputs
-        loss, record = self._loss_and_record(routing, counts, valid, None if documents is None else every)
+        loss, record = self._loss_and_record(routing, counts, valid, None if documents is None else every, beyond)
         scale = self.loss_scale if isinstance(self.loss_scale, Tensor) else loss.new_full((), self.loss_scale)
         with_loss: Tensor = _AddAuxLoss.apply(outputs, loss, scale, record, self.record)
         return with_loss
@@ -105,21 +143,21 @@ class MoE(ComputedBuffers):
         return min(math.ceil(self.capacity_factor * expert_ids.numel() / num_experts), len(expert_ids))
 
     def _compute_padded(
-        self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, num_experts: int, meanwhile: Meanwhile
-    ) -> tuple[Tensor, Tensor]:
-        """As `_compute_experts`, with as many rows for each expert as its capacity, and without a wait for the device.
+        self, tokens: Tensor, slots: Slots, weights: Tensor, blocks: int, counts: Tensor | None, meanwhile: Meanwhile
+    ) -> Tensor:
+        """As `_compute_experts`, with numbers of rows that do not depend on the load, and without a wait for the device.
 
-        Returns:
-            (tokens, hidden), and the number of assignments of each expert that were not dropped, int32 (experts,).
+        Args:
+            slots: rows of the assignments, (parts, blocks, rows).
+            blocks, counts: of experts, whose rows are all computed, and None; of buffers, and RoutedExperts.dispatch_padded's counts.
         """
-        slots = padded_slots(expert_ids, num_experts, self._capacity(expert_ids, num_experts), self.parts)
-        rows = permute(tokens, slots.assignment, slots.slot, expert_ids.shape[1], partial=True)
-        compute = self.experts.dispatch_padded(rows.view(self.parts, num_experts, -1, rows.shape[1]).unbind())
+        rows = permute(tokens, slots.assignment, slots.slot, weights.shape[1], partial=True)
+        compute = self.experts.dispatch_padded(rows.view(self.parts, blocks, -1, rows.shape[1]).unbind(), counts)
         if meanwhile is not None:
             meanwhile()
         outputs = torch.stack(compute()).flatten(0, 2)
-        combined = permute(outputs, slots.slot, slots.assignment, partial=True).unflatten(0, expert_ids.shape)
-        return (combined * weights.unsqueeze(2)).sum(dim=1), slots.counts
+        combined = permute(outputs, slots.slot, slots.assignment, partial=True).unflatten(0, weights.shape)
+        return (combined * weights.unsqueeze(2)).sum(dim=1)
 
     def _compute_experts(
         self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, counts: Tensor, assigned: Tensor | None, meanwhile: Meanwhile
@@ -146,7 +184,9 @@ class MoE(ComputedBuffers):
         rows = compute() if assigned is None else compute().where(assigned, 0)
         return (permute(rows, inverse, order).unflatten(0, expert_ids.shape) * weights.unsqueeze(2)).sum(dim=1)
 
-    def _loss_and_record(self, routing: Routing, counts: Tensor, valid: Tensor, every: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _loss_and_record(
+        self, routing: Routing, counts: Tensor, valid: Tensor, every: Tensor | None, beyond: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return the auxiliary losses, 0-dim, and what `record` sums of a micro-batch.
 
         Args:
@@ -154,6 +194,7 @@ class MoE(ComputedBuffers):
             counts: int64 (experts,), as of tokens_per_expert.
             valid: bool (batch, sequence), False for padding.
             every: the same of the tokens of all ranks that share a sequence by `own`; None if it is known that there is no padding.
+            beyond: 0-dim, assignments beyond the buffers; None without buffers.
         """
         loss = self.aux_loss.loss(routing, valid, self.reduce_sums, all_valid=every is None)
         with torch.no_grad():
@@ -163,7 +204,9 @@ class MoE(ComputedBuffers):
                 tokens = tokens if self.own is None else tokens * (valid.numel() / every.numel())
             entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
             dropped = 1 - counts.sum() / (tokens * routing.experts.shape[1])
-            record = torch.cat([counts, *(value.view(1) for value in (entropy, dropped, loss.detach(), torch.ones_like(loss)))]).float()
+            beyond = torch.zeros_like(loss) if beyond is None else beyond
+            values = (entropy, dropped, loss.detach(), torch.ones_like(loss), beyond)
+            record = torch.cat([counts, *(value.view(1) for value in values)]).float()
         return loss, record
 
     def take_record(self) -> Tensor:
@@ -200,6 +243,11 @@ class SharedExpertMoE(nn.Module):
 def moe_layers(model: nn.Module) -> Iterator[MoE]:
     """Iterate over the MoE layers of a model, in order."""
     return (module for module in model.modules() if isinstance(module, MoE))
+
+
+def filled_rows(model: nn.Module) -> float:
+    """Return the mean share of the rows of experts that belong to tokens; the rest of their buffers is not computed."""
+    return next((1 / moe.buffers.factor for moe in moe_layers(model) if moe.buffers is not None), 1.0)
 
 
 class _AddAuxLoss(torch.autograd.Function):

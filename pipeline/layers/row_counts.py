@@ -15,9 +15,11 @@ class Values:
 
     Attributes:
         missing: they compute no values (a rehearsal): every expert is taken to get the same number of rows.
+        filled: share of the rows of grouped products that are then taken to belong to an expert.
     """
 
     missing: bool = False
+    filled: float = 1.0
 
 
 VALUES = Values()

@@ -43,7 +43,7 @@ class Slots(NamedTuple):
     Attributes:
         slot: int32 (tokens * top_k,), the row of each assignment; the number of rows for an assignment that is dropped or of no expert.
         assignment: int32 (rows,), the assignment of each row; tokens * top_k for a row without one.
-        counts: int32 (experts,), rows of each expert that have an assignment.
+        counts: int32 (experts,), rows of each expert that have an assignment; of `buffer_slots` (parts, experts).
     """
 
     slot: Tensor
@@ -62,15 +62,65 @@ def padded_slots(expert_ids: Tensor, num_experts: int, capacity: int, parts: int
         parts: number of parts.
     """
     flat, rows = expert_ids.flatten(), -(-capacity // parts)
+    counts, position = _positions(flat, num_experts)
+    slot = (position // rows * num_experts + flat) * rows + position % rows
+    none = (flat == num_experts) | (position >= capacity)
+    return _slots(slot, none, parts * num_experts * rows, counts.clamp(max=capacity))
+
+
+def buffer_slots(expert_ids: Tensor, num_experts: int, buffers: int, rows: int, parts: int) -> Slots:
+    """Assign the rows of buffers, each of successive experts, to the first assignments of these experts, sorted by expert and token.
+
+    The rows are (parts, buffers, rows / parts), and each part of a buffer is sorted, too: every `parts`-th row of the whole.
+
+    Args:
+        expert_ids: int64 (tokens, top_k) of 0 .. num_experts, `num_experts` for none.
+        rows: of a buffer, a multiple of `parts`. Assignments beyond them have no row.
+    """
+    flat = expert_ids.flatten()
+    counts, position = _positions(flat, num_experts)
+    of_buffer = counts.view(buffers, -1)
+    begins = (of_buffer.cumsum(1, dtype=torch.int32) - of_buffer).flatten()
+    expert = flat.clamp(max=num_experts - 1)
+    row = begins[expert] + position
+    slot = (row % parts * buffers + expert // of_buffer.shape[1]) * (rows // parts) + row // parts
+    # Row r is in part r % parts: of the rows before a limit, each part has the quotient of what this rounds up.
+    rounded = parts - 1 - torch.arange(parts, dtype=torch.int32, device=flat.device).unsqueeze(1)
+    kept = ((begins + counts).clamp(max=rows) + rounded) // parts - (begins.clamp(max=rows) + rounded) // parts
+    return _slots(slot, (flat == num_experts) | (row >= rows), buffers * rows, kept)
+
+
+def sorted_slots(counts: Tensor, rows: int) -> Slots:
+    """Sort the rows of several buffers by expert: assignments are rows of the buffers, their slots rows by expert, buffer and row.
+
+    Args:
+        counts: int32 (buffers, experts), the first rows of each buffer, which are sorted by expert; the rest of it has no slot.
+        rows: of a buffer.
+    """
+    buffers, experts = counts.shape
+    ends = counts.cumsum(1, dtype=torch.int32)
+    number = torch.arange(buffers * rows, dtype=torch.int32, device=counts.device)
+    buffer = number // rows
+    first = torch.arange(buffers, dtype=torch.int32, device=counts.device).unsqueeze(1) * rows
+    group = torch.bucketize(number, (ends + first).flatten(), right=True, out_int32=True)  # of rows of a buffer and an expert
+    sorted_ends = counts.t().flatten().cumsum(0, dtype=torch.int32).view(experts, buffers).t()
+    moved = (sorted_ends - ends - first).flatten()[group.clamp(max=buffers * experts - 1)]
+    return _slots(number + moved, group >= (buffer + 1) * experts, len(number), counts.sum(0, dtype=torch.int32))
+
+
+def _positions(flat: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the load of each expert, int32 (experts,), and the number of assignments to the same expert before each, int32."""
     chosen = flat == torch.arange(num_experts, device=flat.device).unsqueeze(1)
     load = chosen.to(torch.int32).cumsum(1, dtype=torch.int32)
-    position = load.gather(0, flat.clamp(max=num_experts - 1).unsqueeze(0)).squeeze(0) - 1
-    slot = (position // rows * num_experts + flat) * rows + position % rows
-    none = parts * num_experts * rows
-    slot = slot.to(torch.int32).masked_fill((flat == num_experts) | (position >= capacity), none)
-    numbers = torch.arange(len(flat), dtype=torch.int32, device=flat.device)
-    assignment = torch.full((none + 1,), len(flat), dtype=torch.int32, device=flat.device).scatter(0, slot.long(), numbers)
-    return Slots(slot, assignment[:none], load[:, -1].clamp(max=capacity))
+    return load[:, -1], load.gather(0, flat.clamp(max=num_experts - 1).unsqueeze(0)).squeeze(0) - 1
+
+
+def _slots(slot: Tensor, without: Tensor, rows: int, counts: Tensor) -> Slots:
+    """Return the slots of assignments, where it is known which of them have none."""
+    slot = slot.to(torch.int32).masked_fill(without, rows)
+    numbers = torch.arange(len(slot), dtype=torch.int32, device=slot.device)
+    assignment = torch.full((rows + 1,), len(slot), dtype=torch.int32, device=slot.device).scatter(0, slot.long(), numbers)
+    return Slots(slot, assignment[:rows], counts)
 
 
 class _Permute(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Expert parallelism: each rank holds a subset of the experts; an all-to-all sends tokens to their experts and back.
 
 As in GShard (Lepikhin et al. 2021, https://arxiv.org/abs/2006.16668), with the fixed capacity that it has (`dispatch_padded`), or without:
-the number of rows of a rank is then dynamic, and the host reads it.
+the number of rows of a rank is then dynamic, and the host reads it, or they travel in buffers that have more rows than the mean.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 
 from pipeline.config.parallel import ParallelConfig
 from pipeline.layers.experts import Experts, RoutedExperts
-from pipeline.layers.moe import moe_layers
+from pipeline.layers.moe import Buffers, moe_layers
 from pipeline.layers.row_counts import counts_on_host
-from pipeline.layers.token_permutation import inverse_permutation, permute
+from pipeline.layers.token_permutation import Slots, inverse_permutation, permute, sorted_slots
 from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
 from pipeline.parallel.mesh import Mesh
@@ -157,33 +157,45 @@ class ExpertParallelExperts(RoutedExperts):
         counts = torch.zeros(self.group.size() * local, dtype=torch.int64, device=self.experts.up.device)
         self.forward(self.experts.up.new_empty(0, columns), counts)
 
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def dispatch_padded(self, parts: Sequence[Tensor], counts: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """See RoutedExperts. All parts are sent at once. Each returns while the next one is computed."""
+        ranks, sent = self.group.size(), None
+        if counts is not None:  # every rank gets those of its experts
+            sent = start(ALL_TO_ALL, counts.view(len(parts), ranks, -1).transpose(0, 1).contiguous(), self.group)
         pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]
-        return partial(self._compute_padded, pending, len(parts[0]))
+        return partial(self._compute_padded, pending, sent, len(parts[0]))
 
-    def _compute_padded(self, pending: Sequence[PendingCollective], experts: int) -> list[Tensor]:
+    def _compute_padded(self, pending: Sequence[PendingCollective], counts: PendingCollective | None, blocks: int) -> list[Tensor]:
         """Apply the local experts to the parts that arrive, and send the outputs back.
 
         The tensor ranks gather the columns of a part beside the last product of the part before, and reduce its sums beside the first
         products of the part after.
         """
         returning: list[PendingCollective] = []
+        orders: list[Slots | None] = [None] * len(pending)
+        if counts is not None:
+            rows = len(pending[0].received) // self.group.size()
+            orders = [sorted_slots(table, rows) for table in finish(ALL_TO_ALL, counts, self.group).unbind(1)]
         arriving, reduced = self._gather(pending[0]), None
-        for following in (*pending[1:], None):
-            inner = self.experts.inner_padded(self._by_expert(arriving))
+        for order, following in zip(orders, (*pending[1:], None), strict=True):
+            numbers = None if order is None else order.counts
+            inner = self.experts.inner(self._by_expert(arriving, order), numbers)
             if reduced is not None:
                 returning.append(self._return(reduced))
             if following is not None:
                 arriving = self._gather(following)
-            outputs = self.experts.outer_padded(inner).unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 2)
+            outputs = self.experts.outer(inner, numbers)
+            if order is None:
+                outputs = outputs.unflatten(1, (self.group.size(), -1)).transpose(0, 1).flatten(0, 2)
+            else:  # rows without an assignment, which no expert has computed, become zeros
+                outputs = permute(outputs, order.slot, order.assignment, partial=True)
             if self.tensor is None:
                 returning.append(start(ALL_TO_ALL, outputs, self.group))
             else:
                 reduced = start(REDUCE_SCATTER_COLUMNS, outputs, self.tensor)
         if reduced is not None:
             returning.append(self._return(reduced))
-        return [finish(ALL_TO_ALL, part, self.group).unflatten(0, (experts, -1)) for part in returning]
+        return [finish(ALL_TO_ALL, part, self.group).unflatten(0, (blocks, -1)) for part in returning]
 
     def _gather(self, pending: PendingCollective) -> PendingCollective:
         """With tensor parallelism, wait for a part and begin to gather its columns."""
@@ -191,9 +203,11 @@ class ExpertParallelExperts(RoutedExperts):
             return pending
         return start(GATHER_COLUMNS, finish(ALL_TO_ALL, pending, self.group), self.tensor)
 
-    def _by_expert(self, arriving: PendingCollective) -> Tensor:
-        """Wait for the rows of a part with all columns: (local experts, rows, hidden)."""
+    def _by_expert(self, arriving: PendingCollective, order: Slots | None) -> Tensor:
+        """Wait for the rows of a part with all columns: (local experts, rows, hidden), or sorted by expert (rows, hidden)."""
         rows = finish(ALL_TO_ALL, arriving, self.group) if self.tensor is None else finish(GATHER_COLUMNS, arriving, self.tensor)
+        if order is not None:
+            return permute(rows, order.assignment, order.slot, partial=True)
         return rows.unflatten(0, (self.group.size(), len(self.experts.up), -1)).transpose(0, 1).flatten(1, 2)
 
     def _return(self, reduced: PendingCollective) -> PendingCollective:
@@ -232,6 +246,10 @@ def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
             moe.parts = parallel.expert_parts if layout.expert_ranks > 1 else 1
         if layout.expert_ranks > 1:
             assert isinstance(moe.experts, Experts), "the layer is already connected"
+            if parallel.expert_padding and moe.capacity_factor is None:
+                # At most every token to as many experts of a rank as it can have there.
+                most = layout.expert_ranks * min(moe.router.top_k, len(moe.experts.up)) / moe.router.top_k
+                moe.buffers = Buffers(layout.expert_ranks, min(parallel.expert_buffer, most))
             moe.experts = ExpertParallelExperts(moe.experts, mesh.dispatch, None if layout.folded else mesh.tensor)
             if layout.tensor > 1 and not layout.folded:
                 moe.narrow = partial(_own_part, group=mesh.tensor)

@@ -51,8 +51,12 @@ def operands(operator: Any, args: Any) -> tuple[Tensor, Tensor]:
     return (args[1], args[2]) if operator in _WITH_SUMMAND else (args[0], args[1])
 
 
-def product(operator: Any, args: Any, phase: Phase) -> Product:
-    """Return what one of PRODUCTS computes, without the name of a weight."""
+def product(operator: Any, args: Any, phase: Phase, filled: float = 1.0) -> Product:
+    """Return what one of PRODUCTS computes, without the name of a weight.
+
+    Args:
+        filled: share of the rows of grouped products that belong to an expert; others are not computed.
+    """
     first, second = operands(operator, args)
     batch, m, k, n = 1, first.shape[-2], first.shape[-1], second.shape[-1]
     if operator in _GROUPED:
@@ -60,9 +64,9 @@ def product(operator: Any, args: Any, phase: Phase) -> Product:
         if first.dim() == second.dim() == 2:  # the gradient of the weights: the summed dimension is split
             scaled = operator is _ATEN._scaled_grouped_mm.default
             batch = args[4 if scaled else 2].shape[0]
-            k = k // batch - (ALIGNMENT if scaled else 0)  # places for the rows that align those of an expert
+            k = round((k // batch - (ALIGNMENT if scaled else 0)) * filled)  # without the rows that align those of an expert
         elif first.dim() == 2:
-            m //= batch
+            m = round(m // batch * filled)
         elif second.dim() == 2:
             n //= batch
     elif first.dim() == 3:

@@ -88,7 +88,12 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, weights: dict[Tensor, str], axes: dict[str, str], axis_sizes: dict[str, int], eager: Collection[str] | None = None
+        self,
+        weights: dict[Tensor, str],
+        axes: dict[str, str],
+        axis_sizes: dict[str, int],
+        eager: Collection[str] | None = None,
+        filled: float = 1.0,
     ) -> None:
         super().__init__()
         self.recording = Recording()
@@ -98,7 +103,7 @@ class Recorder(TorchDispatchMode):
         #: Share of the pairs and ring size of the attention calls, by the id of their logsumexp; `pairs` is that of the next call.
         self.pairs = 1.0
         self._calls: dict[int, AttentionCall] = {}
-        self._axes, self._sizes = axes, axis_sizes
+        self._axes, self._sizes, self._filled = axes, axis_sizes, filled
         self._ids: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._names: dict[int, str] = {}
         self._quantized: set[int] = set()
@@ -193,7 +198,7 @@ class Recorder(TorchDispatchMode):
     def _operation(self, operator: Any, args: Any, inputs: list[Tensor], outputs: list[Tensor], kwargs: Any) -> Operation | None:
         """What a call is, None for a memory-bound kernel."""
         if operator in operator_kinds.PRODUCTS:
-            return self._named(operator_kinds.product(operator, args, self.phase), operator, args)
+            return self._named(operator_kinds.product(operator, args, self.phase, self._filled), operator, args)
         if operator in (_FLASH, _RING):
             call = self._attention(inputs[:3], args[3:8] if operator is _RING else None, kwargs)
             self._calls[self._id(outputs[1])] = call

@@ -25,6 +25,7 @@ from pipeline.layers.encoder_decoder import EncoderDecoder
 from pipeline.layers.lora import without_adapters
 from pipeline.layers.mask import Mask
 from pipeline.layers.meta_attention import meta_core
+from pipeline.layers.moe import filled_rows
 from pipeline.layers.nf4 import NF4Weight, stored_bytes
 from pipeline.layers.stack import Stack
 from pipeline.layers.uncompiled import noted
@@ -128,7 +129,7 @@ def trace(
         constants |= {weight.codes: name for weight, name in quantized.items()}
         mode = config.training.activation_checkpointing
         eager = [name for name, block in stage.blocks.items() if stays_eager(block, mode)] if breaks else None
-        recorder = Recorder(constants, groups, layout.__dict__, eager)
+        recorder = Recorder(constants, groups, layout.__dict__, eager, filled_rows(stage))
         tokens, batch = empty_inputs(config)
         with norm_kernels() if norm_kernel else nullcontext():
             _run(stage, recorder, tokens, batch)

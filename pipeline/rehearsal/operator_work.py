@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipeline.config.hardware import Hardware
+from pipeline.layers.row_counts import VALUES
 from pipeline.planner import operator_kinds
 from pipeline.planner.kernel_time import attention_time, elementwise_time, product_time
 from pipeline.planner.operations import AttentionCall
@@ -87,7 +88,8 @@ def work_of(operator: Any, args: Any, kwargs: Any, result: Any, hardware: Hardwa
         size = max(moved_in, moved_out)
         return OperatorWork("copy", size / HOST_COPY + hardware.kernel_us * 1e-6, reads, writes, size)
     if operator in operator_kinds.PRODUCTS:
-        return OperatorWork("product", product_time(operator_kinds.product(operator, args, "forward"), hardware)[0], reads, writes)
+        product = operator_kinds.product(operator, args, "forward", VALUES.filled)
+        return OperatorWork("product", product_time(product, hardware)[0], reads, writes)
     if (call := _attention(operator, written, args, kwargs)) is not None:
         return OperatorWork("attention", attention_time(call, hardware), reads, writes)
     if short in operator_kinds.LOOKUPS:

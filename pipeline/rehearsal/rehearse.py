@@ -25,6 +25,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE, Objective
 from pipeline.data.load.objectives.registry import objective_of
+from pipeline.layers.moe import filled_rows
 from pipeline.layers.row_counts import VALUES
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel import rehearsed_group
@@ -116,6 +117,7 @@ def _rehearse(
     mesh = meshes.build_mesh(layout, device, config.training.timeout_minutes)
     start_up.seconds["groups"], started = time.perf_counter() - started, time.perf_counter()
     trainer = ObservedTrainer(config, mesh, moments, calls, observed=min(2, steps), timed=steps, hardware=hardware_of(config))
+    VALUES.filled = filled_rows(trainer.model)
     saver = HostCopySaver(trainer, device, moments)
     moments.note("start")
     start_up.seconds["trainer"] = time.perf_counter() - started

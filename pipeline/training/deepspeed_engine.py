@@ -160,8 +160,9 @@ class DeepSpeedEngine(Engine):
         if self._micro_batches:
             self._engine.step()  # counts the micro-batch
 
-    def step(self) -> StepResult:
+    def step(self, discarded: Tensor | None = None) -> StepResult:
         """See Engine."""
+        assert discarded is None, "experts of several ranks are the native engine's"
         groups = self._base.param_groups
         if self._sets_rate:
             for group in groups:

@@ -60,8 +60,12 @@ class Engine(ABC):
         loss.backward()
 
     @abstractmethod
-    def step(self) -> StepResult:
-        """Clip by the global norm, update the weights, clear the gradients. A non-finite gradient changes nothing."""
+    def step(self, discarded: Tensor | None = None) -> StepResult:
+        """Clip by the global norm, update the weights, clear the gradients. A non-finite gradient changes nothing.
+
+        Args:
+            discarded: 0-dim, the same on every rank: if it is above 0, the gradient counts as not finite.
+        """
 
     @abstractmethod
     def fragments(self) -> list[Fragment]:

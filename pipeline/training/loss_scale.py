@@ -39,6 +39,10 @@ class LossScale:
         self.factor = torch.where(skipped > 0, (self.factor / 2).clamp(min=1), torch.where(grows, self.factor * 2, self.factor))
         self._finite_steps = finite_steps.masked_fill(grows, 0.0)
 
+    def restore(self, before: LossScale) -> None:
+        """Return to the state of a copy that was made before `update`."""
+        self.__dict__.update(before.__dict__)
+
     def state(self) -> tuple[float, int]:
         """The factor, 0 if there is none, and the number of consecutive steps with a finite gradient at this factor."""
         return (0.0, 0) if self.factor is None else (float(self.factor), int(self._finite_steps))

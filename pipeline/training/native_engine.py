@@ -139,11 +139,13 @@ class NativeEngine(Engine):
             yield
         self._gatherer.finish()
 
-    def step(self) -> StepResult:
+    def step(self, discarded: Tensor | None = None) -> StepResult:
         """See Engine."""
         gradients = [self._reducer.reduced(bucket) for bucket in self._buckets]
         primary = [gradients[index][where] for index, where in self._primary]
         norm = self.loss_scale.divide(gradient_clipping.global_norm(primary, self._norm_ranks, self._mesh.device))
+        if discarded is not None:
+            norm = norm.masked_fill(discarded > 0, torch.nan)
         noise = noise_scale.measured(norm, self._reducer.shares(), self.loss_scale)
         result = self.update.step(norm, gradients)
         self._reducer.release()

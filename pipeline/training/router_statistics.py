@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +13,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.layers.moe import MoE, moe_layers
 from pipeline.parallel.mesh import Mesh, reduce_over
 from pipeline.parallel.parallelize import LocalModel
+from pipeline.training.step_control import HostCopy
 
 
 class RouterStatistics:
@@ -20,6 +24,9 @@ class RouterStatistics:
         self._updates = config.lora.rank == 0  # with adapters, the biases of the routers are not trained
         self._mesh, self._experts = mesh, getattr(config.model, "experts", 0)  # 0: a dense model
         self._load = torch.zeros(0)
+        #: Assignments of the step beyond MoE.buffers, of all layers and ranks, 0-dim; None if none can be.
+        self.beyond_buffers: Tensor | None = None
+        self._has_buffers, self._beyond = config.buffers_experts, HostCopy(torch.zeros(1))
         self._metrics: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -28,11 +35,10 @@ class RouterStatistics:
         if not self._experts:
             return
         records = self._all_reduce_records()
-        load, (entropy, dropped, loss, batches) = records[:, :-4], records[:, -4:].unbind(dim=1)
+        load, (entropy, dropped, loss, batches, beyond) = records[:, :-5], records[:, -5:].unbind(dim=1)
         batches = batches.clamp(min=1)
-        sums = torch.stack(
-            [(entropy / batches).sum(), (dropped / batches).sum(), (loss / batches).sum(), batches.new_full((), len(records))]
-        )
+        layers = batches.new_full((), len(records))
+        sums = torch.stack([*((values / batches).sum() for values in (entropy, dropped, loss)), layers, beyond.sum()])
         imbalance = load.new_zeros(len(records) + 1)
         imbalance[1:] = load.amax(dim=1) / load.mean(dim=1).clamp(min=1e-9)
         load_max = imbalance.amax()
@@ -40,6 +46,23 @@ class RouterStatistics:
         reduce_over((self._mesh.pipeline,), load_max, dist.ReduceOp.MAX)
         means = {"router_entropy": sums[0] / sums[3], "router_load_max": load_max, "router_dropped": sums[1] / sums[3], "aux_loss": sums[2]}
         self._load, self._metrics = load, means
+        if self._has_buffers:  # copied before the update is queued: the device computes it while the host waits for the number
+            self.beyond_buffers, self._beyond = sums[4], HostCopy(sums[4:])
+
+    def beyond_on_host(self) -> float:
+        """`beyond_buffers` on the host, which waits until the device has computed the gradients of the step; 0 without buffers."""
+        return self._beyond.values()[0] if self._has_buffers else 0
+
+    @contextmanager
+    def without_buffers(self) -> Iterator[None]:
+        """A context in which the MoE layers wait for the numbers of rows."""
+        for moe in self._moe_layers:
+            moe.exact = True
+        try:
+            yield
+        finally:
+            for moe in self._moe_layers:
+                moe.exact = False
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> dict[str, Tensor]:
@@ -57,8 +80,8 @@ class RouterStatistics:
         return self._metrics
 
     def _all_reduce_records(self) -> Tensor:
-        """MoE.record of each local layer, summed over all ranks that hold the layer: fp32 (layers, experts + 4)."""
-        records = torch.zeros(len(self._moe_layers), self._experts + 4, device=self._mesh.device)
+        """MoE.record of each local layer, summed over all ranks that hold the layer: fp32 (layers, experts + 5)."""
+        records = torch.zeros(len(self._moe_layers), self._experts + 5, device=self._mesh.device)
         for row, moe in zip(records, self._moe_layers, strict=True):
             row.copy_(moe.take_record())
         # Without folding, the tensor ranks have identical records.

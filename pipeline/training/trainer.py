@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -28,6 +30,8 @@ from pipeline.training.preference_answers import PreferenceAnswers, rewards
 from pipeline.training.qk_clip import QKClip
 from pipeline.training.router_statistics import RouterStatistics
 from pipeline.training.weight_update import StepResult
+
+log = logging.getLogger("pipeline")
 
 
 class Trainer:
@@ -67,30 +71,45 @@ class Trainer:
             for stage in self.model.stage_modules():
                 stage.set_loss_weights(weights)
         batch = self._with_reference(tokens, self._with_loss_scale(batch))
+        scale_before = copy(self.engine.loss_scale)
+        mean, counted, sums, result = self._update(tokens, batch, requests, step)
+        beyond = self._routers.beyond_buffers
+        if lost := self._routers.beyond_on_host():  # the update was skipped
+            if self.mesh.rank == 0:
+                text = "step %d: %.0f assignments were beyond the buffers of experts, and it is computed again: parallel.expert_buffer=%g"
+                log.warning(text, step + 1, lost, self._config.parallel.expert_buffer)
+            self._forget_measured()
+            self.engine.loss_scale.restore(scale_before)
+            with self._routers.without_buffers():
+                mean, counted, sums, result = self._update(tokens, batch, requests, step)
+        more = {**result.more, **self._routers.after_update(result.skipped)}
+        if beyond is not None:
+            more["router_beyond_buffers"] = beyond
+        if self._qk_clip is not None:
+            more["attention_logit_max"] = self._qk_clip.largest
+        if scale_before.factor is not None:
+            more["loss_scale"] = scale_before.factor
+        if self._preferences is not None:
+            more |= rewards(sums)
+        return mean, replace(result, requests=counted, more=more)
+
+    def _update(self, tokens: Tensor, batch: Batch, requests: Sequence[bool], step: int) -> tuple[Tensor, Tensor, Tensor, StepResult]:
+        """Compute the gradients of a step, and queue the update, which is skipped if a MoE layer could not send all its tokens."""
         pipeline = self._pipeline(tokens, batch)
         if self._config.lora.dropout:
             # Tensor ranks drop the elements that one process would drop, others draw their own.
             where = self.mesh.coordinates
             place = (self._config.training.seed, step, where.pipeline, where.data, where.expert, where.context)
             torch.manual_seed(xxh3_64_intdigest(repr(place).encode()))
-        factor = self.engine.loss_scale.factor
         every = self._config.training.noise_scale_every
         with self.engine.accumulate(pipeline.micro_batches, measure=bool(every) and (step + 1) % every == 0):
-            loss = pipeline.train(tokens, batch, factor)
+            loss = pipeline.train(tokens, batch, self.engine.loss_scale.factor)
         # Before the update, which gathers the new weights: NCCL runs the operations of a communicator in order, so that sums behind these
         # would let the device wait for all of them.
         mean, counted, sums = self._global_mean(loss, requests, None if self._preferences is None else self._measured(PREFERENCE_SUMS))
         self._routers.sum_records()
         self.before_update()
-        result = self.engine.step()
-        more = {**result.more, **self._routers.after_update(result.skipped)}
-        if self._qk_clip is not None:
-            more["attention_logit_max"] = self._qk_clip.largest
-        if factor is not None:
-            more["loss_scale"] = factor
-        if self._preferences is not None:
-            more |= rewards(sums)
-        return mean, replace(result, requests=counted, more=more)
+        return mean, counted, sums, self.engine.step(self._routers.beyond_buffers)
 
     def evaluate(self, tokens: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute the loss of each sequence without a gradient; arguments as in train. BERT's next-sentence loss is not included.

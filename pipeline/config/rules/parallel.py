@@ -93,14 +93,11 @@ def _expert_tensor(config: RunConfig) -> Iterator[Violation]:
 
 
 def _expert_padding(config: RunConfig) -> Iterator[Violation]:
-    """Padded experts have the rows of a capacity; parts of tokens have equal sizes, and travel."""
+    """Only experts are padded; parts of tokens have equal sizes, and travel."""
     parallel = config.parallel
     if parallel.expert_padding and not getattr(config.model, "experts", 0):
         rule = f"requires an MoE model; model.family={config.model.family} has no experts"
         yield Violation("parallel.expert_padding", True, rule, "set it to false, or choose an MoE model (model=mixtral-8x7b)")
-    elif parallel.expert_padding and getattr(config.model, "capacity_factor", None) is None:
-        rule = "requires model.capacity_factor, which sets the number of rows of an expert"
-        yield Violation("parallel.expert_padding", True, rule, "set model.capacity_factor=1.25, or parallel.expert_padding=false")
     if parallel.expert_parts > 1 and not parallel.expert_padding:
         rule = "requires parallel.expert_padding=true: the parts have equal sizes"
         yield Violation("parallel.expert_parts", parallel.expert_parts, rule, "set it to 1, or parallel.expert_padding=true")

@@ -60,6 +60,12 @@ def _of(group: str, *keys: str) -> tuple[str, ...]:
 LAYOUT_ROWS = (
     Row("parallel.pipeline", _of("parallel", "balance", "layers_per_stage"), "set it to 2 or more", lambda c: c.parallel.pipeline > 1),
     Row("parallel.context", ("parallel.context_kind",), "set it to 2 or more", lambda config: config.parallel.context > 1),
+    Row(
+        "parallel.expert_padding",
+        ("parallel.expert_buffer",),
+        "set it to true with experts on several ranks and without model.capacity_factor",
+        lambda config: config.buffers_experts,
+    ),
 )
 _MASKING = ("masked", "masked_diffusion", "classification")
 ROWS = (
