@@ -63,14 +63,14 @@ class MoE(ComputedBuffers):
         reduce_sums: as in AuxLoss.loss; context parallelism sets it.
         parts: if not 0, every expert gets as many rows as its capacity, filled with zeros, in this number of parts: no size depends on the
             load, and one part travels while another one is computed. parallel/expert_parallel.py sets it.
-        buffers: with parts and without a capacity, what carries the rows to the experts of several ranks in training. A pass in which the
-            assignments to a rank are more than its buffer has rows is wrong and says so in its record: it must be computed again.
+        row_buffers: with parts and without a capacity, what carries the rows to the experts of several ranks in training. A pass in which
+            a rank has more assignments than its buffer has rows is wrong and says so in its record: it must be computed again.
         exact: whether to compute without buffers for now.
         narrow: (tokens, hidden) -> the columns that this rank sends to the experts; expert with tensor parallelism sets it.
         own: (batch, sequence) -> the part of the tokens that this rank routes; set where whole experts are on every tensor rank, and x is
             sharded along the sequence. The documents of the context are those of all tokens.
         record: sums over the backward passes since the last `take_record`, fp32 (experts + 5,): tokens of each expert, mean entropy of a
-            token's scores (nats), fraction of dropped assignments, auxiliary loss, micro-batches, assignments beyond the buffers.
+            token's scores (nats), fraction of dropped assignments, auxiliary loss, assignments beyond the buffers, micro-batches.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class MoE(ComputedBuffers):
         self.loss_scale: float | Tensor = 1.0
         self.reduce_sums: Callable[[Tensor], Tensor] | None = None
         self.parts = 0
-        self.buffers: Buffers | None = None
+        self.row_buffers: Buffers | None = None
         self.exact = False
         self.narrow: Callable[[Tensor], Tensor] | None = None
         self.own: Callable[[Tensor], Tensor] | None = None
@@ -116,11 +116,11 @@ class MoE(ComputedBuffers):
         if limited and self.parts:
             slots = padded_slots(expert_ids, num_experts, self._capacity(expert_ids, num_experts), self.parts)
             outputs, counts = self._compute_padded(tokens, slots, weights, num_experts, None, meanwhile), slots.counts
-        elif self.buffers is not None and self.parts and torch.is_grad_enabled() and not self.exact:
-            counts, rows = tokens_per_expert(expert_ids, num_experts), self.buffers.rows(expert_ids.numel(), self.parts)
-            slots = buffer_slots(expert_ids, num_experts, self.buffers.count, rows, self.parts)
+        elif self.row_buffers is not None and self.parts and torch.is_grad_enabled() and not self.exact:
+            counts, rows = tokens_per_expert(expert_ids, num_experts), self.row_buffers.rows(expert_ids.numel(), self.parts)
+            slots = buffer_slots(expert_ids, num_experts, self.row_buffers.count, rows, self.parts)
             beyond = counts.sum() - slots.counts.sum()
-            outputs = self._compute_padded(tokens, slots, weights, self.buffers.count, slots.counts, meanwhile)
+            outputs = self._compute_padded(tokens, slots, weights, self.row_buffers.count, slots.counts, meanwhile)
         else:
             if limited:
                 expert_ids = drop_over_capacity(expert_ids, num_experts, self._capacity(expert_ids, num_experts))
@@ -205,7 +205,7 @@ class MoE(ComputedBuffers):
             entropy = (torch.special.entr(routing.probs).sum(dim=1) * valid.flatten()).sum() / tokens
             dropped = 1 - counts.sum() / (tokens * routing.experts.shape[1])
             beyond = torch.zeros_like(loss) if beyond is None else beyond
-            values = (entropy, dropped, loss.detach(), torch.ones_like(loss), beyond)
+            values = (entropy, dropped, loss.detach(), beyond, torch.ones_like(loss))
             record = torch.cat([counts, *(value.view(1) for value in values)]).float()
         return loss, record
 
@@ -247,7 +247,7 @@ def moe_layers(model: nn.Module) -> Iterator[MoE]:
 
 def filled_rows(model: nn.Module) -> float:
     """Return the mean share of the rows of experts that belong to tokens; the rest of their buffers is not computed."""
-    return next((1 / moe.buffers.factor for moe in moe_layers(model) if moe.buffers is not None), 1.0)
+    return next((1 / moe.row_buffers.factor for moe in moe_layers(model) if moe.row_buffers is not None), 1.0)
 
 
 class _AddAuxLoss(torch.autograd.Function):

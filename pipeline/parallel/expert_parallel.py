@@ -249,7 +249,7 @@ def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
             if parallel.expert_padding and moe.capacity_factor is None:
                 # At most every token to as many experts of a rank as it can have there.
                 most = layout.expert_ranks * min(moe.router.top_k, len(moe.experts.up)) / moe.router.top_k
-                moe.buffers = Buffers(layout.expert_ranks, min(parallel.expert_buffer, most))
+                moe.row_buffers = Buffers(layout.expert_ranks, min(parallel.expert_buffer, most))
             moe.experts = ExpertParallelExperts(moe.experts, mesh.dispatch, None if layout.folded else mesh.tensor)
             if layout.tensor > 1 and not layout.folded:
                 moe.narrow = partial(_own_part, group=mesh.tensor)

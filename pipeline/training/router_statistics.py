@@ -24,7 +24,7 @@ class RouterStatistics:
         self._updates = config.lora.rank == 0  # with adapters, the biases of the routers are not trained
         self._mesh, self._experts = mesh, getattr(config.model, "experts", 0)  # 0: a dense model
         self._load = torch.zeros(0)
-        #: Assignments of the step beyond MoE.buffers, of all layers and ranks, 0-dim; None if none can be.
+        #: Assignments of the step beyond MoE.row_buffers, of all layers and ranks, 0-dim; None if none can be.
         self.beyond_buffers: Tensor | None = None
         self._has_buffers, self._beyond = config.buffers_experts, HostCopy(torch.zeros(1))
         self._metrics: dict[str, Tensor] = {}
@@ -35,7 +35,7 @@ class RouterStatistics:
         if not self._experts:
             return
         records = self._all_reduce_records()
-        load, (entropy, dropped, loss, batches, beyond) = records[:, :-5], records[:, -5:].unbind(dim=1)
+        load, (entropy, dropped, loss, beyond, batches) = records[:, :-5], records[:, -5:].unbind(dim=1)
         batches = batches.clamp(min=1)
         layers = batches.new_full((), len(records))
         sums = torch.stack([*((values / batches).sum() for values in (entropy, dropped, loss)), layers, beyond.sum()])

@@ -160,6 +160,7 @@ READ = {
     "parallel.context_kind": ("ulysses", ("parallel.context=2",)),
     "parallel.expert_padding": ("true", ("model=mixtral-tiny", "model.capacity_factor=2", "parallel.expert=2")),
     "parallel.expert_parts": (2, ("model=mixtral-tiny", "model.capacity_factor=2", "parallel.expert=2", "parallel.expert_padding=true")),
+    "parallel.expert_buffer": (2, ("model=mixtral-tiny", "parallel.expert=2", "parallel.expert_padding=true")),
     "parallel.expert_tensor": (1, ("model=mixtral-tiny", "parallel.tensor=2")),
     "precision.initial_loss_scale": (8, ("precision=fp16",)),
     "precision.loss_scale_window": (8, ("precision=fp16",)),

@@ -166,10 +166,6 @@ def test_no_pass_waits_for_numbers_of_rows(world, recompute, layout):
     [
         (("model=llama-tiny", "parallel.expert_padding=true"), "requires an MoE model; model.family=llama has no experts"),
         (
-            ("model=mixtral-tiny", "parallel.expert_padding=true"),
-            "requires model.capacity_factor, which sets the number of rows of an expert",
-        ),
-        (
             ("model=mixtral-tiny", "parallel.expert=2", "parallel.expert_parts=2"),
             "requires parallel.expert_padding=true: the parts have equal sizes",
         ),

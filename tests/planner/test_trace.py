@@ -123,7 +123,10 @@ def test_products_of_experts_in_fp8(experts):
 
 
 def test_padded_experts_are_planned_with_the_rows_of_their_capacity():
-    """In FLOPs, bytes of the network, and memory; blocks are one compiled graph. A capacity factor of 1 is an even load."""
+    """In FLOPs, bytes of the network, and memory; blocks are one compiled graph. A capacity factor of 1 is an even load.
+
+    Rows of buffers that belong to no token are sent, and not computed.
+    """
     even, once, twice = (
         trace(configured(*EXPERTS, *padding)).parts["0"]
         for padding in ((), *(("parallel.expert_padding=true", f"model.capacity_factor={factor}") for factor in (1, 2)))
@@ -141,6 +144,12 @@ def test_padded_experts_are_planned_with_the_rows_of_their_capacity():
     assert twice.saved > once.saved
     assert "elementwise (silu)" not in once.producers
     assert len(once.operations) < len(even.operations)
+    padding = "parallel.expert_padding=true"
+    one, two = (trace(configured(*EXPERTS, padding, f"parallel.expert_buffer={factor}")).parts["0"] for factor in (1, 2))
+    assert flops(one) == flops(two) == flops(even)
+    assert sent(one) == sent(two) / 2 == sent(even)
+    assert two.saved > one.saved
+    assert "elementwise (silu)" not in two.producers
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -74,7 +74,7 @@ def train_plain(config: Any, batches: list[Batch], *, model: nn.Module | None = 
 
 def statistics(records: list[torch.Tensor], experts: int) -> tuple[float, float, float, float]:
     """Return the STATISTICS from the records of all layers."""
-    means = [record[experts:-1] / record[-1] for record in records]
+    means = [record[experts : experts + 3] / record[-1] for record in records]
     worst = max(float(record[:experts].max() / record[:experts].mean()) for record in records)
     entropy, dropped, loss = (torch.stack(values) for values in zip(*means, strict=True))
     return float(entropy.mean()), worst, float(dropped.mean()), float(loss.sum())

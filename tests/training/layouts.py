@@ -297,12 +297,18 @@ LAYOUTS = {
         "expert=4 zero_stage=1 zero_group=2",
         # Whole experts on tensor x expert ranks.
         "expert=2 tensor=2 expert_tensor=1 zero_stage=0",
+        # In buffers, which are large enough, or which every step exceeds.
+        "expert=2 tensor=2 zero_stage=1 expert_padding=true expert_buffer=1.5 expert_parts=2 training.activation_checkpointing=selective",
+        "expert=4 zero_stage=2 expert_padding=true expert_buffer=1",
         "tensor=2 expert_tensor=1 zero_stage=3 training.activation_checkpointing=full",
         "context=2 context_kind=ring tensor=2 expert_tensor=1 zero_stage=1",
         "tensor=2 pipeline=2 expert_tensor=1 zero_stage=2",
     ],
     # Padding is more of one tensor rank's tokens than of another one's.
-    "mixtral-documents": ["expert=2 tensor=2 expert_tensor=1 zero_stage=1"],
+    "mixtral-documents": [
+        "expert=2 tensor=2 expert_tensor=1 zero_stage=1",
+        "expert=2 tensor=2 expert_tensor=1 zero_stage=1 expert_padding=true expert_buffer=1.5 expert_parts=2",
+    ],
     "mixtral-roomy": [
         "expert=2 tensor=2 expert_tensor=1 zero_stage=1 expert_padding=true expert_parts=2 training.activation_checkpointing=selective"
     ],
