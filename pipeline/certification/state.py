@@ -20,6 +20,7 @@ from pipeline.checkpoint.native import TrainState
 from pipeline.common.ranks import Ranks
 from pipeline.config import warmup
 from pipeline.config.layout import Layout
+from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.objectives.objective import Objective
@@ -181,6 +182,7 @@ def other_layout(config: RunConfig) -> tuple[RunConfig, int]:
             "context_kind": "ring",
             "zero_group": "job",
             "expert_tensor": None,
+            "expert_buffer": ParallelConfig.expert_buffer,
             "engine": "native",
             "deepspeed": None,
         }

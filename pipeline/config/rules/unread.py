@@ -63,7 +63,7 @@ LAYOUT_ROWS = (
     Row(
         "parallel.expert_padding",
         ("parallel.expert_buffer",),
-        "set it to true with experts on several ranks and without model.capacity_factor",
+        "set it to true without model.capacity_factor, with experts on several ranks",
         lambda config: config.buffers_experts,
     ),
 )
