@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.layers.gated_delta_net import DeltaRuleLayer
 from pipeline.layers.lora import dropout_of
 from pipeline.layers.meta_attention import meta_core
-from pipeline.layers.moe import moe_layers
+from pipeline.layers.moe import MoE, moe_layers
 from pipeline.layers.row_counts import ReadCounts
 from pipeline.layers.stack import Stack
 from pipeline.parallel import ring_attention, tensor_parallel  # noqa: F401 - ring_attention registers its operator
@@ -107,6 +108,18 @@ def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept:
         block.forward = _checkpointed(block.forward, options)
     if compiled and not breaks:
         block.compile()
+        buffered = [moe for moe in moe_layers(block) if moe.row_buffers is not None]
+        if buffered and mode != "none":
+            block._compiled_call_impl = partial(_compiled_with_buffers, block, buffered[0], block._compiled_call_impl)
+
+
+def _compiled_with_buffers(block: nn.Module, moe: MoE, compiled: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Call a block that is recomputed, not compiled where its MoE layer waits for numbers of rows.
+
+    torch.compile would not guard by what that depends on, since the checkpoint has a break, and never use the compiled block again.
+    """
+    output: Tensor = (block._call_impl if moe.exact else compiled)(*args, **kwargs)
+    return output
 
 
 def _checkpointed(forward: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:

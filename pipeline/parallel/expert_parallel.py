@@ -6,7 +6,8 @@ the number of rows of a rank is then dynamic, and the host reads it, or they tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.layers.experts import Experts, RoutedExperts
 from pipeline.layers.moe import Buffers, moe_layers
 from pipeline.layers.row_counts import counts_on_host
+from pipeline.layers.stack import Stack
 from pipeline.layers.token_permutation import Slots, inverse_permutation, permute, sorted_slots
 from pipeline.layers.uncompiled import uncompiled
 from pipeline.parallel import collectives
@@ -236,6 +238,19 @@ def _sum_over(sums: Tensor, group: ProcessGroup, then: Callable[[Tensor], Tensor
     """Sum over the tensor ranks, then over those of context parallelism."""
     summed = collectives.all_reduce_with_grad(sums, group)
     return summed if then is None else then(summed)
+
+
+@contextmanager
+def without_buffers(stages: Iterable[Stack]) -> Iterator[None]:
+    """A context in which the MoE layers of these stages wait for the numbers of rows."""
+    layers = [moe for stage in stages for moe in moe_layers(stage)]
+    for moe in layers:
+        moe.exact = True
+    try:
+        yield
+    finally:
+        for moe in layers:
+            moe.exact = False
 
 
 def apply(model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:

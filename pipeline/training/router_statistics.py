@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,17 +49,6 @@ class RouterStatistics:
     def beyond_on_host(self) -> float:
         """`beyond_buffers` on the host, which waits until the device has computed the gradients of the step; 0 without buffers."""
         return self._beyond.values()[0] if self._has_buffers else 0
-
-    @contextmanager
-    def without_buffers(self) -> Iterator[None]:
-        """A context in which the MoE layers wait for the numbers of rows."""
-        for moe in self._moe_layers:
-            moe.exact = True
-        try:
-            yield
-        finally:
-            for moe in self._moe_layers:
-                moe.exact = False
 
     @torch.no_grad()
     def after_update(self, skipped: Tensor) -> dict[str, Tensor]:

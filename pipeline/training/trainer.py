@@ -20,7 +20,7 @@ from pipeline.layers.embedding import set_loss
 from pipeline.layers.loss import IGNORE
 from pipeline.layers.preference import PREFERENCE_SUMS
 from pipeline.layers.shifted_attention import full_attention
-from pipeline.parallel import context_parallel
+from pipeline.parallel import context_parallel, expert_parallel
 from pipeline.parallel.mesh import Mesh, reduce_over
 from pipeline.parallel.parallelize import LocalModel, parallelize
 from pipeline.parallel.pipeline_schedules import Pipeline
@@ -80,7 +80,7 @@ class Trainer:
                 log.warning(text, step + 1, lost, self._config.parallel.expert_buffer)
             self._forget_measured()
             self.engine.loss_scale.restore(scale_before)
-            with self._routers.without_buffers():
+            with expert_parallel.without_buffers(self.model.stage_modules()):
                 mean, counted, sums, result = self._update(tokens, batch, requests, step)
         more = {**result.more, **self._routers.after_update(result.skipped)}
         if beyond is not None:
