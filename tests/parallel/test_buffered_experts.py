@@ -1,5 +1,6 @@
 """Experts whose rows travel in buffers: no layer waits for numbers of rows, and a step that does not fit is computed again."""
 
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -45,8 +46,11 @@ def test_rows_are_sorted_by_expert_in_each_part_of_each_buffer(buffers, rows, pa
     assert received.counts.tolist() == [held.count(expert) for expert in range(experts // buffers)]
 
 
-def _train(overrides):
-    """Numbers and final weights of three steps, and how often the host reads numbers of rows; products are those of the grouped kernel."""
+def _train(overrides, skewed=False):
+    """Numbers and final weights of three steps, and how often the host reads numbers of rows; products are those of the grouped kernel.
+
+    If skewed, all tokens are of the same experts.
+    """
     config, mine = trainer(*TINY, *overrides)
     reads, numbers = [], []
     tolist = torch.Tensor.tolist
@@ -57,7 +61,9 @@ def _train(overrides):
         return tolist(tensor)
 
     grouped = mock.patch("pipeline.layers.expert_products.has_grouped_kernel", return_value=True)
-    with mock.patch.object(torch.Tensor, "tolist", counted), grouped:
+    first = lambda router, scores: torch.arange(router.top_k).expand(len(scores), -1).contiguous()  # noqa: E731
+    same = mock.patch("pipeline.layers.router.Router._select_experts", first) if skewed else nullcontext()
+    with mock.patch.object(torch.Tensor, "tolist", counted), grouped, same:
         for step in range(3):
             tokens = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
             loss, result = mine.train(*causal(*share(mine, tokens)), step=step)
@@ -81,7 +87,7 @@ def _train(overrides):
     ],
 )
 def test_steps_are_those_that_wait_for_the_numbers_of_rows(world, layout):
-    """Of buffers that are large enough, up to rounding; of the smallest ones, with which every step is computed again, exactly."""
+    """Of buffers that are large enough, up to rounding; of the smallest ones, and of tokens of the same experts, exactly."""
     waiting = tuple(word for word in layout if not word.startswith("parallel.expert_parts"))
     expected, weights, waits = world.run(_train, waiting)[-1]
     assert waits > 0
@@ -91,6 +97,9 @@ def test_steps_are_those_that_wait_for_the_numbers_of_rows(world, layout):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
     found, same, _ = world.run(_train, (*layout, BUFFERS, "parallel.expert_buffer=1"))[-1]
+    assert all(numbers.pop("router_beyond_buffers") > 0 for numbers in found)
+    assert found == expected
+    found, expected = (world.run(_train, words, True)[-1][0] for words in ((*layout, BUFFERS), waiting))
     assert all(numbers.pop("router_beyond_buffers") > 0 for numbers in found)
     assert found == expected
     assert all(torch.equal(same[name], weight) for name, weight in weights.items())
