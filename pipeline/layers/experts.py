@@ -19,21 +19,12 @@ class RoutedExperts(nn.Module):
         """Send the rows to their experts, arguments as in `Experts.forward`; the result returns their outputs."""
         raise NotImplementedError
 
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def dispatch_padded(self, parts: Sequence[Tensor], counts: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """Send the same number of rows to each expert, without waiting for the device; the result returns their outputs.
 
         Args:
-            parts: each (experts, rows, hidden).
-        """
-        raise NotImplementedError
-
-    def dispatch_buffers(self, parts: Sequence[Tensor], counts: Tensor, weights: Tensor) -> Callable[[], list[Tensor]]:
-        """Send a buffer of rows to each rank with experts, as `dispatch_padded`; the result returns their outputs times the weights.
-
-        Args:
-            parts: each (ranks, rows, hidden), the rows of a buffer sorted by expert.
-            counts: int32 (parts, experts), rows of each expert, the first ones of its buffer; the outputs of others are zeros.
-            weights: (parts, ranks, rows).
+            parts: each (experts, rows, hidden); with counts (buffers, rows, hidden), the buffers of the ranks that have the experts.
+            counts: int32 (parts, experts), rows of each expert, the first ones of its buffer; None if all rows are computed.
         """
         raise NotImplementedError
 
@@ -85,8 +76,9 @@ class Experts(RoutedExperts):
         """See RoutedExperts."""
         return partial(self.forward, x, counts)
 
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def dispatch_padded(self, parts: Sequence[Tensor], counts: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """See RoutedExperts."""
+        assert counts is None, "experts of one rank have no buffers"
         return lambda: [self.forward_padded(part) for part in parts]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:

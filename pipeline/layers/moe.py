@@ -115,12 +115,12 @@ class MoE(ComputedBuffers):
         beyond: Tensor | None = None
         if limited and self.parts:
             slots = padded_slots(expert_ids, num_experts, self._capacity(expert_ids, num_experts), self.parts)
-            outputs, counts = self._compute_padded(tokens, slots, weights, num_experts, meanwhile), slots.counts
+            outputs, counts = self._compute_padded(tokens, slots, weights, num_experts, None, meanwhile), slots.counts
         elif self.row_buffers is not None and self.parts and torch.is_grad_enabled() and not self.exact:
             counts, rows = tokens_per_expert(expert_ids, num_experts), self.row_buffers.rows(expert_ids.numel(), self.parts)
             slots = buffer_slots(expert_ids, num_experts, self.row_buffers.count, rows, self.parts)
             beyond = counts.sum() - slots.counts.sum()
-            outputs = self._compute_padded(tokens, slots, weights, self.row_buffers.count, meanwhile, buffers=True)
+            outputs = self._compute_padded(tokens, slots, weights, self.row_buffers.count, slots.counts, meanwhile)
         else:
             if limited:
                 expert_ids = drop_over_capacity(expert_ids, num_experts, self._capacity(expert_ids, num_experts))
@@ -143,27 +143,21 @@ class MoE(ComputedBuffers):
         return min(math.ceil(self.capacity_factor * expert_ids.numel() / num_experts), len(expert_ids))
 
     def _compute_padded(
-        self, tokens: Tensor, slots: Slots, weights: Tensor, blocks: int, meanwhile: Meanwhile, *, buffers: bool = False
+        self, tokens: Tensor, slots: Slots, weights: Tensor, blocks: int, counts: Tensor | None, meanwhile: Meanwhile
     ) -> Tensor:
         """As `_compute_experts`, with numbers of rows that do not depend on the load, and without a wait for the device.
 
         Args:
             slots: rows of the assignments, (parts, blocks, rows).
-            blocks: number of experts, or with `buffers` of buffers. Weights then travel with the rows, so that no backward pass reads what
-                returns, for which it would have to be sent once more where it is recomputed.
+            blocks, counts: of experts, whose rows are all computed, and None; of buffers, and RoutedExperts.dispatch_padded's counts.
         """
         rows = permute(tokens, slots.assignment, slots.slot, weights.shape[1], partial=True)
-        parts = rows.view(self.parts, blocks, -1, rows.shape[1]).unbind()
-        if buffers:
-            of_rows = permute(weights.view(-1, 1), slots.assignment, slots.slot, partial=True).view(self.parts, blocks, -1)
-            compute = self.experts.dispatch_buffers(parts, slots.counts, of_rows)
-        else:
-            compute = self.experts.dispatch_padded(parts)
+        compute = self.experts.dispatch_padded(rows.view(self.parts, blocks, -1, rows.shape[1]).unbind(), counts)
         if meanwhile is not None:
             meanwhile()
         outputs = torch.stack(compute()).flatten(0, 2)
         combined = permute(outputs, slots.slot, slots.assignment, partial=True).unflatten(0, weights.shape)
-        return (combined if buffers else combined * weights.unsqueeze(2)).sum(dim=1)
+        return (combined * weights.unsqueeze(2)).sum(dim=1)
 
     def _compute_experts(
         self, tokens: Tensor, expert_ids: Tensor, weights: Tensor, counts: Tensor, assigned: Tensor | None, meanwhile: Meanwhile

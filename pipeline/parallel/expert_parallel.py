@@ -159,21 +159,15 @@ class ExpertParallelExperts(RoutedExperts):
         counts = torch.zeros(self.group.size() * local, dtype=torch.int64, device=self.experts.up.device)
         self.forward(self.experts.up.new_empty(0, columns), counts)
 
-    def dispatch_padded(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def dispatch_padded(self, parts: Sequence[Tensor], counts: Tensor | None = None) -> Callable[[], list[Tensor]]:
         """See RoutedExperts. All parts are sent at once. Each returns while the next one is computed."""
+        ranks, sent = self.group.size(), None
+        if counts is not None:  # every rank gets those of its experts
+            sent = start(ALL_TO_ALL, counts.view(len(parts), ranks, -1).transpose(0, 1).contiguous(), self.group)
         pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]
-        return partial(self._compute_padded, pending, None, len(parts[0]))
+        return partial(self._compute_padded, pending, sent, len(parts[0]))
 
-    def dispatch_buffers(self, parts: Sequence[Tensor], counts: Tensor, weights: Tensor) -> Callable[[], list[Tensor]]:
-        """See RoutedExperts."""
-        numbers = counts.view(len(parts), self.group.size(), -1).transpose(0, 1)  # every rank gets those of its experts
-        with_rows = [start(ALL_TO_ALL, values.contiguous(), self.group) for values in (numbers, weights.transpose(0, 1))]
-        pending = [start(ALL_TO_ALL, part.flatten(0, 1), self.group) for part in parts]
-        return partial(self._compute_padded, pending, with_rows, len(parts[0]))
-
-    def _compute_padded(
-        self, pending: Sequence[PendingCollective], with_rows: Sequence[PendingCollective] | None, blocks: int
-    ) -> list[Tensor]:
+    def _compute_padded(self, pending: Sequence[PendingCollective], counts: PendingCollective | None, blocks: int) -> list[Tensor]:
         """Apply the local experts to the parts that arrive, and send the outputs back.
 
         The tensor ranks gather the columns of a part beside the last product of the part before, and reduce its sums beside the first
@@ -181,18 +175,15 @@ class ExpertParallelExperts(RoutedExperts):
         """
         returning: list[PendingCollective] = []
         orders: list[Slots | None] = [None] * len(pending)
-        factors: list[Tensor | None] = [None] * len(pending)
-        if with_rows is not None:
-            numbers_of_parts, weights = (finish(ALL_TO_ALL, values, self.group).unbind(1) for values in with_rows)
-            orders = [sorted_slots(numbers, weights[0].shape[1]) for numbers in numbers_of_parts]
-            factors = [of_part.reshape(-1, 1) for of_part in weights]
+        if counts is not None:
+            rows = len(pending[0].received) // self.group.size()
+            orders = [sorted_slots(table, rows) for table in finish(ALL_TO_ALL, counts, self.group).unbind(1)]
         arriving, reduced = self._gather(pending[0]), None
-        for index, following in enumerate((*pending[1:], None)):
-            order = orders[index]
+        for order, following in zip(orders, (*pending[1:], None), strict=True):
             numbers = None if order is None else order.counts
             inner = self.experts.inner(self._by_expert(arriving, order), numbers)
             if reduced is not None:
-                returning.append(self._return(reduced, factors[index - 1]))
+                returning.append(self._return(reduced))
             if following is not None:
                 arriving = self._gather(following)
             outputs = self.experts.outer(inner, numbers)
@@ -201,11 +192,11 @@ class ExpertParallelExperts(RoutedExperts):
             else:  # rows without an assignment, which no expert has computed, become zeros
                 outputs = permute(outputs, order.slot, order.assignment, partial=True)
             if self.tensor is None:
-                returning.append(self._send_back(outputs, factors[index]))
+                returning.append(start(ALL_TO_ALL, outputs, self.group))
             else:
                 reduced = start(REDUCE_SCATTER_COLUMNS, outputs, self.tensor)
         if reduced is not None:
-            returning.append(self._return(reduced, factors[-1]))
+            returning.append(self._return(reduced))
         return [finish(ALL_TO_ALL, part, self.group).unflatten(0, (blocks, -1)) for part in returning]
 
     def _gather(self, pending: PendingCollective) -> PendingCollective:
@@ -221,14 +212,10 @@ class ExpertParallelExperts(RoutedExperts):
             return permute(rows, order.assignment, order.slot, partial=True)
         return rows.unflatten(0, (self.group.size(), len(self.experts.up), -1)).transpose(0, 1).flatten(1, 2)
 
-    def _return(self, reduced: PendingCollective, factors: Tensor | None) -> PendingCollective:
+    def _return(self, reduced: PendingCollective) -> PendingCollective:
         """Wait for the sums of a part over the tensor ranks, and begin to send them back to the ranks of their tokens."""
         assert self.tensor is not None
-        return self._send_back(finish(REDUCE_SCATTER_COLUMNS, reduced, self.tensor), factors)
-
-    def _send_back(self, outputs: Tensor, factors: Tensor | None) -> PendingCollective:
-        """Begin to send the outputs of a part back, times the weights of its rows if they came with them."""
-        return start(ALL_TO_ALL, outputs if factors is None else outputs * factors, self.group)
+        return start(ALL_TO_ALL, finish(REDUCE_SCATTER_COLUMNS, reduced, self.tensor), self.group)
 
 
 def _order_by_expert(counts: Tensor, rows: int) -> Tensor:
