@@ -90,6 +90,9 @@ def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
     [
         ("parallel.expert=2", *PADDED, "parallel.expert_parts=2", "training.activation_checkpointing=full"),
         pytest.param(("parallel.expert=2", "parallel.zero_stage=3", "training.activation_checkpointing=selective"), marks=pytest.mark.long),
+        pytest.param(
+            ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_padding=true", "parallel.expert_buffer=2"), marks=pytest.mark.long
+        ),
         pytest.param(("parallel.tensor=2", "parallel.expert=2", *PADDED), marks=pytest.mark.long),
         pytest.param(("parallel.tensor=2", "parallel.expert=2"), marks=pytest.mark.long),
         pytest.param(("parallel.pipeline=2", "parallel.schedule=zbv"), marks=pytest.mark.long),
@@ -98,7 +101,7 @@ def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
 )
 def test_layouts_train_experts_as_one_process(worlds, layout):
     """An expert's rows have scales of their own. The sums of its weights' gradients depend on which rows a rank has."""
-    padded = PADDED if PADDED[1] in layout else ()
+    padded = PADDED if PADDED[0] in layout else ()
     alone, _ = worlds(1).run(losses, 3, *EXPERTS, *padded, "precision=fp8")[0]
     ranks = worlds(4 if "parallel.tensor=2" in layout else 2).run(losses, 3, *EXPERTS, *layout, "precision=fp8")
     assert max(found for found, _ in ranks) == pytest.approx(alone, rel=0.01)
