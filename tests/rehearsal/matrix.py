@@ -60,6 +60,11 @@ def small_optimizer(report: dict[str, Any]) -> bool:
     return 0 < kinds["optimizer"]["rehearsed"] < 0.2 * kinds["weights"]["rehearsed"]
 
 
+def no_waits_for_rows(report: dict[str, Any]) -> bool:
+    """Whether no MoE layer waited for the device."""
+    return not any("layers/row_counts.py" in wait["line"] for wait in report["steps"]["waits"])
+
+
 FEATURES = {
     "zero 0": Feature("parallel.zero_stage=0", calls("data", "all_reduce")),
     "zero 1": Feature("parallel.zero_stage=1", calls("data", "reduce_scatter", "all_gather")),
@@ -73,6 +78,7 @@ FEATURES = {
     "ring": Feature("parallel.context=2", calls("context", "send", "receive")),
     "ulysses": Feature("parallel.context=2 parallel.context_kind=ulysses", calls("context", "all_to_all")),
     "experts": Feature("parallel.expert=2", calls("expert", "all_to_all")),
+    "buffers": Feature("parallel.expert_padding=true", no_waits_for_rows),
     "fp8": Feature("precision=fp8 precision.fp8_exclude_layers=0", kernel("ToFloat8E4M3")),
     "fp8 rowwise": Feature("precision=fp8 precision.fp8=rowwise precision.fp8_exclude_layers=0", kernel("ToFloat8E4M3")),
     "fp8 experts": Feature("precision.fp8_experts=true", kernel("grouped_gemm_data<cutlass::float_e4m3_t")),
@@ -118,6 +124,8 @@ EXPERTS = (
     "zero 1, ring, experts, kept, fp8, fp8 experts",
     "zero 2, ulysses, selective",
     "zero 1, sequence, experts, full, compile",
+    "zero 1, sequence, experts, buffers, selective, compile",
+    "zero 2, zbv, experts, buffers, kept",
     "zero 1, experts, 1f1b, lora",
     "zero 3, experts, qlora",
     "tensor, generation",
