@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence, Sized
 from typing import TypeVar
 
-Text = TypeVar("Text", str, bytes)
+Item = TypeVar("Item", bound=Sized)
 
 
 def table_lines(rows: Iterable[Sequence[str]], right: Collection[int] = ()) -> list[str]:
@@ -36,9 +36,9 @@ def first_names(names: Sequence[object], most: int, separator: str = ", ", last:
     return f"{named}{last}{len(names) - most} more" if len(names) > most else named
 
 
-def in_batches(texts: Iterable[Text], size: int) -> Iterator[list[Text]]:
-    """Yield texts in batches, each of which ends with the text that reaches a size."""
-    batch: list[Text] = []
+def in_batches(texts: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    """Yield texts, or arrays, in batches, each of which ends with the one that reaches a size."""
+    batch: list[Item] = []
     collected = 0
     for text in texts:
         batch.append(text)

@@ -249,7 +249,11 @@ class DedupConfig:
     url_field: str = knob("url", "metadata field with the URL of a document")
     paragraphs: bool = knob(False, "remove lines that occur earlier in the corpus")
     paragraph_characters: int = knob(50, "minimum length of a line removed by dedup.paragraphs", unit="characters", at_least=1)
-    against: list[str] = knob([], "text shard folders with saved signatures; documents contained in them are dropped")
+    spans: int | None = knob(
+        None, "remove runs of at least so many words that occur earlier in the corpus, such as 50", unit="words", at_least=8, at_most=1000
+    )
+    span_megabytes: float = knob(512.0, "memory of a rank in which dedup.spans compares", unit="MB", at_least=1)
+    against: list[str] = knob([], "text shard folders with saved signatures; their documents (with dedup.spans: and spans) are removed")
     save_signatures: bool = knob(False, "save signatures next to the shards, for dedup.against (16 + 4 x bands x rows bytes per document)")
 
     @property

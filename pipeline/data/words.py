@@ -75,7 +75,8 @@ class Words:
 
     Scripts without spaces are cut at positions that depend on the two adjacent characters only, into words of two characters on average
     for Han, Kana and Yi, and of five for the others. Counts and n-grams of words then cover about as much text as in other languages, and
-    equal passages are cut equally. Tibetan has a mark after each syllable: its words are syllables, as in Vietnamese.
+    equal passages are cut equally. Tibetan has a mark after each syllable: its words are syllables, as in Vietnamese. Hashes ignore
+    case unless `exact`.
 
     Attributes:
         codes: (characters,) the code points of all texts, with a newline after each text, in the smallest unsigned type that holds them.
@@ -83,8 +84,9 @@ class Words:
         text_starts: (texts + 1,) int64, the first character of each text.
     """
 
-    def __init__(self, texts: Sequence[str]) -> None:
+    def __init__(self, texts: Sequence[str], *, exact: bool = False) -> None:
         self._sums: np.ndarray | None = None
+        self._exact = exact
         self.text_starts = np.cumsum([0, *(len(text) + 1 for text in texts)], dtype=np.int64)
         self.codes = _code_points("".join([f"{text}\n" for text in texts]))
         self.kinds = np.empty(len(self.codes), dtype=np.uint8)
@@ -121,6 +123,16 @@ class Words:
         if visible[0]:
             bounds = np.concatenate([[0], bounds])
         return self._as_spans(bounds[0::2], bounds[1::2])  # the last character is a newline, so every token ends
+
+    @cached_property
+    def units(self) -> Spans:
+        """The tokens; in scripts without spaces, also cut where a word begins. They have all visible characters of the texts."""
+        tokens = self.tokens
+        if not np.any(self.kinds & IDEOGRAPH):
+            return tokens
+        starts = np.union1d(tokens.starts, self.spans.starts[self.kinds[self.spans.starts] & IDEOGRAPH != 0])
+        ends = tokens.ends[np.searchsorted(tokens.starts, starts, side="right") - 1]
+        return self._as_spans(starts, np.minimum(ends, np.append(starts[1:], len(self.codes))))
 
     def _as_spans(self, starts: np.ndarray, ends: np.ndarray) -> Spans:
         offsets = np.searchsorted(starts, self.text_starts)
@@ -162,7 +174,7 @@ class Words:
         return self.hash_spans(self.lines)
 
     def hash_spans(self, spans: Spans) -> np.ndarray:
-        """(spans,) uint64 hashes of the lower-cased characters of sorted spans: a polynomial in _BASE from prefix sums, then mixed."""
+        """(spans,) uint64 hashes of sorted spans, of lower-cased characters unless exact: a polynomial in _BASE from prefix sums, mixed."""
         hashes = np.empty(len(spans), dtype=np.uint64)
         before, power, inverse = 0, 1, 1  # the prefix sum at the first character of the chunk, and the powers of _BASE and _INVERSE there
         for begin in range(0, len(self.codes), _CHUNK):
@@ -191,7 +203,10 @@ class Words:
             return self._sums
         codes = self.codes[begin : begin + _CHUNK]
         sums = np.zeros(len(codes) + 1, dtype=np.uint64)
-        np.cumsum(_lower_mixed().take(codes, mode="clip") * _powers(_BASE, _CHUNK)[: len(codes)], out=sums[1:])
+        mixed = _mixed(self._exact).take(codes, mode="clip")
+        if self._exact and codes.itemsize == 4:
+            mixed[codes >= _TABLE] = mix(codes[codes >= _TABLE].astype(np.uint64) + np.uint64(1))
+        np.cumsum(mixed * _powers(_BASE, _CHUNK)[: len(codes)], out=sums[1:])
         if len(codes) == len(self.codes):
             self._sums = sums
         return sums
@@ -288,7 +303,7 @@ def _kinds() -> np.ndarray:
 
 
 @cache
-def _lower_mixed() -> np.ndarray:
-    """A 64-bit pseudorandom number for the lower case of every code point."""
-    lower = [ord(small) if len(small := chr(code).lower()) == 1 else code for code in range(_TABLE)]
+def _mixed(exact: bool) -> np.ndarray:
+    """A 64-bit pseudorandom number for every code point, or for its lower case."""
+    lower = [ord(small) if not exact and len(small := chr(code).lower()) == 1 else code for code in range(_TABLE)]
     return mix(np.array([*lower, sys.maxunicode], dtype=np.uint64) + np.uint64(1))

@@ -281,6 +281,7 @@ def test_a_key_is_refused_unless_it_is_read(key):
         ("dedup.bands=8", "dedup.near=false", "stage=shard"),
         ("dedup.url_field=a", "stage=shard"),
         ("dedup.paragraph_characters=9", "stage=shard"),
+        ("dedup.span_megabytes=9", "stage=shard"),
         ("clean.gopher.symbols=0.5", "clean.steps=[repair]", "stage=shard"),
         ("stage.top_k=4", "stage=generate"),
         ("stage.length_penalty=2", "stage=generate"),

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +24,9 @@ from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import distributed, duplicates, exact, minhash, paragraphs, signatures
 from pipeline.data.dedup.clusters import LISTED, ClusterKind, Clusters, near_stars, resolve
+from pipeline.data.shard import span_search
 from pipeline.data.words import Words
+from tests.data.test_spans import found as found_spans
 
 
 def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +58,10 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
     lines, offsets = paragraphs.hashes(own, settings.paragraph_characters)
     repeated = np.split(paragraphs.find_repeated(comm, mine, lines, offsets), offsets[1:-1])
     shortened = [paragraphs.without(text, flags, settings.paragraph_characters) for text, flags in zip(own, repeated, strict=bool(own))]
+    with TemporaryDirectory() as folder:
+        cut = found_spans(comm, Path(folder), dict(zip(mine.tolist(), own, strict=True)), 8, 1e9)
     all_shortened = dict(pair for part in comm.allgather(list(zip(mine.tolist(), shortened, strict=True))) for pair in part)
+    all_cut = dict(pair for part in comm.allgather(list(cut.items())) for pair in part)
     if comm.rank == 0:
         check_origin(clusters, texts, settings)
     return {
@@ -63,6 +69,7 @@ def found(comm: mpi.Comm, case: dict[str, Any]) -> dict[str, Any]:
         "origin": clusters.origin.tolist(),
         "drop": clusters.drop.tolist(),
         "shortened": [all_shortened[n] for n in range(len(texts))],
+        "cut": [all_cut[n] for n in range(len(texts))],
     }
 
 
@@ -141,6 +148,7 @@ def main() -> None:
     if mpi.MESSAGE_BYTES < 1000:  # many rounds, slices and batches
         paragraphs.SLICE_ROWS = exact.SLICE_ROWS = duplicates.SLICE_ROWS = 20
         duplicates.PAIR_BATCH, duplicates.BATCH_CHARACTERS = 7, 10
+        span_search.RUN_ROWS, span_search.ANCHOR_BYTES, span_search.WINDOW_BYTES = 30, 10**8, 5 * 10**7
     comm = MPI.COMM_WORLD
     check_exchange(comm)
     check_sort(comm)

@@ -22,6 +22,7 @@ from pipeline.data.dedup import clusters, duplicates, exact, minhash, signatures
 from pipeline.data.dedup.exact import EDGE
 from pipeline.data.words import Words
 from tests.data.library import here
+from tests.data.test_spans import kept_units
 from tests.helpers import ROOT, python
 
 VOCABULARY = [f"wort{number}" for number in range(3000)]
@@ -71,6 +72,7 @@ CASES = {
     "one": {"texts": ["ein Dokument"]},
     "all equal": {"texts": ["immer das gleiche Dokument, in allem Ernst"] * 23},
     "short": {"texts": ["a b", "a b", "A, B!", "a", "b a", "a b c d", "a b c d e", "a b c d e f", "a b c d"]},
+    "periodic": {"texts": [f"{'so la ' * (4 + number)}ti{number}" for number in range(9)]},
     "no words": {"texts": ["", "", "!!!", "???", "!!!", "..."]},
     "lines": {"texts": lines_repeated(1), "settings": {"paragraph_characters": 20}},
     "near only": {"texts": planted(0)["texts"], "settings": {"exact": False, "bands": 20, "rows": 6}},
@@ -155,6 +157,12 @@ def test_planted_cases_contain_duplicates(one_rank):
 @pytest.mark.parametrize("ranks, round_bytes", [(2, 100), pytest.param(4, 1 << 26, marks=pytest.mark.long)])
 def test_the_result_does_not_depend_on_the_number_of_ranks(one_rank, tmp_path, ranks, round_bytes):
     assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
+
+
+def test_repeated_spans_are_those_that_a_dictionary_finds(one_rank):
+    for name, case in CASES.items():
+        documents = [text.split() for text in case["texts"]]
+        assert [text.split() for text in one_rank[name]["cut"]] == kept_units(documents, 8)
 
 
 def test_repeated_lines_are_removed_except_the_first(one_rank):

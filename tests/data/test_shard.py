@@ -17,7 +17,7 @@ from pipeline.data.shard import shuffle, text_shards
 from pipeline.data.shard.shuffle import Order, Tally
 from tests.data.library import LIBRARY, here, samples
 from tests.data.raw_files import json_line
-from tests.helpers import RAW, ROOT, pipeline, prose, python, same_files, write_corpus
+from tests.helpers import RAW, ROOT, pipeline, prose, python, same_files, words, write_corpus
 
 
 def read_json(path: Path) -> dict:
@@ -42,7 +42,8 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path, r
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_limits_of_memory_and_open_files_change_nothing(library, tmp_path, ranks):
     """Runs, pieces, batches, slices and messages of a few kilobytes, and two open files."""
-    settings = (*LIBRARY, f"data.input=[{library}]", "dedup.paragraphs=true", "dedup.paragraph_characters=30", "data.save_dropped=true")
+    removed = ("dedup.paragraphs=true", "dedup.paragraph_characters=30", "dedup.spans=8", "dedup.span_megabytes=1")
+    settings = (*LIBRARY, f"data.input=[{library}]", *removed, "data.save_dropped=true")
     here(*settings, f"data.shards={tmp_path}/one")
     code, printed = python(ROOT / "tests/data/small_limits.py", *settings, f"data.shards={tmp_path}/limited", ranks=ranks)
     assert code == 0, printed
@@ -168,6 +169,26 @@ def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_pat
     assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
 
 
+@pytest.mark.slow
+def test_repeated_spans_are_cut_in_a_corpus_and_against_another(tmp_path):
+    passage = words(1, 30)
+    pages = [prose(n, 20) + f"\n\n{passage}\n\n" * (n in (3, 7)) + f"{n}. {prose(n + 100)}" for n in range(10)] + [passage]
+    (tmp_path / "pages.jsonl").write_text("".join(map(json_line, pages)))
+    settings = ("stage=shard", "clean=none", "dedup.spans=25", "dedup.save_signatures=true")
+    for ranks in (0, 2):
+        pipeline(*settings, f"data.input=[{tmp_path}/pages.jsonl]", f"data.shards={tmp_path}/s{ranks}", ranks=ranks)
+    assert same_files(tmp_path / "s0", tmp_path / "s2")
+    cut = prose(7, 20) + "\n\n7. " + prose(107)
+    assert sorted(sample["txt"] for sample in samples(tmp_path / "s0")) == sorted([*pages[:7], cut, *pages[8:10]])
+    assert read_json(tmp_path / "s0/manifest.json")["totals"]["repeated_spans"] == {"documents": 2, "spans": 2, "words": 58}
+    assert read_json(tmp_path / "s0/report.json")["lost"] == {"default": {"dedup: all text repeated": [1, len(passage.encode())]}}
+    assert "cut from 2 documents: 2 with 58 words" in (tmp_path / "s0/report.html").read_text()
+    (tmp_path / "more.jsonl").write_text(json_line(f"{prose(50)} {passage}") + json_line(prose(3, 20)))
+    more = (f"data.input=[{tmp_path}/more.jsonl]", f"dedup.against=[{tmp_path}/s0]", f"data.shards={tmp_path}/more")
+    pipeline(*settings, *more, ranks=2)
+    assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(50)]
+
+
 def test_another_seed_changes_the_order_and_the_split(corpus, shards, tmp_path):
     settings = ("stage=shard", *RAW, f"data.input=[{corpus}]", "data.validation_fraction=0.1", "data.seed=1")
     here(*settings, f"data.shards={tmp_path}/s")
@@ -253,7 +274,7 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
 def test_the_division_into_parts_changes_nothing(library, tmp_path):
     """Which of equal documents and lines is kept, which near duplicates are found, and all bytes of shards and report."""
     for megabytes in (0.01, 100):
-        parts = (f"data.part_megabytes={megabytes}", "dedup.paragraphs=true", "dedup.paragraph_characters=30")
+        parts = (f"data.part_megabytes={megabytes}", "dedup.paragraphs=true", "dedup.paragraph_characters=30", "dedup.spans=9")
         here("stage=shard", LIBRARY[2], LIBRARY[3], *parts, f"data.input=[{library}]", f"data.shards={tmp_path}/{megabytes}")
     assert same_files(tmp_path / "0.01", tmp_path / "100")
     kept = {sample["txt"]: sample["json"]["source"] for sample in samples(tmp_path / "100")}

@@ -30,7 +30,8 @@ def test_a_hundred_terabytes_need_no_more_memory_and_opens_a_byte_than_one(tmp_p
 
 
 @pytest.mark.long
-def test_the_counts_of_a_run_are_those_of_the_model(tmp_path):
+@pytest.mark.parametrize("spans", [(), ("dedup.spans=20", "dedup.span_megabytes=5")], ids=["documents", "spans"])
+def test_the_counts_of_a_run_are_those_of_the_model(tmp_path, spans):
     """Within 2 %, except the bytes of small messages, whose encoding is larger than their rows."""
     chance = random.Random(0)
     (tmp_path / "corpus").mkdir()
@@ -42,12 +43,13 @@ def test_the_counts_of_a_run_are_those_of_the_model(tmp_path):
             if texts and kind < 0.15:  # a copy or, of these, one of three a near copy
                 texts.append(chance.choice(texts[-99:]) + " changed" * (kind < 0.05))
             else:
-                texts.append(words(1000 * file + number, chance.randrange(100, 400)))
+                passage = " ".join(chance.choice(texts or ["none"]).split()[: 40 * (chance.random() < 0.1)])
+                texts.append(f"{words(1000 * file + number, chance.randrange(100, 400))} {passage}".rstrip())
             lines.append(json.dumps({"text": texts[-1]}))
         (tmp_path / "corpus" / f"{file}.jsonl").write_text("\n".join(lines) + "\n")
-    settings = ("clean=none", "data.part_megabytes=0.2", "data.shard_megabytes=0.3", f"data.input=[{tmp_path}/corpus]")
+    settings = (*spans, "clean=none", "data.part_megabytes=0.2", "data.shard_megabytes=0.3", f"data.input=[{tmp_path}/corpus]")
     cases = audited(tmp_path, "--run", tmp_path / "run", "--ranks", 2, *settings)
-    for step in ("read", "clusters", "shuffle", "total"):
+    for step in ("read", "clusters", *(["spans"] if spans else []), "shuffle", "total"):
         measured, model = cases["measured"][step], cases["model"][step]
         for name in ("opens", "most_opens", "inodes", "bytes_read", "bytes_written", "messages"):
             assert measured[name] == pytest.approx(model[name], rel=0.02, abs=100 * name.startswith("bytes")), (step, name)

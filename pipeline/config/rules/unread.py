@@ -157,6 +157,7 @@ ROWS = (
     ),
     Row("dedup.url", ("dedup.url_field",), "set dedup.url=true", stages=("shard",)),
     Row("dedup.paragraphs", ("dedup.paragraph_characters",), "set dedup.paragraphs=true", stages=("shard",)),
+    Row("dedup.spans", ("dedup.span_megabytes",), "set dedup.spans, such as 50", stages=("shard",)),
     *(_step(step.name) for step in fields(CleanConfig) if step.name in STEPS and is_dataclass(getattr(CleanConfig(), step.name))),
     Row("stage.temperature", _of("stage", "top_k", "top_p", "min_p"), "set one", stages=("generate",)),
     Row("stage.distill", ("stage.distill_top_k",), "name a folder", stages=("evaluate",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -67,6 +67,7 @@ class Clusters:
         near: number of near duplicates.
         chained: number of kept documents that a chain of near duplicates connects with a better one.
         sizes: cluster size in documents -> number of clusters.
+        spans: number of "documents" that dedup.spans shortens, and of "spans" and "words" that it removes; empty without it.
     """
 
     drop: np.ndarray
@@ -76,6 +77,7 @@ class Clusters:
     chained: int
     clusters: list[Cluster]
     sizes: dict[int, int]
+    spans: dict[str, int] = field(default_factory=dict)
 
 
 NOTHING = Clusters(np.empty(0, np.int64), np.empty(0, ORIGIN), 0, 0, 0, [], {})

@@ -90,11 +90,12 @@ class Flags:
         with np.load(stem.with_suffix(FLAGS)) as saved:
             self._numbers, self._ends, self._counts, self._flags = (saved[name] for name in ("numbers", "ends", "counts", "flags"))
 
-    def of(self, number: int) -> list[bool]:
-        """The flags of one document, by its number in the part."""
+    def without(self, number: int, text: str, characters: int) -> str:
+        """Remove the repeated lines of a document, by its number in the part."""
         row = int(np.searchsorted(self._numbers, number))
         end = int(self._ends[row])
-        return self._flags[end - int(self._counts[row]) : end].tolist()
+        flags = self._flags[end - int(self._counts[row]) : end].tolist()
+        return without(text, flags, characters) if any(flags) else text
 
 
 def save_flags(stem: Path, numbers: np.ndarray, flags: np.ndarray, counts: np.ndarray) -> None:

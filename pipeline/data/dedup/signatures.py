@@ -19,8 +19,8 @@ from pipeline.common.mpi import Comm
 from pipeline.config.data import DedupConfig
 from pipeline.data.dedup import minhash
 
-PREFIX = "signatures-"
-"""Prefix of the file names; the suffix is .safetensors."""
+PREFIX, SUFFIX = "signatures-", ".safetensors"
+"""Of the file names; the name of the shard, without its suffix, is between them."""
 
 # Document d of file f has the number _FIRST + f * 2**_FILE_BITS + d, which is below all numbers of the corpus itself.
 _FIRST, _FILE_BITS = -(1 << 62), 32
@@ -67,9 +67,9 @@ def load(comm: Comm, settings: DedupConfig) -> Known:
     Raises:
         UserError: a folder has no signatures, they were computed with other settings, or a file is damaged.
     """
-    files = comm.bcast(_signature_files(settings.against) if comm.rank == 0 else None)
+    listed = comm.bcast(files(settings.against) if comm.rank == 0 else None)
     parts = [Known.nothing(settings.permutations)]
-    for number, (folder, manifest, name) in list(enumerate(files))[comm.rank :: comm.size]:
+    for number, (folder, manifest, name) in list(enumerate(listed))[comm.rank :: comm.size]:
         artifact.verify_files(folder, manifest, [name])
         with safe_open(folder / name, "numpy") as content:
             made = content.metadata()["made"]
@@ -83,7 +83,7 @@ def load(comm: Comm, settings: DedupConfig) -> Known:
     return Known(*map(np.concatenate, columns))
 
 
-def _signature_files(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
+def files(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
     """List all signature files: (folder, manifest, file name)."""
     loaded = []
     for folder in map(Path, folders):

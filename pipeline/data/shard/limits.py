@@ -27,7 +27,7 @@ _LINE = 12  # bytes for a line of dedup.paragraphs, which is assumed to be twice
 
 def files_of(parts: int, shards: int, data: DataConfig, dedup: DedupConfig) -> int:
     """The most files that a run has at one time: documents, completion record and drops of a part; shard and record."""
-    of_part = 3 + 2 * data.save_dropped + dedup.paragraphs
+    of_part = 3 + 2 * data.save_dropped + dedup.paragraphs + 3 * bool(dedup.spans)
     return of_part * parts + (2 + dedup.save_signatures) * shards
 
 
@@ -41,8 +41,10 @@ def memory_of(documents: float, text: float, parts: int, ranks: int, bins: int, 
     mine = documents / ranks
     compared = _HELD * mine + _IN_SLICE * min(mine, duplicates.SLICE_ROWS) if dedup.exact or dedup.near or dedup.url else 8 * mine
     compared = max(compared, _LINE * text / ranks / (2 * dedup.paragraph_characters) if dedup.paragraphs else 0)
+    if dedup.spans:  # rows that are compared, at most 50 bytes a byte of text; a bit for each word; a run, and what is cut from a part
+        compared = max(compared, min(1e6 * dedup.span_megabytes, 50 * text / ranks) + text / ranks / 48 + 3 * text / max(1, parts) + 90e6)
     run = 1.3 * min(spill.RUN_BYTES, text / max(1, parts))
-    written = 16 * bins + 8 * mine + 5 * min(sweep.PIECE_BYTES, data.shard_megabytes * 1e6, text)
+    written = 16 * bins + (20 if dedup.spans else 8) * mine + 5 * min(sweep.PIECE_BYTES, data.shard_megabytes * 1e6, text)
     shards = text / (data.shard_megabytes * 1e6)
     return _BASE + _PART * parts + _SHARD * shards + max(run, compared, written)
 

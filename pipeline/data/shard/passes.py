@@ -24,7 +24,7 @@ from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions, add_counts, add_in_group
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, limits, shard_report, shards, spill
+from pipeline.data.shard import dropped, limits, shard_report, shards, span_search, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
 from pipeline.data.shard.spilled_documents import SpillPool, contained
@@ -32,7 +32,7 @@ from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
 
-INTERMEDIATE = (spill.SUFFIX, dropped.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION)
+INTERMEDIATE = (spill.SUFFIX, dropped.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION, *span_search.SUFFIXES)
 """Suffixes of the files of a part, besides its completion record."""
 
 
@@ -204,7 +204,7 @@ class ShardPasses:
         return duplicated, plan
 
     def _duplicates(self, pool: SpillPool) -> Clusters:
-        """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs."""
+        """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs, and repeated spans of what they leave."""
         dedup, comm = self._dedup, self._comm
         duplicated = clusters.NOTHING
         if dedup.url:
@@ -218,6 +218,10 @@ class ShardPasses:
             duplicated = clusters.joined(duplicated, by_text)
         if dedup.paragraphs:
             pool.find_repeated(duplicated.drop, dedup.paragraph_characters)
+        if dedup.spans:
+            sources = [*span_search.parts(pool, duplicated.drop, dedup), *span_search.others(comm, dedup, self._unfinished.folder)]
+            found = span_search.find(comm, sources, dedup.spans, 1e6 * dedup.span_megabytes, pool.descriptor)
+            duplicated = replace(duplicated, spans=found)
         return duplicated
 
     def _plan(self, pool: SpillPool, duplicated: Clusters, counts: PartCounts) -> list[ShardPlan]:

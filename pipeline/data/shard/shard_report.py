@@ -73,6 +73,7 @@ def build(
             "near": clusters.near,
             "chained": clusters.chained,
             "repeated": output.pop("repeated_documents"),
+            **({"spans": clusters.spans} if clusters.spans else {}),
             "cluster_sizes": {str(size): number for size, number in sorted(clusters.sizes.items())},
             "clusters": [_cluster(cluster, excerpts) for cluster in clusters.clusters],
         },
@@ -310,5 +311,7 @@ def summary(totals: dict[str, Any]) -> str:
     if totals["exact_duplicates"] or totals["near_duplicates"]:
         parts.append(f"{totals['exact_duplicates']:,} exact and {totals['near_duplicates']:,} near duplicates dropped")
     if totals["repeated_documents"]:
-        parts.append(f"{totals['repeated_documents']:,} documents dropped because all of their lines are repeated")
+        parts.append(f"{totals['repeated_documents']:,} documents dropped because all of their text is repeated")
+    if "repeated_spans" in totals:
+        parts.append("{spans:,} repeated spans removed from {documents:,} documents".format(**totals["repeated_spans"]))
     return "; ".join(parts)

@@ -45,7 +45,7 @@ class WrittenShard:
         languages: language -> [documents, bytes].
         lengths: log2 of the bytes -> documents.
         scores: language -> score -> documents.
-        repeated: corpus -> [documents, bytes] without text after dedup.paragraphs.
+        repeated: corpus -> [documents, bytes] without text after dedup.paragraphs and dedup.spans.
     """
 
     files: list[Entries] = field(default_factory=list)
@@ -100,11 +100,11 @@ def write(folder: Path, plan: ShardPlan, swept: Iterator[Swept], data: DataConfi
     """Write one shard, and its signatures if dedup.save_signatures is set.
 
     Args:
-        records: folder of the completion records, where the documents are saved that dedup.paragraphs drops.
+        records: folder of the completion records, where the documents are saved that dedup.paragraphs and dedup.spans drop.
 
     Returns:
         {"files": manifest entries, "languages": language -> [documents, bytes], "lengths": log2 of the bytes -> documents,
-        "scores": language -> score -> documents, "repeated": [documents, bytes] without text after dedup.paragraphs}.
+        "scores": language -> score -> documents, "repeated": [documents, bytes] without text after them}.
     """
     languages: dict[str, list[int]] = {}
     scores: dict[str, Counter[str]] = {}
@@ -119,7 +119,7 @@ def write(folder: Path, plan: ShardPlan, swept: Iterator[Swept], data: DataConfi
             if document.repeated:
                 repeated[:] = repeated[0] + 1, repeated[1] + size
                 if add:
-                    add(orjson.loads(document.meta), "dedup", "all lines are repeated", document.text.decode("utf-8"))
+                    add(orjson.loads(document.meta), "dedup", "all text is repeated", document.text.decode("utf-8"))
                 continue
             language = document.row["language"].decode(errors="ignore")
             add_count(languages, language, 1, size)
@@ -132,7 +132,7 @@ def write(folder: Path, plan: ShardPlan, swept: Iterator[Swept], data: DataConfi
                 hashes.append((document.row["exact"].copy(), document.row["minhash"].copy()))
             yield document.text, document.meta
 
-    save = data.save_dropped and dedup.paragraphs
+    save = data.save_dropped and (dedup.paragraphs or dedup.spans)
     with (
         dropped.writer(records / f"{plan.name}{dropped.BY_PARAGRAPHS}") if save else nullcontext() as add,
         atomic_file(folder / plan.name) as handle,
@@ -142,7 +142,7 @@ def write(folder: Path, plan: ShardPlan, swept: Iterator[Swept], data: DataConfi
     fields = {"split": plan.split, "corpus": plan.corpus, "documents": written, "text_bytes": text_bytes}
     files = {plan.name: artifact.entry(folder / plan.name, **fields)}
     if hashes:
-        name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}.safetensors"
+        name = f"{signatures.PREFIX}{plan.name.removesuffix('.tar')}{signatures.SUFFIX}"
         keys, minhash = (np.stack(column) for column in zip(*hashes, strict=True))
         files[name] = signatures.write(folder / name, keys, minhash, dedup)
     return {"files": files, "languages": languages, "lengths": lengths, "scores": scores, "repeated": repeated}
@@ -176,10 +176,12 @@ def publish(
         "near_duplicates": duplicated.near,
         "repeated_documents": sum(documents for documents, _ in written.repeated.values()),
     }
+    if duplicated.spans:
+        totals["repeated_spans"] = duplicated.spans
     if (folder / dropped.NAME).exists():
         files[dropped.NAME] = artifact.entry(folder / dropped.NAME)
     for corpus, (documents, size) in sorted(written.repeated.items()):
-        add_in_group(counts.lost, corpus, "dedup: all lines repeated", documents, size)
+        add_in_group(counts.lost, corpus, "dedup: all text repeated", documents, size)
     output = {
         **{key: totals[key] for key in (*SPLITS, "corpora", "repeated_documents")},
         "languages": dict(sorted(written.languages.items(), key=lambda entry: (-entry[1][1], entry[0]))),
@@ -216,6 +218,8 @@ def list_input(data: DataConfig, clean: CleanConfig, dedup: DedupConfig) -> tupl
         "data.sample": data.sample == 1,
         "clean.allow.blocked": not clean.allow.blocked,
         "clean.allow.url_field": not clean.allow.blocked,
+        "dedup.spans": dedup.spans is None,
+        "dedup.span_megabytes": True,
     }
     words = shlex.split(clean.score.command or "")
     settings = {

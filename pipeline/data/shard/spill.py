@@ -141,8 +141,8 @@ class Spilled:
         first, last = self.rows(begin, begin + 1)[0], self.rows(end - 1, end)[0]
         tail = int(last["position"])
         start = int(first["position"])
-        tail_meta = _HEAD.unpack(self._read(_HEAD.size, tail))[0]
-        data = memoryview(self._read(tail + _HEAD.size + tail_meta + int(last["size"]) - start, start))
+        tail_meta = _HEAD.unpack(read_at(self._descriptor(), _HEAD.size, tail))[0]
+        data = memoryview(read_at(self._descriptor(), tail + _HEAD.size + tail_meta + int(last["size"]) - start, start))
         place = 0
         while place < len(data):
             meta_bytes, text_bytes = _HEAD.unpack_from(data, place)
@@ -157,14 +157,15 @@ class Spilled:
         return record
 
     def _array(self, offset: int, count: int, kind: np.dtype) -> np.ndarray:
-        return np.frombuffer(self._read(count * kind.itemsize, offset), dtype=kind)
+        return np.frombuffer(read_at(self._descriptor(), count * kind.itemsize, offset), dtype=kind)
 
-    def _read(self, size: int, offset: int) -> bytes:
-        """Read from the file; the kernel returns at most 2 GiB at a time."""
-        data = os.pread(self._descriptor(), size, offset)
-        while len(data) < size:
-            more = os.pread(self._descriptor(), size - len(data), offset + len(data))
-            if not more:
-                raise EOFError("an intermediate file of data.shards is truncated; remove data.shards and run the command again")
-            data += more
-        return data
+
+def read_at(descriptor: int, size: int, offset: int) -> bytes:
+    """Read from a file; the kernel returns at most 2 GiB at a time."""
+    data = os.pread(descriptor, size, offset)
+    while len(data) < size:
+        more = os.pread(descriptor, size - len(data), offset + len(data))
+        if not more:
+            raise EOFError("an intermediate file of data.shards is truncated; remove data.shards and run the command again")
+        data += more
+    return data

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,8 @@ def permutations(dedup: DedupConfig) -> int:
 class SpillPool:
     """The spills of all parts, and those of this rank, which stay open.
 
+    `descriptor` opens a file, which stays open until many others are opened.
+
     Args:
         stem: returns the path of the files of a part, without suffix.
         runs: bounds of the sorted runs of each spill.
@@ -66,6 +69,7 @@ class SpillPool:
         self.stem, self._comm, self._runs, self._index = stem, comm, runs, index
         self._row, self._bands = row_type(permutations(dedup)), dedup.bands if dedup.near else 0
         self._open = lru_cache(maxsize=most_open_files())(_OpenFile)
+        self.descriptor: Callable[[Path], int] = lambda path: self._open(path).descriptor
         self.starts = np.cumsum([0, *(bounds[-1] for bounds in runs)], dtype=np.int64)
         self.mine = {part: self._spilled(part) for part in range(comm.rank, len(runs), comm.size)}
 
@@ -75,7 +79,19 @@ class SpillPool:
 
     def _spilled(self, part: int) -> Spilled:
         path = self.stem(part).with_suffix(SUFFIX)
-        return Spilled(lambda: self._open(path).descriptor, self._runs[part], self._index[part], self._row, self._bands)
+        return Spilled(lambda: self.descriptor(path), self._runs[part], self._index[part], self._row, self._bands)
+
+    def batches(self, part: int, drop: np.ndarray, size: int) -> Iterator[tuple[np.ndarray, list[str]]]:
+        """Yield (numbers in the part, texts) of a part of this rank without the dropped documents, in batches of about `size` bytes."""
+        spilled = self.mine[part]
+        for begin, end in pairwise(spilled.runs):
+            rows = spilled.rows(begin, end)
+            bounds = np.flatnonzero(np.diff(np.cumsum(rows["size"], dtype=np.int64) // size)) + 1
+            for low, high in pairwise([0, *bounds.tolist(), end - begin]):
+                kept = ~contained(self.starts[part] + rows["number"][low:high], drop)
+                texts = [text for text, chosen in zip(spilled.records(begin + low, begin + high), kept.tolist(), strict=True) if chosen]
+                if texts:
+                    yield rows["number"][low:high][kept], [text.decode("utf-8") for _, text in texts]
 
     def documents(self, *, url: bool, chosen: np.ndarray | None = None) -> Documents:
         """This rank's documents in the order of their numbers.

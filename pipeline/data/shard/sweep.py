@@ -14,7 +14,8 @@ import numpy as np
 
 from pipeline.common.mpi import Comm
 from pipeline.config.data import DedupConfig
-from pipeline.data.dedup import paragraphs
+from pipeline.data.dedup import paragraphs, spans
+from pipeline.data.shard import span_search
 from pipeline.data.shard.shuffle import ShardPlan
 from pipeline.data.shard.spilled_documents import SpillPool, contained
 
@@ -28,7 +29,7 @@ class Swept:
 
     Attributes:
         row: of row_type.
-        text: without repeated paragraphs; all of the original text if nothing else is left.
+        text: without repeated paragraphs and spans; all of the original text if nothing else is left.
         repeated: whether nothing is left of the text.
     """
 
@@ -53,6 +54,7 @@ class Sweep:
         self._comm, self._pool, self._drop, self._dedup = comm, pool, drop, dedup
         self._keys = {part: spilled.shuffle_keys() for part, spilled in pool.mine.items()}
         self._flags = {part: paragraphs.Flags(pool.stem(part)) for part in pool.mine} if dedup.paragraphs else {}
+        self._cuts = {part: np.load(pool.stem(part).with_suffix(span_search.CUTS)) for part in pool.mine} if dedup.spans else {}
 
     def documents(self, shards: Sequence[ShardPlan]) -> Iterator[Swept]:
         """Yield the documents, in shuffled order, of this rank's shard of a round, which has one per rank, or fewer. Collective."""
@@ -96,8 +98,13 @@ class Sweep:
         return keys, numbers, rows, records
 
     def _without_repeated(self, part: int, number: int, text: bytes) -> tuple[bytes, bool]:
-        """The text of a document without repeated paragraphs, and whether nothing is left; then the original text."""
+        """The text of a document without repeated paragraphs and spans, and whether nothing is left; then the original text."""
         shortened = text
-        if self._flags and any(flags := self._flags[part].of(number)):
-            shortened = paragraphs.without(text.decode("utf-8"), flags, self._dedup.paragraph_characters).encode("utf-8")
+        if self._flags:
+            shortened = self._flags[part].without(number, text.decode("utf-8"), self._dedup.paragraph_characters).encode("utf-8")
+        if self._cuts:
+            cuts = self._cuts[part]
+            low, high = np.searchsorted(cuts[0], np.array([number, number + 1], dtype=cuts.dtype))
+            if low < high:
+                shortened = spans.without(shortened.decode("utf-8"), cuts[1:, low:high].T.tolist()).encode("utf-8")
         return (shortened, False) if shortened.strip() else (text, True)
