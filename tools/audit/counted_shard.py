@@ -6,6 +6,7 @@ system calls read and write (/proc/self/io), the messages and bytes that the com
   list      finding and sampling the input
   read      pass 1: reading, cleaning, intermediate files
   clusters  pass 2: duplicates
+  spans     pass 2: repeated spans (dedup.spans)
   shuffle   plan, shards, report, manifest, removal of the intermediate files
 
 Properties of the corpus that a model cannot know, such as the number of similar pairs, are recorded as well.
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-PASSES = ("list", "read", "clusters", "shuffle")
+PASSES = ("list", "read", "clusters", "spans", "shuffle")
 COUNTS = ("opens", "inodes", "bytes_read", "bytes_written", "messages", "bytes_sent", "memory")
 
 
@@ -131,7 +132,8 @@ def install(counts: Counts) -> None:
     """Make the stage count its passes, its messages and the properties of the corpus."""
     from pipeline.common import mpi
     from pipeline.common.unfinished import Unfinished
-    from pipeline.data.dedup import clusters, distributed, duplicates
+    from pipeline.data.dedup import clusters, distributed, duplicates, spans
+    from pipeline.data.shard import span_search
     from pipeline.data.shard.passes import ShardPasses
     from pipeline.data.shard.spilled_documents import SpillPool
 
@@ -167,6 +169,13 @@ def install(counts: Counts) -> None:
 
     for name, place in (("read", "read"), ("write", "shuffle"), ("_duplicates", "clusters")):
         wrapped(ShardPasses, name, in_pass(place))
+    wrapped(span_search, "find", in_pass("spans"))
+    for name, rows in (("several", "anchors"), ("repeated", "windows")):
+        wrapped(spans, name, with_property(rows, len))
+    asked = with_property("asked", lambda args: (args[1].nbytes + 5 * len(args[1])) * (counts.current == "spans"), of_result=False)
+    wrapped(distributed, "ask", asked)
+    wrapped(span_search, "find", with_property("cuts", lambda found: found["spans"]))
+    wrapped(span_search, "find", with_property("cut_words", lambda found: found["words"]))
     wrapped(mpi, "world", counting_world)
     wrapped(duplicates, "_bucket_pairs", with_property("bucket_pairs", len))
     wrapped(duplicates, "_verified", with_property("pairs", lambda arguments: len(arguments[1]), of_result=False))

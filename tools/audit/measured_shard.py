@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from pipeline.config.data import DedupConfig
 from pipeline.data.shard import text_shards
 from tools.audit.counted_shard import COUNTS, PASSES
 from tools.audit.shard_model import Corpus, Counts, Model
@@ -38,7 +39,8 @@ def measured(counted: list[dict[str, Any]]) -> dict[str, Counts]:
         of_ranks = [rank["passes"][name] for rank in counted]
         sums = {count: sum(rank[count] for rank in of_ranks) for count in COUNTS}
         most = {"memory": max(rank["memory"] for rank in of_ranks), "most_opens": max(rank["opens"] for rank in of_ranks)}
-        passes[name] = Counts(**{**sums, **most})
+        if name != "spans" or sums["opens"]:
+            passes[name] = Counts(**{**sums, **most})
     return passes
 
 
@@ -66,6 +68,7 @@ def model_of(shards: Path, counted: list[dict[str, Any]], settings: list[str], s
     seen: Counter[str] = Counter()
     for rank in counted:
         seen.update(rank["corpus"])
+    lost = sum(total[1] for total in dropped.values()) + 6 * seen["cut_words"] // len(counted)
     files = list(Path(keys["data.input"].strip("[]")).iterdir())
     sizes = tuple(file.stat().st_size for file in sorted(files))
     part = float(keys["data.part_megabytes"]) * 1e6 if "data.part_megabytes" in keys else None
@@ -74,17 +77,22 @@ def model_of(shards: Path, counted: list[dict[str, Any]], settings: list[str], s
         sizes=sizes,
         files=len(files),
         documents=documents + gone,
-        text=text + sum(total[1] for total in dropped.values()),
+        text=text + lost,
         meta=round(sum(metas) / len(metas) * (documents + gone)),
         exact=dropped["exact"][0],
         near=dropped["near"][0],
-        dropped_text=sum(total[1] for total in dropped.values()),
+        dropped_text=lost,
         **{name: seen[name] for name in ("pairs", "bucket_pairs", "edges", "texts", "texts_bytes", "fetched", "shown_bytes")},
+        **{name: seen[name] for name in ("anchors", "windows", "asked")},
+        cuts=seen["cuts"] // len(counted),
         report_bytes=sum((shards / name).stat().st_size for name in ("report.json", "report.html")),
         lookups=seen["lookups"] // len(counted),
         searches=seen["searches"] // len(counted),
         shard_bytes=float(keys.get("data.shard_megabytes", 128)) * 1e6,
         part_bytes=None if part is None else round(part),
     )
-    model = Model(corpus, len(counted))
-    return Model(Corpus(**{**vars(corpus), "note_bytes": math.ceil(seen["note_bytes"] / model.parts)}), len(counted))
+    dedup = DedupConfig()
+    if "dedup.spans" in keys:
+        dedup = DedupConfig(spans=int(keys["dedup.spans"]), span_megabytes=float(keys.get("dedup.span_megabytes", dedup.span_megabytes)))
+    model = Model(corpus, len(counted), dedup)
+    return Model(Corpus(**{**vars(corpus), "note_bytes": math.ceil(seen["note_bytes"] / model.parts)}), len(counted), dedup)

@@ -14,11 +14,11 @@ import numpy as np
 
 from pipeline.common import mpi
 from pipeline.config.data import DedupConfig
-from pipeline.data.dedup import distributed, duplicates, exact
+from pipeline.data.dedup import distributed, duplicates, exact, spans
 from pipeline.data.read import input_files
 from pipeline.data.read.input_files import InputFile
 from pipeline.data.read.streams import BUFFER_BYTES
-from pipeline.data.shard import spill, sweep
+from pipeline.data.shard import span_search, spill, sweep
 from pipeline.data.shard.shuffle import Order
 from pipeline.data.shard.spill import RUN_BYTES, row_type
 
@@ -28,6 +28,10 @@ MIB = 1 << 20
 BAND_ROW, PAIR_ROW = duplicates._BAND.itemsize, duplicates._PAIR.itemsize
 KEY_ROW, BEST_ROW = exact._ROW.itemsize + 4, exact._BEST.itemsize
 HEAD = spill._HEAD.size
+
+# of dedup.spans: bytes of memory of a row that is compared; bytes that are sent of a question and its answer
+ANCHOR, WINDOW = span_search.ANCHOR_BYTES, span_search.WINDOW_BYTES
+ANCHOR_ROW, WINDOW_ROW = 9 + 4 + 1, spans.WINDOW.itemsize + 4 + 1
 
 BASE = 118e6
 """Resident memory of a rank that has imported everything."""
@@ -53,6 +57,7 @@ class Corpus:
         report_bytes: report.json and report.html; shown_bytes: the texts of which it has excerpts.
         shard_bytes, part_bytes: as configured; part_bytes None is the default.
         sizes: of the files; default: all are equal.
+        anchors, windows, cuts: of dedup.spans: rows that are compared, and spans that are cut; asked: bytes of the distinct rows of ranks.
     """
 
     input_bytes: int
@@ -78,14 +83,22 @@ class Corpus:
     shard_bytes: float = 128e6
     part_bytes: int | None = None
     sizes: tuple[int, ...] = ()
+    anchors: int = 0
+    windows: int = 0
+    cuts: int = 0
+    asked: int = 0
 
     @classmethod
     def typical(cls, size: float) -> Corpus:
-        """A crawl: documents of 4 kB in files of 1 GB; cleaning keeps four fifths; a fifth of these are exact copies, a tenth near ones."""
+        """A crawl: documents of 4 kB in files of 1 GB; cleaning keeps four fifths; a fifth of these are exact copies, a tenth near ones.
+
+        Of the words of the others, of 6 bytes, one of 14 begins an anchor, and a tenth begins a window whose anchor occurs again.
+        """
         documents = int(0.8 * size / 4000)
         exact, near = documents // 5, documents // 10
         dropped = int(0.3 * documents * 3600)
         pairs, bucket_pairs = int(1.5 * near), 12 * near
+        words = (3600 * documents - dropped) // 6
         return cls(
             int(size),
             max(1, round(size / 1e9)),
@@ -101,6 +114,10 @@ class Corpus:
             2 * pairs,
             2 * pairs * 3800,
             note_bytes=20_000,
+            anchors=words // 14,
+            windows=words // 10,
+            cuts=documents // 10,
+            asked=ANCHOR_ROW * (words // 14) + WINDOW_ROW * (words // 10),
         )
 
 
@@ -152,7 +169,8 @@ class Model:
 
     def passes(self) -> dict[str, Counts]:
         """The counts of every pass."""
-        return {"list": self._list(), "read": self._read(), "clusters": self._clusters(), "shuffle": self._shuffle()}
+        spans = {"spans": self._spans()} if self.dedup.spans else {}
+        return {"list": self._list(), "read": self._read(), "clusters": self._clusters(), **spans, "shuffle": self._shuffle()}
 
     def _shared(self) -> float:
         """Memory of what every rank has of the whole run: files, parts and their runs."""
@@ -222,6 +240,24 @@ class Model:
             memory=BASE + self._shared() + memory + samples_held,
         )
 
+    def _spans(self) -> Counts:
+        c, ranks, memory = self.corpus, self.ranks, 1e6 * self.dedup.span_megabytes
+        slices = [max(1, math.ceil(rows * size / memory / ranks)) for rows, size in ((c.anchors, ANCHOR), (c.windows, WINDOW))]
+        sent = [rows / ranks * size / mpi.MESSAGE_BYTES for rows, size in ((c.anchors, ANCHOR_ROW), (c.windows, WINDOW_ROW))]
+        rounds = 6 + sum(count * (3 + math.ceil(share / count)) for count, share in zip(slices, sent, strict=True))
+        compared = 8 * c.anchors + spans.WINDOW.itemsize * c.windows
+        batches = min(c.documents, c.text / span_search.BATCH_BYTES)
+        return Counts(
+            opens=8 * self.parts,
+            most_opens=math.ceil(self.parts / ranks) * 8,
+            inodes=3 * self.parts,
+            bytes_read=2 * (self.record_bytes + self.row * (c.documents + 2 * batches)) + 3 * compared,
+            bytes_written=compared + 12 * c.cuts + 128 * self.parts,
+            messages=rounds * ranks * (ranks - 1),
+            bytes_sent=self.elsewhere * c.asked,
+            memory=BASE + self._shared() + min(memory, WINDOW * c.windows / ranks) + (c.anchors + c.windows) / 8 / ranks + 90e6,
+        )
+
     def _shuffle(self) -> Counts:
         c, ranks = self.corpus, self.ranks
         dropped, written = c.exact + c.near, c.documents - c.exact - c.near
@@ -241,10 +277,10 @@ class Model:
         mine = c.documents / ranks
         memory = 8 * mine + 5 * piece + 17 * dropped / ranks + 16 * self.bins + 350 * self.shards
         root = 2500 * self.shards
-        opens = self.parts + 2 * with_drops + 6 * self.shards + 10
+        opens = self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops + 6 * self.shards + 10
         return Counts(
             opens=opens,
-            most_opens=(self.parts + 2 * with_drops) / ranks + 6 * math.ceil(self.shards / ranks) + 10,
+            most_opens=(self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops) / ranks + 6 * math.ceil(self.shards / ranks) + 10,
             inodes=with_drops + 2 * self.shards + 4,
             bytes_read=read,
             bytes_written=tar + 17 * dropped + 600 * self.shards + entries + c.report_bytes,

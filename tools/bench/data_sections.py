@@ -179,9 +179,9 @@ def dedup(setting: Setting, megabytes: float) -> Section:
     source = text(setting, megabytes)
     expected: dict[str, int] = {}  # "documents" -> the number that ours keeps
 
-    def ours(folder: Path, *, near: bool) -> Result:
+    def ours(folder: Path, *more: str, near: bool) -> Result:
         settings = ("clean=none", "dedup=default", "dedup.exact=false", NO_VALIDATION) if near else KEEP_ALL
-        seconds = run_shard(setting, megabytes, folder / "shards", *settings)
+        seconds = run_shard(setting, megabytes, folder / "shards", *settings, *more)
         documents = kept(folder / "shards")
         if near:
             expected["documents"] = documents
@@ -197,6 +197,7 @@ def dedup(setting: Setting, megabytes: float) -> Section:
     rows = [
         Row("ours", partial(ours, near=True)),
         Row("ours, without dedup", partial(ours, near=False)),
+        Row("ours, spans only", lambda folder: ours(folder, "dedup.spans=50", near=False)),
         Row("datatrove", peer),
     ]
     return Section(f"near deduplication only, {describe(source)}, {WORKERS} processes", "MB/s per core", rows)
