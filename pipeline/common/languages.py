@@ -8,22 +8,24 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TypeVar
 
-#: The languages that the detector (CLD2) tells apart, with the scripts that it recognizes them in and the other ISO 639 codes of each.
-#: Other codes are those of ISO 639-2 and 639-3, of the individual language that the detector means by a macrolanguage (arb for ar), and
-#: withdrawn ones (iw for he). Codes of a variety that the detector does not recognize, such as kmr, written in Latin script, are left out.
+#: The languages that the built-in detector tells apart, with the scripts that it recognizes them in and the other ISO 639 codes of each:
+#: those of ISO 639-2 and 639-3, of the individual language that is meant by a macrolanguage (arb for ar), and withdrawn ones (iw for he).
 TABLE = """
 Afar | aa | Latn | aar
 Abkhazian | ab | Cyrl | abk
 Afrikaans | af | Latn | afr
 Akan | ak | Latn | aka tw twi fat
 Amharic | am | Ethi | amh
+Aragonese | an | Latn | arg
 Arabic | ar | Arab | ara arb
 Assamese | as | Beng | asm
+Asturian | ast | Latn
 Aymara | ay | Latn | aym ayr ayc
 Azerbaijani | az | Arab Latn | aze azj
 Bashkir | ba | Cyrl | bak
-Balinese | ban | Bali
+Balinese | ban | Latn Bali
 Bamum | bax | Bamu
+Central Bikol | bcl | Latn
 Belarusian | be | Cyrl | bel
 Bulgarian | bg | Cyrl | bul
 Bihari | bh | Deva | bih bho
@@ -33,19 +35,23 @@ Bengali | bn | Beng | ben
 Tibetan | bo | Tibt | bod tib
 Breton | br | Latn | bre
 Bosnian | bs | Cyrl Latn | bos
-Buginese | bug | Bugi
+Buginese | bug | Latn Bugi
 Catalan | ca | Latn | cat
 Chakma | ccp | Cakm
+Chechen | ce | Cyrl | che
 Cebuano | ceb | Latn
 Cherokee | chr | Cher
 Cham | cjm | Cham
+Sorani | ckb | Arab
 Corsican | co | Latn | cos
 Coptic | cop | Copt
 Seychellois Creole | crs | Latn
 Czech | cs | Latn | ces cze
+Chuvash | cv | Cyrl | chv
 Welsh | cy | Latn | cym wel
 Danish | da | Latn | dan
 German | de | Latn | deu ger
+Lower Sorbian | dsb | Latn
 Dhivehi | dv | Thaa | div
 Dzongkha | dz | Tibt | dzo
 Greek | el | Grek | ell gre
@@ -59,20 +65,24 @@ Finnish | fi | Latn | fin
 Fijian | fj | Latn | fij
 Faroese | fo | Latn | fao
 French | fr | Latn | fra fre
+Friulian | fur | Latn
 Frisian | fy | Latn | fry
 Irish | ga | Latn | gle
 Scottish Gaelic | gd | Latn | gla
 Galician | gl | Latn | glg
 Guarani | gn | Latn | grn gug
 Gothic | got | Goth
+Swiss German | gsw | Latn
 Gujarati | gu | Gujr | guj
 Manx | gv | Latn | glv
 Hausa | ha | Latn | hau
 Hawaiian | haw | Latn
 Hebrew | he | Hebr | heb iw
 Hindi | hi | Deva | hin
+Hiligaynon | hil | Latn
 Hmong | hmn | Latn | mww hnj
 Croatian | hr | Latn | hrv scr
+Upper Sorbian | hsb | Latn
 Haitian Creole | ht | Latn | hat
 Hungarian | hu | Latn | hun
 Armenian | hy | Armn | hye arm
@@ -81,13 +91,14 @@ Indonesian | id | Latn | ind in
 Interlingue | ie | Latn | ile
 Igbo | ig | Latn | ibo
 Yi | ii | Yiii | iii
-Inupiaq | ik | Latn | ipk esi
+Iloko | ilo | Latn
 Icelandic | is | Latn | isl ice
 Italian | it | Latn | ita
 Inuktitut | iu | Cans | iku ike
 Japanese | ja | Jpan Hira Kana Hani | jpn
 Javanese | jv | Latn Java | jav jw
 Georgian | ka | Geor | kat geo
+Kabyle | kab | Latn
 Khasi | kha | Latn
 Lü | khb | Talu
 Kazakh | kk | Arab Cyrl Latn | kaz
@@ -95,8 +106,9 @@ Greenlandic | kl | Latn | kal
 Khmer | km | Khmr | khm
 Kannada | kn | Knda | kan
 Korean | ko | Kore Hang Hani | kor
+Karachay-Balkar | krc | Cyrl
 Kashmiri | ks | Arab Deva | kas
-Kurdish | ku | Arab Latn | kur ckb
+Kurdish | ku | Latn | kur kmr
 Kyrgyz | ky | Arab Cyrl | kir
 Western Kayah | kyu | Kali
 Latin | la | Latn | lat
@@ -104,7 +116,9 @@ Luxembourgish | lb | Latn | ltz
 Lepcha | lep | Lepc
 Ganda | lg | Latn | lug
 Limbu | lif | Limb
+Ligurian | lij | Latn
 Lisu | lis | Lisu
+Lombard | lmo | Latn
 Lingala | ln | Latn | lin
 Lao | lo | Laoo | lao
 Lithuanian | lt | Latn | lit
@@ -121,14 +135,13 @@ Marathi | mr | Deva | mar
 Malay | ms | Latn Arab | msa may zsm
 Maltese | mt | Latn | mlt
 Burmese | my | Mymr | mya bur
-Nauru | na | Latn | nau
+Low German | nds | Latn
 Nepali | ne | Deva | nep npi
 Dutch | nl | Latn | nld dut
 Norwegian Nynorsk | nn | Latn | nno
 Norwegian | no | Latn | nor nb nob
 Northern Thai | nod | Lana
 N'Ko | nqo | Nkoo
-Ndebele | nr | Latn | nbl
 Pedi | nso | Latn
 Nyanja | ny | Latn | nya
 Occitan | oc | Latn | oci
@@ -146,10 +159,14 @@ Romanian | ro | Latn Cyrl | ron rum mo mol
 Russian | ru | Cyrl | rus
 Kinyarwanda | rw | Latn | kin
 Sanskrit | sa | Deva Latn | san
+Yakut | sah | Cyrl
 Santali | sat | Olck
 Saurashtra | saz | Saur
+Sardinian | sc | Latn | srd src sro
+Sicilian | scn | Latn
 Scots | sco | Latn
 Sindhi | sd | Arab Deva | snd
+Northern Sami | se | Latn | sme
 Sango | sg | Latn | sag
 Sinhala | si | Sinh | sin
 Slovak | sk | Latn | slk slo
@@ -166,6 +183,7 @@ Swedish | sv | Latn | swe
 Swahili | sw | Latn | swa swh
 Sylheti | syl | Sylo
 Syriac | syr | Syrc
+Silesian | szl | Latn
 Tamil | ta | Taml | tam
 Tai Nüa | tdd | Tale
 Telugu | te | Telu | tel
@@ -174,20 +192,23 @@ Thai | th | Thai | tha
 Tigrinya | ti | Ethi | tir
 Turkmen | tk | Cyrl Latn | tuk
 Tagalog | tl | Latn Tglg | tgl fil
-Klingon | tlh | Latn
 Tswana | tn | Latn | tsn
 Tongan | to | Latn | ton
 Turkish | tr | Latn | tur
 Tsonga | ts | Latn | tso
 Tatar | tt | Cyrl Latn | tat
+Tuvan | tyv | Cyrl
+Udmurt | udm | Cyrl
 Uyghur | ug | Arab Cyrl Latn | uig
 Ukrainian | uk | Cyrl | ukr
 Urdu | ur | Arab | urd
 Uzbek | uz | Arab Cyrl Latn | uzb uzn
 Vai | vai | Vaii
 Venda | ve | Latn | ven
+Venetian | vec | Latn
 Vietnamese | vi | Latn | vie
 Volapük | vo | Latn | vol
+Walloon | wa | Latn | wln
 Waray | war | Latn
 Wolof | wo | Latn | wol
 Xhosa | xh | Latn | xho
@@ -197,18 +218,8 @@ Zhuang | za | Hani Latn | zha zyb
 Chinese | zh | Hans | zho chi cmn
 Chinese, Traditional | zh-Hant | Hant
 Zulu | zu | Latn | zul
-Pig Latin | zzp | Latn
 """
 """A line per language: name | label | scripts (ISO 15924) | other codes. The label is the shortest ISO 639 code, as in BCP 47."""
-
-SCRIPTS = """
-Arab Armi Armn Avst Bali Bamu Batk Beng Bopo Brah Brai Bugi Buhd Cakm Cans Cari Cham Cher Copt Cprt Cyrl Deva Dsrt Egyp Ethi Geor Glag Goth
-Grek Gujr Guru Hang Hani Hano Hebr Hira Ital Java Kali Kana Khar Khmr Knda Kthi Lana Laoo Latn Lepc Limb Linb Lisu Lyci Lydi Mand Merc Mero
-Mlym Mong Mtei Mymr Nkoo Ogam Olck Orkh Orya Osma Phag Phli Phnx Plrd Prti Qaai Rjng Runr Samr Sarb Saur Shaw Shrd Sinh Sora Sund Sylo Syrc
-Tagb Takr Tale Talu Taml Tavt Telu Tfng Tglg Thaa Thai Tibt Ugar Vaii Xpeo Xsux Yiii Zyyy
-"""
-"""The scripts that the detector names where it does not know the language."""
-
 
 T = TypeVar("T")
 
@@ -221,12 +232,13 @@ _SCRIPTS = {label: set(scripts.split()) for _, label, scripts, *_ in _ROWS}
 _LABELS = {code: label for _, label, _, others, *_ in _ROWS for code in (label, *others.split())}
 
 _MACROLANGUAGES = {**dict.fromkeys(("no", "nor"), ("no", "nn")), **dict.fromkeys(("sh", "hbs"), ("bs", "hr", "sr"))}
+_MACROLANGUAGES |= dict.fromkeys(("ku", "kur"), ("ckb", "ku"))
 _CHINESE = ("zh", "zh-Hant")
 _TRADITIONAL = ("TW", "HK", "MO")
 _CODE = re.compile(r"([a-z]{2,3})(?:[-_]([a-z]{4}))?(?:[-_]([a-z]{2}|[0-9]{3}))?", re.IGNORECASE)
 #: Codes of countries that are often written for a language, and languages for which the detector knows a near one only.
 _MEANT = {"cn": "zh", "jp": "ja", "kr": "ko", "gr": "el", "cz": "cs", "dk": "da", "ua": "uk", "se": "sv", "vn": "vi", "ir": "fa"}
-_MEANT |= {"il": "he", "yue": "zh-Hant", "wuu": "zh", "kmr": "ku", "cnr": "sr", "false": "no"}  # YAML reads an unquoted no as false
+_MEANT |= {"il": "he", "yue": "zh-Hant", "wuu": "zh", "cnr": "sr", "false": "no"}  # YAML reads an unquoted no as false
 
 
 @cache
@@ -254,14 +266,14 @@ def label(code: str) -> str | None:
     return base
 
 
-def _undetermined(script: str) -> str | None:
+def _undetermined(script: str) -> str:
     """The label of a text in a script: that of the only language in this script, or that of the script."""
     if not script:
         return UNKNOWN
     written = [label for label, scripts in _SCRIPTS.items() if script in scripts]
     if len(written) == 1:
         return written[0]
-    return f"{UNKNOWN}-{script}" if script in SCRIPTS.split() else None
+    return f"{UNKNOWN}-{script}"
 
 
 def normalized(code: str) -> str:

@@ -103,9 +103,11 @@ class LanguageStep:
         "languages to keep (ISO 639 or BCP 47: en, deu, zh-Hant, ...; pipeline/common/languages.py lists them); empty keeps all; the "
         "language is recorded in any case",
     )
-    share: float = knob(0.65, "minimum fraction of the text in that language, of a model its probability", at_least=0, at_most=1)
+    share: float = knob(
+        0.65, "minimum probability of the language, which in a text in two languages is about the share of each", at_least=0, at_most=1
+    )
     model: str | None = knob(
-        None, "a fastText classifier that identifies languages (.bin or .ftz: OpenLID, GlotLID, lid.176); null uses CLD2, which is built in"
+        None, "a fastText classifier that identifies languages (.bin or .ftz: OpenLID, GlotLID, lid.176); null uses the built-in one"
     )
 
 

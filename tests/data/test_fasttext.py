@@ -143,9 +143,7 @@ def test_languages_of_a_file_have_the_labels_of_the_built_in_ones(tmp_path):
 def test_codes_of_two_languages_that_would_have_one_label_stay_apart(tmp_path):
     twice = {"maja": "ekk_Latn", "kodu": "est_Latn"}
     path = speaker(tmp_path / "m.bin", {"mal": "ku", "xanu": "ckb", "hüsli": "als", "shtëpi": "sq"} | twice)  # codes as those of lid.176
-    found = language.FastTextDetector(str(path)).identify(
-        [*(f"{word} " * 9 for word in ("mal", "xanu", "hüsli", "shtëpi", "maja kodu")), ""]
-    )
+    found = language.Detector(str(path)).identify([*(f"{word} " * 9 for word in ("mal", "xanu", "hüsli", "shtëpi", "maja kodu")), ""])
     assert [label for label, _ in found] == ["ku", "ckb", "gsw", "sq", "et", "und"]
     assert all(probability > 0.99 for _, probability in found[:5])
 

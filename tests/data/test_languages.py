@@ -1,21 +1,18 @@
 """Languages: one label for every spelling of a code, in cleaning, statistics and labels; scripts that do not separate words."""
 
-import pycld2
 import pytest
 
 from pipeline.common import languages
-from pipeline.common.errors import UserError
 from pipeline.common.languages import TABLE
 from pipeline.data.clean.counts import STOP_WORDS
 from pipeline.data.clean.document_batch import DocumentBatch
-from pipeline.data.clean.language import Cld2
+from pipeline.data.clean.fasttext_model import FastText
+from pipeline.data.clean.language import BUILT_IN, UNKNOWN, built_in
 from pipeline.data.dedup.clusters import NOTHING
 from pipeline.data.read.documents import Document, add_in_group
 from pipeline.data.shard import shard_report, text_shards
 from pipeline.data.shard.process_part import KEPT, PartCounts
 from tests.data.test_clean import PROSE, clean, config
-
-DETECTED = sorted({code for name, code in pycld2.LANGUAGES if name in pycld2.DETECTED_LANGUAGES})
 
 TEXTS = {
     "he": "השומר הזקן של המגדלור הלך כל ערב לאורך החוף וחשב על הספינות שעברו. חייו היו שקטים, אבל הוא לא היה מחליף אותם באחרים.",
@@ -47,7 +44,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("label", TEXTS)
 def test_every_spelling_of_a_language_keeps_its_texts(label):
-    assert Cld2().identify([TEXTS[label]])[0][0] == label
+    assert built_in().identify([TEXTS[label]])[0][0] == label
     for code in SPELLINGS[label]:
         assert clean([TEXTS[label], PROSE], config("language", language={"keep": [code]}))[0] == [TEXTS[label], None], code
         wanted = config("length", length={"least": 0, "by_language": {code: {"least": 10_000}}})
@@ -62,12 +59,42 @@ def test_a_narrow_code_keeps_no_more_than_it_names():
         assert clean(both[:2], config("length", length={"least": 0, "by_language": values}))[0] == [None, both[1]]
 
 
-@pytest.mark.parametrize("code", DETECTED)
-def test_every_code_of_the_detector_has_a_label_that_keep_accepts(code):
-    label = languages.label(code)
-    assert label is not None
-    assert languages.label(label) == label
-    assert label in languages.covered(label)
+def test_the_table_lists_what_the_built_in_detector_knows_and_keep_accepts_it():
+    known = [line.split("|")[1].strip() for line in TABLE.strip().splitlines()]
+    assert sorted([*known, languages.UNKNOWN]) == sorted(FastText(BUILT_IN).labels)
+    for label in known:
+        assert languages.label(label) == label
+        assert label in languages.covered(label)
+        assert label in built_in().covered(label)
+
+
+NO_LANGUAGE = {
+    "nothing": "",
+    "numbers": "1 957,34 2 001,16 2 046,17 - 17.001, 0x1f 0x2e 93; 12:30",
+    "a table": "DM 17.001 - 18.000 | 211 DM | 18.001 - 19.000 | 202 DM " * 9,
+    "two words": "OK, cancel",
+    "a hash": "da39a3ee5e6b4b0d3255bfef95601890afd80709 e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    "random letters": "qxz vkp wjfq zzt bxh kqj wvx pfz qhx jjk zxv mqp xkw vbq hzj",
+    "emoji": "😀 🎉 ❤️ 👍🏽 → ★★★ ©",
+}
+
+
+@pytest.mark.parametrize("kind", NO_LANGUAGE)
+def test_what_is_in_no_language_is_unknown(kind):
+    assert built_in().identify([NO_LANGUAGE[kind]]) == [UNKNOWN]
+
+
+def test_a_good_text_in_one_of_two_close_languages_is_kept_and_one_half_in_each_of_two_others_is_unclear():
+    close = [TEXTS["id"], TEXTS["no"], TEXTS["nn"], TEXTS["zh"]]
+    assert clean(close, config("language", language={"keep": ["id", "no", "zh"], "share": 0.8}))[0] == close
+    mixed = f"{TEXTS['id']} {TEXTS['nn']}"
+    assert clean([mixed], config("language", language={"keep": ["id", "nn"], "share": 0.8}))[0] == [None]
+
+
+def test_case_digits_punctuation_and_control_characters_do_not_matter():
+    for label, text in TEXTS.items():
+        changed = "\x00" + text.upper().replace(" ", " – 17 * ") + "\uffff\ud800"
+        assert built_in().identify([changed])[0][0] == label
 
 
 def test_every_code_of_the_table_names_one_language():
@@ -126,12 +153,3 @@ def test_the_report_counts_what_cleaning_dropped_of_every_language():
     made = shard_report.html(built)
     assert "Cleaning drops 75.0 % of the documents in <b>dz</b>: gopher: mean word length (75.0 %)" in made
     assert "documents in <b>en</b>" not in made
-
-
-def test_without_cld2_only_cleaning_that_identifies_languages_is_refused(monkeypatch):
-    """As on aarch64, where its package must be compiled."""
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert clean([PROSE], config("repair", "length"))[0] == [PROSE]
-    for settings in (config("repair", "gopher"), config("length", length={"by_language": {"ko": {"least": 1}}})):
-        with pytest.raises(UserError, match=r"clean.language.model=null: CLD2 \(pycld2\), by which (gopher|length) of clean.steps"):
-            clean([PROSE], settings)

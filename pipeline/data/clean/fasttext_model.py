@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import IO
 
@@ -24,8 +25,8 @@ TREE, SOFTMAX = 1, 3
 LABEL, END = "__label__", b"</s>"
 #: Rows of the input matrix that are added at once: they fit into a cache.
 CHUNK = 1 << 12
-#: Words of which the sum of their rows is kept: most words of a text are frequent ones.
-WORDS_KEPT = 1 << 16
+#: Words of which the sum of their rows is kept, of 64 columns or less: most words of a text are frequent ones.
+WORDS_KEPT = 1 << 18
 
 _PRIME, _BASIS = np.uint32(16777619), np.uint32(2166136261)
 #: What FNV-1a of fastText adds for a byte: the byte, sign-extended.
@@ -107,17 +108,21 @@ class FastText:
 
     def _numbers_of(self, words: Sequence[bytes]) -> np.ndarray:
         """The place of every word in _sums and _counts, of which the words that are new are computed."""
-        new = [word for word in dict.fromkeys(words) if word not in self._places]
-        if new and len(self._places) + len(new) > len(self._counts):
-            new, self._places = list(dict.fromkeys(words)), {}
-            size = max(WORDS_KEPT, len(new))
-            self._sums, self._counts = np.zeros((size, self._output.shape[1]), np.float32), np.zeros(size, np.int64)
+        numbers = np.fromiter(map(self._places.get, words, repeat(-1)), np.int64, len(words))
+        unknown = np.flatnonzero(numbers < 0).tolist()
+        new = list(dict.fromkeys(words[place] for place in unknown))
+        if len(self._places) + len(new) > len(self._counts):
+            unknown, new, self._places = list(range(len(words))), list(dict.fromkeys(words)), {}
+            columns = self._output.shape[1]
+            size = max(WORDS_KEPT * 64 // max(columns, 64), len(new))
+            self._sums, self._counts = np.zeros((size, columns), np.float32), np.zeros(size, np.int64)
         if new:
             added = slice(len(self._places), len(self._places) + len(new))
             rows, owners = self._rows_of_words(new)
             self._sums[added], self._counts[added] = _summed(self._input, rows, owners, len(new)), np.bincount(owners, minlength=len(new))
             self._places |= {word: added.start + number for number, word in enumerate(new)}
-        return np.fromiter(map(self._places.__getitem__, words), np.int64, len(words))
+            numbers[unknown] = [self._places[words[place]] for place in unknown]
+        return numbers
 
     def _is_word(self, word: bytes) -> bool:
         return word in self._ids or not word.startswith(LABEL.encode())

@@ -1,12 +1,12 @@
-"""Identification of languages: by CLD2 (https://github.com/CLD2Owners/cld2), whose package has its tables, or by a fastText file."""
+"""Identification of languages by a classifier of fastText: the built-in one, which tools/language_model trains, or a file."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -16,79 +16,54 @@ from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.data.clean import fasttext_model
 
 Language = tuple[str, float]
-"""A label as in common/languages.py, "und" if unknown, and the share of a text in that language, or its probability, 0 to 1."""
+"""A label as in common/languages.py, "und" if unknown, and its probability, 0 to 1, with that of languages as in CLOSE."""
 
 UNKNOWN: Language = (languages.UNKNOWN, 0.0)
 
-SAMPLE_CHARACTERS = (600, 10_000)
+SAMPLE_CHARACTERS = (400, 10_000)
 """Sample sizes, taken from the middle of a text because its ends are often headings and imprints. The time grows with the length; the
-larger sample is used only for the few texts, such as tables, where less than CLEAR of the smaller sample is in one language."""
+larger sample is used only for the few texts, such as tables, where the language of the smaller one is less probable than CLEAR."""
 CLEAR = 0.8
 IDENTIFYING = frozenset({"language", "gopher", "c4", "fineweb"})
 """Steps that identify languages. With one of them, the language of what earlier steps drop is identified as well, for the counts."""
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]")  # CLD2 refuses them
+
+BUILT_IN = Path(__file__).with_name("languages.ftz")
+"""Learned from messages and manuals of free software, all letters lower-case and the rest as spaces (`letters`)."""
+FEW_LETTERS = 12
+"""A text whose different words have fewer bytes together is in no language: a number with its unit, an abbreviation."""
+LEAST_PROBABLE = 0.35
+"""Below it a text is in no language, such as a list of names."""
+CLOSE = "ast es gl pt, bh hi, bs hr sr, ca oc, cs sk, da nn no, de gsw, en sco, id ms, nso st tn, rn rw, ss xh zu, zh zh-Hant"
+"""Languages of which one is often probable beside another: a good text is not dropped because its probability is divided among them."""
+_SPACES = bytes(byte if byte >= 128 or chr(byte).isalpha() else 32 for byte in range(256))
+#: Signs beyond ASCII that stand beside words, among them the dots between words or syllables of Ethiopic and Tibetan.
+_SIGNS = re.compile(
+    "[\u00a0-\u00a9\u00ab-\u00b4\u00b6-\u00b9\u00bb-\u00bf\u0964\u0965\u0f0b-\u0f14\u1360-\u137c\u200b\u2010-\u206f\u20a0-\u20cf"
+    "\u2100-\u2bff\u3000-\u3004\u3007-\u3020\uff00-\uff20\uff5b-\uff65]+"
+)
 
 
-class Detector(ABC):
-    """Finds the main language of texts."""
-
-    def identify(self, texts: Sequence[str]) -> list[Language]:
-        """Return the main language of every text."""
-        detected = [UNKNOWN] * len(texts)
-        unclear = list(range(len(texts)))
-        for size in SAMPLE_CHARACTERS:
-            starts = [max(0, (len(texts[number]) - size) // 2) for number in unclear]
-            samples = [texts[number][start : start + size] for number, start in zip(unclear, starts, strict=True)]
-            for number, language in zip(unclear, self.detect(samples), strict=True):
-                detected[number] = language
-            unclear = [number for number in unclear if detected[number][1] < CLEAR and len(texts[number]) > size]
-        return detected
-
-    @abstractmethod
-    def detect(self, samples: Sequence[str]) -> list[Language]:
-        """Return the main language of every sample, from all of its characters."""
-
-    @abstractmethod
-    def covered(self, code: str) -> tuple[str, ...]:
-        """Return the labels that a code names."""
+def letters(text: str) -> str:
+    """Return a text as the built-in classifier reads it: lower-case, and spaces for digits, punctuation, symbols and control characters."""
+    spoken = text if text.isascii() else _SIGNS.sub(" ", text)
+    return spoken.lower().encode("utf-8", "replace").translate(_SPACES).decode()
 
 
-class Cld2(Detector):
-    """The built-in one, by pycld2, for which not every machine has a wheel."""
-
-    def detect(self, samples: Sequence[str]) -> list[Language]:
-        """See Detector."""
-        import pycld2
-
-        detected = []
-        for sample in samples:
-            try:
-                try:
-                    _, _, results = pycld2.detect(sample)
-                except pycld2.error:
-                    _, _, results = pycld2.detect(_UNPRINTABLE.sub(" ", sample))
-                _, code, percent, _ = results[0]
-                detected.append((languages.normalized(code), percent / 100))
-            except pycld2.error:  # characters outside the planes that CLD2 supports
-                detected.append(UNKNOWN)
-        return detected
-
-    def covered(self, code: str) -> tuple[str, ...]:
-        """See Detector."""
-        return languages.covered(code)
-
-
-class FastTextDetector(Detector):
-    """A classifier of fastText whose labels are codes of languages: `de`, `deu_Latn`.
+class Detector:
+    """Finds the main language of texts by a classifier whose labels are codes of languages: `de`, `deu_Latn`.
 
     A code becomes the label of common/languages.py, unless that is another code of the classifier: `ckb` beside `ku`.
+
+    Args:
+        name: a file; None for the built-in one.
 
     Raises:
         UserError: the file is missing, or is none of fastText.
     """
 
-    def __init__(self, name: str) -> None:
-        self._model = fasttext_model.load(name, "clean.language.model")
+    def __init__(self, name: str | None = None) -> None:
+        self._built_in = name is None
+        self._model = fasttext_model.load(name or str(BUILT_IN), "clean.language.model")
         names = self._model.labels
         # Codes of Wikipedia, which lid.176 has: als is Alemannic there, and Tosk Albanian in ISO 639-3.
         codes = ["gsw" if name == "als" and "sq" in names else name for name in names]
@@ -101,16 +76,39 @@ class FastTextDetector(Detector):
         columns = np.array([self._labels.index(label) for _, label in self._codes])
         self._order = np.argsort(columns, kind="stable")
         self._starts = np.searchsorted(columns[self._order], np.arange(len(self._labels)))
+        close = [group.split() for group in CLOSE.split(",")] if self._built_in else []
+        groups = [next((group for group in close if label in group), [label]) for label in self._labels]
+        places = {label: place for place, label in enumerate(self._labels)}
+        #: The numbers of the labels of each one's group, -1 where there are less of them.
+        self._close = np.array([([places.get(label, -1) for label in group] + [-1] * 4)[:4] for group in groups])
 
-    def detect(self, samples: Sequence[str]) -> list[Language]:
-        """Return the most probable language of every sample; the probabilities of its scripts are added."""
+    def identify(self, texts: Sequence[str]) -> list[Language]:
+        """Return the main language of every text."""
+        detected = [UNKNOWN] * len(texts)
+        unclear = list(range(len(texts)))
+        for size in SAMPLE_CHARACTERS:
+            starts = [max(0, (len(texts[number]) - size) // 2) for number in unclear]
+            samples = [texts[number][start : start + size] for number, start in zip(unclear, starts, strict=True)]
+            for number, language in zip(unclear, self._detect(samples), strict=True):
+                detected[number] = language
+            unclear = [number for number in unclear if detected[number][1] < CLEAR and len(texts[number]) > size]
+        return detected
+
+    def _detect(self, samples: Sequence[str]) -> list[Language]:
+        """The most probable language of every sample; the probabilities of its scripts are added."""
+        samples = [letters(sample) for sample in samples] if self._built_in else samples
         probabilities = self._model.probabilities(samples)
         summed = np.add.reduceat(probabilities[:, self._order], self._starts, axis=1)
         best = summed.argmax(axis=1)
-        return [
-            (self._labels[label], min(1.0, float(row[label]))) if row[label] > 0 else UNKNOWN
-            for row, label in zip(summed, best.tolist(), strict=True)
-        ]
+        close = self._close[best]
+        shares = np.minimum(np.where(close >= 0, np.take_along_axis(summed, close, axis=1), 0).sum(axis=1), 1.0)
+        found = [(self._labels[label], share) for label, share in zip(best.tolist(), shares.tolist(), strict=True)]
+        if self._built_in:
+            found = [
+                language if language[1] >= LEAST_PROBABLE and (_says_much(sample[:80]) or _says_much(sample)) else UNKNOWN
+                for language, sample in zip(found, samples, strict=True)
+            ]
+        return [language if language[1] > 0 and language[0] != languages.UNKNOWN else UNKNOWN for language in found]
 
     def covered(self, code: str) -> tuple[str, ...]:
         """Return the labels that a code names, those of its own language first: of `ckb` not `ku`."""
@@ -125,20 +123,21 @@ class FastTextDetector(Detector):
         return f"it knows {', '.join(dict.fromkeys(close))} and {len(self._labels)} in all"
 
 
+@cache
+def built_in() -> Detector:
+    """Return the detector of the built-in classifier, which a process reads once."""
+    return Detector()
+
+
 def detector(clean: CleanConfig) -> Detector:
     """Return the detector that a configuration chooses.
 
     Raises:
-        UserError: its file cannot be read, or it does not know a language of the configuration; CLD2 is required and not installed.
+        UserError: its file cannot be read, or it does not know a language of the configuration.
     """
     if clean.language.model is None:
-        identifying = [step for step in clean.steps if step in IDENTIFYING or getattr(getattr(clean, step), "by_language", {})]
-        if identifying and importlib.util.find_spec("pycld2") is None:
-            rule = f"CLD2 (pycld2), by which {', '.join(identifying)} of clean.steps identify languages, is not installed"
-            fix = "name a file (OpenLID, GlotLID, lid.176), or compile it, which requires a C++ compiler: pip install pycld2"
-            raise UserError.of("clean.language.model", "null", rule, fix)
-        return Cld2()
-    model = FastTextDetector(clean.language.model)
+        return built_in()
+    model = Detector(clean.language.model)
     codes = [("clean.language.keep", code) for code in clean.language.keep]
     for name in STEPS:  # a step may have values of languages that are in no text
         mine = getattr(getattr(clean, name), "by_language", {})
@@ -147,6 +146,11 @@ def detector(clean: CleanConfig) -> Detector:
         if not model.covered(code):
             raise UserError.of(key, code, f"is no language of clean.language.model={clean.language.model}", model.nearest(code))
     return model
+
+
+def _says_much(text: str) -> bool:
+    """Whether its different words have enough bytes together."""
+    return len("".join(set(text.split())).encode()) >= FEW_LETTERS
 
 
 def _language(code: str) -> str:
