@@ -31,8 +31,8 @@ BUILT_IN = Path(__file__).with_name("languages.ftz")
 """Learned from messages and manuals of free software, all letters lower-case and the rest as spaces (`letters`)."""
 FEW_LETTERS = 12
 """A text whose different words have fewer bytes together is in no language: a number with its unit, an abbreviation."""
-LEAST_PROBABLE = 0.35
-"""Below it a text is in no language, such as a list of names."""
+LEAST_PROBABLE = 0.2
+"""Below it a text is in no language. Lists of keywords are above it: the rule for stop words, which drops them, needs their language."""
 CLOSE = "ast es gl pt, bh hi, bs hr sr, ca oc, cs sk, da nn no, de gsw, en sco, id ms, nso st tn, rn rw, ss xh zu, zh zh-Hant"
 """Languages of which one is often probable beside another: a good text is not dropped because its probability is divided among them."""
 _SPACES = bytes(byte if byte >= 128 or chr(byte).isalpha() else 32 for byte in range(256))
