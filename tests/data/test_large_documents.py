@@ -15,6 +15,7 @@ from pipeline.config.data import DedupConfig
 from pipeline.data.clean import document_batch
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.clean.document_batch import DocumentBatch
+from pipeline.data.clean.language import built_in
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import Document, ReadOptions
 from pipeline.data.shard.process_part import process
@@ -78,6 +79,7 @@ KEPT = {"gopher": GopherStep(most_words=10**9), "length": LengthStep(most=10**9)
 )
 def test_the_memory_for_a_large_document_is_that_of_its_words(tmp_path, steps):
     """README has the multiples of the size in UTF-8; strings of Python take 2 or 4 bytes a character where one character needs them."""
+    built_in().identify(["the classifier of languages, which a process reads once"])
     for kind, most in {"ascii": 16, "german": 28, "cjk": 20, "emoji": 36}.items():
         text = prose(kind, 4 << 20)
         found = peak(tmp_path, text, CleanConfig(**steps)) / len(text.encode())
