@@ -57,19 +57,22 @@ def fingerprint(manifest: Manifest) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(listing).encode())
 
 
-def read(folder: Path, *, key: str, stage: str) -> Manifest:
+def read(folder: Path, *, key: str, stage: str, more: str = "") -> Manifest:
     """Read the manifest of a folder.
 
     Args:
         folder: the output folder of `stage`.
         key: configuration key that names the folder, for error messages.
         stage: the stage that must have written the folder.
+        more: settings with which it writes there, if that is not `key`.
 
     Raises:
         UserError: the folder is missing or incomplete, or was written by another stage or program.
     """
     if not (folder / MANIFEST).is_file():
-        raise UserError.of(key, folder, f"contains no complete output of stage={stage}", f"run stage={stage} with {key}={folder} first")
+        raise UserError.of(
+            key, folder, f"contains no complete output of stage={stage}", f"run stage={stage} with {more or key}={folder} first"
+        )
     try:
         manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:

@@ -75,6 +75,8 @@ def _print_topic(topic: str) -> None:
         _print_family(topic)
     elif rows := [row for row in _all_rows() if topic in row[0]]:
         _print_rows(rows)
+    elif advice := foreign_names.advice(topic, "VALUE"):
+        raise UserError.of("--help", topic, "is a name of another framework", advice)
     else:
         known = [*STAGES, *sorted(groups), *CONFIG_CLASSES, *(row[0] for row in _all_rows())]
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

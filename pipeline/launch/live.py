@@ -203,13 +203,15 @@ def lines(config: RunConfig, world_size: int, arguments: Sequence[str], *, has_w
 def _gpus(cluster: ClusterConfig) -> Iterator[str]:
     """Yield what is wrong with the GPUs of a job: each rank has one."""
     ranks, gpus = cluster.tasks_per_node, cluster.gpus_per_node
+    alone = "; on a node that jobs share, one rank asks for its part: cluster.gpus_per_node=1 cluster.memory=NUMBER" if ranks == 1 else ""
     requested = any(option.startswith(("--gpus", "--gres", "-G", "--exclusive")) for option in cluster.sbatch)
     if gpus and gpus != ranks:
-        yield f"  cluster.gpus_per_node={gpus} and cluster.tasks_per_node={ranks} differ, and each rank has one GPU: set both to the same"
+        text = f"  cluster.gpus_per_node={gpus} and cluster.tasks_per_node={ranks} differ, and each rank has one GPU: set both to the same"
+        yield f"{text}{alone}"
     elif cluster.hardware and not gpus and not requested:
         yield f"  no GPUs are requested: add cluster.gpus_per_node={ranks}, unless the partition gives whole nodes"
     elif cluster.hardware and ranks == 1 < hardware.load(cluster.hardware).gpus_per_node:
-        yield f"  one rank a node: set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}"
+        yield f"  one rank a node: set cluster.tasks_per_node to the GPUs of a node{_known(cluster)}{alone}"
 
 
 def _known(cluster: ClusterConfig) -> str:

@@ -28,7 +28,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """
     if config.stage.name not in TRAINING_STAGES:
         rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
-        raise UserError.of("dry_run.enabled", True, rule, fix)
+        raise UserError.of("dry_run", "true", rule, fix)
     world_size = job_size(config, ranks.world_size)
     if config.stage.name == "finetune":
         config = finetuning.complete(config, world_size, overrides=compose.task_arguments())

@@ -140,6 +140,7 @@ REFUSED = [
     ("--seq-length=8 dry_run=true --train-iters 9", "write training.sequence_length=8; write training.steps=9; "),
     ("stage=quantize", "write stage=convert stage.quantize=int4"),
     ("--help optimzer", "--help=optimzer: is not a stage, a group, a model family|did you mean optimizer"),
+    ("--help tensor_model_parallel_size", "is a name of another framework|write parallel.tensor=VALUE"),
     ("stage=pretrian --help", "did you mean pretrain"),
     ("-m training.seed=1,,2", "training.seed=1,,2: has an empty value|training.seed=1,2"),
     (

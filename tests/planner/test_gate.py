@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from pipeline.config.rules import check
 from pipeline.planner import memory_check
 from pipeline.planner.plan import hardware_of, plan
 from pipeline.planner.search import Choice, nearest, settings_of
@@ -15,6 +16,16 @@ from tests.world import configured
 BATCH = ("training.sequence_length=2048", "training.global_batch_size=32", "training.micro_batch_size=8")
 JOB = ("stage=pretrain", "model=llama3.2-1b", *BATCH)
 V100 = ("cluster.hardware=v100-16", "cluster.tasks_per_node=4")
+
+
+def test_products_in_8_bits_require_a_gpu_that_has_them():
+    def refused(*words: str) -> list[str]:
+        config = configured("stage=pretrain", "model=llama3-8b", "precision=fp8", *words)
+        return [str(violation) for violation in check.violations(config, 1) if violation.key == "precision.fp8"]
+
+    assert refused("cluster.hardware=h100") == refused() == []
+    (text,) = refused("cluster.hardware=a100-40")
+    assert "requires a GPU with 8-bit products; cluster.hardware=a100-40 is " in text
 
 
 @pytest.mark.slow

@@ -33,6 +33,17 @@ def violations(config: RunConfig) -> Iterator[Violation]:
         yield Violation(key, fp8, rule, fix)
     if config.lora.rank:
         yield Violation(key, fp8, "is not supported with adapters (lora.rank)", "set precision=bf16")
+    if (gpu := _gpu(config)) is not None and not gpu.tflops_fp8:
+        rule = f"requires a GPU with 8-bit products; cluster.hardware={config.cluster.hardware} is {gpu.name}"
+        yield Violation(key, fp8, rule, "set precision=bf16")
+
+
+def _gpu(config: RunConfig) -> hardware.Hardware | None:
+    """The GPU of the cluster; None if it is not known."""
+    try:
+        return None if config.cluster.hardware is None else hardware.load(config.cluster.hardware)
+    except UserError:  # the rules of cluster report it
+        return None
 
 
 def _experts(config: RunConfig) -> Iterator[Violation]:
@@ -45,9 +56,5 @@ def _experts(config: RunConfig) -> Iterator[Violation]:
     if not getattr(config.model, "experts", 0):
         rule = f"requires an MoE model; model.family={config.model.family} has no experts"
         yield Violation(key, True, rule, "set it to false, or choose an MoE model (model=mixtral-8x7b)")
-    try:
-        gpu = None if config.cluster.hardware is None else hardware.load(config.cluster.hardware)
-    except UserError:  # the rules of cluster report it
-        return
-    if gpu is not None and gpu.capability != EXPERTS_CAPABILITY:
+    if (gpu := _gpu(config)) is not None and gpu.tflops_fp8 and gpu.capability != EXPERTS_CAPABILITY:
         yield Violation(key, True, f"requires a Hopper GPU; cluster.hardware={config.cluster.hardware} is {gpu.name}", "set it to false")

@@ -87,7 +87,7 @@ def files(folders: Sequence[str]) -> list[tuple[Path, Manifest, str]]:
     """List all signature files: (folder, manifest, file name)."""
     loaded = []
     for folder in map(Path, folders):
-        manifest = artifact.read(folder, key="dedup.against", stage="shard")
+        manifest = artifact.read(folder, key="dedup.against", stage="shard", more="dedup.save_signatures=true data.shards")
         names = sorted(name for name in manifest.files if name.startswith(PREFIX))
         if not names:
             fix = "shard it with dedup.save_signatures=true, or remove it from the list"

@@ -186,7 +186,7 @@ def _remote(given: str, exclude: Sequence[str]) -> Iterator[FoundFile]:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise InputPathError("a URL needs fsspec", "pip install 'tannschen[remote]'") from error
+        raise InputPathError("a URL needs fsspec", "pip install '.[remote]' at the root of the repository") from error
     try:
         system, given_path = url_to_fs(given)
         root, infos = _listed(system, given_path)
