@@ -27,8 +27,8 @@ class ParallelConfig:
     )
     expert_buffer: float = knob(
         1.5,
-        "rows of the buffer in which a rank sends tokens to another one, over their mean, with expert_padding and without "
-        "model.capacity_factor; a step in which more tokens go to a rank is computed again without buffers",
+        "room for the tokens that a rank sends to another one, over what it sends on average; with expert_padding and without "
+        "model.capacity_factor. A step in which a rank sends more is computed again without buffers",
         at_least=1,
     )
     expert_parts: int = knob(

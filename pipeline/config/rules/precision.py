@@ -56,5 +56,5 @@ def _experts(config: RunConfig) -> Iterator[Violation]:
     if not getattr(config.model, "experts", 0):
         rule = f"requires an MoE model; model.family={config.model.family} has no experts"
         yield Violation(key, True, rule, "set it to false, or choose an MoE model (model=mixtral-8x7b)")
-    if (gpu := _gpu(config)) is not None and gpu.tflops_fp8 and gpu.capability != EXPERTS_CAPABILITY:
+    if (gpu := _gpu(config)) is not None and gpu.capability != EXPERTS_CAPABILITY:
         yield Violation(key, True, f"requires a Hopper GPU; cluster.hardware={config.cluster.hardware} is {gpu.name}", "set it to false")
