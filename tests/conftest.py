@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import json
 import logging
 import os
@@ -39,6 +40,7 @@ SERVER = pytest.StashKey[tuple[subprocess.Popen, tempfile.TemporaryDirectory]]()
 
 def pytest_configure(config):
     """Start the server of warm processes: one for all workers of pytest-xdist."""
+    gc.set_threshold(20_000, 20, 20)  # with the usual ones, a twentieth of the time goes to searches through all objects
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each gloo group of a test keeps some files until the process ends
     if not hasattr(config, "workerinput"):
@@ -66,7 +68,7 @@ def pytest_unconfigure(config):
 def same_start() -> Iterator[None]:
     """What no test may leave to the next one: the state of PyTorch's random numbers, and a composition of Hydra."""
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # torch.manual_seed looks for devices, a millisecond for each test
     yield
     if hydra := sys.modules.get("hydra.core.global_hydra"):
         hydra.GlobalHydra.instance().clear()

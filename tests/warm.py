@@ -113,6 +113,7 @@ def serve(address: str) -> None:
 def load() -> None:
     """Import what commands and ranks of the tests need, but nothing that starts a thread."""
     import pkgutil
+    import weakref
     from importlib import import_module
 
     sys.path[0] = ROOT
@@ -134,6 +135,11 @@ def load() -> None:
     for name in names:
         import_module(name)
     import_module("pipeline.config.compose").register()
+    import_module("hydra.core.plugins").Plugins.instance()  # it looks for plugins in all packages
+    # A composition copies the files and schemas that it reads; Hydra would copy all schemas of the store besides, a fifth of its time.
+    import_module("hydra.core.config_store").ConfigStore.__deepcopy__ = lambda store, _: store
+    for finalizer in weakref.finalize._registry.values():  # PyTorch's libraries of operators would be taken apart at each process's end
+        finalizer.atexit = False
 
 
 def watch(connection: socket.socket) -> None:

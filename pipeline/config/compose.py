@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,7 +25,7 @@ from pipeline.common import ends, knobs
 from pipeline.common.errors import UserError, Violation
 from pipeline.config import ladder, phases, planned, run_tokenizer
 from pipeline.config.command_line import FILE, GROUPS, Command, key_of, parse, quoted, sweep_values
-from pipeline.config.composition_errors import COMPOSITION_ERRORS, is_set, keys_of, unknown_key, violation_of
+from pipeline.config.composition_errors import COMPOSITION_ERRORS, keys_of, unknown_key, violation_of
 from pipeline.config.paths import CONF_DIR
 from pipeline.config.rules import check, paths
 from pipeline.config.schema import RunConfig
@@ -68,7 +69,7 @@ def to_run_config(config: DictConfig) -> RunConfig:
     Raises:
         UserError: a value is missing or cannot be resolved, or a key was added (+key=value) that no stage reads.
     """
-    if unknown := dict(_unknown(config)):
+    if unknown := dict(_unknown(config, OmegaConf.to_container(config, resolve=False))):
         known = sorted(key for key in keys_of(config) if not any(f"{added}.".startswith(f"{key}.") for added in unknown))
         raise UserError([unknown_key(key, value, known) for key, value in unknown.items()])
     if not OmegaConf.is_missing(config, "model") and OmegaConf.get_type(config, "model") not in CONFIG_CLASSES.values():
@@ -89,27 +90,21 @@ def to_run_config(config: DictConfig) -> RunConfig:
     return phases.resolved(run_tokenizer.resolved(run))
 
 
-def _unknown(node: DictConfig, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted key, value) for every key that the dataclasses do not have; a dictionary of user-defined names has any key."""
+def _unknown(node: DictConfig | ListConfig, content: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (dotted key, value) for every key that the dataclasses do not have; a dictionary of user-defined names has any key.
+
+    Args:
+        content: of the node, without OmegaConf's types, whose access takes longer.
+    """
     schema = OmegaConf.get_type(node)
     fields = {item.name for item in dataclasses.fields(schema)} if dataclasses.is_dataclass(schema) else None
-    for name in node:
+    for name, value in enumerate(content) if isinstance(content, list) else content.items():
         key = f"{prefix}{name}"
         if fields is not None and name not in fields:
             if key != "hydra":
-                yield from knobs.leaves(key, OmegaConf.to_container(node, resolve=False)[name])
-        elif is_set(node, name):
-            yield from _unknown_items(key, node[name])
-
-
-def _unknown_items(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the unknown keys below a key, and their values."""
-    if isinstance(value, DictConfig):
-        yield from _unknown(value, f"{key}.")
-    elif isinstance(value, ListConfig):
-        for number in range(len(value)):
-            if is_set(value, number):
-                yield from _unknown_items(f"{key}.{number}", value[number])
+                yield from knobs.leaves(key, value)
+        elif isinstance(value, dict | list):
+            yield from _unknown(node[name], value, f"{key}.")
 
 
 def own_folders(hydra: DictConfig) -> list[Path]:

@@ -280,7 +280,7 @@ def test_a_fault_between_parts_of_a_fixed_size(certify, fault: Callable[[], Any]
             "bounds: model.attn_logit_softcapping=50.0 has no effect",
             marks=pytest.mark.long,
         ),
-        (faults.gate_clamped_at_twice_the_bound, ("model=gpt-oss-tiny",), "export: "),
+        pytest.param(faults.gate_clamped_at_twice_the_bound, ("model=gpt-oss-tiny",), "export: ", marks=pytest.mark.long),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -14,7 +14,7 @@ from pipeline.checkpoint.reader import Checkpoint
 from tests.checkpoint.async_runs import Job, hand_over, kill
 
 
-@pytest.fixture(params=["rank", "node"])
+@pytest.fixture(params=["rank", pytest.param("node", marks=pytest.mark.long)])
 def job(tmp_path, request):
     found = Job(tmp_path, 2, 2, request.param)
     yield found

@@ -8,9 +8,9 @@ from pipeline.common.host_memory import release
 
 
 def mapped_bytes() -> int:
-    """Memory of this process that is of files."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile:"))
-    return int(line.split()[1]) << 10
+    """Memory of this process that is of files, on a disk or in memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssFile:", "RssShmem:")))
 
 
 def test_a_tensor_of_a_mapped_file_is_released_and_read_again(tmp_path):

@@ -82,7 +82,7 @@ def test_only_one_rank_reports_an_error(tmp_path: Path) -> None:
     assert message.count("optimizer.lr=-1") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_delayed_rank_0_reports_the_error(tmp_path: Path) -> None:
     """torchrun terminates all ranks when one has failed: the other ranks must not exit before rank 0 has reported the error."""
     late = ("sh", "-c", '[ "$RANK" = 1 ] || sleep 1; exec "$@"', "late")

@@ -243,7 +243,7 @@ def test_layouts_of_the_planner_keep_the_rules_of_the_run(base: RunConfig) -> No
     assert moldable.idle(config, BASE, planned) == {3: 1}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_planner_is_asked_once_for_a_number_of_nodes(tmp_path: Path) -> None:
     words = [
         "cluster.choose_layout=planner",

@@ -27,7 +27,7 @@ OPTUNA = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=5", "hydra.sweeper.n_j
 SEARCH = ("-m", "stage=pretrain", *SETTINGS, *OPTUNA)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_optuna_finds_the_lowest_validation_loss(tokens: Path, tmp_path: Path) -> None:
     words = (*SEARCH, f"data.tokens={tokens}", "training.steps=2", "training.validate_every=2")
     pipeline(*words, "optimizer.lr=choice(0.0001,0.001,0.01)", f"run_dir={tmp_path}/sweep")

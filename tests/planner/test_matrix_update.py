@@ -104,10 +104,9 @@ LAYOUTS = [
 ]
 
 
-#: With the elements of a round: the default, and some rounds. Layouts whose parts other ones have, too, are long.
-SHORT = (7,)
+#: With the elements of a round: the default, and some rounds.
 CASES = [
-    *(pytest.param(*each, 1 << 27, marks=() if number in SHORT else pytest.mark.long) for number, each in enumerate(LAYOUTS)),
+    *(pytest.param(*each, 1 << 27, marks=pytest.mark.long) for each in LAYOUTS),
     (*LAYOUTS[2], 40_000),
     *(pytest.param(*each, 40_000, marks=pytest.mark.long) for each in LAYOUTS[3:6]),
 ]

@@ -47,6 +47,7 @@ def test_the_plan_is_printed_beside_it(run_dir):
     assert other.hardware.name.startswith("H100")
 
 
+@pytest.mark.long
 def test_a_fine_tuning_run_is_planned_with_its_adapters(run_dir):
     config = configured("stage=finetune", *JOB[1:], *CLUSTER, "lora.rank=4", "data.instructions.train=[unread.jsonl]")
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))

@@ -150,8 +150,8 @@ def logits(folder: Path, content: dict[str, Any]) -> torch.Tensor:
     return result
 
 
-#: A decoder, experts, an encoder, an encoder and decoder, a head that is tied, and one with pairs; the others are in the long tier.
-FIRST = {"llama-3.1-8b", "bert-base-uncased", "t5 without scaled outputs"}
+#: A decoder, and an encoder and decoder; the others are in the long tier.
+FIRST = {"llama-3.1-8b", "t5 without scaled outputs"}
 
 
 @pytest.mark.parametrize("name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in CONTENTS])

@@ -124,6 +124,7 @@ def test_a_large_run_has_the_shape_the_batch_and_the_rate_of_the_runs(tool, tmp_
     assert "optimizer.lr=choose it: those of the runs are neither equal nor of the ladder's formula" in tool(tmp_path / "other")[1]
 
 
+@pytest.mark.long
 def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
     for layers in (4, 6, 8, 12):
         write(tmp_path, layers, factor=1.05 if layers == 12 else 1.0)
@@ -135,6 +136,7 @@ def test_a_largest_size_that_does_not_fit_ends_in_1(tool, tmp_path):
     assert tool(tmp_path, "--aim", "5")[0] == 0
 
 
+@pytest.mark.long
 def test_a_ladder_of_models_with_experts(tool, tmp_path):
     """The law is one of the weights of a token; weights are those of the model; experts may be fine-grained."""
     for layers in (4, 6, 8, 12):

@@ -14,7 +14,8 @@ SAMPLE = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(family, marks=pytest.mark.long) for family in SAMPLE if family != "llama")])
+@pytest.mark.long
+@pytest.mark.parametrize("family", SAMPLE)
 def test_every_layout_loads_the_checkpoints_of_all_others(world, tmp_path, family):
     layouts = {resharding.name_of(layout): layout for layout in resharding.LAYOUTS[family]}
     configs = {name: configured(*resharding.overrides(family, layouts[name])) for name in SAMPLE[family]}

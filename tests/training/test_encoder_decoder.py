@@ -47,7 +47,7 @@ def numbers(path: Path, seed: int) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_t5_learns_to_fill_spans(with_pad, tmp_path):  # noqa: F811 - the fixture
     paths = (f"data.tokens={with_pad}/tokens", f"tokenizer.path={with_pad}/tokenizer", f"run_dir={tmp_path}/run")
     pipeline(*SMALL, "model=t5-tiny", "model.head_width=8", *paths, "training.steps=30")

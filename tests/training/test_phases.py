@@ -101,6 +101,7 @@ def test_phases_equal_a_plain_loop_that_changes_the_model_by_hand(straight, toke
     assert [line[1] for line in found] == pytest.approx(expected.norms, rel=1e-5)
 
 
+@pytest.mark.long
 def test_no_weight_of_an_earlier_phase_stays_in_memory(tokens, tmp_path, monkeypatch):
     begin, held = training_run._run_phase, []
 
