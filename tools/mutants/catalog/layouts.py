@@ -178,7 +178,7 @@ EXPERTS = (
         30,
         "every data rank updates the biases of the routers from its own load: the copies drift apart",
         f"{DEEPSEEK} training.bias_update_speed=0.05{DATA}",
-        (Edit("RouterStatistics._all_reduce_records", "", "return"),),
+        (Edit("RouterStatistics._all_reduce_records", "reduce_over(R, T)", "pass"),),
     ),
     Mutant(
         "weights_of_experts_with_correction_bias",
