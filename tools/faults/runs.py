@@ -2,59 +2,45 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.difference import compare as compare_checkpoints
 from pipeline.checkpoint.reader import Checkpoint
 
 #: Keys of a line of metrics.jsonl that do not depend on the time.
 EXACT = ("step", "samples", "loss", "grad_norm", "lr", "skipped")
 
 
-def difference(checkpoint: Path, run_dir: Path) -> str:
-    """What differs in a checkpoint from that of the same step of another run; empty if all weights, moments and counters are bit-equal.
+def difference(checkpoint: Path, run_dir: Path, tolerance: float = 0.0) -> str:
+    """What differs in a checkpoint from that of the same step of another run; empty if counters are equal, and weights and moments alike.
 
     Args:
         checkpoint: a folder.
-        run_dir: of a run with all its checkpoints. A stale tensor is one that equals that of another step.
+        run_dir: of a run with all its checkpoints.
+        tolerance: norm of the difference of two tensors over the norm of the right one. At 0, a tensor is also looked for in the other
+            checkpoints of that run: it is stale if it is there.
     """
-
-    def unequal(name: str, kind: str, mine: torch.Tensor, other: torch.Tensor) -> str:
-        if torch.equal(mine, other):
-            return ""
-        same = [folder.name for folder in native.complete(run_dir) if torch.equal(mine, Checkpoint(folder).tensor(name, kind))]
-        return "differs" + (f"; it is that of {same[-1]}" if same else "")
-
     try:
-        return first_difference(checkpoint, run_dir, unequal)
+        found = compare_checkpoints(native.folder_of(run_dir, native.step_of(checkpoint)), checkpoint, read=True)
+        for key, (right, mine) in found.settings.items():
+            if key.startswith("train_state."):
+                return f"{checkpoint.name}: {key} is {mine}, not {right}"
+        wrong = next((tensor for tensor in found.tensors if tensor.reason or tensor.norm > tolerance), None)
+        if wrong is None:
+            return ""
+        how = wrong.reason or f"differs by {wrong.norm:.1e}"
+        if not wrong.reason and not tolerance:
+            mine = Checkpoint(checkpoint).tensor(wrong.name, wrong.kind)
+            same = [folder for folder in native.complete(run_dir) if torch.equal(mine, Checkpoint(folder).tensor(wrong.name, wrong.kind))]
+            how = "differs" + (f"; it is that of {same[-1].name}" if same else "")
+        return f"{checkpoint.name}: {wrong.kind} of {wrong.name} {how}"
     except Exception as error:  # a damaged checkpoint is a finding, not the end of the tool
         return f"{checkpoint.name}: {error}"
-
-
-def first_difference(checkpoint: Path, run_dir: Path, unequal: Callable[[str, str, torch.Tensor, torch.Tensor], str]) -> str:
-    """Compare a checkpoint with that of the same step of another run: counters, names, and each weight and moment.
-
-    Args:
-        checkpoint: a folder.
-        run_dir: of the other run.
-        unequal: says how two tensors differ, from their name, their kind, and both; empty if they do not.
-    """
-    ours, theirs = Checkpoint(checkpoint), Checkpoint(native.folder_of(run_dir, native.step_of(checkpoint)))
-    if dataclasses.asdict(ours.train_state) != dataclasses.asdict(theirs.train_state):
-        return f"{checkpoint.name}: {ours.train_state} is not {theirs.train_state}"
-    if ours.names() != theirs.names():
-        return f"{checkpoint.name}: other weights"
-    for name in ours.names():
-        for kind in ("weight", "exp_avg", "exp_avg_sq"):
-            if found := unequal(name, kind, ours.tensor(name, kind), theirs.tensor(name, kind)):
-                return f"{checkpoint.name}: {kind} of {name} {found}"
-    return ""
 
 
 def last_line(run_dir: Path) -> int:
@@ -91,14 +77,14 @@ def compare(run_dir: Path, undisturbed: Path, *, same_layout: bool) -> list[str]
     """
     if not (run_dir / "manifest.json").is_file():
         return ["manifest.json is missing"]
-    problems = _compare_metrics(run_dir, undisturbed, 0.0 if same_layout else TOLERANCE)
+    tolerance = 0.0 if same_layout else TOLERANCE
+    problems = _compare_metrics(run_dir, undisturbed, tolerance)
     ours, theirs = native.complete(run_dir), {native.step_of(folder) for folder in native.complete(undisturbed)}
     if not ours or native.step_of(ours[-1]) != max(theirs):
         return [*problems, f"the newest checkpoint is {ours[-1].name if ours else 'missing'}"]
     for folder in ours:
         if native.step_of(folder) in theirs:
-            wrong = difference(folder, undisturbed) if same_layout else _distance(folder, undisturbed)
-            problems += [wrong] if wrong else []
+            problems += filter(None, [difference(folder, undisturbed, tolerance)])
     hidden = [str(path.relative_to(run_dir)) for path in run_dir.rglob(".*") if path.name not in (".lock", ".wandb_id")]
     return problems + ([f"leftovers: {hidden}"] if hidden else [])
 
@@ -115,14 +101,3 @@ def _compare_metrics(run_dir: Path, undisturbed: Path, tolerance: float) -> list
         if any(abs(a - b) > tolerance * abs(b) for a, b in zip(mine[counters:], other[counters:], strict=True)):
             return [f"metrics.jsonl: {mine}, not {other}"]
     return []
-
-
-def _distance(checkpoint: Path, undisturbed: Path) -> str:
-    """The weight or moment that differs by more than rounding, relative to its norm, or a counter; empty if none does."""
-
-    def unequal(_name: str, _kind: str, mine: torch.Tensor, other: torch.Tensor) -> str:
-        norm = torch.linalg.vector_norm(other.double()).clamp(min=1e-30)
-        distance = float(torch.linalg.vector_norm(mine.double() - other.double()) / norm)
-        return f"differs by {distance:.1e}" if distance > TOLERANCE else ""
-
-    return first_difference(checkpoint, undisturbed, unequal)

@@ -35,24 +35,19 @@ def _values(run_dir: Path, key: str) -> dict[int, float]:
 
 def tensors(run_dir: Path, other: Path) -> dict[str, float]:
     """Return the largest relative difference of a weight and of a moment in the checkpoints; imports the pipeline."""
-    from pipeline.checkpoint import native
-    from pipeline.checkpoint.reader import Checkpoint
+    from pipeline.checkpoint import difference, native
 
     found = dict.fromkeys(KINDS.values(), 0.0)
-    folders = native.complete(run_dir)
     steps = [[native.step_of(folder) for folder in native.complete(each)] for each in (run_dir, other)]
     if steps[0] != steps[1]:
         return {"checkpoints": math.inf}
-    for folder in folders:
-        ours, theirs = Checkpoint(folder), Checkpoint(native.folder_of(other, native.step_of(folder)))
-        if ours.names() != theirs.names():
-            return {"checkpoints": math.inf}
-        for name in ours.names():
-            for kind, label in KINDS.items():
-                if not theirs.has(name, kind):  # a weight that is not trained, or a run without an average
-                    continue
-                mine, right = ours.tensor(name, kind), theirs.tensor(name, kind)
-                found[label] = max(found[label], ratio(float((mine - right).norm()), float(right.norm())))
+    for step in steps[0]:
+        folders = native.folder_of(other, step), native.folder_of(run_dir, step)
+        for tensor in difference.compare(*folders, settings=False, read=True).tensors:
+            if not tensor.reason:
+                found[KINDS[tensor.kind]] = max(found[KINDS[tensor.kind]], tensor.norm)
+            elif tensor.reason != "not in A":  # the state of a weight that only the mutant trains
+                return {"checkpoints": math.inf}
     return found
 
 
