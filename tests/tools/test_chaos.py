@@ -20,6 +20,7 @@ from tests.helpers import ROOT
 from tools.faults import runs
 from tools.faults.job import Traced
 from tools.faults.jobs import cases
+from tools.faults.jobs.kind import ANY_TIME, SUBMISSION
 from tools.faults.jobs.kinds import KINDS
 
 
@@ -91,13 +92,13 @@ def test_every_fault_is_drawn_at_the_lines_of_its_moments():
         ("rank 0", "pipeline/checkpoint/catalog.py", 10, "training"): 6,
     }
     layouts = tuple(cases.LAYOUTS.values())
-    drawn = cases.Cases(random.Random(0), {name: kind.range() for name, kind in KINDS.items()}, layouts)
+    drawn = cases.Cases(random.Random(0), KINDS, layouts)
     found = [drawn.draw({layout.name: Traced(lines) for layout in layouts}) for _ in range(len(KINDS) * 12)]
     numbers = {}
     for case in found:
         assert case.moment in KINDS[case.fault].moments
         if case.line is None:
-            assert case.moment in (cases.ANY_TIME, cases.SUBMISSION)
+            assert case.moment in (ANY_TIME, SUBMISSION)
         else:
             numbers.setdefault(case.moment, set()).add(case.line[2])
             assert 1 <= case.count <= lines[case.line]

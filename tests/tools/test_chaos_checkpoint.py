@@ -10,23 +10,19 @@ from pipeline.checkpoint import native, save
 from pipeline.checkpoint.fragments import Fragment
 from pipeline.checkpoint.native import Index, TrainState
 from pipeline.parallel.pieces import Piece
-from tests import warm
 from tools.faults import driver, runs
-from tools.faults.jobs import cases, local
-
-
-def start(arguments, environment, output):
-    """Start a process forked from one with all imports done."""
-    with open(output, "ab") as file:
-        return warm.start(*arguments, environment=environment, output=file.fileno())
+from tools.faults.job import preload
+from tools.faults.jobs import local
+from tools.faults.jobs.kind import MOMENTS
 
 
 @pytest.mark.long
 @pytest.mark.world
 def test_a_run_that_is_killed_at_a_random_moment_ends_as_an_undisturbed_one(tokens, tmp_path):
+    preload()
     layouts, chance = list(local.LAYOUTS.values())[:2], random.Random(1)
-    scene = functools.partial(local.LocalScene, start, data=tokens, chance=chance)
-    rows = [row for row in driver.rows(scene, local.KINDS, layouts, cases.MOMENTS, 6, 1, tmp_path) if row.seen]
+    scene = functools.partial(local.LocalScene, data=tokens, chance=chance)
+    rows = [row for row in driver.rows(scene, local.KINDS, layouts, MOMENTS, 6, 1, tmp_path) if row.seen]
     assert [(row.case.where, row.problems) for row in rows if row.problems] == []
     assert len(rows) == 6
     assert {row.case.layout.name for row in rows} == {layout.name for layout in layouts}

@@ -6,12 +6,12 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from tools.faults.jobs import cases, row
 from tools.faults.jobs.cases import Case, Layout
-from tools.faults.jobs.kind import Kind
+from tools.faults.jobs.kind import OTHER, Kind
 from tools.faults.jobs.scene import Scene
 
 #: (case or None, layout, an empty folder) -> the jobs of a run.
@@ -22,7 +22,7 @@ HEADER = f"{'fault':<22}{'moment':<62}{'layout':<20}{'then':<20}{'step':>4} {'lo
 def describe(found: row.Row) -> str:
     """Format a row of the table."""
     case = found.case
-    after = (case.other.name if case.after == cases.OTHER else case.after) + " (again)" * found.again
+    after = (case.other.name if case.after == OTHER else case.after) + " (again)" * found.again
     seconds = "-" if found.seconds is None else f"{found.seconds:.1f}"
     verdict = "OK" if not found.problems else "FAILED: " + "; ".join(found.problems)
     if not found.seen:
@@ -56,7 +56,7 @@ def rows(
         seed: of the random choices.
         work: folder for the runs; those that failed remain in it.
     """
-    drawn = cases.Cases(random.Random(seed), {fault: kind.range() for fault, kind in kinds.items()}, tuple(layouts), moments)
+    drawn = cases.Cases(random.Random(seed), kinds, layouts, moments)
     references = {layout.name: row.undisturbed(make(None, layout, work / f"undisturbed-{n}")) for n, layout in enumerate(layouts)}
     seen = missed = 0
     while seen < faults and missed <= 10 + 2 * faults:
@@ -66,11 +66,13 @@ def rows(
         yield found
 
 
-def report(rows: Iterable[row.Row], faults: int, work: Path) -> int:
+def run(
+    make: MakeScene, kinds: dict[str, type[Kind]], layouts: Sequence[Layout], moments: tuple[str, ...], faults: int, seed: int, work: Path
+) -> int:
     """Print the rows as they come, and the summary; returns the exit code. Arguments as of `rows`."""
     started, every = time.monotonic(), []
     print(HEADER)
-    for found in rows:
+    for found in rows(make, kinds, layouts, moments, faults, seed, work):
         every.append(found)
         print(describe(found), flush=True)
     counted = [found for found in every if found.seen]

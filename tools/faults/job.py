@@ -12,49 +12,20 @@ import re
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 INJECT = Path(__file__).parent / "inject"
 
 
-class Process(Protocol):
-    """A started process."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """The exit code, None while it runs."""
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
-
-
-#: (arguments of Python, environment, file of both output streams) -> the process.
-Start = Callable[[list[str], dict[str, str], Path], Process]
-
-
-class Forked:
-    """A process forked from one that has imported everything."""
-
-    def __init__(self, arguments: list[str], environment: dict[str, str], output: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self._process = context.Process(target=_be_rank, args=(arguments, environment, str(output)))
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
-    def poll(self) -> int | None:
-        """The exit code, None while it runs."""
-        return self._process.exitcode
-
-    def kill(self) -> None:
-        """SIGKILL, and wait for its end."""
-        self._process.kill()
-        self._process.join()
+def forked(arguments: list[str], environment: dict[str, str], output: Path) -> BaseProcess:
+    """Start `python ARGUMENTS` in a process forked from one that has imported everything; both streams are appended to a file."""
+    process = multiprocessing.get_context("forkserver").Process(target=_be_rank, args=(arguments, environment, str(output)))
+    process.start()
+    return process
 
 
 def preload() -> None:

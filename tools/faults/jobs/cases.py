@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tools.faults.job import Traced
+from tools.faults.jobs.kind import ANY_TIME, MOMENTS, SUBMISSION, Kind
 from tools.faults.tracing import FINISHING, LEAVING, MOMENT_OF, STARTING, TRAINING
 
 #: Steps of a run, steps between its checkpoints and between its validations.
@@ -46,16 +47,7 @@ LAYOUTS = {
 }
 ONE_NODE = Layout("single", 1, ("parallel.engine=native", "parallel.tensor=1", "parallel.pipeline=1", "parallel.zero_stage=0"))
 
-#: What the run continues in. "spare": the same layout, on a node that the job has beside those that it needs.
-SAME, OTHER, FEWER, SPARE = "same", "other", "fewer nodes", "spare"
-
 _STEP_FILES = tuple(f"pipeline/training/{name}.py" for name in ("trainer", "native_engine", "deepspeed_engine", "loop"))
-ANY_TIME, SUBMISSION = "any time", "submission"
-MOMENTS = (
-    *("start-up", "first step", "mid-step", "staging", "writing", "committing", "validation", "finishing", "after the manifest"),
-    *(ANY_TIME, SUBMISSION),
-)
-
 Line = tuple[str, str, int, str]
 """Role, file, line, phase."""
 
@@ -116,45 +108,23 @@ class Case:
         return f"{self.moment}: {role} at {file.rpartition('/')[2]}:{line}" + (f", pass {self.count}" if self.count > 1 else "")
 
 
-@dataclass(frozen=True)
-class Range:
-    """Where a fault may happen.
-
-    Attributes:
-        moments: some of MOMENTS.
-        after: layouts after it: SAME, OTHER, FEWER, SPARE.
-        late: only in the second half of a run.
-        ranks: only while a rank waits, not a writer process.
-    """
-
-    moments: tuple[str, ...]
-    after: tuple[str, ...]
-    late: bool = False
-    ranks: bool = False
-
-
 class Cases:
     """Draws cases: all faults alike often, and all moments and layouts of a fault.
 
     Args:
         chance: the seed decides.
-        faults: fault -> where it may happen.
+        kinds: the faults.
         layouts: of the runs.
         moments: only these.
     """
 
     def __init__(
-        self,
-        chance: random.Random,
-        faults: dict[str, Range],
-        layouts: tuple[Layout, ...],
-        moments: tuple[str, ...] = MOMENTS,
+        self, chance: random.Random, kinds: dict[str, type[Kind]], layouts: Sequence[Layout], moments: tuple[str, ...] = MOMENTS
     ) -> None:
-        self._chance = chance
-        self._faults = _shuffled(chance, list(faults))
-        self._ranges = faults
-        self._moments = {fault: _shuffled(chance, [m for m in own.moments if m in moments]) for fault, own in faults.items()}
-        self._after = {fault: _shuffled(chance, list(own.after)) for fault, own in faults.items()}
+        self._chance, self._kinds = chance, kinds
+        self._faults = _shuffled(chance, list(kinds))
+        self._moments = {fault: _shuffled(chance, [m for m in kind.moments if m in moments]) for fault, kind in kinds.items()}
+        self._after = {fault: _shuffled(chance, list(kind.after)) for fault, kind in kinds.items()}
         self._layouts = _shuffled(chance, list(layouts))
 
     def draw(self, traced: dict[str, Traced]) -> Case:
@@ -173,7 +143,7 @@ class Cases:
         role = chance.choice(roles) if roles else ""
         line = chance.choice([line for line in lines if line[0] == role]) if lines else None
         most = found.lines[line] if line is not None else 1
-        late = most // 2 * self._ranges[fault].late
+        late = most // 2 * self._kinds[fault].late
         count = 1 if moment == "first step" or most < 3 else chance.randint(max(2, late), most - 1)
         other = chance.choice([other for other in LAYOUTS.values() if other != layout])
         return Case(fault, moment, layout, after, line, count, chance.uniform(0, 12), chance.randrange(layout.nodes), other)
@@ -181,7 +151,7 @@ class Cases:
     def _lines(self, fault: str, moment: str, traced: Traced) -> list[Line]:
         """The lines at which a fault may happen."""
         lines = [] if moment in (ANY_TIME, SUBMISSION) else lines_of(moment, traced)
-        return [line for line in lines if line[0] != "writer"] if self._ranges[fault].ranks else lines
+        return [line for line in lines if line[0] != "writer"] if self._kinds[fault].ranks else lines
 
 
 def _shuffled(chance: random.Random, values: list) -> Iterator:

@@ -17,8 +17,7 @@ from pathlib import Path
 from pipeline.checkpoint import native
 from pipeline.common.ranks import FIRST_PORT, PORTS
 from tools.faults.job import is_alive
-from tools.faults.jobs import cases
-from tools.faults.jobs.kind import Kind
+from tools.faults.jobs.kind import SUBMISSION, Kind
 
 
 class Disk:
@@ -149,7 +148,7 @@ class DamagedCheckpoint(Kind):
 class PortTaken(Kind):
     """Another process listens on the port of rank 0."""
 
-    moments = (cases.SUBMISSION,)
+    moments = (SUBMISSION,)
     _socket: socket.socket | None = None
 
     def submitted(self) -> None:

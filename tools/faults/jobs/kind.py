@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from tools.faults.jobs import cases
+#: What the run continues in. "spare": the same layout, on a node that the job has beside those that it needs.
+SAME, OTHER, FEWER, SPARE = "same", "other", "fewer nodes", "spare"
 
 #: Moments at which a process waits at a line.
-LINES = tuple(moment for moment in cases.MOMENTS if moment not in (cases.ANY_TIME, cases.SUBMISSION))
+LINES = ("start-up", "first step", "mid-step", "staging", "writing", "committing", "validation", "finishing", "after the manifest")
+ANY_TIME, SUBMISSION = "any time", "submission"
+MOMENTS = (*LINES, ANY_TIME, SUBMISSION)
 
 
 class Kind:
@@ -30,8 +33,8 @@ class Kind:
         evidence: what shows that it happened; empty as long as nothing does.
     """
 
-    moments: tuple[str, ...] = (*LINES, cases.ANY_TIME)
-    after: tuple[str, ...] = (cases.SAME,)
+    moments: tuple[str, ...] = (*LINES, ANY_TIME)
+    after: tuple[str, ...] = (SAME,)
     ends: tuple[tuple[str, str], ...] = ()
     saves = False
     ends_job = False
@@ -44,11 +47,6 @@ class Kind:
         self.scene = scene
         self.evidence = ""
         self.prepare()
-
-    @classmethod
-    def range(cls) -> cases.Range:
-        """Where it may happen."""
-        return cases.Range(cls.moments, cls.after, cls.late, cls.ranks)
 
     def prepare(self) -> None:
         """Prepare the folder of the run."""

@@ -7,15 +7,15 @@ import signal
 
 from pipeline.common.ranks import expand_hosts
 from tools.faults.job import handles, is_alive, process_state
-from tools.faults.jobs import cases, cluster
+from tools.faults.jobs import cluster
 from tools.faults.jobs.file_kinds import DamagedCheckpoint, DiskFull, InodesFull, PortTaken
-from tools.faults.jobs.kind import LINES, Kind
+from tools.faults.jobs.kind import FEWER, LINES, OTHER, SAME, SPARE, Kind
 
 
 class KillRank(Kind):
     """kill -9 of one rank."""
 
-    after: tuple[str, ...] = (cases.SAME, cases.SAME, cases.SPARE)
+    after: tuple[str, ...] = (SAME, SAME, SPARE)
 
     def strike(self) -> None:
         rank = self.scene.rank()
@@ -28,7 +28,7 @@ class KillRank(Kind):
 class CrashNode(Kind):
     """A node is lost: its slurmd and all processes on it."""
 
-    after = (cases.SAME, cases.SPARE, cases.FEWER)
+    after = (SAME, SPARE, FEWER)
 
     def strike(self) -> None:
         """Crash the node of the victim."""
@@ -49,7 +49,7 @@ class CrashNode(Kind):
 class Scancel(Kind):
     """Scancel of the job."""
 
-    after = (cases.SAME, cases.OTHER, cases.FEWER)
+    after = (SAME, OTHER, FEWER)
     ends = (("CANCELLED", ""),)
     ends_job = True
 
@@ -119,7 +119,7 @@ class Preemption(Kind):
 class PreemptionByCancel(Preemption):
     """As Preemption, but Slurm cancels the job."""
 
-    after = (cases.SAME, cases.OTHER)
+    after = (SAME, OTHER)
     options = ("--partition=lowest",)
     ends = (("PREEMPTED", ""), ("CANCELLED", ""), ("FAILED", "143:0"))
 
@@ -176,7 +176,7 @@ class Term(Usr1):
     """As Usr1, with SIGTERM, after which the run saves and ends."""
 
     number = signal.SIGTERM
-    after = (cases.SAME, cases.OTHER, cases.FEWER)
+    after = (SAME, OTHER, FEWER)
     ends = (("FAILED", "143:0"), ("CANCELLED", ""))
     ends_job = True
 

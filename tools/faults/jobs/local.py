@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tools.faults.job import Process, Start, free_port, is_alive
-from tools.faults.jobs import cases
+from tools.faults.job import forked, free_port, is_alive
 from tools.faults.jobs.cases import SETTINGS, Layout, saves
-from tools.faults.jobs.kind import Kind
+from tools.faults.jobs.kind import SAME, Kind
 from tools.faults.jobs.kinds import KillRank
 from tools.faults.jobs.scene import Scene, State
 
@@ -30,7 +30,7 @@ LAYOUTS = {
 class KillOneRank(KillRank):
     """kill -9 of one rank."""
 
-    after = (cases.SAME,)
+    after = (SAME,)
 
 
 class KillWriter(Kind):
@@ -60,7 +60,7 @@ KINDS: dict[str, type[Kind]] = {"kill rank": KillOneRank, "kill writer": KillWri
 
 
 class LocalScene(Scene):
-    """Jobs on this machine. Arguments as in Scene, and what starts a process.
+    """Jobs on this machine, whose processes are forked from that of `job.preload`.
 
     The run without a fault has all checkpoints. A job that a fault has ended is started again by the same command, in half of the cases
     while its writer may still commit.
@@ -69,10 +69,10 @@ class LocalScene(Scene):
     pace = 0.15
     kinds = KINDS
 
-    def __init__(self, start: Start, *arguments: Any, **more: Any) -> None:
+    def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self._start, self._restarts = start, 0
-        self._processes: list[Process] = []
+        self._restarts = 0
+        self._processes: list[BaseProcess] = []
         self._saves = saves(1, 1_000_000)
         if self._case is not None:
             self._saves = saves(self.chance.choice([1, 1, 2]), self.chance.choice([1_000_000, 1_000_000, 2]))
@@ -89,7 +89,7 @@ class LocalScene(Scene):
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none", "GLOO_SOCKET_IFNAME": "lo"}
         job |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), **self.environment()}
         self._processes = [
-            self._start(
+            forked(
                 ["-m", "tools.faults.tracing", "stage=pretrain", *words],
                 {**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 self.folder / "log",
@@ -104,8 +104,7 @@ class LocalScene(Scene):
             deadline = time.monotonic() + self.chance.choice((0.0, 2.0))
             while None in self._codes() and time.monotonic() < deadline:
                 time.sleep(0.01)
-            for process in self._processes:
-                process.kill()
+            self.clean()
             codes = self._codes()
         running = None in codes
         if not running and any(codes) and self.struck_at is not None and self.case.fault != "kill writer" and not self._restarts:
@@ -117,7 +116,7 @@ class LocalScene(Scene):
         return State(name, running, "", self._restarts, f"{name}, exit codes {codes}, {self._restarts} restarts")
 
     def _codes(self) -> list[int | None]:
-        return [process.poll() for process in self._processes]
+        return [process.exitcode for process in self._processes]
 
     def settled(self) -> list[str]:
         return []
@@ -125,3 +124,4 @@ class LocalScene(Scene):
     def clean(self) -> None:
         for process in self._processes:
             process.kill()
+            process.join()

@@ -7,7 +7,8 @@ import shutil
 import time
 from dataclasses import dataclass, field
 
-from tools.faults.jobs.cases import FEWER, ONE_NODE, OTHER, SAME, SPARE, SUBMISSION, Case
+from tools.faults.jobs.cases import ONE_NODE, Case
+from tools.faults.jobs.kind import FEWER, OTHER, SAME, SPARE, SUBMISSION
 from tools.faults.jobs.scene import Scene
 from tools.faults.runs import compare, last_line
 

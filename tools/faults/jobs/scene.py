@@ -17,8 +17,8 @@ from typing import Any
 
 from tools.faults.job import INJECT, ROOT, Listener, Traced, is_alive, processes_of
 from tools.faults.jobs import cluster
-from tools.faults.jobs.cases import EVERY, FEWER, ONE_NODE, SETTINGS, SPARE, Case, Layout, saves
-from tools.faults.jobs.kind import Kind
+from tools.faults.jobs.cases import EVERY, ONE_NODE, SETTINGS, Case, Layout, saves
+from tools.faults.jobs.kind import FEWER, SPARE, Kind
 from tools.faults.jobs.kinds import KINDS
 from tools.faults.runs import steps_with_index
 
