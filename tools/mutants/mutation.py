@@ -13,6 +13,7 @@ import functools
 import hashlib
 import re
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,7 @@ class Mutant:
     Attributes:
         name: of the mutant.
         bug: number of the public report that it repeats (tools/mutants/README.md).
-        what: what is wrong, one line.
+        what: what is wrong, a sentence.
         words: overrides of the job, added to those of trial.COMMON, separated by spaces.
         edits: the mutation.
         ranks: of the job.
@@ -86,6 +87,17 @@ class Mutant:
             except EditError as error:
                 raise EditError(f"mutant {self.name}: {error}") from None
         return {path: ast.unparse(ast.fix_missing_locations(tree)) for path, tree in trees.items()}
+
+
+def mutant(
+    bug: int, words: str, *, ranks: int = 2, resumed: str | None = None, exact: bool = False
+) -> Callable[[Callable[[], Iterator[Edit]]], Mutant]:
+    """Make a mutant of a function that yields its edits, with its name and docstring. Arguments as in Mutant."""
+
+    def of(edits: Callable[[], Iterator[Edit]]) -> Mutant:
+        return Mutant(edits.__name__, bug, edits.__doc__ or "", words, tuple(edits()), ranks, resumed, exact)
+
+    return of
 
 
 def copy_tree(folder: Path, mutant: Mutant | None = None) -> Path:
