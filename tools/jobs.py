@@ -1,4 +1,4 @@
-"""Configurations of the jobs that tools run, and the process group of one rank."""
+"""Configurations and trainers of the jobs that tools run, and the process group of one rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from pipeline.config import compose
+from pipeline.config.layout import Layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes
+from pipeline.training.trainer import Trainer
 
 
 def configured(*words: str, ranks: int = 1) -> RunConfig:
@@ -23,6 +26,11 @@ def configured(*words: str, ranks: int = 1) -> RunConfig:
     config = compose.recompose(list(dict.fromkeys(["stage=pretrain", *words])))
     check.check(config, ranks)
     return config
+
+
+def build_trainer(config: RunConfig, device: torch.device | None = None) -> Trainer:
+    """Return the trainer of this rank, on the CPU if no device is given. Collective."""
+    return Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), device or torch.device("cpu")))
 
 
 @contextmanager

@@ -4,20 +4,20 @@ import math
 
 import pytest
 
-from tests.helpers import ROOT, python
-from tools.audit import widths
+from tests.helpers import ROOT, load_tool, python
 
 TOOL = ROOT / "tools/coordinate_check"
 
 
 def test_slopes_and_the_minimum_of_a_parabola():
-    assert widths.slope([64, 128, 256], [3.0, 6.0, 12.0]) == pytest.approx(1)
-    assert widths.slope([64, 128, 512], [2.0, 2.0, 2.0]) == pytest.approx(0)
+    tool = load_tool("coordinate_check")
+    assert tool.slope([64, 128, 256], [3.0, 6.0, 12.0]) == pytest.approx(1)
+    assert tool.slope([64, 128, 512], [2.0, 2.0, 2.0]) == pytest.approx(0)
     rates = [0.001, 0.002, 0.004, 0.008, 0.016]
     losses = [3 + math.log(rate / 0.005) ** 2 for rate in rates]
-    assert widths.best_rate(rates, losses) == pytest.approx(0.005)
-    assert widths.best_rate(rates, sorted(losses)) is None
-    assert widths.best_rate(rates, [3.0, 2.0, 1.0, math.inf, math.inf]) == 0.004
+    assert tool.best_rate(rates, losses) == pytest.approx(0.005)
+    assert tool.best_rate(rates, sorted(losses)) is None
+    assert tool.best_rate(rates, [3.0, 2.0, 1.0, math.inf, math.inf]) == 0.004
 
 
 @pytest.mark.slow

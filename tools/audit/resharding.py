@@ -22,10 +22,9 @@ from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.checkpoint.saver import SaveRequest
 from pipeline.common.ranks import Ranks
-from pipeline.config.layout import Layout
-from pipeline.parallel import mesh as meshes
 from pipeline.training import choose_saver
 from pipeline.training.trainer import Trainer
+from tools.jobs import build_trainer
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 #: No optimizer updates this weight; moments that a checkpoint does not have are read as zero.
@@ -102,11 +101,6 @@ def known_values(name: str, kind: str, shape: tuple[int, ...]) -> Tensor:
     generator = torch.Generator().manual_seed(xxh3_64_intdigest(f"{kind}/{name}".encode()) % (1 << 63))
     values = torch.randn(shape, generator=generator)
     return values.abs() if kind == "exp_avg_sq" else values
-
-
-def build(config: Any) -> Trainer:
-    """Build the trainer of this rank. Collective."""
-    return Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), torch.device("cpu")))
 
 
 @torch.no_grad()
@@ -201,7 +195,7 @@ def source_in(folder: Path, family: str, name: str) -> Path:
 def serve_sources(jobs: list[tuple[str, str, Any]], folder: Path) -> None:
     """Save the known values in every layout (family, name, configuration); on one rank of a world."""
     for family, name, config in jobs:
-        save_known(build(config), config, source_in(folder, family, name).parents[1])
+        save_known(build_trainer(config), config, source_in(folder, family, name).parents[1])
 
 
 def load_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path) -> list[tuple[str, str, str, str]]:
@@ -217,7 +211,7 @@ def load_cells(jobs: list[tuple[str, str, Any, list[str]]], folder: Path) -> lis
     rank, size, found = dist.get_rank(), dist.get_world_size(), []
     for family, name, config, sources in jobs:
         run_dir = folder / family / f"in-{name}"
-        load_and_save(build(config), config, [source_in(folder, family, source) for source in sources], run_dir)
+        load_and_save(build_trainer(config), config, [source_in(folder, family, source) for source in sources], run_dir)
         dist.barrier()
         for step, source in list(enumerate(sources, 1))[rank::size]:
             names = set(Checkpoint(source_in(folder, family, source)).names())

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tools.bench.checkpoint_state import build, bytes_read, checksums, configuration, evict, files, plain_read, state_of
+from tools.bench.checkpoint_state import bytes_read, checksums, configuration, evict, files, plain_read, state_of
+from tools.jobs import build_trainer
 
 
 def ours(trainer: Any, path: Path) -> None:
@@ -76,7 +77,7 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
         config = configuration(options, f"parallel.tensor={ranks}")
-        trainer = build(config, ranks)
+        trainer = build_trainer(config)
         state = state_of(trainer)
         for module in ("torch.distributed.checkpoint", "torch.distributed.tensor", "pipeline.checkpoint.load_any_layout"):
             importlib.import_module(module)  # before the first load is timed

@@ -30,8 +30,9 @@ from pipeline.checkpoint.writer_process import WriterProcess
 from pipeline.common.ranks import Ranks
 from pipeline.config.schema import CheckpointConfig
 from pipeline.training import choose_saver
-from tools.bench.checkpoint_state import batches, build, checksums, configuration, disk_bytes, plain_write, state_of
+from tools.bench.checkpoint_state import batches, checksums, configuration, disk_bytes, plain_write, state_of
 from tools.bench.harness import resident
+from tools.jobs import build_trainer
 
 
 class Job:
@@ -39,7 +40,7 @@ class Job:
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.config = configuration(options)
-        self.trainer = build(self.config)
+        self.trainer = build_trainer(self.config)
         self._batches = batches(self.config)
         self.steps = 0
         self.step()

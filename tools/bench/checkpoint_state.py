@@ -40,15 +40,6 @@ def configuration(options: dict[str, Any], *more: str) -> Any:
     )
 
 
-def build(config: Any, ranks: int = 1) -> Any:
-    """The Trainer of stage=pretrain on this rank's process group."""
-    from pipeline.config.layout import Layout
-    from pipeline.parallel import mesh as meshes
-    from pipeline.training.trainer import Trainer
-
-    return Trainer(config, meshes.build_mesh(Layout.of(config, ranks), torch.device("cpu")))
-
-
 def batches(config: Any) -> Iterator[tuple[Tensor, Any]]:
     """Random tokens and targets, the same in every process."""
     generator = torch.Generator().manual_seed(0)

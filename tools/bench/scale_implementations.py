@@ -98,9 +98,7 @@ def plain_model(config: Any) -> Any:
 
 
 def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
-    from pipeline.config.layout import Layout
-    from pipeline.parallel import mesh as meshes
-    from pipeline.training.trainer import Trainer
+    from tools.jobs import build_trainer
 
     name, _, zero = options["implementation"].partition("-")
     more = []
@@ -109,7 +107,7 @@ def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
         path.write_text(json.dumps(deepspeed_settings(options)))
         more = ["parallel.engine=deepspeed", f"parallel.deepspeed={path}"]
     config = configuration(options, int(zero), *more)
-    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, options["ranks"]), torch.device("cpu")))
+    trainer = build_trainer(config)
     return lambda tokens, targets: trainer.train(tokens, {"targets": targets})
 
 

@@ -19,18 +19,15 @@ from pipeline.certification.batches import random_batches, split, to_device
 from pipeline.certification.distributed import run_ranks
 from pipeline.common import host_memory
 from pipeline.config import hardware
-from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers import gpu
 from pipeline.parallel import device as rank_device
-from pipeline.parallel import mesh as meshes
 from pipeline.planner import flops
 from pipeline.planner.plan import JobPlan, plan
 from pipeline.training import profiling
-from pipeline.training.trainer import Trainer
 from tools.bench.tensor_memory import TensorMemory
 from tools.gpu.rows import Row, Setup
-from tools.jobs import configured
+from tools.jobs import build_trainer, configured
 
 SECTION = "speed"
 #: Peak of the tensors over the planned one: the planner's is within some percent, and libraries have workspaces.
@@ -157,7 +154,7 @@ def be_rank(config: RunConfig, setup: Setup, file: Path) -> None:
 
 def measured(setup: Setup, config: RunConfig) -> Measured:
     """Train some steps on this rank; collective."""
-    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), setup.device))
+    trainer = build_trainer(config, setup.device)
     layout = trainer.mesh.layout
     whole = random_batches(config, 1)[0]
     tokens, batch = to_device(*split(*whole, layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)], setup.device)

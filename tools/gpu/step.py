@@ -17,14 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.certification.batches import random_batches, to_device
-from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.layers.batch import Batch
-from pipeline.parallel import mesh as meshes
 from pipeline.rehearsal import graph_breaks
 from pipeline.training.trainer import Trainer
 from tools.gpu.rows import Row, Setup, guarded
-from tools.jobs import configured, one_rank
+from tools.jobs import build_trainer, configured, one_rank
 
 SECTION = "step"
 MODEL = ("model=llama-tiny", "model.layers=4", "model.kv_heads=2", "precision=bf16", "training.document_mask=true")
@@ -66,7 +64,7 @@ def configuration(setup: Setup, *words: str) -> RunConfig:
 
 def trainer_of(setup: Setup, config: RunConfig) -> Trainer:
     """Return the trainer of a job of one rank; one that reads a value of the device in each step, if faults are planted."""
-    trainer = Trainer(config, meshes.build_mesh(Layout.of(config, 1), setup.device))
+    trainer = build_trainer(config, setup.device)
     if setup.spoil:
         value = torch.ones((), device=setup.device)
         trainer.before_update = lambda: print(float(value))
