@@ -12,11 +12,8 @@ from dataclasses import dataclass
 
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
-from pipeline.planner.matrix_update import exchanges, matrix_rounds
 from pipeline.planner.operations import Collective, Kind, Phase
-from pipeline.planner.planned_buckets import PlannedBucket, planned_buckets
-from pipeline.planner.state_memory import FP32, StateFormat
-from pipeline.planner.trace import Trace
+from pipeline.planner.planned_buckets import PlannedBucket
 
 
 @dataclass(frozen=True)
@@ -25,24 +22,6 @@ class RepeatedCollective:
 
     collective: Collective
     count: int
-
-
-def step_exchanges(
-    trace: Trace, layout: Layout, rank: int, state_format: StateFormat, hidden_bytes: float, states: int = 1
-) -> list[RepeatedCollective]:
-    """Return all collectives of a step on a pipeline rank besides the model's own.
-
-    Args:
-        rank: coordinate on the pipeline axis.
-        hidden_bytes, states: as in `sends`.
-    """
-    zero_stage = state_format.zero_stage
-    buckets = planned_buckets(trace, layout, layout.stages(rank), zero_stage)
-    gathered = gathers(buckets, layout, zero_stage, state_format.weight_bytes, reference=trace.has_reference)
-    reduced = reductions(buckets, layout, zero_stage, FP32, state_format.reduce_bytes)
-    update = exchanges(matrix_rounds(buckets, layout, zero_stage), state_format.weight_bytes)
-    moved = [RepeatedCollective(collective, 1) for collective in update]
-    return reduced + gathered + moved + sends(layout, rank, hidden_bytes, states, reference=trace.has_reference)
 
 
 def reductions(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time, ring_formula
-from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers, group, reductions
+from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers, group, reductions, sends
+from pipeline.planner.matrix_update import exchanges, matrix_rounds
 from pipeline.planner.operations import AttentionCall, Collective, Operation, Product, TracedPart
 from pipeline.planner.planned_buckets import PlannedBucket
 from pipeline.planner.state_memory import ModelState, StateFormat, model_state
@@ -163,6 +164,23 @@ class EngineModel:
     def sharded_exchanges(self, buckets: list[PlannedBucket], layout: Layout) -> list[RepeatedCollective]:
         """Return the gatherings of weights and reductions of gradients in a step of ZeRO 3."""
         return gathers(buckets, layout, 3, self.weight_bytes) + self.reductions(buckets, layout, 3)
+
+    def step_exchanges(
+        self, buckets: list[PlannedBucket], layout: Layout, rank: int, zero_stage: int, hidden_bytes: float, states: int, *, reference: bool
+    ) -> list[RepeatedCollective]:
+        """Return all collectives of a step on a pipeline rank besides the model's own.
+
+        Args:
+            buckets: of the rank.
+            rank: coordinate on the pipeline axis.
+            hidden_bytes, states, reference: as in communication.sends.
+        """
+        return [
+            *self.reductions(buckets, layout, zero_stage),
+            *gathers(buckets, layout, zero_stage, self.weight_bytes, reference=reference),
+            *(RepeatedCollective(sent, 1) for sent in exchanges(matrix_rounds(buckets, layout, zero_stage), self.weight_bytes)),
+            *sends(layout, rank, hidden_bytes, states, reference=reference),
+        ]
 
     def model_state(self, buckets: list[PlannedBucket], state_format: StateFormat) -> ModelState:
         """Return the bytes of weights, gradients and optimizer state."""

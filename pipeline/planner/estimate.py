@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.planner import kernel_time
-from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers, sends
+from pipeline.planner.communication import Group, RepeatedCollective, collective_time, gathers
 from pipeline.planner.engine_model import EngineModel, PartTime
-from pipeline.planner.matrix_update import MatrixRound, exchanges, matrix_rounds, products, products_time, update_bytes
+from pipeline.planner.matrix_update import exchanges, matrix_rounds, products, products_time, update_bytes
 from pipeline.planner.operations import AttentionCall, Collective, Product, TracedPart
 from pipeline.planner.peak_memory import PeakMemory, peak_memory
 from pipeline.planner.pipeline_simulation import StageTime, simulate
@@ -90,8 +90,9 @@ def estimate(
     rounds = [matrix_rounds(b, layout, zero_stage) for b in buckets]
     own_parts = [{stage: contents[stage] for stage in layout.stages(rank)} for rank in ranks]
     frozen = [frozen_bytes(trace, layout, layout.stages(rank), zero_stage) for rank in ranks]
-    axes = [_collectives(rank, own_parts[rank], buckets[rank], rounds[rank], layout, engine, zero_stage) for rank in ranks]
-    outside = [engine.outside_bytes(collectives, layout, hardware) for collectives in axes]
+    moved = [engine.step_exchanges(buckets[rank], layout, rank, zero_stage, hidden_bytes, 1, reference=False) for rank in ranks]
+    used = [[*_models_collectives(own_parts[rank]), *(repeated.collective for repeated in moved[rank])] for rank in ranks]
+    outside = [engine.outside_bytes(collectives, layout, hardware) for collectives in used]
     memories = [
         peak_memory(
             *(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]),
@@ -117,24 +118,13 @@ def estimate(
     return Estimate(step_time, causes, memories, fullest, fits, _flops(contents) * replicas)
 
 
-def _collectives(
-    rank: int,
-    stages: dict[int, list[TracedPart]],
-    buckets: list[PlannedBucket],
-    rounds: list[MatrixRound],
-    layout: Layout,
-    engine: EngineModel,
-    zero_stage: int,
-) -> Iterator[Collective]:
-    """Yield the collectives of a step on a pipeline rank, each of the model's once for every use of its part."""
+def _models_collectives(stages: dict[int, list[TracedPart]]) -> Iterator[Collective]:
+    """Yield the collectives of the model's parts on a pipeline rank."""
     for operation in (operation for parts in stages.values() for part in parts for operation in part.operations):
         if isinstance(operation, Collective):
             yield operation
         elif isinstance(operation, AttentionCall) and operation.ring > 1:
             yield Collective("send", "context", operation.phase, operation.sent)
-    exchanged = engine.reductions(buckets, layout, zero_stage) + gathers(buckets, layout, zero_stage, engine.weight_bytes)
-    yield from (repeated.collective for repeated in exchanged + sends(layout, rank, 0.0))
-    yield from exchanges(rounds, engine.weight_bytes)
 
 
 def reference_time(contents: list[list[TracedPart]], layout: Layout, hardware: Hardware, engine: EngineModel, send: float) -> float:

@@ -12,7 +12,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.parallel.parallelize import DTYPES
 from pipeline.planner import ring_formula, site_correction
-from pipeline.planner.communication import collective_time, step_exchanges
+from pipeline.planner.communication import collective_time
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.kernel_time import product_time
@@ -151,14 +151,16 @@ def _model_rows(plan: JobPlan) -> Iterator[OperationRow]:
 
 def _exchange_rows(plan: JobPlan) -> Iterator[OperationRow]:
     """Yield the collectives of gradients and weights, and what is sent between pipeline stages."""
-    config, layout = plan.config, plan.layout
-    groups = engine_model(state_format_of(config)).axis_groups(layout, plan.hardware)
+    config, layout, zero_stage = plan.config, plan.layout, plan.config.parallel.zero_stage
+    engine = engine_model(state_format_of(config))
+    groups = engine.axis_groups(layout, plan.hardware)
     experts = "data" if layout.expert == 1 else "data of experts"
     names = {"dense": "data", "data": experts, "tied_embedding": "tied embedding"}
     for axis, words in (("dense", ""), ("data", "" if layout.expert == 1 else " of experts")):
         names |= {f"{axis}_shards": f"ZeRO group{words}", f"{axis}_replicas": f"ZeRO replicas{words}"}
     for rank in range(layout.pipeline):
-        for exchange in step_exchanges(plan.trace, layout, rank, state_format_of(config), hidden_bytes(config), hidden_states(config)):
+        buckets, sent = planned_buckets(plan.trace, layout, layout.stages(rank), zero_stage), (hidden_bytes(config), hidden_states(config))
+        for exchange in engine.step_exchanges(buckets, layout, rank, zero_stage, *sent, reference=plan.trace.has_reference):
             collective = exchange.collective
             time = collective_time(collective.kind, collective.bytes, groups[collective.axis], plan.hardware)
             label = f"{collective.kind} ({names.get(collective.axis, collective.axis)})"

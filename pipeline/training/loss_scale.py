@@ -41,7 +41,9 @@ class LossScale:
 
     def restore(self, before: LossScale) -> None:
         """Return to the state of a copy that was made before `update`."""
-        self.__dict__.update(before.__dict__)
+        self.factor = before.factor
+        if before.factor is not None:
+            self._finite_steps = before._finite_steps
 
     def state(self) -> tuple[float, int]:
         """The factor, 0 if there is none, and the number of consecutive steps with a finite gradient at this factor."""

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.parallel import mesh as meshes
-from pipeline.planner.communication import step_exchanges
+from pipeline.planner.engine_model import engine_model
 from pipeline.planner.plan import hidden_bytes, hidden_states
 from pipeline.planner.planned_buckets import planned_buckets, rank_weights
 from pipeline.planner.state_memory import model_state, state_format_of
@@ -27,7 +27,8 @@ def test_the_weights_and_the_exchanges_of_a_job_of_zero_3():
     tables, vectors = 128_256 * 8192, (2 * 80 + 1) * 8192
     blocks = LLAMA3_70B - 2 * tables - vectors
     expected = 16 * 4 * LLAMA3_70B + 16 * 2 * (2 * blocks + 2 * tables) + 2 * vectors
-    exchanges = step_exchanges(traced, layout, 0, state_format_of(config), hidden_bytes(config), hidden_states(config))
+    buckets, sent = planned_buckets(traced, layout, layout.stages(0), 3), (hidden_bytes(config), hidden_states(config))
+    exchanges = engine_model(state_format_of(config)).step_exchanges(buckets, layout, 0, 3, *sent, reference=False)
     assert {exchange.collective.axis.partition("_")[0] for exchange in exchanges} == {"dense"}
     whole = sum(exchange.count * exchange.collective.bytes for exchange in exchanges)
     twice = sum(exchange.count * exchange.collective.bytes for exchange in exchanges if exchange.collective.kind == "all_reduce")

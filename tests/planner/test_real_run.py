@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
-from pipeline.planner.communication import step_exchanges
+from pipeline.planner.engine_model import engine_model
 from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.state_memory import state_format_of
 from pipeline.planner.trace import trace
 from pipeline.rehearsal.analysis import ZERO
@@ -260,7 +261,8 @@ def step(*settings: str) -> tuple[Events, float]:
 def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, float]]:
     """The same for every pipeline rank, from the trace."""
     config = configured(*settings)
-    layout, traced = Layout.of(config, ranks), trace(config)
+    layout, traced, zero_stage = Layout.of(config, ranks), trace(config), config.parallel.zero_stage
+    engine = engine_model(state_format_of(config))
     names = {"data": "dense"} if layout.expert == 1 else {}
     if layout.data == 1 and layout.context > 1:  # these axes have the same ranks
         names["data"] = "context"
@@ -275,7 +277,8 @@ def planned(settings: tuple[str, ...], ranks: int) -> Iterator[tuple[Events, flo
     for rank in range(layout.pipeline):
         events: Events = Counter()
         flops = 0.0
-        for exchange in step_exchanges(traced, layout, rank, state_format_of(config), hidden_bytes(config), hidden_states(config)):
+        buckets, sent = planned_buckets(traced, layout, layout.stages(rank), zero_stage), (hidden_bytes(config), hidden_states(config))
+        for exchange in engine.step_exchanges(buckets, layout, rank, zero_stage, *sent, reference=traced.has_reference):
             c = exchange.collective
             events[c.kind, names.get(c.axis, c.axis), int(c.bytes)] += exchange.count
         for stage in layout.stages(rank):
