@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,10 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.parallel import mesh as meshes
-from pipeline.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from pipeline.layers.stack import Stack
+    from pipeline.training.trainer import Trainer
 
 
 def configured(*words: str, ranks: int = 1) -> RunConfig:
@@ -30,7 +34,19 @@ def configured(*words: str, ranks: int = 1) -> RunConfig:
 
 def build_trainer(config: RunConfig, device: torch.device | None = None) -> Trainer:
     """Return the trainer of this rank, on the CPU if no device is given. Collective."""
+    from pipeline.training.trainer import Trainer  # here and below: a benchmark measures the memory from before it
+
     return Trainer(config, meshes.build_mesh(Layout.of(config, dist.get_world_size()), device or torch.device("cpu")))
+
+
+def initial_model(config: RunConfig) -> Stack:
+    """Return the unsharded model in fp32 on the CPU, with the initial weights of a training."""
+    from pipeline.certification.reference import initialize
+    from pipeline.models import registry
+
+    model = registry.build(config.model)
+    initialize(model, config.model, config.training.seed)
+    return model
 
 
 @contextmanager

@@ -8,15 +8,16 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.planner.operations import Elementwise
-from tests.helpers import ROOT, python
+from tests.helpers import ROOT, load_tool, python
 from tools.study.cells import Contradiction, measured_step_time
 from tools.study.runs import read
-from tools.study.score import RowScore, quantiles, regrets, score
 from tools.study.tables import predict, predict_table, traced_row
 
 pytestmark = pytest.mark.long
 
 #: Llama-2 70B on 64 H100, as a user writes it.
+scoring = load_tool("plan_score")
+
 RUN = {
     "source": "here",
     "model_name": "Llama-2 70B",
@@ -101,7 +102,7 @@ def test_a_table_is_predicted_row_by_row_and_scored(tmp_path):
     assert [bool(row["predicted_step_time_s"]) for row in out] == [True, False, True]
     assert "is not gpus" in out[1]["refused"]
     assert float(out[0]["predicted_step_time_s"]) > 0 < float(out[0]["predicted_memory_gb"])
-    scores, refused = score(tmp_path / "out.csv")
+    scores, refused = scoring.score(tmp_path / "out.csv")
     assert refused == 1
     measured = 128 * 4096 / (4000 * 64)
     assert scores[0].error == pytest.approx(float(out[0]["predicted_step_time_s"]) / measured - 1)
@@ -202,12 +203,12 @@ def test_a_compiler_changes_memory_bound_kernels_only():
 
 
 def test_the_layout_that_is_predicted_fastest_is_compared_with_the_best():
-    def row(predicted: float, measured: float, group: str) -> RowScore:
-        return RowScore("s", "", predicted / measured - 1, None, predicted, measured, (group,))
+    def row(predicted: float, measured: float, group: str) -> object:
+        return scoring.RowScore("s", "", predicted / measured - 1, None, predicted, measured, (group,))
 
     rows = [row(1.0, 2.2, "a"), row(2.0, 2.0, "a"), row(3.0, 4.0, "a"), row(1.0, 9.0, "b"), row(2.0, 1.0, "b")]
-    assert regrets(rows) == [pytest.approx(0.1)]  # group b has two layouts only
+    assert scoring.regrets(rows) == [pytest.approx(0.1)]  # group b has two layouts only
 
 
 def test_quantiles_count_every_source_the_same():
-    assert quantiles([("a", 2.0)] * 100 + [("b", 1.0)], (0.1, 0.5, 0.9)) == [1.0, 1.0, 2.0]
+    assert scoring.quantiles([("a", 2.0)] * 100 + [("b", 1.0)], (0.1, 0.5, 0.9)) == [1.0, 1.0, 2.0]

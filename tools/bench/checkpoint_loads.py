@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.certification.distributed import run_ranks
 from tools.bench.checkpoint_state import bytes_read, checksums, configuration, evict, files, plain_read, state_of
 from tools.jobs import build_trainer
 
@@ -69,13 +69,10 @@ def timed(call: Callable[[], object]) -> dict[str, float]:
     return {"seconds": time.perf_counter() - started, "bytes": read}
 
 
-def measure(rank: int, options: dict[str, Any], folder: str) -> None:
+def measure(options: dict[str, Any], folder: str) -> None:
     """Time the reads and loads on this rank, from the disk and then from the page cache; rank 0 writes the results."""
-    torch.set_num_threads(1)
-    os.environ["LOCAL_RANK"] = str(rank)
-    ranks = options["ranks"]
+    rank, ranks = dist.get_rank(), options["ranks"]
     with open(os.devnull, "w") as nothing, contextlib.redirect_stdout(nothing):
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
         config = configuration(options, f"parallel.tensor={ranks}")
         trainer = build_trainer(config)
         state = state_of(trainer)
@@ -98,7 +95,6 @@ def measure(rank: int, options: dict[str, Any], folder: str) -> None:
         dist.barrier()
     if rank == 0:
         Path(folder, "result").write_text(json.dumps(result))
-    dist.destroy_process_group()
 
 
 def totals(trainer: Any, state: dict[str, Tensor]) -> dict[str, int]:
@@ -112,7 +108,7 @@ def totals(trainer: Any, state: dict[str, Tensor]) -> dict[str, int]:
 def main() -> None:
     options = json.loads(sys.argv[1])
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(measure, (options, folder), nprocs=options["ranks"])
+        run_ranks(options["ranks"], measure, options, folder)
         print(Path(folder, "result").read_text())
 
 

@@ -18,6 +18,7 @@ from pipeline.layers.lora import linear_layers
 from pipeline.parallel.parallelize import DTYPES, adapter_std, init_piece
 from pipeline.parallel.pieces import Piece
 from tools.bench import train_implementations as train
+from tools.jobs import initial_model
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def peft_model(config: RunConfig, folder: Path) -> torch.nn.Module:
     """
     folder.mkdir()
     layers = {}
-    for name, layer in linear_layers(train.our_model(config)):
+    for name, layer in linear_layers(initial_model(config)):
         rank, alpha = config.lora.rank_of(name), config.lora.alpha_of(name)
         shapes = {"a": (rank, layer.in_features), "b": (layer.out_features, rank)}
         pieces = (Piece(f"{name}.lora.{part}", shape) for part, shape in shapes.items())

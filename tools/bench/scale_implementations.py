@@ -87,16 +87,6 @@ def configuration(options: dict[str, Any], zero: int, *more: str) -> Any:
     )
 
 
-def plain_model(config: Any) -> Any:
-    """The model without parallelism, in fp32, with our initial weights."""
-    from pipeline.certification.reference import initialize
-    from pipeline.models import registry
-
-    model = registry.build(config.model)
-    initialize(model, config.model, config.training.seed)
-    return model
-
-
 def ours(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     from tools.jobs import build_trainer
 
@@ -116,9 +106,10 @@ def fsdp2(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from pipeline.parallel.parallelize import DTYPES
+    from tools.jobs import initial_model
 
     config = configuration(options, 0)
-    model = plain_model(config)
+    model = initial_model(config)
     dtype = DTYPES[options["dtype"]]
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     mesh = dist.device_mesh.init_device_mesh("cpu", (options["ranks"],))
@@ -157,9 +148,11 @@ def deepspeed(options: dict[str, Any]) -> Callable[[Tensor, Tensor], Any]:
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
     import deepspeed as library
 
+    from tools.jobs import initial_model
+
     library.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     config = configuration(options, 0)
-    model = plain_model(config)
+    model = initial_model(config)
     settings = deepspeed_settings(options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     engine, *_ = library.initialize(model=model, optimizer=optimizer, config=settings, dist_init_required=False)

@@ -23,7 +23,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers import Trainer as StockTrainer
 
-from pipeline.certification.reference import initialize
 from pipeline.checkpoint.native import TrainState
 from pipeline.checkpoint.saver import SyncSaver
 from pipeline.common import artifact
@@ -33,7 +32,6 @@ from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data import tar
 from pipeline.data.load.objectives.causal import Causal
-from pipeline.layers.stack import Stack
 from pipeline.models import registry
 from pipeline.parallel import mesh as meshes
 from pipeline.parallel.parallelize import DTYPES, compile_enabled
@@ -49,7 +47,7 @@ from pipeline.training.trainer import Trainer
 from pipeline.training.watchdog import Watchdog
 from tools.bench.harness import resident
 from tools.bench.token_dataset import TokenDataset
-from tools.jobs import configured
+from tools.jobs import configured, initial_model
 
 WARMUP_STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -218,7 +216,7 @@ def train_ours(config: RunConfig, timer: Timer) -> float:
 def train_plain(config: RunConfig, timer: Timer, *, stock: bool) -> float:
     """Train with a hand-written loop over our model or the stock class; returns the mean loss."""
     dtype, samples = DTYPES[config.precision.dtype], batches(config)
-    model: Any = stock_model(config, dtype).to(DEVICE) if stock else our_model(config).to(DEVICE, dtype)
+    model: Any = stock_model(config, dtype).to(DEVICE) if stock else initial_model(config).to(DEVICE, dtype)
     if compile_enabled(config.training, config.parallel, DEVICE):
         for block in stock_blocks(model) if stock else model.blocks.values():
             block.compile()
@@ -298,16 +296,9 @@ def batches(config: RunConfig) -> list[Tensor]:
     return [torch.from_numpy(dataset.samples(batch)).long() for batch in samples]
 
 
-def our_model(config: RunConfig) -> Stack:
-    """Return the unsharded model in fp32 on the CPU, with the initial weights of ours."""
-    model = registry.build(config.model)
-    initialize(model, config.model, config.training.seed)
-    return model
-
-
 def stock_model(config: RunConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return the stock transformers class with the same weights."""
-    mapping, weights = registry.mapping_of(config.model), our_model(config).state_dict()
+    mapping, weights = registry.mapping_of(config.model), initial_model(config).state_dict()
     stock_config = AutoConfig.for_model(**mapping.config_json(config.model), use_cache=False)
     model = AutoModelForCausalLM.from_config(stock_config, dtype=dtype, attn_implementation="sdpa")
     stock_weights = {row.hf_name: row.to_hf([weights[name] for name in row.names]) for row in registry.stock_tensors(config.model)[0]}
