@@ -83,7 +83,7 @@ def test_a_section_that_ends_early_is_a_failed_row(tmp_path, program, remark):
     row = json.dumps({"section": "kernels", "name": "first", "status": "ok", "value": 1, "bound": None, "remark": ""})
     words = f"import os, sys; os.write(int(sys.argv[1]), {row.encode() + bytes([10])!r}); {program}"
     first, last = sections.run("kernels", [sys.executable, "-c", words], tmp_path / "log", 3, {})
-    assert first == Row("kernels", "first", value=1.0)
+    assert first == Row("first", value=1.0, section="kernels")
     assert last.status == "failed"
     assert last.remark.startswith(remark)
 
@@ -101,7 +101,5 @@ def test_an_error_of_a_row_leaves_the_others(monkeypatch):
     monkeypatch.setattr(attention, "automatic", broken)
     setup = Setup(torch.device("cpu"), 1, quick=True, spoil=False, folder=Path())
     found = {row.name: row for row in attention.rows(setup)}
-    assert found["attention causal 64 bf16"] == Row.failed(
-        "kernels", "attention causal 64 bf16", "RuntimeError: CUDA error: out of registers"
-    )
+    assert found["attention causal 64 bf16"] == Row.failed("attention causal 64 bf16", "RuntimeError: CUDA error: out of registers")
     assert found["attention ring 64 bf16"].status == "ok"

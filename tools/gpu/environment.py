@@ -19,7 +19,6 @@ from pipeline.preflight import gpu_query
 from pipeline.preflight.measure import versions
 from tools.gpu.rows import Row, Setup, guarded
 
-SECTION = "environment"
 #: Files that a rank may need: sockets of the store, of gloo and of NCCL, data shards and checkpoints.
 FILES = 4096
 #: Packages that are used where they are installed.
@@ -29,23 +28,21 @@ _PATIENCE = 60.0
 
 
 def rows(setup: Setup) -> Iterator[Row]:
-    yield Row(SECTION, "device", remark=setup.described())
+    yield Row("device", remark=setup.described())
     for name, version in _versions().items():
-        yield Row(SECTION, f"version of {name}", remark=version)
+        yield Row(f"version of {name}", remark=version)
     if setup.cuda:
         for index in range(torch.cuda.device_count()):
-            yield guarded(SECTION, f"GPU {index}", lambda index=index: _gpu(index))  # type: ignore[misc]
+            yield guarded(f"GPU {index}", lambda index=index: _gpu(index))  # type: ignore[misc]
     yield from _health(setup)
-    yield guarded(SECTION, "topology", lambda: _topology(setup))
+    yield guarded("topology", lambda: _topology(setup))
     yield from _limits()
-    yield guarded(SECTION, "cores beside the GPU", lambda: _affinity(setup))
+    yield guarded("cores beside the GPU", lambda: _affinity(setup))
     for name, default in (site.DEFAULTS | site.NVIDIA_DEFAULTS).items():
         found = next((os.environ[each] for each in (name, *default.others) if os.environ.get(each)), "")
         same = found == default.value
-        yield Row(
-            SECTION, name, remark=found if same else f"{found or 'not set'}; the launch profile sets {default.value}: {default.reason}"
-        )
-    yield guarded(SECTION, "allocator", lambda: _allocator(setup))
+        yield Row(name, remark=found if same else f"{found or 'not set'}; the launch profile sets {default.value}: {default.reason}")
+    yield guarded("allocator", lambda: _allocator(setup))
 
 
 def _versions() -> dict[str, str]:
@@ -67,34 +64,34 @@ def _gpu(index: int) -> Row:
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {properties.total_memory / 1e9:.1f} GB"
     known = hardware.of_device(properties.name)
     remark = f"{text}; planned as {known.name}" if known else f"{text}; not in conf/hardware/: no plans, no MFU"
-    return Row(SECTION, f"GPU {index}", remark=remark)
+    return Row(f"GPU {index}", remark=remark)
 
 
 def _health(setup: Setup) -> Iterator[Row]:
     """Yield the driver, and of each GPU its uncorrected errors of memory, other damage, and what slows it down."""
     found = gpu_query.query(_PATIENCE)
     if found is None:
-        yield Row.skipped(SECTION, "driver", "nvidia-smi is not installed, and there is no GPU of AMD")
+        yield Row.skipped("driver", "nvidia-smi is not installed, and there is no GPU of AMD")
         return
     if "error" in found:
-        yield Row.failed(SECTION, "driver", found["error"]) if setup.cuda else Row.skipped(SECTION, "driver", found["error"])
+        yield Row.failed("driver", found["error"]) if setup.cuda else Row.skipped("driver", found["error"])
         return
-    yield Row(SECTION, "driver", remark=found["driver"])
+    yield Row("driver", remark=found["driver"])
     for index, gpu in enumerate(found["gpus"]):
         problems = [*gpu["faults"], *gpu["throttled"]] + ([f"{gpu['ecc']} uncorrected errors of memory"] if gpu["ecc"] else [])
-        yield Row.bounded(SECTION, f"health of GPU {index}", len(problems), 0, "; ".join(problems) or gpu["name"])
+        yield Row.bounded(f"health of GPU {index}", len(problems), 0, "; ".join(problems) or gpu["name"])
 
 
 def _topology(setup: Setup) -> Row:
     """The links between GPUs and network adapters, as nvidia-smi prints them, or rocm-smi those between GPUs."""
     commands = [words for words in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]) if shutil.which(words[0])]
     if not commands:
-        return Row.skipped(SECTION, "topology", "neither nvidia-smi nor rocm-smi is installed")
+        return Row.skipped("topology", "neither nvidia-smi nor rocm-smi is installed")
     done = subprocess.run(commands[0], capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
     if done.returncode:
         text = " ".join((done.stdout + done.stderr).split())
-        return Row.failed(SECTION, "topology", text) if setup.cuda else Row.skipped(SECTION, "topology", text)
-    return Row(SECTION, "topology", remark=done.stdout.strip())
+        return Row.failed("topology", text) if setup.cuda else Row.skipped("topology", text)
+    return Row("topology", remark=done.stdout.strip())
 
 
 def _limits() -> Iterator[Row]:
@@ -108,26 +105,26 @@ def _limits() -> Iterator[Row]:
         remark = f"soft {'unlimited' if soft is None else f'{soft:,}'}, hard {'unlimited' if hard is None else f'{hard:,}'}"
         enough = limit != resource.RLIMIT_NOFILE or hard is None or hard >= FILES
         why = "" if enough else f"; large jobs need {FILES:,}: ask for a higher hard limit"
-        yield Row(SECTION, f"limit of {name}", "ok" if enough else "failed", None if hard is None else float(hard), None, remark + why)
+        yield Row(f"limit of {name}", "ok" if enough else "failed", None if hard is None else float(hard), None, remark + why)
 
 
 def _affinity(setup: Setup) -> Row:
     """How many of the cores of this process are beside its GPU."""
     given = os.sched_getaffinity(0)
     if not setup.cuda:
-        return Row.skipped(SECTION, "cores beside the GPU", f"no GPU; {len(given)} cores")
+        return Row.skipped("cores beside the GPU", f"no GPU; {len(given)} cores")
     near = cpu_affinity.cores_beside(setup.device)
     if not near:
-        return Row.skipped(SECTION, "cores beside the GPU", f"/sys does not tell; {len(given)} cores")
+        return Row.skipped("cores beside the GPU", f"/sys does not tell; {len(given)} cores")
     remark = f"of {len(given)} cores of this process, {len(near)} are beside the GPU in the machine"
     if not given & near:
         remark += ": copies between host and GPU are slower; bind ranks to their cores (cluster.srun=[--cpu-bind=...])"
-    return Row(SECTION, "cores beside the GPU", "ok" if given & near else "failed", float(len(given & near)), None, remark)
+    return Row("cores beside the GPU", "ok" if given & near else "failed", float(len(given & near)), None, remark)
 
 
 def _allocator(setup: Setup) -> Row:
     """The settings of PyTorch's allocator that are in effect."""
     if not setup.cuda:
-        return Row.skipped(SECTION, "allocator", "no GPU")
+        return Row.skipped("allocator", "no GPU")
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    return Row(SECTION, "allocator", remark=", ".join(f"{name}={value}" for name, value in settings.items() if value not in ("", None)))
+    return Row("allocator", remark=", ".join(f"{name}={value}" for name, value in settings.items() if value not in ("", None)))

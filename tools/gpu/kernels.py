@@ -21,7 +21,6 @@ from tools.gpu import attention
 from tools.gpu.against_formula import Function, compare
 from tools.gpu.rows import Row, Setup, guarded
 
-SECTION = "kernels"
 #: Rounding of the inputs of an 8-bit product: of E4M3 by 2^-4 at most, and of gradients in E5M2 by 2^-3.
 FP8_BOUNDS = {"output": 2**-4, "gradient": 2**-3}
 RECIPES = ("tensorwise", "rowwise")
@@ -34,14 +33,14 @@ def rows(setup: Setup) -> Iterator[Row]:
         for compiled in (False, True) if setup.cuda else (False,):
             for name, (kernel, formula, inputs) in layers(hidden, setup.device).items():
                 title = f"{name} {hidden} {dtype}{' compiled' if compiled else ''}"
-                yield guarded(SECTION, title, partial(_check, title, kernel, formula, inputs, dtype, compiled=compiled))
+                yield guarded(title, partial(_check, title, kernel, formula, inputs, dtype, compiled=compiled))
     title = "grouped product bf16"
-    yield guarded(SECTION, title, partial(_grouped, setup, title))
+    yield guarded(title, partial(_grouped, setup, title))
     for recipe in RECIPES:
         title = f"product fp8 {recipe}"
-        yield guarded(SECTION, title, partial(_fp8, setup, title, recipe))
+        yield guarded(title, partial(_fp8, setup, title, recipe))
     for title in ("product fp8 of padded experts", "product fp8 of experts"):
-        yield guarded(SECTION, title, partial(_fp8_experts, setup, title, padded="padded" in title))
+        yield guarded(title, partial(_fp8_experts, setup, title, padded="padded" in title))
 
 
 def layers(hidden: int, device: torch.device) -> dict[str, tuple[Function, Function, dict[str, Tensor]]]:
@@ -105,7 +104,7 @@ def _check(title: str, kernel: Function, formula: Function, inputs: dict[str, Te
     # PyTorch's kernel for CPUs adds the gradients of the bias in 16 bits.
     slack = 4.0 if device.type == "cpu" and title.startswith("layer norm") else 1.0
     found = compare(torch.compile(kernel) if compiled else kernel, formula, inputs, DTYPES[dtype], slack=slack)
-    return Row.bounded(SECTION, title, found.error, found.bound, f"relative error of the {found.where}")
+    return Row.bounded(title, found.error, found.bound, f"relative error of the {found.where}")
 
 
 def _grouped(setup: Setup, title: str) -> Row:
@@ -124,17 +123,17 @@ def _grouped(setup: Setup, title: str) -> Row:
         return of(grouped_mm)(x.where(torch.arange(rows, device=x.device)[:, None] < assigned, 0), weights)
 
     found = compare(undefined_rows_have_no_gradient, of(loop_mm), inputs, torch.bfloat16)
-    return Row.bounded(SECTION, title, found.error, found.bound, f"relative error of the {found.where}")
+    return Row.bounded(title, found.error, found.bound, f"relative error of the {found.where}")
 
 
 def _fp8(setup: Setup, title: str, recipe: str) -> Row:
     """Compare an 8-bit product with the exact one; on a CPU the rounding is emulated."""
     if setup.cuda and not gpu.of(setup.device).fp8:
-        return Row.skipped(SECTION, title, "this GPU has no 8-bit products")
+        return Row.skipped(title, "this GPU has no 8-bit products")
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ModuleNotFoundError:
-        return Row.skipped(SECTION, title, "torchao is not installed")
+        return Row.skipped(title, "torchao is not installed")
     sizes = (1024, 2048, 1536) if setup.cuda else (32, 64, 48)
     chance = torch.Generator().manual_seed(0)
     x = torch.randn(sizes[0], sizes[1], generator=chance).to(setup.device, torch.bfloat16).requires_grad_()
@@ -160,7 +159,7 @@ def _fp8(setup: Setup, title: str, recipe: str) -> Row:
 def _fp8_experts(setup: Setup, title: str, *, padded: bool) -> Row:
     """Compare 8-bit products of experts with exact ones: with equal numbers of rows, or with uneven loads as in `_grouped`."""
     if setup.cuda and not gpu.of(setup.device).fp8_experts:
-        return Row.skipped(SECTION, title, "this GPU has no 8-bit products of experts")
+        return Row.skipped(title, "this GPU has no 8-bit products of experts")
     rows, hidden, ffn = (1000, 1024, 512) if setup.cuda else (10, 32, 16)
     counts = torch.tensor([rows] * 4 if padded else [2 * rows, 0, rows + 3, rows - 7], device=setup.device)
     total = int(counts.sum()) + (0 if padded else 5)
@@ -194,4 +193,4 @@ def _rounded(setup: Setup, title: str, exact: dict[str, tuple[Tensor, Tensor]]) 
     bounds = {name: FP8_BOUNDS[name.partition(" ")[0]] for name in errors}
     worst = max(errors, key=lambda name: errors[name] / bounds[name] if errors[name] == errors[name] else float("inf"))
     emulated = "" if setup.cuda else "; emulated"
-    return Row.bounded(SECTION, title, errors[worst], bounds[worst], f"relative error of the {worst}{emulated}")
+    return Row.bounded(title, errors[worst], bounds[worst], f"relative error of the {worst}{emulated}")

@@ -18,7 +18,6 @@ from tools.audit.family_cases import MODELS
 from tools.gpu.rows import Row, Setup, guarded
 from tools.jobs import configured, one_rank
 
-SECTION = "models"
 QUICK_FAMILIES = ("llama", "mixtral", "t5")
 #: Heads are wider than in tools/numerics, since FlexAttention on a GPU requires a width of 16; nothing is compiled, to save time.
 WIDER = ("model.heads=4", "training.compile=off", "training.micro_batch_size=2")
@@ -30,7 +29,7 @@ def rows(setup: Setup) -> Iterator[Row]:
     with one_rank():
         for family in QUICK_FAMILIES if setup.quick else MODELS:
             for dtype in ("fp32", "bf16"):
-                yield guarded(SECTION, f"{family} {dtype}", partial(check, setup, family, dtype))
+                yield guarded(f"{family} {dtype}", partial(check, setup, family, dtype))
 
 
 def configuration(family: str, *, steps: int) -> RunConfig:
@@ -49,11 +48,11 @@ def check(setup: Setup, family: str, dtype: str) -> Row:
     return worst(f"{family} {dtype}", tolerances, found, f"{config.training.steps} steps")
 
 
-def worst(name: str, tolerances: dict[str, float], found: dict[str, Difference], remark: str, section: str = SECTION) -> Row:
+def worst(name: str, tolerances: dict[str, float], found: dict[str, Difference], remark: str) -> Row:
     """Return the row of the quantity whose difference is largest in relation to its tolerance."""
     quantity = max(found, key=lambda each: found[each].value / tolerances[each] if tolerances[each] else found[each].value)
     text = f"relative difference of the {quantity} ({found[quantity].where}), {remark}"
-    return Row.bounded(section, name, found[quantity].value, tolerances[quantity], text)
+    return Row.bounded(name, found[quantity].value, tolerances[quantity], text)
 
 
 def in_fp32(setup: Setup, config: RunConfig) -> tuple[dict[str, float], dict[str, Difference]]:

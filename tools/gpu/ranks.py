@@ -37,7 +37,6 @@ from tools.gpu import models, speed, step
 from tools.gpu.rows import Row, Setup, guarded
 from tools.jobs import configured
 
-SECTION = "ranks"
 #: Name of a layout -> family, and settings of parallel. The ranks that are not named are data ranks.
 LAYOUTS = {
     **{f"zero {zero}": ("llama", f"zero_stage={zero}") for zero in range(4)},
@@ -66,17 +65,17 @@ PATIENCE = 600.0
 def rows(setup: Setup) -> Iterator[Row]:
     count = min(setup.ranks, torch.cuda.device_count()) if setup.cuda else setup.ranks
     if count < 2:
-        yield Row.skipped(SECTION, "all", "one GPU" if setup.cuda else "one rank")
+        yield Row.skipped("all", "one GPU" if setup.cuda else "one rank")
         return
     if count < setup.ranks:
-        yield Row.failed(SECTION, "GPUs", f"--ranks={setup.ranks}, but {count} GPUs are visible")
+        yield Row.failed("GPUs", f"--ranks={setup.ranks}, but {count} GPUs are visible")
     yield from layouts(setup, count)
     yield from fused(setup, count)
     yield from rates(setup, count)
     name = "saved, and continued on another number of ranks"
-    yield guarded(SECTION, name, partial(saved, setup, count, name))
+    yield guarded(name, partial(saved, setup, count, name))
     name = "a stopped rank is named by the watchdog"
-    yield guarded(SECTION, name, partial(stopped_rank, setup, count, SECTION, name))
+    yield guarded(name, partial(stopped_rank, setup, count, name))
 
 
 def trained(setup: Setup, count: int, configs: dict[str, RunConfig]) -> Iterator[tuple[str, Outcome | RanksFailedError]]:
@@ -114,31 +113,31 @@ def layouts(setup: Setup, count: int) -> Iterator[Row]:
     references: dict[str, tuple[Outcome, Outcome]] = {}
     for name, found in trained(setup, count, configs):
         if isinstance(found, RanksFailedError):
-            yield Row.failed(SECTION, name, found)
+            yield Row.failed(name, found)
             continue
         config, family = configs[name], name.partition(" ")[0]
         if family not in references:
             references[family] = train_plain(config), train_plain(config, torch.float64)
         tolerances, differences = models.against(setup, config, *references[family], found)
         remark = f"{Layout.of(config, count).axes_text()}, fp32, {steps} steps, beside one process"
-        yield models.worst(name, tolerances, differences, remark, SECTION)
+        yield models.worst(name, tolerances, differences, remark)
 
 
 def fused(setup: Setup, count: int) -> Iterator[Row]:
     """Yield the rows of tensor parallelism with products that are fused with collectives, and without."""
     name = "async tensor parallelism, on beside off"
     if not setup.cuda or count % 2 or not gpu.of(setup.device).symmetric_memory:
-        yield Row.skipped(SECTION, name, "requires an even number of GPUs from Hopper on")
+        yield Row.skipped(name, "requires an even number of GPUs from Hopper on")
         return
     words = (*ASYNC_MODEL, f"training.global_batch_size={2 * count}")
     configs = {mode: configured(*words, f"parallel.async_tensor={mode}", ranks=count) for mode in ("off", "on")}
     found = dict(trained(setup, count, configs))
     if error := next((each for each in found.values() if isinstance(each, RanksFailedError)), None):
-        yield Row.failed(SECTION, name, error)
+        yield Row.failed(name, error)
         return
     losses = [each.losses for each in found.values() if isinstance(each, Outcome)]
     difference = step.largest_difference(*losses)
-    yield Row.bounded(SECTION, name, difference, ASYNC_BOUND, "relative difference of the loss, bf16, compiled")
+    yield Row.bounded(name, difference, ASYNC_BOUND, "relative difference of the loss, bf16, compiled")
 
 
 def rates(setup: Setup, count: int) -> Iterator[Row]:
@@ -157,11 +156,11 @@ def rates(setup: Setup, count: int) -> Iterator[Row]:
         try:
             found = speed.in_processes(setup, config, count)
         except RanksFailedError as error:
-            yield Row.failed(SECTION, f"{name}: tokens/s", error)
+            yield Row.failed(f"{name}: tokens/s", error)
             continue
-        yield from speed.rows_of(setup, name, config, planned, found, SECTION, count)
+        yield from speed.rows_of(setup, name, config, planned, found, count)
         where = "of a profiled step, rank 0" + ("" if setup.cuda else "; over gloo")
-        yield Row(SECTION, f"{name}: exposed communication, %", value=100 * found.exposed, remark=where)
+        yield Row(f"{name}: exposed communication, %", value=100 * found.exposed, remark=where)
 
 
 def saved(setup: Setup, count: int, name: str) -> Row:
@@ -180,7 +179,7 @@ def saved(setup: Setup, count: int, name: str) -> Row:
         report, _ = torch.load(f"{folder}/elsewhere", weights_only=False)
     failures = [line for part in (*result.reports, report) for line in part.failures]
     remark = "; ".join(failures) or f"by {count} ranks, loaded by {size}: all bits of weights and moments"
-    return Row.bounded(SECTION, name, len(failures), 0, remark)
+    return Row.bounded(name, len(failures), 0, remark)
 
 
 def file_of(folder: str, name: str) -> Path:
@@ -219,7 +218,7 @@ LAST = 3
 STOPPED_PATIENCE = 240.0
 
 
-def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
+def stopped_rank(setup: Setup, count: int, name: str) -> Row:
     """Train on all ranks, stop the last one, and look for its name in the log of the first."""
     words = (*models.WIDER, f"training.global_batch_size={4 * count}", f"training.timeout_minutes={MINUTES}")
     config = configured(*MODELS["llama"].overrides, *words, ranks=count)
@@ -240,11 +239,11 @@ def stopped_rank(setup: Setup, count: int, section: str, name: str) -> Row:
     named = next((line for line in text.splitlines() if "the run waits for" in line), "")
     done = f"{STOP.name} of rank {count - 1} after step {LAST}"
     if code is None:
-        return Row.failed(section, name, f"{done}: rank 0 still runs after {STOPPED_PATIENCE:g} s")
+        return Row.failed(name, f"{done}: rank 0 still runs after {STOPPED_PATIENCE:g} s")
     if f"the run waits for rank {count - 1} " not in named:
         last = text.strip().splitlines()[-1:] or ["no output"]
-        return Row.failed(section, name, f"{done}: not named; {named or last[0]}")
-    return Row(section, name, remark=f"{done}: {named.partition('no progress')[2]}")
+        return Row.failed(name, f"{done}: not named; {named or last[0]}")
+    return Row(name, remark=f"{done}: {named.partition('no progress')[2]}")
 
 
 def be_rank(rank: int, count: int, store: str, config: RunConfig, folder: str) -> None:

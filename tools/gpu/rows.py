@@ -28,36 +28,36 @@ class Row:
     """A checked or measured quantity.
 
     Attributes:
-        section: the section that it belongs to.
         name: of the quantity, unique in its section.
         status: failed if the value exceeds the bound, or could not be determined; skipped if this machine cannot have it.
         value: what was found; None without a number.
         bound: largest value that passes; None for a row that only reports.
         remark: unit and conditions of the value, or why there is none.
+        section: the section that it belongs to, which sections.run adds.
     """
 
-    section: str
     name: str
     status: Status = "ok"
     value: float | None = None
     bound: float | None = None
     remark: str = ""
+    section: str = ""
 
     @classmethod
-    def bounded(cls, section: str, name: str, value: float, bound: float, remark: str = "") -> Row:
+    def bounded(cls, name: str, value: float, bound: float, remark: str = "") -> Row:
         """Return a row that fails unless the value is at most the bound; nan fails."""
-        return cls(section, name, "ok" if value <= bound else "failed", value, bound, remark)
+        return cls(name, "ok" if value <= bound else "failed", value, bound, remark)
 
     @classmethod
-    def skipped(cls, section: str, name: str, reason: str) -> Row:
+    def skipped(cls, name: str, reason: str) -> Row:
         """Return a row of what this machine cannot have."""
-        return cls(section, name, "skipped", remark=reason)
+        return cls(name, "skipped", remark=reason)
 
     @classmethod
-    def failed(cls, section: str, name: str, error: BaseException | str) -> Row:
+    def failed(cls, name: str, error: BaseException | str) -> Row:
         """Return a row of what ended with an error."""
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        return cls(section, name, "failed", remark=" ".join(text.split()))
+        return cls(name, "failed", remark=" ".join(text.split()))
 
     def line(self) -> str:
         """Return the row as a line of the table."""
@@ -110,12 +110,12 @@ class Setup:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self.device)}"
 
 
-def guarded(section: str, name: str, call: Callable[[], Row]) -> Row:
+def guarded(name: str, call: Callable[[], Row]) -> Row:
     """Return the row of a call; a failed one with the error if it raises: the other rows of the section still run."""
     try:
         return call()
     except Exception as error:
-        return Row.failed(section, name, error)
+        return Row.failed(name, error)
 
 
 #: Name of the file in the output folder.
@@ -147,7 +147,7 @@ def write(folder: Path, rows: Sequence[Row], about: dict[str, Any]) -> Path:
 
 def as_json(row: Row) -> dict[str, Any]:
     """Return a row as JSON has it: numbers that are not finite, which JSON lacks, as text."""
-    content = dataclasses.asdict(row)
+    content = {"section": row.section, **dataclasses.asdict(row)}
     return {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in content.items()}
 
 

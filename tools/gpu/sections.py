@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pipeline.launch import site
@@ -62,21 +63,24 @@ def run(name: str, command: list[str], log: Path, seconds: float, about: dict[st
         with os.fdopen(reader) as lines:
             for line in lines:
                 content = json.loads(line)
-                if "section" not in content:
+                if "name" not in content:
                     about |= content
                     continue
-                row = from_json(content)
+                row = replace(from_json(content), section=name)
                 last = row.name
                 yield row
         code = child.wait()
     finally:
         timer.cancel()
         _kill(child)
+    why = ""
     if late.is_set():
-        yield Row.failed(name, ENDED, f"did not end within {seconds:g} s, after: {last}; see {log}")
+        why = f"did not end within {seconds:g} s, after: {last}; see {log}"
     elif code:
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        yield Row.failed(name, ENDED, f"{how} after: {last}: {_last_line(log)}; see {log}")
+        why = f"{how} after: {last}: {_last_line(log)}; see {log}"
+    if why:
+        yield replace(Row.failed(ENDED, why), section=name)
 
 
 def serve(name: str, setup: Setup, descriptor: int) -> None:

@@ -29,7 +29,6 @@ from tools.bench.tensor_memory import TensorMemory
 from tools.gpu.rows import Row, Setup
 from tools.jobs import build_trainer, configured
 
-SECTION = "speed"
 #: Peak of the tensors over the planned one: the planner's is within some percent, and libraries have workspaces.
 MEMORY = 1.1
 BATCH = ("training.sequence_length=4096", "training.micro_batch_size=2", "training.global_batch_size=8", "precision=bf16")
@@ -75,7 +74,7 @@ class Measured:
 
 def rows(setup: Setup) -> Iterator[Row]:
     if not setup.cuda:
-        yield Row.skipped(SECTION, "models", "a tiny model on the CPU stands in for Llama 1B and layers of 8B: its speed says nothing")
+        yield Row.skipped("models", "a tiny model on the CPU stands in for Llama 1B and layers of 8B: its speed says nothing")
     fp8 = ("precision=fp8", "precision.fp8_exclude_layers=0")
     offloaded = ("parallel.offload=optimizer",)
     small, large = ("llama 1B", "llama 8B slice") if setup.cuda else ("tiny for llama 1B", "tiny for llama 8B slice")
@@ -86,22 +85,22 @@ def rows(setup: Setup) -> Iterator[Row]:
     tokens: dict[str, float] = {}
     for name, (choices, more) in jobs.items():
         if more == fp8 and setup.cuda and not gpu.of(setup.device).fp8:
-            yield Row.skipped(SECTION, name, "this GPU has no 8-bit products")
+            yield Row.skipped(name, "this GPU has no 8-bit products")
             continue
         try:
             config, planned = fitting(setup, choices, more)
             if planned is not None and setup.cuda and (reason := lacks_host_memory(planned)):
-                yield Row.skipped(SECTION, name, reason)
+                yield Row.skipped(name, reason)
                 continue
             found = in_processes(setup, config, 1)
         except Exception as error:
-            yield Row.failed(SECTION, name, error)
+            yield Row.failed(name, error)
             continue
         tokens[name] = found.tokens
         yield from rows_of(setup, name, config, planned, found)
     for title, name, other in (("fp8 / bf16", f"{large} fp8", large), ("offloaded / not", f"{small} offloaded", small)):
         if name in tokens and other in tokens:
-            yield Row(SECTION, f"{other}: tokens/s {title}", value=tokens[name] / tokens[other])
+            yield Row(f"{other}: tokens/s {title}", value=tokens[name] / tokens[other])
 
 
 def fitting(setup: Setup, choices: list[tuple[str, ...]], more: tuple[str, ...], ranks: int = 1) -> tuple[RunConfig, JobPlan | None]:
@@ -191,9 +190,7 @@ def exposed_share(setup: Setup, step: Callable[[], object]) -> float:
     return summary.exposed / summary.seconds
 
 
-def rows_of(
-    setup: Setup, name: str, config: RunConfig, planned: JobPlan | None, found: Measured, section: str = SECTION, ranks: int = 1
-) -> Iterator[Row]:
+def rows_of(setup: Setup, name: str, config: RunConfig, planned: JobPlan | None, found: Measured, ranks: int = 1) -> Iterator[Row]:
     """Yield the rows of a job on a number of ranks."""
     training = config.training
     size = f"{config.model.layers} layers, batch {training.global_batch_size} x {training.sequence_length}"
@@ -201,26 +198,26 @@ def rows_of(
     if planned is not None and setup.cuda:
         rate = training.global_batch_size * training.sequence_length / planned.estimate.step_time
         expected = f"; planned {rate:,.0f}"
-    yield Row(section, f"{name}: tokens/s", value=found.tokens, remark=f"{size}, {found.step:.3f} s a step{expected}")
+    yield Row(f"{name}: tokens/s", value=found.tokens, remark=f"{size}, {found.step:.3f} s a step{expected}")
     peak = flops.peak_flops(config.cluster, config.precision, setup.device)
     if peak is not None:
         used = flops.flops_per_token(config.model, training.sequence_length) * found.tokens / ranks
-        yield Row.bounded(section, f"{name}: MFU, %", 100 * used / (peak.tflops * 1e12), 100, f"of {peak}")
+        yield Row.bounded(f"{name}: MFU, %", 100 * used / (peak.tflops * 1e12), 100, f"of {peak}")
     elif setup.cuda:
-        yield Row.skipped(section, f"{name}: MFU, %", "conf/hardware/ does not have this GPU")
+        yield Row.skipped(f"{name}: MFU, %", "conf/hardware/ does not have this GPU")
     memory = f"{name}: peak memory / plan"
     if planned is None:
-        yield Row.skipped(section, memory, f"{found.peak / 1e9:.2f} GB; no plan, since conf/hardware/ does not have this GPU")
+        yield Row.skipped(memory, f"{found.peak / 1e9:.2f} GB; no plan, since conf/hardware/ does not have this GPU")
         return
     wanted = planned.estimate.memory.total - planned.estimate.memory.overhead
     text = f"tensors of {found.peak / 1e9:.3f} GB, planned {wanted / 1e9:.3f} GB"
     if setup.cuda:
-        yield Row.bounded(section, memory, found.peak / wanted, MEMORY, text)
+        yield Row.bounded(memory, found.peak / wanted, MEMORY, text)
         text = f"planned {planned.estimate.memory.outside / 1e9:.2f} GB, with the communicators of the job"
-        yield Row(section, f"{name}: beside the allocator, GB", value=found.outside / 1e9, remark=text)
-        yield Row.bounded(section, f"{name}: retries of the allocator", found.retries, 0)
+        yield Row(f"{name}: beside the allocator, GB", value=found.outside / 1e9, remark=text)
+        yield Row.bounded(f"{name}: retries of the allocator", found.retries, 0)
     else:
-        yield Row(section, memory, value=found.peak / wanted, remark=f"{text} for a GPU; host memory counts too")
+        yield Row(memory, value=found.peak / wanted, remark=f"{text} for a GPU; host memory counts too")
 
 
 def _finish(setup: Setup) -> None:

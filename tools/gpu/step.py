@@ -24,7 +24,6 @@ from pipeline.training.trainer import Trainer
 from tools.gpu.rows import Row, Setup, guarded
 from tools.jobs import build_trainer, configured, one_rank
 
-SECTION = "step"
 MODEL = ("model=llama-tiny", "model.layers=4", "model.kv_heads=2", "precision=bf16", "training.document_mask=true")
 EXPERTS = ("model=mixtral-tiny", "model.layers=2", "model.kv_heads=2", "precision=bf16")
 SIZES = {
@@ -47,14 +46,14 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield from compiled(setup)
         for zero in (0, 3) if setup.quick else (0, 1, 2, 3):
             name = f"llama zero {zero}: waits of the host"
-            yield guarded(SECTION, name, partial(waits, setup, name, (*MODEL, f"parallel.zero_stage={zero}")))
+            yield guarded(name, partial(waits, setup, name, (*MODEL, f"parallel.zero_stage={zero}")))
         name = "mixtral: waits of the host"
-        yield guarded(SECTION, name, partial(waits, setup, name, EXPERTS, expected=setup.cuda))
+        yield guarded(name, partial(waits, setup, name, EXPERTS, expected=setup.cuda))
     if setup.cuda:
         retries = torch.cuda.memory_stats(setup.device)["num_alloc_retries"]
-        yield Row.bounded(SECTION, "retries of the allocator", retries, 0, "in this section")
+        yield Row.bounded("retries of the allocator", retries, 0, "in this section")
     else:
-        yield Row.skipped(SECTION, "retries of the allocator", "no GPU")
+        yield Row.skipped("retries of the allocator", "no GPU")
 
 
 def configuration(setup: Setup, *words: str) -> RunConfig:
@@ -99,20 +98,20 @@ def compiled(setup: Setup) -> Iterator[Row]:
                     graphs.append(int(counters["stats"]["unique_graphs"]))
                 losses[mode] = found
     except Exception as error:
-        yield Row.failed(SECTION, "llama compiled", error)
+        yield Row.failed("llama compiled", error)
         return
     first, last = (count - before for count in (graphs[-len(losses["on"])], graphs[-1]))
     where = "; ".join(f"{count} x {one}" for one, count in breaks.most_common(3))
-    yield Row.bounded(SECTION, "llama: graphs of 4 equal blocks", first, 1, f"in the first step{stands_in}")
-    yield Row.bounded(SECTION, "llama: graph breaks", sum(breaks.values()), 0, where)
-    yield Row.bounded(SECTION, "llama: graphs compiled after the first step", last - first, 0, f"in {len(losses['on']) - 1} steps")
+    yield Row.bounded("llama: graphs of 4 equal blocks", first, 1, f"in the first step{stands_in}")
+    yield Row.bounded("llama: graph breaks", sum(breaks.values()), 0, where)
+    yield Row.bounded("llama: graphs compiled after the first step", last - first, 0, f"in {len(losses['on']) - 1} steps")
     difference = largest_difference(losses["on"], losses["off"])
-    yield Row.bounded(SECTION, "llama: loss of compiled blocks beside others", difference, COMPILED, f"relative{stands_in}")
+    yield Row.bounded("llama: loss of compiled blocks beside others", difference, COMPILED, f"relative{stands_in}")
     tokens, batch = batches_of(setup, config)[0]
-    yield guarded(SECTION, "llama: launches of a step", lambda: launches(setup, trainer, tokens, batch))
+    yield guarded("llama: launches of a step", lambda: launches(setup, trainer, tokens, batch))
     if setup.cuda:
         name = "llama compiled: waits of the host"
-        yield guarded(SECTION, name, lambda: counted(setup, name, trainer, batches_of(setup, config)))
+        yield guarded(name, lambda: counted(setup, name, trainer, batches_of(setup, config)))
 
 
 def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
@@ -130,13 +129,11 @@ def launches(setup: Setup, trainer: Trainer, tokens: torch.Tensor, batch: Batch)
     events = found.events() or []
     if not setup.cuda:
         count = sum(event.name.startswith("aten::") for event in events)
-        return Row(
-            SECTION, name, value=float(count), remark="operators of 4 blocks and 2 micro-batches on a CPU, which launches no kernels"
-        )
+        return Row(name, value=float(count), remark="operators of 4 blocks and 2 micro-batches on a CPU, which launches no kernels")
     kernels = [event for event in events if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))]
     if not kernels:
-        return Row.skipped(SECTION, name, "the profiler sees no kernel: CUPTI is missing, or may not be used by users here")
-    return Row(SECTION, name, value=float(len(kernels)), remark="kernels of 4 blocks and 2 micro-batches, with the update")
+        return Row.skipped(name, "the profiler sees no kernel: CUPTI is missing, or may not be used by users here")
+    return Row(name, value=float(len(kernels)), remark="kernels of 4 blocks and 2 micro-batches, with the update")
 
 
 def waits(setup: Setup, name: str, words: tuple[str, ...], *, expected: bool = True) -> Row:
@@ -155,7 +152,7 @@ def counted(setup: Setup, name: str, trainer: Trainer, batches: list[tuple[torch
     how = "torch.cuda.set_sync_debug_mode" if setup.cuda else "operations that would wait on a GPU"
     remark = "; ".join(f"{count} x {where}" for where, count in found.most_common(3)) or how
     total = sum(found.values())
-    return Row.bounded(SECTION, name, total, 0, remark) if expected else Row(SECTION, name, value=float(total), remark=remark)
+    return Row.bounded(name, total, 0, remark) if expected else Row(name, value=float(total), remark=remark)
 
 
 @contextmanager
