@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,32 +14,15 @@ import yaml
 from pipeline.common.errors import UserError
 from pipeline.config import ladder
 from pipeline.models import registry
-from tests.helpers import load_tool
 from tests.world import configured
 from tools.audit.scaling_law import Law
 
 LAW = Law(1.8, 500.0, 0.35, 2000.0, 0.36)
 
 
-@pytest.fixture(scope="module")
-def main() -> Callable[[], int]:
-    return load_tool("ladder").main
-
-
 @pytest.fixture
-def tool(main, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """The exit code and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["ladder", *map(str, arguments)])
-        try:
-            code = main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out + said.err
-
-    return run
+def tool(call_tool) -> Callable[..., tuple[int, str]]:
+    return partial(call_tool, "ladder")
 
 
 def write(

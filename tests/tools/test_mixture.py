@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,6 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import load_tool
 from tools.audit import mixture_law
 from tools.audit.mixture_law import MixtureLaw
 
@@ -22,20 +21,8 @@ NAMES = ("books", "code", "web")
 
 
 @pytest.fixture
-def tool(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """The exit code and what it printed."""
-    main = load_tool("mixture").main
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["mixture", *map(str, arguments)])
-        try:
-            code = main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out + said.err
-
-    return run
+def tool(call_tool) -> Callable[..., tuple[int, str]]:
+    return partial(call_tool, "mixture")
 
 
 def write(folder: Path, shares: np.ndarray, *, steps: int = 10, validated: int = 10, **data: object) -> None:

@@ -5,35 +5,18 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import load_tool
 from tests.report import builder
 
 
-@pytest.fixture(scope="module")
-def main() -> Callable[[], int]:
-    return load_tool("plot").main
-
-
 @pytest.fixture
-def plot(main, monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
-    """The exit code and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["plot", *map(str, arguments)])
-        try:
-            code = main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out + said.err
-
-    return run
+def plot(call_tool) -> Callable[..., tuple[int, str]]:
+    return partial(call_tool, "plot")
 
 
 @pytest.fixture
