@@ -86,7 +86,6 @@ class Pass:
         return sum(launch.kind == kind for launch in self.launches)
 
     def content(self) -> dict[str, Any]:
-        """As values of JSON."""
         counts = {kind: self.count(kind) for kind in KINDS}
         seconds = sum(launch.seconds for launch in self.launches)
         return {"counts": counts, "seconds": seconds, **dataclasses.asdict(self)}

@@ -168,7 +168,6 @@ class Model:
         return min(rest, math.ceil((size + line / 2) / BUFFER_BYTES) * BUFFER_BYTES)
 
     def passes(self) -> dict[str, Counts]:
-        """The counts of every pass."""
         spans = {"spans": self._spans()} if self.dedup.spans else {}
         return {"list": self._list(), "read": self._read(), "clusters": self._clusters(), **spans, "shuffle": self._shuffle()}
 

@@ -18,7 +18,6 @@ SEQUENCE, FIRST_TOKEN, PADDING = 24, 5, 1  # some stock classes identify padding
 
 
 def configuration(family: str, fields: dict[str, Any]) -> Any:
-    """Return the configuration of a variant."""
     schema = CONFIG_CLASSES[family]
     known = {field.name for field in dataclasses.fields(schema)}
     config = schema(**{key: value for key, value in SIZES.items() if key in known} | fields)

@@ -59,7 +59,6 @@ def main() -> None:
 
 
 def installed_source() -> TransformersSource:
-    """Return the source of the installed transformers."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None, "transformers is not installed"
     assert spec.origin is not None, "transformers has no source"

@@ -177,7 +177,6 @@ def ours(job: Job, options: dict[str, Any], process: WriterProcess) -> dict[str,
 
 
 def request_of(job: Job) -> SaveRequest:
-    """A request to save the state of a job."""
     index = native.new_index(TrainState(job.steps, job.steps, job.steps), dataclasses.asdict(job.config), "", 1)
     optimizer = job.config.optimizer
     update = LastUpdate(optimizer.lr, job.steps, optimizer, job.steps)

@@ -98,7 +98,6 @@ def evict(folder: Path) -> None:
 
 
 def files(folder: Path) -> list[Path]:
-    """All files in a folder and its folders."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

@@ -16,7 +16,6 @@ GERMAN_STOP_WORDS = ["der", "die", "und", "in", "zu", "den", "das", "nicht"]
 
 
 def run(steps: list[Any], tasks: int, job: Job) -> None:
-    """Run a datatrove pipeline to completion."""
     from datatrove.executor import LocalPipelineExecutor
 
     LocalPipelineExecutor(steps, tasks=tasks, workers=min(tasks, job["workers"])).run()

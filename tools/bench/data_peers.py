@@ -45,7 +45,6 @@ def rate(job: Job, read: Callable[[], int]) -> float:
 
 
 def texts(file: Path) -> Iterator[str]:
-    """Yield the texts of a JSON lines file."""
     with file.open("rb") as handle:
         for line in handle:
             yield json.loads(line)["text"]
@@ -77,7 +76,6 @@ def megatron_tokenize(job: Job) -> Job:
 
 
 def megatron_write(job: Job, number: int, files: list[Path]) -> None:
-    """Tokenize and write the files of one worker."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix = f"{job['output']}/{number}"
@@ -197,7 +195,6 @@ def mosaic_tokenize(job: Job) -> Job:
 
 
 def mosaic_write(job: Job, number: int, files: list[Path]) -> None:
-    """Tokenize and write the files of one worker."""
     with import_streaming().MDSWriter(out=f"{job['output']}/{number}", columns={"tokens": "ndarray:uint16"}) as writer:
         for ids in tokenized(job, files):
             writer.write({"tokens": ids})

@@ -272,7 +272,6 @@ def first_batch(setting: Setting, sequence: int) -> Section:
 
 
 def describe(source: Text) -> str:
-    """Format size and number of documents."""
     return f"{source.size / 1e6:,.3g} MB in {source.documents:,} documents"
 
 

@@ -44,7 +44,6 @@ class Column(NamedTuple):
         return None if found is None or other is None else found / other
 
     def cell(self, results: Results, name: str) -> str:
-        """The cell of an implementation."""
         value = self.value(results, name)
         return "-" if value is None else ("{:.3f}" if self.beside else self.text).format(value)
 
@@ -148,7 +147,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

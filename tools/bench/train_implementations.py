@@ -127,12 +127,10 @@ class Timer:
         return event
 
     def _elapsed(self, start: Any, end: Any) -> float:
-        """Return the seconds between two timestamps."""
         return end - start if DEVICE.type == "cpu" else start.elapsed_time(end) / 1e3
 
 
 def synchronize() -> None:
-    """Wait until the GPU has finished all queued work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 

@@ -20,7 +20,6 @@ HEADER = f"{'fault':<22}{'moment':<62}{'layout':<20}{'then':<20}{'step':>4} {'lo
 
 
 def describe(found: row.Row) -> str:
-    """Format a row of the table."""
     case = found.case
     after = (case.other.name if case.after == OTHER else case.after) + " (again)" * found.again
     seconds = "-" if found.seconds is None else f"{found.seconds:.1f}"

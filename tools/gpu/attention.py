@@ -179,7 +179,6 @@ def drawn(case: Case, positions: int, device: torch.device) -> tuple[dict[str, T
 
 
 def chosen_kernel(inputs: dict[str, Tensor], mask_of: Callable[..., Mask], window: int | None, dtype: torch.dtype) -> Kernel:
-    """Return the kernel that training chooses."""
     q, k, v, *more = (tensor.to(dtype) for tensor in inputs.values())
     return attention_kernel.choose(attention_kernel.case(*attention_kernel.facts_of(q, k, v, mask_of(*more), window)))
 

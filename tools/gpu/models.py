@@ -33,7 +33,6 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 def configuration(family: str, *, steps: int) -> RunConfig:
-    """Return the configuration of a family."""
     return configured(*MODELS[family].overrides, *WIDER, f"training.steps={steps}")
 
 

@@ -183,7 +183,6 @@ def saved(setup: Setup, count: int, name: str) -> Row:
 
 
 def file_of(folder: str, name: str) -> Path:
-    """Return the file with the result of a job."""
     return Path(folder, name.replace(" ", "-").replace(",", ""))
 
 

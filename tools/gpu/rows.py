@@ -60,7 +60,6 @@ class Row:
         return cls(name, "failed", remark=" ".join(text.split()))
 
     def line(self) -> str:
-        """Return the row as a line of the table."""
         remark = self.remark if len(self.remark) <= PRINTED else f"{self.remark[: PRINTED - 4]} ..."
         return f"{self.section:<12}{self.name:<58}{self.status:<8}{number(self.value):>10}{number(self.bound):>10}  {remark}".rstrip()
 
@@ -100,7 +99,6 @@ class Setup:
 
     @property
     def cuda(self) -> bool:
-        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     def described(self) -> str:

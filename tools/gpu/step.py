@@ -57,7 +57,6 @@ def rows(setup: Setup) -> Iterator[Row]:
 
 
 def configuration(setup: Setup, *words: str) -> RunConfig:
-    """Return the configuration of a job."""
     return configured(*words[:1], *SIZES[setup.device.type], *words[1:], *BATCH)
 
 
@@ -71,7 +70,6 @@ def trainer_of(setup: Setup, config: RunConfig) -> Trainer:
 
 
 def batches_of(setup: Setup, config: RunConfig) -> list[tuple[torch.Tensor, Batch]]:
-    """Return random batches on the device."""
     return [to_device(tokens, batch, setup.device) for tokens, batch in random_batches(config)]
 
 

@@ -218,7 +218,6 @@ def from_json(values: dict[str, object]) -> Result:
 
 
 def line(row: Result) -> str:
-    """A row of the table."""
     changed = effect.largest(row.effect) if row.effect else ""
     return f"{row.bug:>3} {row.name:<34}{changed:<22}{row.verdict:<10}{row.seconds:>7.1f}  {row.found_by:.110}"
 

@@ -103,7 +103,6 @@ def sbatch(*words: str, environment: dict[str, str] | None = None) -> int:
 
 
 def facts(job: int) -> dict[str, str]:
-    """The fields of a job."""
     return dict(re.findall(r"(\S+?)=(\S*)", command("scontrol", "show", "job", "--oneliner", str(job))))
 
 

@@ -83,7 +83,6 @@ class LocalScene(Scene):
             self.begin()
 
     def begin(self) -> None:
-        """Start the ranks."""
         count = self.layout.nodes
         words = [*SETTINGS, *self._saves, *self.layout.settings, f"data.tokens={self.data}", f"run_dir={self.run_dir}"]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "none", "GLOO_SOCKET_IFNAME": "lo"}

@@ -54,13 +54,13 @@ def reduced_before_last_gradient() -> Iterator[Edit]:
 
 @mutant(40, FP8)
 def last_blocks_in_fp8() -> Iterator[Edit]:
-    """Precision.fp8_exclude_layers excludes the first blocks of the model only: the last ones multiply in fp8, too."""
+    """The key precision.fp8_exclude_layers excludes the first blocks of the model only: the last ones multiply in fp8, too."""
     yield Edit("multiplies_8_bits", "E <= B < L", "E <= B")
 
 
 @mutant(41, f"{LLAMA} training.frozen=[blocks.0.mlp.*]{DATA}", ranks=1)
 def frozen_weights_updated() -> Iterator[Edit]:
-    """Training.frozen has no effect."""
+    """The key training.frozen has no effect."""
     yield Edit("partition_model", "P and C.is_frozen(N)", "False")
 
 
