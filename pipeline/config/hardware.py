@@ -74,16 +74,16 @@ def names() -> list[str]:
 
 
 @cache
-def load(name: str) -> Hardware:
+def load(name: str, key: str = "cluster.hardware") -> Hardware:
     """Read conf/hardware/NAME.yaml.
 
     Raises:
-        UserError: there is no such file, or it does not describe a GPU.
+        UserError: there is no such file, which is said of `key`, or it does not describe a GPU.
     """
     path = CONF_DIR / "hardware" / f"{name}.yaml"
     if not path.is_file():
         fix = f"add conf/hardware/{name}.yaml with the keys of another file, or choose one of these"
-        raise UserError.of("cluster.hardware", name, f"must be one of {', '.join(names())}", fix)
+        raise UserError.of(key, name, f"must be one of {', '.join(names())}", fix)
     try:
         composed = OmegaConf.merge(OmegaConf.structured(Hardware), OmegaConf.load(path))
         hardware = OmegaConf.to_object(composed)
