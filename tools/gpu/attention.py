@@ -69,19 +69,19 @@ def cases(setup: Setup) -> Iterator[Case]:
 def rows(setup: Setup) -> Iterator[Row]:
     """Yield the rows of full attention and of a step of the ring."""
     for case in cases(setup):
-        yield guarded(str(case), partial(check, setup, case))
+        yield guarded(str(case), check, setup, case)
     for width, value_width in QUICK_WIDTHS if setup.quick else WIDTHS:
         for dtype in ("bf16", "fp32"):
             case = Case("ring", width, value_width, dtype)
-            yield guarded(str(case), partial(check_ring, setup, case))
+            yield guarded(str(case), check_ring, setup, case)
         case = Case("ring documents", width, value_width, "bf16")
-        yield guarded(str(case), partial(check_document_ring, setup, case))
+        yield guarded(str(case), check_document_ring, setup, case)
 
 
-def check(setup: Setup, case: Case) -> Row:
+def check(name: str, setup: Setup, case: Case) -> Row:
     """Compare one case with the plain formula, and the kernel that ran with the chosen one."""
     if case.kernel == "flash_3" and not has_flash_3(setup.device):
-        return Row.skipped(str(case), "FlashAttention 3 is not installed, or this GPU is not Hopper")
+        return Row.skipped(name, "FlashAttention 3 is not installed, or this GPU is not Hopper")
     positions = 512 if setup.cuda else 64
     torch._dynamo.reset()  # it compiles only eight masks of FlexAttention
     inputs, mask_of, window = drawn(case, positions, setup.device)
@@ -102,17 +102,17 @@ def check(setup: Setup, case: Case) -> Row:
         except RuntimeError as error:
             if case.kernel is None or "No available kernel" not in str(error):
                 raise
-            return Row.skipped(str(case), "PyTorch has no kernel for it here")
+            return Row.skipped(name, "PyTorch has no kernel for it here")
         if case.kernel and ran and not chosen.startswith(ran):
-            return Row.skipped(str(case), f"PyTorch has no such kernel for it here, and runs {ran}")
+            return Row.skipped(name, f"PyTorch has no such kernel for it here, and runs {ran}")
         if ran and not chosen.startswith(ran):
-            return Row.failed(str(case), f"{chosen} is chosen, but PyTorch runs {ran}")
+            return Row.failed(name, f"{chosen} is chosen, but PyTorch runs {ran}")
         backward = setup.cuda or chosen != "flex"  # which has none on a CPU
         found = compare(kernel, formula, inputs, dtype, backward=backward)
-    return Row.bounded(str(case), found.error, found.bound, f"relative error of the {found.where}; {chosen}")
+    return Row.bounded(name, found.error, found.bound, f"relative error of the {found.where}; {chosen}")
 
 
-def check_ring(setup: Setup, case: Case) -> Row:
+def check_ring(name: str, setup: Setup, case: Case) -> Row:
     """Compare two hops of the ring with the plain formula over all keys."""
     positions = 256 if setup.cuda else 32
     inputs, _, _ = drawn(Case("causal", case.width, case.value_width, case.dtype), 2 * positions, setup.device)
@@ -127,10 +127,10 @@ def check_ring(setup: Setup, case: Case) -> Row:
     found = compare(partial(ring_core, scale=scale), formula, inputs, dtype)
     q, k, v = (tensor.to(dtype) for tensor in inputs.values())
     chosen = partial_kernel(*attention_kernel.facts_of(q, k[:, :, :positions], v[:, :, :positions], Mask(causal=False), None))
-    return Row.bounded(str(case), found.error, found.bound, f"relative error of the {found.where}; {chosen}")
+    return Row.bounded(name, found.error, found.bound, f"relative error of the {found.where}; {chosen}")
 
 
-def check_document_ring(setup: Setup, case: Case) -> Row:
+def check_document_ring(name: str, setup: Setup, case: Case) -> Row:
     """Compare a ring of four ranks within documents, of which some have segments and others are short, with the plain formula."""
     positions = 4096 if setup.cuda else 2048
     inputs, mask_of, _ = drawn(Case("documents", case.width, case.value_width, case.dtype), positions, setup.device)
@@ -144,7 +144,7 @@ def check_document_ring(setup: Setup, case: Case) -> Row:
     found = compare(ring, lambda q, k, v: plain(q, k, v, mask), inputs, dtype)
     q, k, v = (tensor.to(dtype) for tensor in inputs.values())
     chosen = partial_kernel(*attention_kernel.facts_of(q, k, v, Mask(), None))
-    return Row.bounded(str(case), found.error, found.bound, f"relative error of the {found.where}; {chosen}")
+    return Row.bounded(name, found.error, found.bound, f"relative error of the {found.where}; {chosen}")
 
 
 def has_flash_3(device: torch.device) -> bool:

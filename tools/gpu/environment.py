@@ -33,16 +33,16 @@ def rows(setup: Setup) -> Iterator[Row]:
         yield Row(f"version of {name}", remark=version)
     if setup.cuda:
         for index in range(torch.cuda.device_count()):
-            yield guarded(f"GPU {index}", lambda index=index: _gpu(index))  # type: ignore[misc]
+            yield guarded(f"GPU {index}", _gpu, index)
     yield from _health(setup)
-    yield guarded("topology", lambda: _topology(setup))
+    yield guarded("topology", _topology, setup)
     yield from _limits()
-    yield guarded("cores beside the GPU", lambda: _affinity(setup))
+    yield guarded("cores beside the GPU", _affinity, setup)
     for name, default in (site.DEFAULTS | site.NVIDIA_DEFAULTS).items():
         found = next((os.environ[each] for each in (name, *default.others) if os.environ.get(each)), "")
         same = found == default.value
         yield Row(name, remark=found if same else f"{found or 'not set'}; the launch profile sets {default.value}: {default.reason}")
-    yield guarded("allocator", lambda: _allocator(setup))
+    yield guarded("allocator", _allocator, setup)
 
 
 def _versions() -> dict[str, str]:
@@ -58,13 +58,13 @@ def _versions() -> dict[str, str]:
     return {name: "none" if version is None else str(version) for name, version in found.items()}
 
 
-def _gpu(index: int) -> Row:
+def _gpu(name: str, index: int) -> Row:
     """Name, capability and memory of a GPU, and the file of conf/hardware/ that describes it, which MFU and plans need."""
     properties = torch.cuda.get_device_properties(index)
     text = f"{properties.name}, capability {properties.major}.{properties.minor}, {properties.total_memory / 1e9:.1f} GB"
     known = hardware.of_device(properties.name)
     remark = f"{text}; planned as {known.name}" if known else f"{text}; not in conf/hardware/: no plans, no MFU"
-    return Row(f"GPU {index}", remark=remark)
+    return Row(name, remark=remark)
 
 
 def _health(setup: Setup) -> Iterator[Row]:
@@ -82,16 +82,16 @@ def _health(setup: Setup) -> Iterator[Row]:
         yield Row.bounded(f"health of GPU {index}", len(problems), 0, "; ".join(problems) or gpu["name"])
 
 
-def _topology(setup: Setup) -> Row:
+def _topology(name: str, setup: Setup) -> Row:
     """The links between GPUs and network adapters, as nvidia-smi prints them, or rocm-smi those between GPUs."""
     commands = [words for words in (["nvidia-smi", "topo", "-m"], ["rocm-smi", "--showtopo"]) if shutil.which(words[0])]
     if not commands:
-        return Row.skipped("topology", "neither nvidia-smi nor rocm-smi is installed")
+        return Row.skipped(name, "neither nvidia-smi nor rocm-smi is installed")
     done = subprocess.run(commands[0], capture_output=True, text=True, errors="replace", timeout=_PATIENCE, check=False)
     if done.returncode:
         text = " ".join((done.stdout + done.stderr).split())
-        return Row.failed("topology", text) if setup.cuda else Row.skipped("topology", text)
-    return Row("topology", remark=done.stdout.strip())
+        return Row.failed(name, text) if setup.cuda else Row.skipped(name, text)
+    return Row(name, remark=done.stdout.strip())
 
 
 def _limits() -> Iterator[Row]:
@@ -108,23 +108,23 @@ def _limits() -> Iterator[Row]:
         yield Row(f"limit of {name}", "ok" if enough else "failed", None if hard is None else float(hard), None, remark + why)
 
 
-def _affinity(setup: Setup) -> Row:
+def _affinity(name: str, setup: Setup) -> Row:
     """How many of the cores of this process are beside its GPU."""
     given = os.sched_getaffinity(0)
     if not setup.cuda:
-        return Row.skipped("cores beside the GPU", f"no GPU; {len(given)} cores")
+        return Row.skipped(name, f"no GPU; {len(given)} cores")
     near = cpu_affinity.cores_beside(setup.device)
     if not near:
-        return Row.skipped("cores beside the GPU", f"/sys does not tell; {len(given)} cores")
+        return Row.skipped(name, f"/sys does not tell; {len(given)} cores")
     remark = f"of {len(given)} cores of this process, {len(near)} are beside the GPU in the machine"
     if not given & near:
         remark += ": copies between host and GPU are slower; bind ranks to their cores (cluster.srun=[--cpu-bind=...])"
-    return Row("cores beside the GPU", "ok" if given & near else "failed", float(len(given & near)), None, remark)
+    return Row(name, "ok" if given & near else "failed", float(len(given & near)), None, remark)
 
 
-def _allocator(setup: Setup) -> Row:
+def _allocator(name: str, setup: Setup) -> Row:
     """The settings of PyTorch's allocator that are in effect."""
     if not setup.cuda:
-        return Row.skipped("allocator", "no GPU")
+        return Row.skipped(name, "no GPU")
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    return Row("allocator", remark=", ".join(f"{name}={value}" for name, value in settings.items() if value not in ("", None)))
+    return Row(name, remark=", ".join(f"{name}={value}" for name, value in settings.items() if value not in ("", None)))

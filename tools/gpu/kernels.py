@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +32,12 @@ def rows(setup: Setup) -> Iterator[Row]:
         for compiled in (False, True) if setup.cuda else (False,):
             for name, (kernel, formula, inputs) in layers(hidden, setup.device).items():
                 title = f"{name} {hidden} {dtype}{' compiled' if compiled else ''}"
-                yield guarded(title, partial(_check, title, kernel, formula, inputs, dtype, compiled=compiled))
-    title = "grouped product bf16"
-    yield guarded(title, partial(_grouped, setup, title))
+                yield guarded(title, _check, kernel, formula, inputs, dtype, compiled=compiled)
+    yield guarded("grouped product bf16", _grouped, setup)
     for recipe in RECIPES:
-        title = f"product fp8 {recipe}"
-        yield guarded(title, partial(_fp8, setup, title, recipe))
-    for title in ("product fp8 of padded experts", "product fp8 of experts"):
-        yield guarded(title, partial(_fp8_experts, setup, title, padded="padded" in title))
+        yield guarded(f"product fp8 {recipe}", _fp8, setup, recipe)
+    yield guarded("product fp8 of padded experts", _fp8_experts, setup, padded=True)
+    yield guarded("product fp8 of experts", _fp8_experts, setup, padded=False)
 
 
 def layers(hidden: int, device: torch.device) -> dict[str, tuple[Function, Function, dict[str, Tensor]]]:
@@ -107,7 +104,7 @@ def _check(title: str, kernel: Function, formula: Function, inputs: dict[str, Te
     return Row.bounded(title, found.error, found.bound, f"relative error of the {found.where}")
 
 
-def _grouped(setup: Setup, title: str) -> Row:
+def _grouped(title: str, setup: Setup) -> Row:
     """Compare the product of all experts with a loop over them: uneven loads, one expert without rows, and rows of no expert."""
     rows, hidden, ffn = (4096, 1024, 512) if setup.cuda else (64, 32, 16)
     counts = torch.tensor([rows // 2, 0, rows // 8 + 3, rows // 8], device=setup.device)
@@ -126,7 +123,7 @@ def _grouped(setup: Setup, title: str) -> Row:
     return Row.bounded(title, found.error, found.bound, f"relative error of the {found.where}")
 
 
-def _fp8(setup: Setup, title: str, recipe: str) -> Row:
+def _fp8(title: str, setup: Setup, recipe: str) -> Row:
     """Compare an 8-bit product with the exact one; on a CPU the rounding is emulated."""
     if setup.cuda and not gpu.of(setup.device).fp8:
         return Row.skipped(title, "this GPU has no 8-bit products")
@@ -156,7 +153,7 @@ def _fp8(setup: Setup, title: str, recipe: str) -> Row:
     return _rounded(setup, title, exact)
 
 
-def _fp8_experts(setup: Setup, title: str, *, padded: bool) -> Row:
+def _fp8_experts(title: str, setup: Setup, *, padded: bool) -> Row:
     """Compare 8-bit products of experts with exact ones: with equal numbers of rows, or with uneven loads as in `_grouped`."""
     if setup.cuda and not gpu.of(setup.device).fp8_experts:
         return Row.skipped(title, "this GPU has no 8-bit products of experts")

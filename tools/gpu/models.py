@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -29,14 +28,14 @@ def rows(setup: Setup) -> Iterator[Row]:
     with one_rank():
         for family in QUICK_FAMILIES if setup.quick else MODELS:
             for dtype in ("fp32", "bf16"):
-                yield guarded(f"{family} {dtype}", partial(check, setup, family, dtype))
+                yield guarded(f"{family} {dtype}", check, setup, family, dtype)
 
 
 def configuration(family: str, *, steps: int) -> RunConfig:
     return configured(*MODELS[family].overrides, *WIDER, f"training.steps={steps}")
 
 
-def check(setup: Setup, family: str, dtype: str) -> Row:
+def check(name: str, setup: Setup, family: str, dtype: str) -> Row:
     """Train a family in a dtype on the device and on the CPU."""
     torch._dynamo.reset()  # it compiles only eight masks of FlexAttention
     config = configuration(family, steps=2 if setup.quick else 4)
@@ -44,7 +43,7 @@ def check(setup: Setup, family: str, dtype: str) -> Row:
         tolerances, found = in_fp32(setup, config)
     else:
         tolerances, found = in_low_precision(with_small_updates(in_precision(config, dtype)), dtype)
-    return worst(f"{family} {dtype}", tolerances, found, f"{config.training.steps} steps")
+    return worst(name, tolerances, found, f"{config.training.steps} steps")
 
 
 def worst(name: str, tolerances: dict[str, float], found: dict[str, Difference], remark: str) -> Row:

@@ -10,7 +10,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +71,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     yield from layouts(setup, count)
     yield from fused(setup, count)
     yield from rates(setup, count)
-    name = "saved, and continued on another number of ranks"
-    yield guarded(name, partial(saved, setup, count, name))
-    name = "a stopped rank is named by the watchdog"
-    yield guarded(name, partial(stopped_rank, setup, count, name))
+    yield guarded("saved, and continued on another number of ranks", saved, setup, count)
+    yield guarded("a stopped rank is named by the watchdog", stopped_rank, setup, count)
 
 
 def trained(setup: Setup, count: int, configs: dict[str, RunConfig]) -> Iterator[tuple[str, Outcome | RanksFailedError]]:
@@ -163,7 +160,7 @@ def rates(setup: Setup, count: int) -> Iterator[Row]:
         yield Row(f"{name}: exposed communication, %", value=100 * found.exposed, remark=where)
 
 
-def saved(setup: Setup, count: int, name: str) -> Row:
+def saved(name: str, setup: Setup, count: int) -> Row:
     """Train, save, continue in the same layout, and load the checkpoint on another number of ranks: all bits."""
     layout = ("parallel.tensor=2",) if count % 2 == 0 else ()
     words = (*models.WIDER, "training.steps=6", f"training.global_batch_size={4 * count}", "parallel.zero_stage=1", *layout)
@@ -217,7 +214,7 @@ LAST = 3
 STOPPED_PATIENCE = 240.0
 
 
-def stopped_rank(setup: Setup, count: int, name: str) -> Row:
+def stopped_rank(name: str, setup: Setup, count: int) -> Row:
     """Train on all ranks, stop the last one, and look for its name in the log of the first."""
     words = (*models.WIDER, f"training.global_batch_size={4 * count}", f"training.timeout_minutes={MINUTES}")
     config = configured(*MODELS["llama"].overrides, *words, ranks=count)

@@ -108,10 +108,10 @@ class Setup:
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(self.device)}"
 
 
-def guarded(name: str, call: Callable[[], Row]) -> Row:
-    """Return the row of a call; a failed one with the error if it raises: the other rows of the section still run."""
+def guarded(name: str, check: Callable[..., Row], *arguments: Any, **more: Any) -> Row:
+    """Return the row of `check(name, ...)`; a failed one with the error if it raises: the other rows of the section still run."""
     try:
-        return call()
+        return check(name, *arguments, **more)
     except Exception as error:
         return Row.failed(name, error)
 

@@ -45,10 +45,8 @@ def rows(setup: Setup) -> Iterator[Row]:
     with one_rank():
         yield from compiled(setup)
         for zero in (0, 3) if setup.quick else (0, 1, 2, 3):
-            name = f"llama zero {zero}: waits of the host"
-            yield guarded(name, partial(waits, setup, name, (*MODEL, f"parallel.zero_stage={zero}")))
-        name = "mixtral: waits of the host"
-        yield guarded(name, partial(waits, setup, name, EXPERTS, expected=setup.cuda))
+            yield guarded(f"llama zero {zero}: waits of the host", waits, setup, (*MODEL, f"parallel.zero_stage={zero}"))
+        yield guarded("mixtral: waits of the host", waits, setup, EXPERTS, expected=setup.cuda)
     if setup.cuda:
         retries = torch.cuda.memory_stats(setup.device)["num_alloc_retries"]
         yield Row.bounded("retries of the allocator", retries, 0, "in this section")
@@ -106,10 +104,9 @@ def compiled(setup: Setup) -> Iterator[Row]:
     difference = largest_difference(losses["on"], losses["off"])
     yield Row.bounded("llama: loss of compiled blocks beside others", difference, COMPILED, f"relative{stands_in}")
     tokens, batch = batches_of(setup, config)[0]
-    yield guarded("llama: launches of a step", lambda: launches(setup, trainer, tokens, batch))
+    yield guarded("llama: launches of a step", launches, setup, trainer, tokens, batch)
     if setup.cuda:
-        name = "llama compiled: waits of the host"
-        yield guarded(name, lambda: counted(setup, name, trainer, batches_of(setup, config)))
+        yield guarded("llama compiled: waits of the host", counted, setup, trainer, batches_of(setup, config))
 
 
 def largest_difference(values: Sequence[float], expected: Sequence[float]) -> float:
@@ -117,9 +114,8 @@ def largest_difference(values: Sequence[float], expected: Sequence[float]) -> fl
     return max(abs(a - b) / abs(b) if b else math.inf for a, b in zip(values, expected, strict=True))
 
 
-def launches(setup: Setup, trainer: Trainer, tokens: torch.Tensor, batch: Batch) -> Row:
+def launches(name: str, setup: Setup, trainer: Trainer, tokens: torch.Tensor, batch: Batch) -> Row:
     """Count the kernels of a step of 2 micro-batches, on a CPU the operators."""
-    name = "llama: launches of a step"
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * setup.cuda) as found:
         trainer.train(tokens, batch)
         if setup.cuda:
@@ -134,13 +130,13 @@ def launches(setup: Setup, trainer: Trainer, tokens: torch.Tensor, batch: Batch)
     return Row(name, value=float(len(kernels)), remark="kernels of 4 blocks and 2 micro-batches, with the update")
 
 
-def waits(setup: Setup, name: str, words: tuple[str, ...], *, expected: bool = True) -> Row:
+def waits(name: str, setup: Setup, words: tuple[str, ...], *, expected: bool = True) -> Row:
     """Count the waits of the host in a step; none are expected, or their number is only reported."""
     config = configuration(setup, *words, "training.compile=off")
-    return counted(setup, name, trainer_of(setup, config), batches_of(setup, config), expected=expected)
+    return counted(name, setup, trainer_of(setup, config), batches_of(setup, config), expected=expected)
 
 
-def counted(setup: Setup, name: str, trainer: Trainer, batches: list[tuple[torch.Tensor, Batch]], *, expected: bool = True) -> Row:
+def counted(name: str, setup: Setup, trainer: Trainer, batches: list[tuple[torch.Tensor, Batch]], *, expected: bool = True) -> Row:
     """Count the waits of the host in the last of the batches."""
     for tokens, batch in batches[:WARM]:
         trainer.train(tokens, batch)
