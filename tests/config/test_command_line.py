@@ -372,6 +372,7 @@ def test_every_objective_has_rules() -> None:
 def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
     keys = {key for key, _, _ in knobs.walk(RunConfig())}
     keys |= {key for family in CONFIG_CLASSES.values() for key, _, _ in knobs.walk(family(), "model.")}
-    named = {*foreign_names.SAME.values(), *re.findall(r"\b[a-z_]+\.[a-z_]+\b", " ".join(foreign_names.OTHER.values()))}
+    keys |= {key for key, _, _ in knobs.walk(STAGES["convert"][0](), "stage.")}
+    named = {*foreign_names.SAME.values(), *re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", " ".join(foreign_names.OTHER.values()))}
     assert named - keys - {"run_dir"} == set()
     assert {key.rpartition(".")[2] for key in keys} & {*foreign_names.SAME, *foreign_names.OTHER} == set(), "a key has the same name"
