@@ -14,7 +14,7 @@ from pipeline.common.errors import Violation
 from pipeline.config.cluster import ClusterConfig
 from pipeline.config.paths import SLURM_DIR
 from pipeline.config.schema import RunConfig
-from pipeline.launch import job, live, slurm, submission
+from pipeline.launch import job, live, maintenance, slurm, submission
 
 SECONDS = 10.0  # for an answer
 #: Plugin of Slurm that usually starts an MPI library, by what its version begins with.
@@ -73,6 +73,8 @@ def rows(config: RunConfig) -> Iterator[Row]:
     found = [*submission.absent(), *job.not_given(cluster)] or list(submission.rejected([script]).values())
     if not down:
         yield from refused("sbatch", found) or [row("sbatch", "takes a training job (--test-only)")]
+    text, fix = maintenance.notice(live.corrected(cluster)) or (f"none before the end of a job of {cluster.time}", "")
+    yield row("maintenance", text, fix and "warning", fix)
     fields, wanted = live.node(cluster), cluster.gpus_per_node
     text, fix = f"{fields.get('NodeName')} has {fields.get('Gres')}", "correct it, or set it to 0 with cluster.sbatch=[--gres=NAME:NUMBER]"
     if fields:

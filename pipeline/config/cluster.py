@@ -72,6 +72,7 @@ class ClusterConfig:
     network_gb_s: float = knob(0.0, "bandwidth between nodes for each GPU; 0: that of conf/hardware/", unit="GB/s", at_least=0)
     memory: str | None = knob(None, "memory per node in Slurm format (for example 480G)")
     time: str = knob("01:00:00", "wall-clock limit in Slurm format; longest: that of the first of cluster.queues that fits the nodes")
+    maintenance: str | None = knob(None, "begin of the next maintenance, such as 2026-12-01T08:00, where Slurm has no reservation for it")
     spares: int = knob(
         0, "nodes of a job beyond those that its ranks need; one of them replaces a node that fails", unit="nodes", at_least=0
     )

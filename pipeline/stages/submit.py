@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, ring_kernels
 from pipeline.config.schema import RunConfig
-from pipeline.launch import in_use, job, moldable, queues, site, slurm, snapshot, stage_chain, submission
+from pipeline.launch import in_use, job, maintenance, moldable, queues, site, slurm, snapshot, stage_chain, submission
 from pipeline.launch.stage_chain import Link
 
 log = logging.getLogger("pipeline")
@@ -35,6 +35,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             log.warning("%s: %s", link.stage, text)
         if text := ring_kernels.notice(link.config):
             log.warning("%s: %s", link.stage, text)
+        if not config.dry_run.enabled and (waits := maintenance.notice(link.cluster)):
+            log.warning("%s: %s; %s", link.stage, *waits)
     if text := site.other_architecture(config.cluster):
         log.warning("%s", text)
     for text in stage_chain.idle_gpus(links):

@@ -22,6 +22,7 @@ SLURM = {
     "sinfo --format=%P|%l": "gpu*|{longest}",
     "sinfo --noheader --format=%R|%a|%T|%D": "gpu|{up}|{state}|3\ngpu|{up}|down*|1",
     "scontrol show config": "ClusterName             = pine\nDefMemPerCPU            = {memory}\nConstrainRAMSpace       = yes",
+    "scontrol show reservation": "{maintenance}",
     "scontrol show node": "NodeName=n1 Arch=x86_64 CPUEfctv=32 CPUTot=32 Gres={gres} RealMemory=256000",
     "scontrol": "PartitionName={partition} MaxNodes=UNLIMITED MaxTime={longest} MinNodes=0 TotalNodes=4",
     "sacctmgr": "",
@@ -37,7 +38,7 @@ HEALTHY = {
     "partition": "gpu",
     "plugin": "pmi2",
 }
-HEALTHY |= {"sacct": "", "sbatch": "", "up": "up", "state": "mixed"}
+HEALTHY |= {"maintenance": "", "sacct": "", "sbatch": "", "up": "up", "state": "mixed"}
 SITE = """\
 name: pine
 queues: [{partition: gpu, max_time: "24:00:00"}]
@@ -105,16 +106,17 @@ def machine(tmp_path: Path) -> Machine:
 def test_a_healthy_machine(machine: Machine) -> None:
     found = machine.doctor()
     assert faults(found) == {}
-    assert len(found["rows"]) == 25
+    assert len(found["rows"]) == 26
     assert found["site"] == ["cores: 32", "memory: 256000M", "architecture: x86_64"]
 
 
 def test_faults_of_slurm(machine: Machine) -> None:
     faulty = {"version": "20.02.3", "gres": "gpu:a100:8", "memory": "100", "plugin": "pmix", "longest": "12:00:00"}
+    faulty["maintenance"] = "ReservationName=upgrade StartTime=2020-01-01T00:00:00 EndTime=2099-01-01T00:00:00 Nodes=n[1-4] Flags=MAINT"
     machine.slurm(**faulty, sacct="error: Slurm accounting storage is disabled", sbatch="error: Invalid account")
     machine.site("modules: [nccl/2.28]\n")
     found = faults(machine.doctor())
-    assert set(found) == {"Slurm", "partitions", "sbatch", "GRES", "memory", "MPI", "modules"}
+    assert set(found) == {"Slurm", "partitions", "sbatch", "GRES", "memory", "MPI", "modules", "maintenance"}
     assert "max_time is 12:00:00 in Slurm, and 24:00:00" in found["partitions"]
     assert "SLURM_MPI_TYPE=pmi2, srun has none, pmix" in found["MPI"]
 

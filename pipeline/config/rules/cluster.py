@@ -25,6 +25,8 @@ def violations(cluster: ClusterConfig) -> Iterator[Violation]:
             hardware.load(cluster.hardware)
         except UserError as error:
             yield from error.violations
+    if cluster.maintenance is not None and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?", cluster.maintenance) is None:
+        yield Violation("cluster.maintenance", cluster.maintenance, "must be a local time", "write YEAR-MONTH-DAYTHOURS:MINUTES")
     if cluster.fabric is not None and not cluster.fabric.strip():
         rule = "must be the name of a network in the log of NCCL"
         yield Violation("cluster.fabric", repr(cluster.fabric), rule, "set it to IB, AWS Libfabric or Socket, or leave it out")
