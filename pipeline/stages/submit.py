@@ -15,7 +15,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, ring_kernels
 from pipeline.config.schema import RunConfig
-from pipeline.launch import in_use, job, maintenance, moldable, queues, site, slurm, snapshot, stage_chain, submission
+from pipeline.launch import in_use, job, job_times, maintenance, moldable, queues, site, slurm, snapshot, stage_chain, submission
 from pipeline.launch.stage_chain import Link
 
 log = logging.getLogger("pipeline")
@@ -39,6 +39,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             log.warning("%s: %s; %s", link.stage, *waits)
     if text := site.other_architecture(config.cluster):
         log.warning("%s", text)
+    for text in job_times.proposals(links, run_dir):
+        log.info("%s", text)
     for text in stage_chain.idle_gpus(links):
         log.warning("%s", text)
     if config.dry_run.enabled:
