@@ -5,24 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 
 from pipeline.common.ranks import slurm_seconds
 from pipeline.config.cluster import ClusterConfig
-from pipeline.launch import slurm
-
-#: Begin and end in seconds since 1970, nodes (empty: all) and name.
-Window = tuple[float, float, list[str], str]
+from pipeline.launch import job_times, slurm
 
 
 def notice(cluster: ClusterConfig) -> tuple[str, str] | None:
-    """Return what a job that is submitted now waits for, with a fix; None if there is no maintenance before its end, or enough other nodes.
-
-    Args:
-        cluster: options of the job, with its time limit.
-    """
+    """Return what a job that is submitted now waits for, with a fix; None if no maintenance begins in its time, or other nodes suffice."""
     now, fewest = time.time(), cluster.min_nodes or cluster.nodes + cluster.spares
-    for begin, end, nodes, name in sorted(windows(cluster)):
+    for begin, end, nodes, name in sorted(_windows(cluster)):
         left = begin - now
         if now >= end or left >= slurm_seconds(cluster.time):
             continue
@@ -31,14 +23,14 @@ def notice(cluster: ClusterConfig) -> tuple[str, str] | None:
             continue
         begins, ends = (time.strftime("%Y-%m-%d %H:%M", time.localtime(moment)) for moment in (begin, end))
         what = f"maintenance {name} {'has begun' if left < 0 else f'begins at {begins}'}{f', until {ends}' if end > begin else ''}"
-        fits = str(timedelta(minutes=max(left, 0) // 60)).replace(" days, ", "-").replace(" day, ", "-")
+        fits = job_times.shown(left // 60 * 60)
         fix = f"the longest time that still fits is cluster.time={fits}" if left >= 120 else "no shorter time helps"
         return f"{what}: a job of {cluster.time} starts after it", fix
     return None
 
 
-def windows(cluster: ClusterConfig) -> Iterator[Window]:
-    """Yield the maintenance that Slurm knows (`scontrol show reservation`), or without Slurm's that of cluster.maintenance."""
+def _windows(cluster: ClusterConfig) -> Iterator[tuple[float, float, list[str], str]]:
+    """Yield begin, end, nodes (empty: all) and name of each maintenance: Slurm's reservations, and cluster.maintenance."""
     try:
         printed = slurm.command(["scontrol", "show", "reservation", "--oneliner"], timeout=15)
     except slurm.SlurmError:

@@ -217,12 +217,13 @@ class _Reader:
         return start
 
     def _run_start(self, event: dict[str, Any]) -> None:
-        """The ranks begin to train; outside of Slurm this is the first event of a start."""
+        """The ranks begin to train; outside of Slurm this is the first event of a start, but of the first one of several ranks."""
         start = self._open()
-        if start is None or start.ready is not None or start.job is None or start.job is not self._job(event):
+        if start is None or start.ready is not None or start.job is not self._job(event):
             start = self._start(event)
             before = self._starts[-2].end if len(self._starts) > 1 else None
             start.begin = min(max(_number(event, "began") or event["time"], before or 0.0), event["time"])
+        start.nodes = _names(event, "nodes") if start.job is None else start.nodes  # before, that of rank 0
         start.loading, start.abandoned = (_number(event, name) or 0.0 for name in ("loading", "abandoned"))
         self._extend(start, _number(event, "last_written"))
         start.ready = start.last = event["time"]

@@ -110,6 +110,7 @@ def _run_phase(config: RunConfig, ranks: Ranks, hooks_of: HooksOf, peak_flops: P
     hooks, first, run_dir, minutes = hooks_of(config), ranks.rank == 0, Path(config.run_dir), config.training.timeout_minutes
     if config.training.deterministic:
         determinism.enable()
+    run_events.announce(run_dir, ranks)
     process = choose_saver.start_writer(config.checkpoint, ranks)
     with meshes.process_group(ranks, minutes) as device, ExitStack() as claims:
         if process is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,21 @@ import torch
 
 from pipeline.checkpoint import catalog
 from pipeline.common import events, git_commit, metrics_file
+from pipeline.common.atomic_files import make_folder
 from pipeline.common.errors import INTERRUPTED, RunFailed, ToBeContinued, UserError
+from pipeline.common.ranks import Ranks
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
 from pipeline.data.load.samples import Dataset
 
 log = logging.getLogger("pipeline")
+
+
+def announce(run_dir: Path, ranks: Ranks) -> None:
+    """Create a new run directory with a first event, as a supervisor does: a run is seen while its ranks wait for each other."""
+    if ranks.rank == 0 and ranks.world_size > 1 and not run_dir.exists():
+        make_folder(run_dir, "run_dir")
+        events.record(run_dir, "ranks_start", nodes=[socket.gethostname()], step=0)
 
 
 @contextmanager

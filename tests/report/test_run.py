@@ -12,8 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.common import events as record
+from pipeline.common.ranks import Ranks
 from pipeline.report import answers, comparison, history, page, run, run_files, table
 from pipeline.report.run import State
+from pipeline.training import run_events
 from tests.helpers import pipeline
 from tests.report.builder import BEGIN, events, restarted, steps, validation, write
 from tests.training.test_blend import TINY
@@ -321,3 +324,22 @@ def test_what_training_records(tokens: Path, tmp_path: Path) -> None:
     assert (failed.state, failed.skipped) == (State.FAILED, 5)
     assert failed.error is not None
     assert "5 steps in a row were skipped" in failed.error
+
+
+def test_ranks_that_wait_for_each_other_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is there, with its node; then all nodes are known, and it is the same start. Later starts are recorded when they train."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run_dir = tmp_path / "run"
+    for number in (1, 0, 0):
+        run_events.announce(run_dir, Ranks(number, 2))
+        assert run_dir.exists() == (number == 0)
+    found = run.read(run_dir)
+    assert (found.state, found.nodes, len(found.starts)) == (State.STARTING, 1, 1)
+    record.record(run_dir, "run_start", nodes=["a", "b"], step=0, layout="data 2")
+    found = run.read(run_dir)
+    assert (found.state, found.nodes, len(found.starts)) == (State.STARTING, 2, 1)
+    record.record(run_dir, "run_end", step=-1, code=143, reason="asked to stop by a signal")
+    record.record(run_dir, "run_start", nodes=["a"], step=0, layout="")
+    assert [start.end is None for start in run.read(run_dir).starts] == [False, True]
+    run_events.announce(tmp_path / "alone", Ranks(0, 1))
+    assert not (tmp_path / "alone").exists(), "one rank waits for nobody"

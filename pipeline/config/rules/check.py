@@ -133,6 +133,7 @@ def _settings_violations(config: RunConfig) -> list[Violation]:
         *precision.violations(config),
         *lora_violations(config),
         *checkpoint_violations(config.checkpoint),
+        *keep_violations(config),
         *unread.violations(config),
     ]
 
@@ -146,6 +147,15 @@ def dedup_violations(dedup: DedupConfig) -> Iterator[Violation]:
     for key, value in (("dedup.against", dedup.against), ("dedup.save_signatures", dedup.save_signatures)):
         if value and not (dedup.exact and dedup.near):
             yield Violation(key, value, "needs dedup.exact and dedup.near", f"set both to true, or leave {key} out")
+
+
+def keep_violations(config: RunConfig) -> Iterator[Violation]:
+    """Yield a violation if no checkpoint is written at a multiple of checkpoint.keep_every, except by chance."""
+    keep, steps = config.checkpoint.keep_every, config.training.steps
+    regular = [every for every in (config.checkpoint.every, config.evaluation.every) if every]
+    if keep and steps and steps % keep and all(math.lcm(every, keep) > steps for every in regular):
+        rule = f"keeps no checkpoint: none is written at a multiple of it in {steps:,} steps with checkpoint.every={config.checkpoint.every}"
+        yield Violation("checkpoint.keep_every", keep, rule, "set it to a multiple of checkpoint.every")
 
 
 def checkpoint_violations(checkpoint: CheckpointConfig) -> Iterator[Violation]:
