@@ -76,7 +76,9 @@ def _print_topic(topic: str) -> None:
     elif rows := [row for row in _all_rows() if topic in row[0]]:
         _print_rows(rows)
     elif advice := foreign_names.advice(topic, "VALUE"):
-        raise UserError.of("--help", topic, "is a name of another framework", advice)
+        raise UserError.of("--help", topic, "is a name of another framework or program", advice)
+    elif rows := [row for row in _all_rows() if re.search(rf"\b{re.escape(topic)}\b", row[2].meaning, re.IGNORECASE)]:
+        _print_rows(rows)
     else:
         known = [*STAGES, *sorted(groups), *CONFIG_CLASSES, *(row[0] for row in _all_rows())]
         close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

@@ -141,6 +141,13 @@ REFUSED = [
     ("stage=quantize", "write stage=convert stage.quantize=int4"),
     ("--help optimzer", "--help=optimzer: is not a stage, a group, a model family|did you mean optimizer"),
     ("--help tensor_model_parallel_size", "is a name of another framework|write parallel.tensor=VALUE"),
+    ("--help nsys", "is a name of another framework or program|cluster.launch"),
+    ("--help s3", "s3://BUCKET/FOLDER in data.input"),
+    ("--help at_once", "set hydra.launcher.at_once"),
+    (
+        "stage=pretrain checkpoint.every=500 checkpoint.keep_every=300",
+        "no checkpoint: none is written at a multiple|a multiple of checkpoint.every",
+    ),
     ("stage=pretrian --help", "did you mean pretrain"),
     ("-m training.seed=1,,2", "training.seed=1,,2: has an empty value|training.seed=1,2"),
     (
@@ -374,5 +381,5 @@ def test_names_of_other_frameworks_lead_to_keys_that_exist() -> None:
     keys |= {key for family in CONFIG_CLASSES.values() for key, _, _ in knobs.walk(family(), "model.")}
     keys |= {key for key, _, _ in knobs.walk(STAGES["convert"][0](), "stage.")}
     named = {*foreign_names.SAME.values(), *re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", " ".join(foreign_names.OTHER.values()))}
-    assert named - keys - {"run_dir"} == set()
+    assert named - keys - {"run_dir", "hydra.launcher.at_once"} == set()
     assert {key.rpartition(".")[2] for key in keys} & {*foreign_names.SAME, *foreign_names.OTHER} == set(), "a key has the same name"

@@ -56,6 +56,8 @@ class Machine:
         self.folder, self.prefix = folder, []
         for name in ("bin", "python", "home", "run", "sites/cluster", "tmp"):
             (folder / name).mkdir(parents=True)
+        (folder / "python/torch.py").touch()
+        (folder / "python/version.py").write_text("cuda = '13.0'\nhip = None\n")  # of torch, whatever build is here
         self.site()
         names = ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "SLURM_CONF", "SLURM_JOB_ID", "HF_HOME", "XDG_CACHE_HOME")
         self.variables = {name: value for name, value in environment().items() if name not in names}
@@ -188,10 +190,23 @@ def test_what_a_job_would_start(machine: Machine) -> None:
     assert set(found) == {"programs", "variables"}
 
 
+def test_a_build_of_torch_without_gpus_and_lustre(machine: Machine) -> None:
+    """On a login node, for a site with GPUs; a container has a torch of its own."""
+    (machine.folder / "python/version.py").write_text("cuda = None\nhip = None\n")
+    machine.command("lfs", 'case "$*" in *--directory*/run) echo 1;; *) echo 8;; esac')
+    found = faults(machine.doctor())
+    assert set(found) == {"driver", "run_dir stripes"}
+    assert found["driver"] == "torch is built for CPUs, 0 GPUs are here, and nodes of cluster=pine have GPUs"
+    machine.command("lfs", "echo not on Lustre >&2; exit 1")
+    machine.command("apptainer", "")
+    assert faults(machine.doctor("cluster.launch=[apptainer,exec]")) == {}
+
+
 @pytest.mark.long
 def test_a_lost_gpu_and_a_job_without_gpus(machine: Machine) -> None:
     machine.command("nvidia-smi", "echo 'Unable to determine the device handle' >&2; exit 15")
     assert "device handle" in faults(machine.doctor())["driver"]
+    (machine.folder / "python/version.py").write_text("cuda = None\nhip = None\n")
     machine.command("nvidia-smi", f"echo {shlex.quote(SMI.format('580.65.06'))}")
     assert "torch is built for CPUs" in faults(machine.doctor())["driver"]
     machine.command("nvidia-smi", "echo '<nvidia_smi_log></nvidia_smi_log>'")
@@ -237,4 +252,4 @@ def test_a_wrong_argument_and_the_table(machine: Machine) -> None:
     done = subprocess.run([sys.executable, TOOL, "data.tokens=/proc/1"], env=machine.variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "fix: choose another data.tokens" in done.stdout
-    assert "doctor: 1 failure and 1 warning in 26 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout
+    assert "doctor: 1 failure and 1 warning in 27 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout

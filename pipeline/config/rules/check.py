@@ -154,7 +154,9 @@ def keep_violations(config: RunConfig) -> Iterator[Violation]:
     keep, steps = config.checkpoint.keep_every, config.training.steps
     regular = [every for every in (config.checkpoint.every, config.evaluation.every) if every]
     if keep and steps and steps % keep and all(math.lcm(every, keep) > steps for every in regular):
-        rule = f"keeps no checkpoint: none is written at a multiple of it in {steps:,} steps with checkpoint.every={config.checkpoint.every}"
+        rule = (
+            f"keeps no checkpoint: none is written at a multiple of it in {steps:,} steps with checkpoint.every={config.checkpoint.every}"
+        )
         yield Violation("checkpoint.keep_every", keep, rule, "set it to a multiple of checkpoint.every")
 
 
