@@ -147,23 +147,13 @@ OTHER = {
     "zero_optimization": "set parallel.zero_stage, or name the file by parallel.deepspeed",
     **dict.fromkeys(("hidden_dropout", "attention_dropout"), "leave it out: models have no dropout (adapters: lora.dropout)"),
     **dict.fromkeys(("fsdp", "use_megatron_fsdp", "fsdp_config", "use_torch_fsdp2"), "set parallel.zero_stage=3"),
-    **dict.fromkeys(
-        ("overlap_grad_reduce", "overlap_param_gather", "gradient_accumulation_fusion"),
-        "leave it out: collectives run beside computation anyway",
-    ),
-    **dict.fromkeys(
-        ("base_model", "model_name_or_path"),
-        "import it by stage=convert stage.input=FOLDER run_dir=runs/base, and set checkpoint.initialize_from=runs/base",
-    ),
-    **dict.fromkeys(
-        ("recompute_num_layers", "recompute_method"), "leave it out: training.activation_budget sets how much selective recomputation keeps"
-    ),
+    **dict.fromkeys(("overlap_grad_reduce", "overlap_param_gather"), "leave it out: collectives run beside computation anyway"),
+    **dict.fromkeys(("base_model", "model_name_or_path"), "import it (stage=convert stage.input), and set checkpoint.initialize_from"),
+    **dict.fromkeys(("recompute_num_layers", "recompute_method"), "leave it out; training.activation_budget says how much is kept"),
     **dict.fromkeys(("untie_embeddings_and_output_weights", "no_weight_tying"), "set model.tie_embeddings=false"),
     **dict.fromkeys(("datasets", "dataset_name"), "name its files in data.instructions.train, as JSON lines or Parquet"),
-    **dict.fromkeys(
-        ("recompute", "recompute_granularity", "gradient_checkpointing", "checkpoint_activations"),
-        "set training.activation_checkpointing to selective or full",
-    ),
+    **dict.fromkeys(("recompute_granularity", "gradient_checkpointing", "checkpoint_activations"), "set training.activation_checkpointing"),
+    "recompute": "set training.activation_checkpointing to selective or full",
     **dict.fromkeys(("flash_attention", "attention_backend", "attn_implementation"), "set training.attention"),
     **dict.fromkeys(("lr_decay_style", "lr_scheduler_type"), "set optimizer.schedule"),
     **dict.fromkeys(("profile_freq", "profile_step_start", "enable_profiling"), "name steps in training.profile"),

@@ -249,7 +249,8 @@ def test_a_wrong_argument_and_the_table(machine: Machine) -> None:
     for word, message in (("cluster=leonrado", "did you mean"), ("foo", "foo"), ("--write=/proc/1/x/y", "--write /proc/1/x/y: cannot be")):
         done = subprocess.run([sys.executable, TOOL, word], env=machine.variables, capture_output=True, text=True, check=False)
         assert (done.returncode, message in done.stderr) == (2, True), done.stderr
-    done = subprocess.run([sys.executable, TOOL, "data.tokens=/proc/1"], env=machine.variables, capture_output=True, text=True, check=False)
+    words = ["data.tokens=/proc/1", *(f"{key}={machine.folder}" for key in ("run_dir", "data.shards", "tokenizer.path"))]
+    done = subprocess.run([sys.executable, TOOL, *words], env=machine.variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "fix: choose another data.tokens" in done.stdout
     assert "doctor: 1 failure and 1 warning in 27 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout

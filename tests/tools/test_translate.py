@@ -43,7 +43,8 @@ trace_buf_size = 20000
 """
 NEOX = """{"pipe-parallel-size": 4, "model-parallel-size": 2, "num-layers": 44, "hidden-size": 6144, "num-attention-heads": 64,
  "seq-length": 2048, "max-position-embeddings": 2048, "pos-emb": "rotary", "rotary-pct": 0.25, "no-weight-tying": true,
- "gpt-j-residual": true, "init_method": "small_init", "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+ "gpt-j-residual": true, "bias-gelu-fusion": true, "init_method": "small_init",
+ "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
  "min-lr": 1e-5, "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 32,
  "checkpoint-activations": true, "weight-decay": 0.01, "fp16": {"enabled": true}, "train-iters": 150000, "lr-decay-style": "cosine",
  "save-interval": 500, "vocab-size": 50432, "distributed-backend": "nccl"}"""
@@ -341,3 +342,19 @@ def test_what_is_refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     printed = capsys.readouterr()
     assert "python -m pipeline stage=pretrain" in printed.out
     assert "parallel.context=3" in printed.err or "world size" in printed.err
+
+
+def test_what_could_be_taken_for_something_else() -> None:
+    """Steps of a validation, a file for DeepSpeed's engine, and GPT-NeoX's GELU, which is exact unless it is fused with the biases."""
+    tool = load_tool("translate")
+    made = tool.Translation("torchtitan", tool.read(["--model.name", "llama3", "--model.flavor", "8B", "--validation.steps", "1200"]), 8)
+    assert (made.settings["training.steps"], "validation.steps" in made.lacks) == (10000, True)
+    made = tool.Translation("trainer", tool.read(["--deepspeed", "ds.json", "--model_name_or_path", "base"]), 8)
+    assert "set parallel.deepspeed=ds.json" in made.lacks["deepspeed"]
+    words = ["hidden_size=512", "num_layers=6", "num_attention_heads=8", "pos_emb=rotary", "train_micro_batch_size_per_gpu=4"]
+    made = tool.Translation("neox", tool.read(words), 8)
+    assert (made.settings["model.parallel_residual"], made.settings.get("model.activation", "gelu")) == (False, "gelu")
+    made = tool.Translation("neox", tool.read([*words, "bias_gelu_fusion=true"]), 8)
+    assert made.settings["model.activation"] == "gelu_tanh"
+    made = tool.Translation("megatron", tool.read(GPT3.split()), 1024)
+    assert "more training.steps" in made.lacks["rampup_batch_size"], "the samples give steps of full batches"
