@@ -150,13 +150,11 @@ def dedup_violations(dedup: DedupConfig) -> Iterator[Violation]:
 
 
 def keep_violations(config: RunConfig) -> Iterator[Violation]:
-    """Yield a violation if no checkpoint is written at a multiple of checkpoint.keep_every, except by chance."""
-    keep, steps = config.checkpoint.keep_every, config.training.steps
-    regular = [every for every in (config.checkpoint.every, config.evaluation.every) if every]
-    if keep and steps and steps % keep and all(math.lcm(every, keep) > steps for every in regular):
-        rule = (
-            f"keeps no checkpoint: none is written at a multiple of it in {steps:,} steps with checkpoint.every={config.checkpoint.every}"
-        )
+    """Yield a violation if a run is longer than checkpoint.keep_every, and writes no checkpoint at a multiple of it, except by chance."""
+    keep, steps, every = config.checkpoint.keep_every, config.training.steps, config.checkpoint.every
+    regular = [interval for interval in (every, config.evaluation.every) if interval]
+    if 0 < keep < steps and steps % keep and all(math.lcm(interval, keep) > steps for interval in regular):
+        rule = f"keeps no checkpoint: none is written at a multiple of it in {steps:,} steps with checkpoint.every={every}"
         yield Violation("checkpoint.keep_every", keep, rule, "set it to a multiple of checkpoint.every")
 
 
