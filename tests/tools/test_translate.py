@@ -131,7 +131,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, str], dict[str, Any], set[str]]]
         --recompute-granularity full --recompute-method block""",
         {},
         {"model": "llama2-70b", "parallel.tensor": 8, "training.activation_checkpointing": "full"},
-        {"recompute_method", "use_mcore_models", "sequence_parallel"},
+        {"recompute_method", "use_mcore_models"},
     ),
     "default widths": (
         *("megatron", 8, f"{LLAMA} --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048", {}),
