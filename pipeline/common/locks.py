@@ -26,6 +26,10 @@ MINUTES = 30.0
 _LAST_WRITE = "which writes the last checkpoint of that job"
 
 
+class InUseError(UserError):
+    """Another process holds the lock of a folder."""
+
+
 @contextmanager
 def claimed(
     folder: Path, key: str, array: str | None = None, prepare: Callable[[], None] | None = None, minutes: float = MINUTES, file: str = FILE
@@ -44,7 +48,8 @@ def claimed(
         The file descriptor of the lock.
 
     Raises:
-        UserError: another job holds the lock, or the last checkpoint of the job before is not written in time.
+        InUseError: another job holds the lock, or the last checkpoint of the job before is not written in time.
+        UserError: the folder cannot be written.
         ToBeContinued: a signal announced the end of this job while it waited for that.
     """
     make_folder(folder)
@@ -94,9 +99,9 @@ def refuse_held(folder: Path, key: str) -> None:
         raise _in_use(folder, key, owner)
 
 
-def _in_use(folder: Path, key: str, owner: str) -> UserError:
+def _in_use(folder: Path, key: str, owner: str) -> InUseError:
     fix = f"wait until that job has ended, or choose another {key}"
-    return UserError.of(key, folder, f"is being written by another job: {owner or 'unknown owner'}", fix)
+    return InUseError.of(key, folder, f"is being written by another job: {owner or 'unknown owner'}", fix)
 
 
 def _remove_if_free(path: Path) -> None:
@@ -127,7 +132,7 @@ def _after_last_write(path: Path, key: str, minutes: float) -> int | None:
     """Lock the file as soon as a job that has ended has written its last checkpoint; None if a job that goes on holds the lock.
 
     Raises:
-        UserError: it was not written in `minutes`.
+        InUseError: it was not written in `minutes`.
         ToBeContinued: a signal announced the end of this job.
     """
     said, deadline = False, time.monotonic() + minutes * 60
@@ -143,7 +148,7 @@ def _after_last_write(path: Path, key: str, minutes: float) -> int | None:
         if time.monotonic() > deadline:
             rule = f"the job before has ended, and the lock is still held after {minutes:g} minutes (training.timeout_minutes): {owner}"
             fix = "look whether that process, or one that it started, still writes on that host, end it, and run the same command again"
-            raise UserError.of(key, path.parent, rule, fix)
+            raise InUseError.of(key, path.parent, rule, fix)
         time.sleep(0.1)
     return handle
 
@@ -151,7 +156,8 @@ def _after_last_write(path: Path, key: str, minutes: float) -> int | None:
 def _lets_go(owner: str) -> bool:
     """Whether the owner of a lock writes the last checkpoint, has ended on this host, or is this job before it was requeued."""
     before = os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and owner.startswith(f"job {os.environ.get('SLURM_JOB_ID')},")
-    return before or owner.endswith(_LAST_WRITE) or _has_ended(owner)
+    # The first task of a job array says nothing of the others.
+    return before or owner.endswith(_LAST_WRITE) or (not owner.startswith("job array ") and _has_ended(owner))
 
 
 def _has_ended(owner: str) -> bool:

@@ -71,6 +71,10 @@ class Unfinished:
         path = self.folder / f"{name}.json"
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
+    def finished(self, name: str) -> bool:
+        """Whether there is the completion record of a part, which is not read."""
+        return (self.folder / f"{name}.json").is_file()
+
     def write(self, name: str, note: Any) -> None:
         """Write the completion record of a part."""
         with atomic_file(self.folder / f"{name}.json", "w") as handle:

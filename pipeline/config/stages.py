@@ -21,6 +21,17 @@ class CheckpointReader(StageConfig):
 
 
 @dataclass(frozen=True)
+class Shard(StageConfig):
+    """Documents to text shards."""
+
+    until: str = knob(
+        "shards",
+        "last pass of this job: read and clean the parts, search for duplicates too, or write the shards too; another job continues",
+        choices=("read", "duplicates", "shards"),
+    )
+
+
+@dataclass(frozen=True)
 class Evaluate(CheckpointReader):
     """Loss, perplexity and bits per byte of checkpoints on the validation split and its corpora; or scores of tasks."""
 
@@ -301,7 +312,7 @@ def plans_other_layouts(stage: StageConfig) -> bool:
 
 #: stage name -> (dataclass of its keys, one-line description)
 STAGES: dict[str, tuple[type[StageConfig], str]] = {
-    "shard": (StageConfig, "documents -> cleaned, deduplicated, shuffled text shards (multiple ranks: mpirun or srun)"),
+    "shard": (Shard, "documents -> cleaned, deduplicated, shuffled text shards (multiple ranks: mpirun or srun)"),
     "train_tokenizer": (StageConfig, "text shards -> BPE, Unigram or WordPiece tokenizer (Hugging Face folder) and a report"),
     "tokenize": (
         StageConfig,

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import closing
 from pathlib import Path
 
 from pipeline.common import mpi
-from pipeline.common.ranks import ArrayTask, Ranks, array_task
+from pipeline.common.ranks import Ranks, array_task
 from pipeline.common.unfinished import work
 from pipeline.config.schema import RunConfig
+from pipeline.config.stages import Shard
 from pipeline.data.clean.cleaner import Cleaner
 from pipeline.data.load import validation_split
 from pipeline.data.read import input_files, inventory
 from pipeline.data.shard import shards, spill
-from pipeline.data.shard.passes import ShardPasses, claim_final_passes
+from pipeline.data.shard.passes import ShardPasses, claim
 from pipeline.data.shard.shard_report import summary
 from pipeline.data.shard.shards import list_input
 
@@ -23,7 +24,8 @@ log = logging.getLogger("pipeline")
 
 def run(config: RunConfig, ranks: Ranks) -> None:
     """Write the folder `data.shards` from the documents of `data.input` and `data.corpora`."""
-    folder, array = Path(config.data.shards), array_task()
+    assert isinstance(config.stage, Shard)
+    folder, array, until = Path(config.data.shards), array_task(), config.stage.until
     mpi.share_cores(ranks)
     with mpi.world(ranks, folder) as comm:
         # Rank 0 lists the input and broadcasts it, which keeps metadata requests off the parallel file system.
@@ -43,15 +45,18 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 return
             if comm.rank == 0:
                 inventory.report_listing(listing, config.data.suffixes)
-            passes = ShardPasses(config.data, config.dedup, comm, parts, unfinished, ranks.local_size)
+            passes = ShardPasses(config.data, config.dedup, comm, listing, parts, unfinished, ranks.local_size, array)
             passes.check_limits()
-            tasks = array or ArrayTask("", 0, 1)
-            passes.read(cleaner, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
-            with claim_final_passes(passes, unfinished, comm) if array else nullcontext(True) as ours:
-                if not ours:
-                    log.info("shard: this task has read its parts; the last task of the job array completes the stage")
-                    return
-                totals = passes.write(listing)
-            if totals:
-                log.info("shard: wrote %s (%s)", folder, summary(totals))
-                validation_split.warn_of_few_documents(totals["validation"]["documents"], "set a larger data.validation_fraction")
+            passes.read(cleaner)
+            if until == "read":
+                return
+            with closing(passes):
+                passes.write(shards=until == "shards")
+                totals = {} if array or until != "shards" else passes.complete()
+        if array and until == "shards":
+            # Tasks leave before they try to hold the folder alone: the last of them does, after all shards are written.
+            with claim(comm, folder) as alone, closing(passes):
+                totals = passes.complete() if alone else {}
+        if totals:
+            log.info("shard: wrote %s (%s)", folder, summary(totals))
+            validation_split.warn_of_few_documents(totals["validation"]["documents"], "set a larger data.validation_fraction")

@@ -1,6 +1,8 @@
 """Text shards of runs that end early or share their work: full disks, kills, job arrays."""
 
 import contextlib
+import errno
+import json
 import signal
 import subprocess
 import sys
@@ -10,6 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.common import locks
+from pipeline.data.dedup import duplicates
+from pipeline.data.shard import passes, shards, span_search
+from pipeline.data.shard.spilled_documents import SpillPool
 from tests import warm
 from tests.data.library import LIBRARY, here
 from tests.data.raw_files import json_line
@@ -40,6 +46,54 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
         assert [path.name for path in folder.iterdir()] == [".unfinished"]
     here(*settings, f"data.shards={folder}")
     assert same_files(tmp_path / "complete", folder)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_between_shards_keeps_those_before(tmp_path):
+    for corpus, documents in (("a", 20), ("b", 400)):
+        (tmp_path / f"{corpus}.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(documents)))
+    corpora = f"data.corpora={{a: [{tmp_path}/a.jsonl], b: [{tmp_path}/b.jsonl]}}"
+    settings = ("stage=shard", *RAW, "data.input=[]", corpora)
+    here(*settings, f"data.shards={tmp_path}/complete")
+    folder = tmp_path / "limited"
+    code, printed = python("-c", LIMITED, 200 << 10, *settings, f"data.shards={folder}")
+    assert code == 2, printed
+    kept = {path.name: path.stat().st_ino for path in folder.glob("*.tar")}
+    assert kept.keys() == {"train-a-00000.tar", "validation-a-00000.tar"}
+    planned = len(json.loads((folder / ".unfinished" / "plan.json").read_text())["shards"])
+    assert f"wrote {planned - 2} of {planned} shards; 2 were written before" in here(*settings, f"data.shards={folder}")
+    assert same_files(tmp_path / "complete", folder)
+    assert all((folder / name).stat().st_ino == inode for name, inode in kept.items())
+
+
+def test_searches_for_duplicates_are_kept(library, tmp_path, monkeypatch):
+    """The disk is full after each search in turn, and nothing is searched for twice."""
+    settings = (*LIBRARY, f"data.input=[{library}]", "dedup.url=true", "dedup.paragraphs=true", "dedup.spans=30", "data.save_dropped=true")
+    here(*settings, f"data.shards={tmp_path}/complete")
+    searches: list[str] = []
+
+    def counted(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def search(*arguments: object) -> object:
+            if len(searches) == limit:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            searches.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, search)
+
+    for owner, name in ((duplicates, "find"), (SpillPool, "find_repeated"), (span_search, "find"), (passes, "plan_shards")):
+        counted(owner, name)
+    counted(shards, "write")
+    for limit in range(1, 6):
+        assert "No space left on device" in here(*settings, f"data.shards={tmp_path}/s", expect=2)
+        assert len(searches) == limit
+    assert searches == ["find", "find", "find_repeated", "find", "plan_shards"]
+    limit = -1
+    here(*settings, f"data.shards={tmp_path}/s")
+    assert set(searches[5:]) == {"write"}
+    assert same_files(tmp_path / "complete", tmp_path / "s")
 
 
 def start(*arguments: object) -> warm.Process:
@@ -169,3 +223,47 @@ def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, t
     assert same_files(cleaned, tmp_path / "s")
     gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
     assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
+
+
+def array_task(job: int, task: int) -> dict[str, str]:
+    """The environment of a task of an array of two."""
+    names = ("JOB_ID", "TASK_ID", "TASK_COUNT", "TASK_MIN", "TASK_MAX")
+    return {f"SLURM_ARRAY_{name}": str(value) for name, value in zip(names, (job, task, 2, 0, 1), strict=True)}
+
+
+@pytest.mark.slow
+def test_the_tasks_of_a_job_array_share_the_shards_and_a_killed_one_loses_only_its_own(library, cleaned, tmp_path):
+    folder = tmp_path / "s"
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
+    pipeline(*settings, "stage.until=read", env=array_task(7, 0))
+    assert "this task has read its parts" in pipeline(*settings, "stage.until=duplicates", env=array_task(7, 0))
+    pipeline(*settings, "stage.until=duplicates", env=array_task(7, 1))
+    assert not list(folder.glob("*.tar"))
+    names = [shard["name"] for shard in json.loads((folder / ".unfinished" / "plan.json").read_text())["shards"]]
+    assert len(names) > 3
+    killed = warm.start("-m", "pipeline", *settings, environment=environment(**array_task(8, 0)))
+    wait_for(folder, ".unfinished/*.tar.json", killed)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
+    left = [name for name in names if not (folder / ".unfinished" / f"{name}.json").exists()]
+    assert 0 < len(left) < len(names)
+    done = {name: (folder / name).stat().st_ino for name in set(names) - set(left)}
+
+    with locks.claimed(folder / ".unfinished", "data.shards", file=f"{left[0]}.lock"):  # as another task does that writes this shard
+        printed = pipeline(*settings, env=array_task(9, 1))
+    assert f"wrote {len(left) - 1} of {len(names)} shards; {len(done)} were written before" in printed
+    assert not (folder / "manifest.json").exists()
+    printed = pipeline(*settings, env=array_task(9, 0))
+    assert f"wrote 1 of {len(names)} shards; {len(names) - 1} were written before" in printed
+    assert same_files(cleaned, folder)
+    assert all((folder / name).stat().st_ino == inode for name, inode in done.items())
+    assert not list(folder.glob(".*"))
+
+
+@pytest.mark.slow
+def test_the_tasks_of_a_job_array_run_at_the_same_time_and_one_completes_the_stage(library, cleaned, tmp_path):
+    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
+    tasks = [warm.start("-m", "pipeline", *settings, environment=environment(**array_task(7, task))) for task in (0, 1)]
+    assert [task.wait(120) for task in tasks] == [0, 0]
+    assert same_files(cleaned, tmp_path / "s")
+    assert not list((tmp_path / "s").glob(".*"))

@@ -7,7 +7,7 @@ system calls read and write (/proc/self/io), the messages and bytes that the com
   read      pass 1: reading, cleaning, intermediate files
   clusters  pass 2: duplicates
   spans     pass 2: repeated spans (dedup.spans)
-  shuffle   plan, shards, report, manifest, removal of the intermediate files
+  shuffle   records of the searches, plan, shards, report, manifest, removal of the intermediate files
 
 Properties of the corpus that a model cannot know, such as the number of similar pairs, are recorded as well.
 """
@@ -133,7 +133,7 @@ def install(counts: Counts) -> None:
     from pipeline.common import mpi
     from pipeline.common.unfinished import Unfinished
     from pipeline.data.dedup import clusters, distributed, duplicates, spans
-    from pipeline.data.shard import span_search
+    from pipeline.data.shard import dropped, span_search
     from pipeline.data.shard.passes import ShardPasses
     from pipeline.data.shard.spilled_documents import SpillPool
 
@@ -167,8 +167,9 @@ def install(counts: Counts) -> None:
 
         return counted
 
-    for name, place in (("read", "read"), ("write", "shuffle"), ("_duplicates", "clusters")):
+    for name, place in (("read", "read"), ("write", "shuffle"), ("complete", "shuffle"), ("_duplicates", "clusters"), ("_keep", "shuffle")):
         wrapped(ShardPasses, name, in_pass(place))
+    wrapped(dropped, "save", in_pass("shuffle"))
     wrapped(span_search, "find", in_pass("spans"))
     for name, rows in (("several", "anchors"), ("repeated", "windows")):
         wrapped(spans, name, with_property(rows, len))

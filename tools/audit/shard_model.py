@@ -271,19 +271,19 @@ class Model:
         read += (8 + self.row) * c.documents + self.record_bytes + (2 * self.row + HEAD) * segments
         read += tar + 600 * self.shards + c.report_bytes + c.shown_bytes
         sent = self.elsewhere * (text + c.meta * share + written * (self.row + 16 + 12)) + 8 * self.bins * (ranks - 1) * 2
-        rounds = math.ceil(self.shards / ranks) * pieces + 9
+        rounds = math.ceil(self.shards / ranks) * pieces + 10
         piece = min(sweep.PIECE_BYTES, text / self.shards)
         mine = c.documents / ranks
         memory = 8 * mine + 5 * piece + 17 * dropped / ranks + 16 * self.bins + 350 * self.shards
         root = 2500 * self.shards
-        opens = self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops + 6 * self.shards + 10
+        opens = self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops + 6 * self.shards + 12 + 2 * bool(self.dedup.spans)
         return Counts(
             opens=opens,
-            most_opens=(self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops) / ranks + 6 * math.ceil(self.shards / ranks) + 10,
-            inodes=with_drops + 2 * self.shards + 4,
+            most_opens=(self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops) / ranks + 6 * math.ceil(self.shards / ranks) + 12,
+            inodes=with_drops + 2 * self.shards + 5 + bool(self.dedup.spans),
             bytes_read=read,
             bytes_written=tar + 17 * dropped + 600 * self.shards + entries + c.report_bytes,
-            messages=rounds * ranks * (ranks - 1) + 8 * (ranks - 1),
+            messages=rounds * ranks * (ranks - 1) + 9 * (ranks - 1),
             bytes_sent=sent,
             memory=BASE + self._shared() + memory + root,
         )

@@ -81,20 +81,20 @@ SUFFIX = ".drop"
 _ROW = np.dtype([("number", "<i8"), *ORIGIN.descr])
 
 
-def save(pool: SpillPool, duplicated: Clusters) -> None:
-    """Save the drops of the parts of this rank; a part without any has no file."""
+def save(pool: SpillPool, suffix: str, duplicated: Clusters) -> None:
+    """Save the drops of the parts of this rank in files with a suffix; a part without any has no file."""
     rows = np.empty(len(duplicated.drop), dtype=_ROW)
     rows["number"], rows["kept"], rows["kind"] = duplicated.drop, duplicated.origin["kept"], duplicated.origin["kind"]
     bounds = np.searchsorted(duplicated.drop, pool.starts)
     for part in pool.mine:
         if bounds[part] < bounds[part + 1]:
-            with atomic_file(pool.stem(part).with_suffix(SUFFIX)) as handle:
+            with atomic_file(pool.stem(part).with_suffix(suffix)) as handle:
                 handle.write(rows[bounds[part] : bounds[part + 1]].tobytes())
 
 
-def load(pool: SpillPool) -> tuple[np.ndarray, np.ndarray]:
+def load(pool: SpillPool, suffix: str) -> tuple[np.ndarray, np.ndarray]:
     """The drops of the parts of this rank: `drop` and `origin` of Clusters."""
-    paths = [pool.stem(part).with_suffix(SUFFIX) for part in pool.mine]
+    paths = [pool.stem(part).with_suffix(suffix) for part in pool.mine]
     rows = np.concatenate([np.empty(0, _ROW), *(np.fromfile(path, dtype=_ROW) for path in paths if path.exists())])
     origin = np.empty(len(rows), dtype=ORIGIN)
     origin["kept"], origin["kind"] = rows["kept"], rows["kind"]

@@ -27,7 +27,7 @@ _LINE = 12  # bytes for a line of dedup.paragraphs, which is assumed to be twice
 
 def files_of(parts: int, shards: int, data: DataConfig, dedup: DedupConfig) -> int:
     """The most files that a run has at one time: documents, completion record and drops of a part; shard and record."""
-    of_part = 3 + 2 * data.save_dropped + dedup.paragraphs + 3 * bool(dedup.spans)
+    of_part = 3 + 2 * data.save_dropped + dedup.url + dedup.paragraphs + 3 * bool(dedup.spans)
     return of_part * parts + (2 + dedup.save_signatures) * shards
 
 

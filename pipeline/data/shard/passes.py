@@ -1,21 +1,26 @@
-"""One run of stage=shard in three passes; each pass resumes the work of an interrupted run."""
+"""One run of stage=shard in three passes, in parts that are kept: an interrupted run goes on with those that are missing.
+
+The parts are those of the input, the searches for duplicates, and the shards. The tasks of a job array share the first and the last; the
+task that reads the last part searches for duplicates.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipeline.common import locks
 from pipeline.common.errors import UserError
-from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
 from pipeline.common.progress import SharedProgress
+from pipeline.common.ranks import ArrayTask
 from pipeline.common.unfinished import Unfinished
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner
@@ -32,18 +37,38 @@ from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
 
-INTERMEDIATE = (spill.SUFFIX, dropped.SUFFIX, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION, *span_search.SUFFIXES)
+URL, TEXT, PARAGRAPHS, SPANS, PLAN = "url", "text", "paragraphs", "spans", "plan"
+"""Names of the completion records of pass 2: searches for duplicates, and the plan of the shards."""
+
+_DROPS = [f".{search}{dropped.SUFFIX}" for search in (URL, TEXT)]
+INTERMEDIATE = (spill.SUFFIX, *_DROPS, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION, *span_search.SUFFIXES)
 """Suffixes of the files of a part, besides its completion record."""
 
 
 class ShardPasses:
-    """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards."""
+    """The passes of one run: read, clean and spill every part; deduplicate all parts together; write the shards.
+
+    Args:
+        listing: with the files and folders that cannot be read, or are not.
+        array: the task of a job array that this process is.
+    """
 
     def __init__(
-        self, data: DataConfig, dedup: DedupConfig, comm: Comm, parts: list[InputPart], unfinished: Unfinished, local_size: int
+        self,
+        data: DataConfig,
+        dedup: DedupConfig,
+        comm: Comm,
+        listing: Listing,
+        parts: list[InputPart],
+        unfinished: Unfinished,
+        local_size: int,
+        array: ArrayTask | None,
     ) -> None:
-        self._local_size = local_size
+        self._local_size, self._listing, self._array = local_size, listing, array
         self._data, self._dedup, self._comm, self._parts, self._unfinished = data, dedup, comm, parts, unfinished
+        self._pool: SpillPool | None = None
+        self._counts = PartCounts()
+        self._made: tuple[SpillPool, Clusters, list[ShardPlan]] | None = None
         files = list(dict.fromkeys(span.file for part in parts for span in part.spans))
         self._files = files
         size = sum(file.size * file.expansion for file in files)
@@ -69,9 +94,11 @@ class ShardPasses:
     def _stem(self, part: int) -> Path:
         return self._unfinished.folder / _name(part)
 
-    def read(self, cleaner: Cleaner, index: int, size: int) -> None:
+    def read(self, cleaner: Cleaner) -> None:
         """Pass 1: process this rank's parts, except those that an earlier run has finished."""
-        mine = [part for part in input_files.assigned(self._parts, index, size) if self._unfinished.note(_name(part.number)) is None]
+        tasks, comm = self._array or ArrayTask("", 0, 1), self._comm
+        assigned = input_files.assigned(self._parts, tasks.index * comm.size + comm.rank, tasks.size * comm.size)
+        mine = [part for part in assigned if not self._unfinished.finished(_name(part.number))]
         options, dedup = ReadOptions.of(self._data), self._dedup
         total = sum(self._comm.allgather(sum(part.size for part in mine)))
         with SharedProgress(self._comm, total, "shard: reading", "B") as progress:
@@ -82,37 +109,73 @@ class ShardPasses:
                 self._unfinished.write(_name(part.number), counts.to_json())
         self._comm.barrier()
 
-    def all_read(self) -> bool:
-        """Whether every part is spilled, by any rank or task."""
-        return all(self._unfinished.note(_name(part.number)) is not None for part in self._parts)
+    def write(self, *, shards: bool = True) -> None:
+        """Pass 2, and pass 3 up to the manifest: duplicates, then the shards, except those that are written. Collective.
 
-    def write(self, listing: Listing) -> dict[str, Any]:
-        """Passes 2 and 3: duplicates, then shards, report and manifest.
+        A task of a job array does what no other task does: it returns if parts are not read, or while another task searches for duplicates.
 
         Args:
-            listing: with the files and folders that cannot be read, or are not.
-
-        Returns:
-            The totals of the manifest on rank 0; an empty dict on the other ranks.
+            shards: write them, too.
 
         Raises:
             UserError: too many documents could not be read, or no document remains.
         """
         comm, unfinished = self._comm, self._unfinished
-        counts = PartCounts(bad=[listed(entry) for entry in listing.bad])
+        if self._array and not comm.bcast(comm.rank == 0 and all(unfinished.finished(_name(part.number)) for part in self._parts)):
+            log.info("shard: this task has read its parts; the last task of the job array to do so searches for duplicates")
+            return
+        with claim(comm, unfinished.folder, f"{PLAN}.lock") if self._array else nullcontext(True) as alone:
+            if not alone and not self._finished(PLAN):
+                log.info("shard: this task has read its parts; another one searches for duplicates")
+                return
+            pool, duplicated, plan = self._planned()
+        if shards:
+            self._write_shards(Sweep(comm, pool, duplicated.drop, self._dedup), plan)
+
+    def complete(self) -> dict[str, Any]:
+        """End pass 3: write report and manifest, and remove the completion records. Collective; no other task may be at work.
+
+        Returns:
+            The totals of the manifest on rank 0; an empty dict on the other ranks, and if shards are missing or all is done.
+        """
+        if not self._finished(PLAN):
+            return {}
+        pool, duplicated, plan = self._planned()
+        return {} if self._missing(plan) else self._publish(pool, duplicated, plan)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._pool:
+            self._pool.close()
+
+    def _finished(self, name: str) -> bool:
+        """Whether a step of all ranks, or a shard, is finished."""
+        return self._comm.bcast(self._comm.rank == 0 and self._unfinished.finished(name))
+
+    def _note(self, name: str) -> Any:
+        """The completion record of a step of all ranks."""
+        return self._comm.bcast(self._unfinished.note(name) if self._comm.rank == 0 else None)
+
+    def _keep(self, name: str, note: Any) -> None:
+        """Write the completion record of a step of all ranks. Collective."""
+        self._comm.barrier()
+        if self._comm.rank == 0:
+            self._unfinished.write(name, note)
+
+    def _open(self) -> SpillPool:
+        """The spills of all parts, whose counts are summed. Collective."""
+        listing, comm = self._listing, self._comm
+        counts = self._counts = PartCounts(bad=[listed(entry) for entry in listing.bad])
         for corpus, reasons in listing.skipped.items():
             for reason, (number, size) in reasons.items():
                 add_in_group(counts.skipped, corpus, f"file {reason}", number, size)
         runs, index = self._sum(counts)
         if comm.rank == 0:
             input_bytes = self._input_bytes + sum(entry.lost_bytes for entry in listing.bad)
-            _check_quarantine(counts, input_bytes, self._data.quarantine_limit, unfinished.folder)
+            _check_quarantine(counts, input_bytes, self._data.quarantine_limit, self._unfinished.folder)
         self.check_limits(counts.documents)
-        pool = SpillPool(comm, self._stem, runs, index, self._dedup)
-        try:
-            return self._write(pool, counts)
-        finally:
-            pool.close()
+        self._pool = SpillPool(comm, self._stem, runs, index, self._dedup)
+        return self._pool
 
     def _sum(self, counts: PartCounts) -> tuple[list[list[int]], list[int]]:
         """Add the counts of all parts to those of rank 0; returns the bounds of the runs, and the index, of every part.
@@ -131,26 +194,41 @@ class ShardPasses:
         everyone = comm.allgather((runs, index))
         return [bounds for of_rank, _ in everyone for bounds in of_rank], [offset for _, of_rank in everyone for offset in of_rank]
 
-    def _write(self, pool: SpillPool, counts: PartCounts) -> dict[str, Any]:
-        """Passes 2 and 3 on the pool of all parts; see write."""
-        comm, unfinished = self._comm, self._unfinished
-        duplicated, plan = self._planned(pool, counts)
-        if self._data.save_dropped:
-            dropped.write_duplicates(comm, pool, duplicated)
+    def _missing(self, plan: list[ShardPlan]) -> list[ShardPlan]:
+        """The shards that are not written. Collective."""
+        comm = self._comm
+        missing = [number for number in range(comm.rank, len(plan), comm.size) if not self._unfinished.finished(plan[number].name)]
+        return [plan[number] for number in sorted(number for numbers in comm.allgather(missing) for number in numbers)]
+
+    def _write_shards(self, sweep: Sweep, plan: list[ShardPlan]) -> None:
+        """Write the missing shards, one a rank at a time; a task of a job array begins with its share, and leaves out those of others."""
+        comm, unfinished, array = self._comm, self._unfinished, self._array
+        missing, written = self._missing(plan), 0
+        first = len(missing) * array.index // array.size if array else 0
+        left = deque(missing[first:] + missing[:first])
+        while left:
+            with ExitStack() as claims:
+                of_round: list[ShardPlan] = []
+                while left and len(of_round) < comm.size:
+                    shard = left.popleft()
+                    ours = not array or claims.enter_context(claim(comm, unfinished.folder, f"{shard.name}.lock"))
+                    if ours and not (array and self._finished(shard.name)):
+                        of_round.append(shard)
+                documents = sweep.documents(of_round) if of_round else iter(())
+                if comm.rank < len(of_round):
+                    shard = of_round[comm.rank]
+                    note = shards.write(unfinished.output, shard, documents, self._data, self._dedup, unfinished.folder)
+                    unfinished.write(shard.name, note)
+                else:
+                    deque(documents, maxlen=0)  # this rank sends its documents to the others
+                written += len(of_round)
+                comm.barrier()
+        log.info("shard: wrote %d of %d shards; %d were written before", written, len(plan), len(plan) - len(missing))
+
+    def _publish(self, pool: SpillPool, duplicated: Clusters, plan: list[ShardPlan]) -> dict[str, Any]:
+        """Write report and manifest of the shards, which are written, and remove the completion records; see complete."""
+        comm, unfinished, counts = self._comm, self._unfinished, self._counts
         mine = range(comm.rank, len(plan), comm.size)
-        not_written = [number for number in mine if unfinished.note(plan[number].name) is None]
-        missing = sorted(number for numbers in comm.allgather(not_written) for number in numbers)
-        sweep = Sweep(comm, pool, duplicated.drop, self._dedup)
-        for start in range(0, len(missing), comm.size):
-            shards_of_round = [plan[number] for number in missing[start : start + comm.size]]
-            documents = sweep.documents(shards_of_round)
-            if comm.rank < len(shards_of_round):
-                shard = shards_of_round[comm.rank]
-                note = shards.write(unfinished.output, shard, documents, self._data, self._dedup, unfinished.folder)
-                unfinished.write(shard.name, note)
-            else:
-                deque(documents, maxlen=0)  # this rank sends its documents to the others
-        comm.barrier()
         written = shards.WrittenShard.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
         self._count_duplicates(pool, duplicated, counts)
         excerpts = shard_report.excerpts_of(comm, pool, duplicated)
@@ -186,46 +264,66 @@ class ShardPasses:
                     if documents:
                         add_in_group(counts.lost, corpus, f"dedup: {kind.reason}", documents, size)
 
-    def _planned(self, pool: SpillPool, counts: PartCounts) -> tuple[Clusters, list[ShardPlan]]:
-        """Return the duplicates and the shard plan, loaded from an interrupted run if it completed this step.
-
-        The drops are saved by part, and a rank loads those of its parts.
-        """
-        saved = self._comm.bcast(self._unfinished.note("plan") if self._comm.rank == 0 else None)
-        if saved:
-            drop, origin = dropped.load(pool)
-            return clusters.from_json(saved["found"], drop, origin), [ShardPlan(**shard) for shard in saved["shards"]]
+    def _planned(self) -> tuple[SpillPool, Clusters, list[ShardPlan]]:
+        """Return the spills, their duplicates and the shard plan, as far as possible from an interrupted run. Collective."""
+        if self._made:
+            return self._made
+        pool = self._open()
         duplicated = self._duplicates(pool)
-        plan = self._plan(pool, duplicated, counts)
-        dropped.save(pool, duplicated)
-        self._comm.barrier()
-        if self._comm.rank == 0:
-            self._unfinished.write("plan", {"found": clusters.to_json(duplicated), "shards": [asdict(shard) for shard in plan]})
-        return duplicated, plan
+        saved = self._note(PLAN)
+        if saved is None:
+            plan = self._plan(pool, duplicated)
+            if self._data.save_dropped:
+                dropped.write_duplicates(self._comm, pool, duplicated)
+            saved = {"shards": [asdict(shard) for shard in plan]}
+            self._keep(PLAN, saved)
+        self._made = pool, duplicated, [ShardPlan(**shard) for shard in saved["shards"]]
+        return self._made
 
     def _duplicates(self, pool: SpillPool) -> Clusters:
         """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs, and repeated spans of what they leave."""
         dedup, comm = self._dedup, self._comm
         duplicated = clusters.NOTHING
-        if dedup.url:
-            documents = pool.documents(url=True)
-            duplicated = duplicates.find(comm, documents, replace(dedup, exact=True, near=False))
-            duplicated.origin["kind"] = clusters.ClusterKind.URL
-        if dedup.exact or dedup.near:
-            chosen = ~contained(documents.numbers, duplicated.drop) if dedup.url else None
+
+        def by_url() -> Clusters:
+            found = duplicates.find(comm, pool.documents(url=True), replace(dedup, exact=True, near=False))
+            found.origin["kind"] = clusters.ClusterKind.URL
+            return found
+
+        def by_text() -> Clusters:
+            chosen = ~contained(pool.numbers(), duplicated.drop) if dedup.url else None
             known = signatures.load(comm, dedup) if dedup.against else None
-            by_text = duplicates.find(comm, pool.documents(url=False, chosen=chosen), dedup, known)
-            duplicated = clusters.joined(duplicated, by_text)
-        if dedup.paragraphs:
+            return duplicates.find(comm, pool.documents(url=False, chosen=chosen), dedup, known)
+
+        if dedup.url:
+            duplicated = self._found(URL, pool, by_url)
+        if dedup.exact or dedup.near:
+            duplicated = clusters.joined(duplicated, self._found(TEXT, pool, by_text))
+        if dedup.paragraphs and not self._finished(PARAGRAPHS):
             pool.find_repeated(duplicated.drop, dedup.paragraph_characters)
+            self._keep(PARAGRAPHS, True)
         if dedup.spans:
-            sources = [*span_search.parts(pool, duplicated.drop, dedup), *span_search.others(comm, dedup, self._unfinished.folder)]
-            found = span_search.find(comm, sources, dedup.spans, 1e6 * dedup.span_megabytes, pool.descriptor)
+            found = self._note(SPANS)
+            if found is None:
+                sources = [*span_search.parts(pool, duplicated.drop, dedup), *span_search.others(comm, dedup, self._unfinished.folder)]
+                found = span_search.find(comm, sources, dedup.spans, 1e6 * dedup.span_megabytes, pool.descriptor)
+                self._keep(SPANS, found)
             duplicated = replace(duplicated, spans=found)
         return duplicated
 
-    def _plan(self, pool: SpillPool, duplicated: Clusters, counts: PartCounts) -> list[ShardPlan]:
+    def _found(self, name: str, pool: SpillPool, find: Callable[[], Clusters]) -> Clusters:
+        """The result of a search, as an interrupted run left it. Drops are saved by part, and a rank loads those of its parts."""
+        saved, suffix = self._note(name), f".{name}{dropped.SUFFIX}"
+        if saved is not None:
+            return clusters.from_json(saved, *dropped.load(pool, suffix))
+        found = find()
+        dropped.save(pool, suffix, found)
+        self._keep(name, clusters.to_json(found))
+        return found
+
+    def _plan(self, pool: SpillPool, duplicated: Clusters) -> list[ShardPlan]:
         """The shard plan, identical on all ranks."""
+        counts = self._counts
         tallies = pool.tally(self._order, duplicated.drop)
         plan = plan_shards(self._order, tallies, self._data.shard_megabytes) if tallies else None
         if tallies and not plan:
@@ -244,17 +342,15 @@ class ShardPasses:
 
 
 @contextmanager
-def claim_final_passes(passes: ShardPasses, unfinished: Unfinished, comm: Comm) -> Iterator[bool]:
-    """Yield whether this task of a job array runs the remaining passes: all parts are read and no other task has claimed them."""
-    with ExitStack() as claim:
-        ours = comm.rank == 0 and passes.all_read()
-        if ours:
-            try:
-                claim.enter_context(claimed(unfinished.folder, "data.shards"))
-                ours = passes.all_read()  # False if another task has completed the stage since and removed its progress records
-            except UserError as error:  # another task holds the claim, or the folder is not writable
-                log.info("shard: this task does not complete the stage: %s", error)
-                ours = False
+def claim(comm: Comm, folder: Path, file: str = locks.FILE) -> Iterator[bool]:
+    """Yield whether this task of a job array holds a lock, alone; no other task gets it while the block runs. Collective."""
+    with ExitStack() as held:
+        ours = comm.rank == 0
+        try:
+            if ours:
+                held.enter_context(locks.claimed(folder, "data.shards", minutes=0, file=file))
+        except locks.InUseError:
+            ours = False
         yield comm.bcast(ours)
 
 

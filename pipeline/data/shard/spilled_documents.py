@@ -93,6 +93,10 @@ class SpillPool:
                 if texts:
                     yield rows["number"][low:high][kept], [text.decode("utf-8") for _, text in texts]
 
+    def numbers(self) -> np.ndarray:
+        """The numbers of this rank's documents, in their order: (documents,) int64."""
+        return np.concatenate([np.empty(0, np.int64), *(np.arange(self.starts[part], self.starts[part + 1]) for part in self.mine)])
+
     def documents(self, *, url: bool, chosen: np.ndarray | None = None) -> Documents:
         """This rank's documents in the order of their numbers.
 
@@ -100,7 +104,6 @@ class SpillPool:
             url: compare URLs instead of texts.
             chosen: (documents,) bool, which of them; default: all.
         """
-        numbers = [np.arange(self.starts[part], self.starts[part + 1]) for part in self.mine]
         lengths, keys = [np.empty(0, np.int64)], [np.empty((0, 2), np.uint64)]
         for spilled in self.mine.values():
             rows, order = spilled.rows(), spilled.order()
@@ -114,7 +117,7 @@ class SpillPool:
         def bands(band: int) -> np.ndarray:
             return of([np.empty(0, np.uint64), *(spilled.band(band) for spilled in self.mine.values())])
 
-        kept = of([np.empty(0, np.int64), *numbers])
+        kept = of([self.numbers()])
         return Documents(
             kept, of(lengths), of(keys), bands if self._bands and not url else None, lambda i: self._signatures(kept[i]), self.texts
         )
