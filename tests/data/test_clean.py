@@ -314,6 +314,14 @@ def test_examples_show_the_masked_form_in_every_step():
     assert secrets[0] in json.dumps(counts["repair"].examples)  # what is not masked in the shards is not masked in the report
 
 
+def test_the_classifier_of_languages_is_read_where_a_step_asks_for_it():
+    built_in.cache_clear()
+    assert clean(["Fish &amp; chips", PROSE], config("repair", "length"))[0] == [None, PROSE]
+    assert not built_in.cache_info().currsize
+    clean([PROSE], config("gopher"))
+    assert built_in.cache_info().currsize
+
+
 def test_prose_passes_every_step():
     assert clean([PROSE], config(*(set(STEPS) - NEEDS_FILES)))[0] == [PROSE]
 

@@ -123,7 +123,7 @@ class Cleaner:
     """
 
     def __init__(self, config: CleanConfig) -> None:
-        self._detector = language.detector(config)
+        self._detector = language.detector(config) if config.language.model else None
         self._steps = [(name, _STEP_FACTORIES[name](getattr(config, name))) for name in config.steps]
         self._tag, self._identify = config.mode == "tag", not language.IDENTIFYING.isdisjoint(config.steps)
         self.notes: dict[str, dict[str, int]] = {name: step.notes for name, step in self._steps if hasattr(step, "notes")}
@@ -132,7 +132,8 @@ class Cleaner:
 
     def clean(self, batch: DocumentBatch, counts: dict[str, StepCounts], dropped: Dropped = lambda *_: None) -> DocumentBatch:
         """Apply all steps to a batch; their counts are added to `counts` (step -> counts), and dropped documents are given to `dropped`."""
-        batch.detector = self._detector
+        if self._detector:
+            batch.detector = self._detector
         sizes = list(map(utf8_length, batch.texts))
         for name, step in self._steps:
             step_counts = counts.setdefault(name, StepCounts())

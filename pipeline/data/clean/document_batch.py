@@ -52,7 +52,8 @@ class StepLimits:
         """(texts,) values of a key; (texts, n) of a key that is a list of n numbers."""
         general = getattr(self._knobs, key)
         by_label = languages.by_label(
-            {code: values[key] for code, values in self._knobs.by_language.items() if key in values}, self._batch.detector.covered
+            {code: values[key] for code, values in self._knobs.by_language.items() if key in values},
+            lambda code: self._batch.detector.covered(code),  # the detector is read when it is asked
         )
         if not by_label:
             return np.broadcast_to(np.array(general), (len(self._batch.texts), *np.shape(general)))
@@ -154,11 +155,10 @@ class DocumentBatch:
         if not changed:
             return self
         batch = DocumentBatch(self.documents)
-        batch.alive, batch.tags, batch.changed, batch.detector = self.alive, self.tags, self.changed.copy(), self.detector
-        batch.scores = self.scores
+        batch.alive, batch.tags, batch.changed, batch.scores = self.alive, self.tags, self.changed.copy(), self.scores
         batch.changed[list(changed)] = True
         batch.texts = [changed.get(index, text) for index, text in enumerate(self.texts)]
-        for name in ("languages", "first_words"):
+        for name in ("detector", "languages", "first_words"):
             if name in vars(self) and not (name == "first_words" and batch.changed.all()):
                 setattr(batch, name, getattr(self, name))
         for name in ("words", "first_words", "changed_words"):  # large, and the caller may hold this batch
