@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import tracemalloc
 from collections import Counter
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.common.errors import UserError
 from pipeline.common.knobs import changed
 from pipeline.config.cleaning import STEPS, CleanConfig
-from pipeline.data.clean.cleaner import Cleaner
+from pipeline.data.clean.cleaner import RULES_OFF, Cleaner, turned_off
 from pipeline.data.clean.document_batch import BATCH_CHARACTERS, DocumentBatch, batches
 from pipeline.data.clean.language import built_in
 from pipeline.data.dedup import minhash
@@ -204,6 +205,34 @@ def test_texts_are_dropped_for_the_expected_reason(case):
     assert texts == [PROSE, None, PROSE]
     assert counts[step].dropped == {reason: [1, len(text.encode())]}
     assert [shown[2] for shown in counts[step].examples[reason]] == [text[:300]]
+
+
+#: Further rules: the settings with which the step drops a text, and what follows it.
+STRICTER = {
+    "too long": ("length", PROSE, {"most": 10}),
+    "too many words": ("gopher", PROSE, {"most_words": 10}),
+    "language unclear": ("language", PROSE, {"keep": ["en"], "share": 1.0}),
+    "curly brackets": ("c4", PROSE + " {", {"no_curly_brackets": True}),
+    "too many lines for its words": ("fineweb", PROSE.replace(". ", ".\n"), {"newlines": 0.01}),
+    "characters in repeated lines": ("repetition", PROSE + "\n" + PROSE, {"lines": 1.0}),
+    "repeated paragraphs": ("repetition", PROSE + 2 * "\n\nAgain.", {"lines": 0.9, "line_characters": 1.0, "paragraphs": 0.1}),
+    "characters in repeated paragraphs": ("repetition", f"{PROSE}\n\n{PROSE}", {"lines": 0.9, "line_characters": 1.0, "paragraphs": 0.9}),
+    **{f"repeated {n}-grams": ("repetition", DROPS["long runs"][1], {"long_ngrams": [9.0] * (n - 5) + [0.1] * (11 - n)}) for n in (6, 10)},
+}
+
+
+def test_the_named_setting_turns_a_rule_off():
+    """Of every rule for quality that has one."""
+    dropping = {(step, reason): (text, {}) for step, text, reason in DROPS.values() if turned_off(step, reason)}
+    dropping |= {(step, reason): (text, knobs) for reason, (step, text, knobs) in STRICTER.items()}
+    for (step, reason), (text, knobs) in dropping.items():
+        assert clean([text], config(step, **{step: knobs}))[1][step].dropped.keys() == {reason}
+        pairs = [setting.split("=") for setting in turned_off(step, reason).split()]
+        off = {key.removeprefix(f"clean.{step}."): json.loads(value) for key, value in pairs}
+        assert reason not in clean([text], config(step, **{step: {**knobs, **off}}))[1][step].dropped
+    rules = {(step, reason) for step, reasons in RULES_OFF.items() for reason in reasons}
+    assert {(step, re.sub(r"\d+", "n", reason)) for step, reason in dropping} == rules
+    assert turned_off("language", "other language") is None
 
 
 WITHOUT_SPACES = {

@@ -5,11 +5,12 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pipeline.data.clean import code_detection, phones, pii_masking
-from pipeline.data.clean.cleaner import EXAMPLES, Change, StepCounts
+from pipeline.data.clean.cleaner import DROPPED, EXAMPLES, OF_LANGUAGE, Change, StepCounts
 from pipeline.data.clean.repetition import ChosenWords
 from pipeline.data.words import Words
 
@@ -203,3 +204,30 @@ def test_examples_are_those_with_the_lowest_hashes(batches):
         examples = together.examples.get(reason, [])
         assert len(examples) == min(EXAMPLES, len(numbers))
         assert all(row[2] == f"BEFORE {row[1]}" for row in examples)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 400), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_examples_of_dropped_documents_are_of_every_corpus_and_language_in_any_division_into_parts(documents, parts, chance):
+    """Twenty of each corpus, and three of each language, those with the lowest hashes."""
+    rare = [f"language {number}" for number in range(20)]
+    changes = [
+        Change("r", str(n), "", None, chance.choice("aaab"), chance.choice(["de"] * 50 + rare))
+        for n in chance.sample(range(10**6), documents)
+    ]
+    whole = StepCounts()
+    whole.add_examples(changes, list)
+    counts = [StepCounts() for _ in range(parts)]
+    for change in changes:
+        chance.choice(counts).add_examples([change], list)
+    chance.shuffle(counts)
+    summed = StepCounts()
+    for part in counts:
+        summed.add(part)
+    assert summed == whole
+    found = whole.examples.get("r", [])
+    assert found == sorted(found)
+    by_hash = sorted(changes, key=lambda change: xxhash.xxh3_64_intdigest(change.identity.encode()))
+    lowest = {c.identity for corpus in "ab" for c in [c for c in by_hash if c.corpus == corpus][:DROPPED]}
+    lowest |= {c.identity for label in ("de", *rare) for c in [c for c in by_hash if c.language == label][:OF_LANGUAGE]}
+    assert {example[1] for example in found} == lowest

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from heapq import nsmallest
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -34,6 +35,44 @@ _STEP_FACTORIES: dict[str, Callable[[Any], Step]] = {
 }
 
 
+#: Step -> reason for which a rule drops, with n for a number in it -> what turns the rule off.
+RULES_OFF = {
+    "length": {"too short": "least=0", "too long": "most=1000000000"},
+    "language": {"language unclear": "share=0"},
+    "gopher": {
+        "too few words": "least_words=0",
+        "too many words": "most_words=1000000000",
+        "mean word length": "least_word_length=0 clean.gopher.most_word_length=1000",
+        "too many symbols": "symbols=1000",
+        "mostly bullet points": "bullet_lines=1",
+        "many lines end in an ellipsis": "ellipsis_lines=1",
+        "too few words with letters": "alphabetic=0",
+        "too few stop words": "stop_words=0",
+    },
+    "c4": {"too few sentences": "least_sentences=0", "curly brackets": "no_curly_brackets=false"},
+    "fineweb": {
+        "few lines end in punctuation": "closed_lines=0",
+        "mostly short lines": "short_lines=1",
+        "characters in duplicate lines": "duplicate_characters=1",
+        "too many lines for its words": "newlines=1000",
+    },
+    "repetition": {
+        "repeated lines": "lines=1",
+        "characters in repeated lines": "line_characters=1",
+        "repeated paragraphs": "paragraphs=1",
+        "characters in repeated paragraphs": "paragraph_characters=1",
+        "one frequent n-gram": "top_ngrams=[9,9,9]",
+        "repeated n-grams": "long_ngrams=[9,9,9,9,9,9]",
+    },
+}
+
+
+def turned_off(step: str, reason: str) -> str | None:
+    """Return the setting that turns off the rule for quality that drops for a reason; None for other rules, which users ask for."""
+    setting = RULES_OFF.get(step, {}).get(re.sub(r"\d+", "n", reason))
+    return setting and f"clean.{step}.{setting}"
+
+
 class Change(NamedTuple):
     """What a step does to a document, for a reason: the text before and after it; None if it drops the document."""
 
@@ -41,13 +80,16 @@ class Change(NamedTuple):
     identity: str
     before: str
     after: str | None
+    corpus: str = ""
+    language: str = ""
 
 
 Dropped = Callable[[Document, str, str, str, str], None]
 """Receives a dropped document: (document, step, reason, its text before that step, its language)."""
 
-EXAMPLES = 5
-"""Examples per reason: the documents whose identity has the lowest hash, independent of the number of ranks."""
+EXAMPLES, DROPPED, OF_LANGUAGE = 5, 20, 3
+"""Examples of a reason: changed, and dropped, documents of every corpus, and of every language. They are the documents whose identity has
+the lowest hash, independent of the number of ranks."""
 
 _EXCERPT = 300
 
@@ -62,7 +104,7 @@ class StepCounts:
         tagged: reason -> [documents, bytes] that would have been dropped without `clean.mode=tag`.
         changed: reason -> documents.
         removed: reason -> bytes by which the changes have made the documents shorter; negative if longer.
-        examples: reason -> [[hash, identity, excerpt before, excerpt after or None], ...], lowest hash first.
+        examples: reason -> [[hash, identity, excerpt before, excerpt after or None, corpus, language], ...], lowest hash first.
     """
 
     documents: int = 0
@@ -84,30 +126,37 @@ class StepCounts:
         for reason, size in other.removed.items():
             self.removed[reason] = self.removed.get(reason, 0) + size
         for reason, examples in other.examples.items():
-            self.examples[reason] = sorted([*self.examples.get(reason, []), *examples])[:EXAMPLES]
+            self.examples[reason] = _lowest([*self.examples.get(reason, []), *examples])
 
     def add_examples(self, changes: Iterable[Change], shown_as: Callable[[Sequence[str]], Sequence[str]]) -> None:
-        """Keep the documents whose hashes are among the lowest as examples.
+        """Keep the documents whose hashes are among the lowest of their corpus or language as examples.
 
         Args:
             shown_as: what examples show of texts. It takes long, so that it is called once, with the texts that may be shown.
         """
-        ranked = [(xxhash.xxh3_64_intdigest(change.identity.encode("utf-8", "surrogatepass")), change) for change in changes]
-        limits: dict[str, int] = {}  # reason -> a hash above which no document can become an example
-        for reason in {change.reason for _, change in ranked}:
-            shown = [example[0] for example in self.examples.setdefault(reason, [])]
-            lowest = nsmallest(EXAMPLES, [*shown, *(rank for rank, change in ranked if change.reason == reason)])
-            limits[reason] = lowest[-1]
-        ranked = [(rank, change) for rank, change in ranked if rank <= limits[change.reason]]
-        texts = iter(shown_as([text for _, change in ranked for text in (change.before, change.after) if text is not None]))
-        for rank, change in ranked:
-            before, after = next(texts), None if change.after is None else next(texts)
-            shown = self.examples[change.reason]
-            if len(shown) == EXAMPLES and rank >= shown[-1][0]:
-                continue
-            shown.append([rank, change.identity, *_excerpts(before, after)])
-            shown.sort()
-            del shown[EXAMPLES:]
+        new: dict[str, list[list[Any]]] = defaultdict(list)
+        for reason, identity, *rest in changes:
+            new[reason].append([xxhash.xxh3_64_intdigest(identity.encode("utf-8", "surrogatepass")), identity, *rest])
+        kept: set[int] = set()
+        for reason, of_reason in new.items():
+            self.examples[reason] = _lowest([*self.examples.get(reason, []), *of_reason])
+            kept |= set(map(id, self.examples[reason]))
+        shown = [example for of_reason in new.values() for example in of_reason if id(example) in kept]
+        texts = iter(shown_as([text for example in shown for text in example[2:4] if text is not None]))
+        for example in shown:
+            example[2:4] = _excerpts(next(texts), None if example[3] is None else next(texts))
+
+
+def _lowest(examples: list[list[Any]]) -> list[list[Any]]:
+    """The examples of a reason that are kept. What is left out is left out beside any others, so that parts can be added in any order."""
+    kept, seen = [], Counter[tuple[str, str]]()
+    for example in sorted(examples, key=lambda example: example[:3]):
+        after, corpus, language = example[3:]
+        places = ("corpus", corpus), ("language", language)
+        if seen[places[0]] < (DROPPED if after is None else EXAMPLES) or seen[places[1]] < (OF_LANGUAGE if after is None else 0):
+            kept.append(example)
+        seen.update(places)
+    return kept
 
 
 class Cleaner:
@@ -140,14 +189,16 @@ class Cleaner:
             step_counts.documents += int(batch.alive.sum())
             step_counts.bytes += sum(compress(sizes, batch.alive.tolist()))
             verdicts = list(step(batch)) if batch.alive.any() else []
-            step_counts.add_examples(
-                (Change(reason, batch.documents[index].id, batch.texts[index], text) for index, reason, text in verdicts), self._shown_as
+            labels = [batch.label(index, identify=self._identify and text is None and not self._tag) for index, _, text in verdicts]
+            changes = (
+                Change(reason, batch.documents[index].id, batch.texts[index], text, batch.documents[index].corpus, label)
+                for (index, reason, text), label in zip(verdicts, labels, strict=True)
             )
-            for verdict in verdicts:
+            step_counts.add_examples(changes, self._shown_as)
+            for verdict, label in zip(verdicts, labels, strict=True):
                 document = batch.documents[verdict.document]
                 if verdict.text is None:
                     if not self._tag:
-                        label = batch.label(verdict.document, identify=self._identify)
                         dropped(document, name, verdict.reason, batch.texts[verdict.document], label)
                     add_count(step_counts.tagged if self._tag else step_counts.dropped, verdict.reason, 1, sizes[verdict.document])
                 else:

@@ -15,7 +15,7 @@ import orjson
 from pipeline.common import page
 from pipeline.common.mpi import Comm
 from pipeline.common.page import Bar, Bold, megabytes
-from pipeline.data.clean.cleaner import StepCounts
+from pipeline.data.clean.cleaner import StepCounts, turned_off
 from pipeline.data.dedup.clusters import Cluster, Clusters
 from pipeline.data.dedup.distributed import fetch
 from pipeline.data.read import inventory
@@ -27,6 +27,8 @@ from pipeline.data.shard.text_shards import SPLITS
 EXCERPT = 300
 WARN_SHARE = 0.5
 """The page warns of a corpus that loses this share of its documents or of its text, and of a language that loses it to cleaning."""
+WARN_CLEANING = 0.3
+"""The page warns of a corpus that loses this share of its documents or of its text to rules for quality."""
 WARN_LANGUAGE = 20
 """The page does not warn of a language with fewer documents: texts of other languages are taken for it."""
 LISTED_BAD = 100
@@ -47,7 +49,7 @@ def build(
 ) -> dict[str, Any]:
     """Build the report as JSON; `output` is what shards have: totals, languages, lengths, and percentiles of the scores."""
     written = output["corpora"]
-    return {
+    made = {
         "settings": made_with,
         "kept": {
             name: [sum(written[name][split][field] for split in SPLITS) if name in written else 0 for field in ("documents", "bytes")]
@@ -79,12 +81,16 @@ def build(
         },
         "output": output,
     }
+    return {"warnings": [corpus for name in sorted(counts.read) if (corpus := _corpus(made, name))["warned"]], **made}
 
 
 def _step(counts: StepCounts) -> dict[str, Any]:
     """The report entry of a cleaning step."""
     examples = {
-        reason: [{"id": identity, "before": before, "after": after} for _, identity, before, after in shown]
+        reason: [
+            {"id": identity, "corpus": corpus, "language": language, "before": before, "after": after}
+            for _, identity, before, after, corpus, language in sorted(shown, key=lambda example: example[4:])
+        ]
         for reason, shown in sorted(counts.examples.items())
     }
     return {
@@ -175,8 +181,13 @@ def html(report: dict[str, Any], compare: str | None = None) -> str:
 def _corpus(report: dict[str, Any], name: str) -> dict[str, Any]:
     """What was read and kept of a corpus, and why documents were dropped, the commonest reason first."""
     (read, read_bytes), (kept, kept_bytes) = report["input"]["corpora"][name], report["kept"][name]
-    reasons = sorted(report["lost"].get(name, {}).items(), key=lambda entry: (-entry[1][0], entry[0]))
-    warned = bool(read) and min(kept / read, kept_bytes / max(1, read_bytes)) <= 1 - WARN_SHARE
+    lost = sorted(report["lost"].get(name, {}).items(), key=lambda entry: (-entry[1][0], entry[0]))
+    reasons = [[reason, *sizes, turned_off(*reason.split(": ", 1))] for reason, sizes in lost]
+    cleaned = [sum(row[field] for row in reasons if row[3]) for field in (1, 2)]
+    warned = bool(read) and (
+        min(kept / read, kept_bytes / max(1, read_bytes)) <= 1 - WARN_SHARE
+        or max(cleaned[0] / read, cleaned[1] / max(1, read_bytes)) > WARN_CLEANING
+    )
     sizes = {"read": read, "read_bytes": read_bytes, "kept": kept, "kept_bytes": kept_bytes}
     return {"name": name, **sizes, "reasons": reasons, "warned": warned}
 
@@ -219,9 +230,9 @@ def _lost_rows(corpus: dict[str, Any]) -> Iterator[list[Any]]:
     """The share of a corpus that is kept, and the reasons for the remainder."""
     name, read = corpus["name"], corpus["read"]
     yield [Bold(f"{name}: kept"), corpus["kept"], megabytes(corpus["kept_bytes"]), Bar(corpus["kept"], read)]
-    for reason, (lost, size) in corpus["reasons"]:
+    for reason, lost, size, _ in corpus["reasons"]:
         yield [f"{name}: {reason}", lost, megabytes(size), Bar(lost, read)]
-    removed = corpus["read_bytes"] - corpus["kept_bytes"] - sum(size for _, (_, size) in corpus["reasons"])
+    removed = corpus["read_bytes"] - corpus["kept_bytes"] - sum(size for _, _, size, _ in corpus["reasons"])
     yield [f"{name}: removed from kept documents", "", megabytes(removed), ""]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,8 @@ from pipeline.data.shard.process_part import PartCounts
 from pipeline.data.shard.shuffle import ShardPlan
 from pipeline.data.shard.sweep import Swept
 from pipeline.data.shard.text_shards import SPLITS
+
+log = logging.getLogger("pipeline")
 
 Entries = dict[str, dict[str, Any]]
 
@@ -189,6 +192,9 @@ def publish(
         "scores": written.percentiles(),
     }
     made = shard_report.build(counts, duplicated, excerpts, output, settings, inputs)
+    for corpus in made["warnings"]:
+        shares = 100 * corpus["kept"] / corpus["read"], 100 * corpus["kept_bytes"] / max(1, corpus["read_bytes"])
+        log.warning("shard: %s keeps %.0f %% of its documents and %.0f %% of its text; report.html says why", corpus["name"], *shares)
     pages = {
         "report.json": orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n",
         "report.html": shard_report.html(made, compare).encode("utf-8", "replace"),

@@ -18,8 +18,11 @@ import orjson
 
 SUFFIX = ".spill"
 
-FORMAT = 4
-"""Version of the files, and of the built-in classifier of languages: an interrupted run of another version cannot be continued."""
+FORMAT = 5
+"""Version of the files, of the completion records, and of the built-in classifier of languages.
+
+An interrupted run of another version cannot be continued.
+"""
 
 RUN_BYTES = 128 << 20
 """Bytes of documents that are collected in memory before a sorted run is written. Usually a part has one run."""
