@@ -91,6 +91,23 @@ def test_a_good_text_in_one_of_two_close_languages_is_kept_and_one_half_in_each_
     assert clean([mixed], config("language", language={"keep": ["id", "nn"], "share": 0.8}))[0] == [None]
 
 
+DECIDED_BY_WORDS = {
+    "ms": "Kerajaan telah memutuskan bahawa semua sekolah akan ditutup pada minggu hadapan kerana banjir yang teruk di negeri itu.",
+    "id": "Pemerintah memutuskan bahwa semua sekolah akan ditutup minggu depan karena banjir yang parah di provinsi itu.",
+    "bs": "Niko ne zna koliko će hiljada ljudi prije septembra ostati bez posla. Evropske zemlje traže saradnju univerziteta, a porodice "
+    "djece iz tog mjesta čekaju već tri sedmice da im neko odgovori.",
+    "hr": "Nitko ne zna koliko će tisuća ljudi prije rujna ostati bez posla. Europske zemlje traže suradnju sveučilišta, a obitelji "
+    "djece iz tog mjesta čekaju već tri tjedna da im netko odgovori.",
+    "sr": "Niko ne zna koliko će hiljada ljudi pre septembra ostati bez posla. Evropske zemlje traže saradnju univerziteta, a porodice "
+    "dece iz tog mesta čekaju već tri nedelje da im neko odgovori.",
+}
+
+
+def test_words_decide_between_close_languages():
+    assert [label for label, _ in built_in().identify(list(DECIDED_BY_WORDS.values()))] == list(DECIDED_BY_WORDS)
+    assert built_in().identify([f"{TEXTS['nn']} Kerana bahawa sahaja."])[0][0] == "nn", "languages of other groups are not decided by them"
+
+
 def test_case_digits_punctuation_and_control_characters_do_not_matter():
     for label, text in TEXTS.items():
         changed = "\x00" + text.upper().replace(" ", " – 17 * ") + "\uffff\ud800"

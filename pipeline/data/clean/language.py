@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -35,6 +36,30 @@ LEAST_PROBABLE = 0.2
 """Below it a text is in no language. Lists of keywords are above it: the rule for stop words, which drops them, needs their language."""
 CLOSE = "ast es gl pt, bh hi, bs hr sr, ca oc, cs sk, da nn no, de gsw, en sco, id ms, nso st tn, rn rw, ss xh zu, zh zh-Hant"
 """Languages of which one is often probable beside another: a good text is not dropped because its probability is divided among them."""
+#: Frequent words of languages in CLOSE that the others of the group spell otherwise, or do not have.
+DISTINCTIVE = {
+    "ms": "kerana bahawa sahaja mahu mahupun cuba manakala selepas sebarang sesiapa sekiranya semasa mengikut peratus polis "
+    "syarikat universiti isnin ogos julai disember mesyuarat pelbagai awam bandar hendak tiada antarabangsa pertubuhan "
+    "perkhidmatan faedah tarikh percuma telefon nombor senarai sila kanak",
+    "id": "karena bahwa bisa mau maupun coba sedangkan setelah siapapun ketika persen polisi perusahaan universitas senin agustus "
+    "juli desember rapat berbagai uang pemerintah provinsi kantor internasional organisasi layanan manfaat tanggal gratis "
+    "telepon nomor silakan",
+    "hr": "tko netko nitko točno tijekom tjedan tjedna tisuća tisuće sustav sustava povijest povijesti europe europi europske "
+    "europski siječnja veljače ožujka travnja svibnja lipnja srpnja kolovoza rujna listopada studenoga prosinca suradnja "
+    "suradnje skupina skupine znanosti glazba tvrtka tvrtke sveučilišta unatoč uporabe obitelj obitelji osobno osobnosti "
+    "poduzeće poduzeća sudjeluje obrana obrane uvjeti uvjeta računalo tisak kruh kemija",
+    "bs sr": "ko neko niko tačno sedmica sedmice hiljada hiljade sistem sistema historije istorije evrope evropi evropske evropski "
+    "januara februara marta aprila maja juna jula augusta avgusta septembra oktobra novembra decembra saradnja saradnje "
+    "grupa grupe nauke muzika univerziteta uprkos upotrebe porodica porodice porodici lično ličnosti preduzeće preduzeća "
+    "učestvuje odbrana odbrane uslovi uslova kompjuter štampa hljeb hemija",
+    "bs hr": "vrijeme mjesto mjesta dijete djeca djece riječ riječi svijet svijeta svijetu prije poslije gdje uvijek zahtjev primjer "
+    "sljedeći vjera vjere vjeru mjera mjere savjesti dijela cijeli lijepo smije vidjeti",
+    "sr": "vreme mesto mesta dete deca dece reč reči svet svetu pre posle gde uvek zahtev primer sledeći vere veru mera mere savesti ceo "
+    "lepo sme videti",
+}
+_DISTINCTIVE = {word: labels.split() for labels, words in DISTINCTIVE.items() for word in words.split()}
+DISTINCT = 5.0
+"""What each of these words multiplies the probability of its language by."""
 _SPACES = bytes(byte if byte >= 128 or chr(byte).isalpha() else 32 for byte in range(256))
 #: Signs beyond ASCII that stand beside words, among them the dots between words or syllables of Ethiopic and Tibetan.
 _SIGNS = re.compile(
@@ -79,6 +104,7 @@ class Detector:
         close = [group.split() for group in CLOSE.split(",")] if self._built_in else []
         groups = [next((group for group in close if label in group), [label]) for label in self._labels]
         places = {label: place for place, label in enumerate(self._labels)}
+        self._decided_by_words = np.isin(self._labels, " ".join(DISTINCTIVE).split()) & self._built_in
         #: The numbers of the labels of each one's group, -1 where there are less of them.
         self._close = np.array([([places.get(label, -1) for label in group] + [-1] * 4)[:4] for group in groups])
 
@@ -99,9 +125,13 @@ class Detector:
         samples = [letters(sample) for sample in samples] if self._built_in else samples
         probabilities = self._model.probabilities(samples)
         summed = np.add.reduceat(probabilities[:, self._order], self._starts, axis=1)
-        best = summed.argmax(axis=1)
-        close = self._close[best]
-        shares = np.minimum(np.where(close >= 0, np.take_along_axis(summed, close, axis=1), 0).sum(axis=1), 1.0)
+        close = self._close[summed.argmax(axis=1)]
+        of_group = np.where(close >= 0, np.take_along_axis(summed, close, axis=1), 0)
+        shares = np.minimum(of_group.sum(axis=1), 1.0)
+        for number in np.flatnonzero(self._decided_by_words[close].any(axis=1)).tolist():
+            count = Counter(label for word in set(samples[number].split()) for label in _DISTINCTIVE.get(word, ()))
+            of_group[number] *= [DISTINCT ** count[self._labels[label]] for label in close[number].tolist()]
+        best = np.take_along_axis(close, of_group.argmax(axis=1)[:, None], axis=1)[:, 0]
         found = [(self._labels[label], share) for label, share in zip(best.tolist(), shares.tolist(), strict=True)]
         if self._built_in:
             found = [
