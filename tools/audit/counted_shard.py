@@ -133,7 +133,7 @@ def install(counts: Counts) -> None:
     from pipeline.common import mpi
     from pipeline.common.unfinished import Unfinished
     from pipeline.data.dedup import clusters, distributed, duplicates, spans
-    from pipeline.data.shard import dropped, span_search
+    from pipeline.data.shard import dropped, searches, span_search
     from pipeline.data.shard.passes import ShardPasses
     from pipeline.data.shard.spilled_documents import SpillPool
 
@@ -167,8 +167,10 @@ def install(counts: Counts) -> None:
 
         return counted
 
-    for name, place in (("read", "read"), ("write", "shuffle"), ("complete", "shuffle"), ("_duplicates", "clusters"), ("_keep", "shuffle")):
+    for name, place in (("read", "read"), ("write", "shuffle"), ("complete", "shuffle")):
         wrapped(ShardPasses, name, in_pass(place))
+    wrapped(searches, "find", in_pass("clusters"))
+    wrapped(searches.Records, "keep", in_pass("shuffle"))
     wrapped(dropped, "save", in_pass("shuffle"))
     wrapped(span_search, "find", in_pass("spans"))
     for name, rows in (("several", "anchors"), ("repeated", "windows")):

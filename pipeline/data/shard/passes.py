@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +24,23 @@ from pipeline.common.ranks import ArrayTask
 from pipeline.common.unfinished import Unfinished
 from pipeline.config.data import DataConfig, DedupConfig
 from pipeline.data.clean.cleaner import Cleaner
-from pipeline.data.dedup import clusters, duplicates, paragraphs, signatures
+from pipeline.data.dedup import paragraphs
 from pipeline.data.dedup.clusters import Clusters
 from pipeline.data.read import input_files
 from pipeline.data.read.documents import ReadOptions, add_counts, add_in_group
 from pipeline.data.read.input_files import InputPart, Listing
-from pipeline.data.shard import dropped, limits, shard_report, shards, span_search, spill
+from pipeline.data.shard import dropped, limits, searches, shard_report, shards, span_search, spill
 from pipeline.data.shard.process_part import PartCounts, listed, process
 from pipeline.data.shard.shuffle import Order, ShardPlan, plan_shards
-from pipeline.data.shard.spilled_documents import SpillPool, contained
+from pipeline.data.shard.spilled_documents import SpillPool
 from pipeline.data.shard.sweep import Sweep
 
 log = logging.getLogger("pipeline")
 
-URL, TEXT, PARAGRAPHS, SPANS, PLAN = "url", "text", "paragraphs", "spans", "plan"
-"""Names of the completion records of pass 2: searches for duplicates, and the plan of the shards."""
+PLAN = "plan"
+"""Name of the completion record of pass 2, with the plan of the shards."""
 
-_DROPS = [f".{search}{dropped.SUFFIX}" for search in (URL, TEXT)]
-INTERMEDIATE = (spill.SUFFIX, *_DROPS, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION, *span_search.SUFFIXES)
+INTERMEDIATE = (spill.SUFFIX, *searches.DROPS, paragraphs.FLAGS, dropped.BY_CLEANING, dropped.BY_DEDUPLICATION, *span_search.SUFFIXES)
 """Suffixes of the files of a part, besides its completion record."""
 
 
@@ -66,6 +65,7 @@ class ShardPasses:
     ) -> None:
         self._local_size, self._listing, self._array = local_size, listing, array
         self._data, self._dedup, self._comm, self._parts, self._unfinished = data, dedup, comm, parts, unfinished
+        self._records = searches.Records(comm, unfinished)
         self._pool: SpillPool | None = None
         self._counts = PartCounts()
         self._made: tuple[SpillPool, Clusters, list[ShardPlan]] | None = None
@@ -125,7 +125,7 @@ class ShardPasses:
             log.info("shard: this task has read its parts; the last task of the job array to do so searches for duplicates")
             return
         with claim(comm, unfinished.folder, f"{PLAN}.lock") if self._array else nullcontext(True) as alone:
-            if not alone and not self._finished(PLAN):
+            if not alone and not self._records.finished(PLAN):
                 log.info("shard: this task has read its parts; another one searches for duplicates")
                 return
             pool, duplicated, plan = self._planned()
@@ -138,7 +138,7 @@ class ShardPasses:
         Returns:
             The totals of the manifest on rank 0; an empty dict on the other ranks, and if shards are missing or all is done.
         """
-        if not self._finished(PLAN):
+        if not self._records.finished(PLAN):
             return {}
         pool, duplicated, plan = self._planned()
         return {} if self._missing(plan) else self._publish(pool, duplicated, plan)
@@ -147,20 +147,6 @@ class ShardPasses:
         """Close the files."""
         if self._pool:
             self._pool.close()
-
-    def _finished(self, name: str) -> bool:
-        """Whether a step of all ranks, or a shard, is finished."""
-        return self._comm.bcast(self._comm.rank == 0 and self._unfinished.finished(name))
-
-    def _note(self, name: str) -> Any:
-        """The completion record of a step of all ranks."""
-        return self._comm.bcast(self._unfinished.note(name) if self._comm.rank == 0 else None)
-
-    def _keep(self, name: str, note: Any) -> None:
-        """Write the completion record of a step of all ranks. Collective."""
-        self._comm.barrier()
-        if self._comm.rank == 0:
-            self._unfinished.write(name, note)
 
     def _open(self) -> SpillPool:
         """The spills of all parts, whose counts are summed. Collective."""
@@ -212,7 +198,7 @@ class ShardPasses:
                 while left and len(of_round) < comm.size:
                     shard = left.popleft()
                     ours = not array or claims.enter_context(claim(comm, unfinished.folder, f"{shard.name}.lock"))
-                    if ours and not (array and self._finished(shard.name)):
+                    if ours and not (array and self._records.finished(shard.name)):
                         of_round.append(shard)
                 documents = sweep.documents(of_round) if of_round else iter(())
                 if comm.rank < len(of_round):
@@ -230,7 +216,7 @@ class ShardPasses:
         comm, unfinished, counts = self._comm, self._unfinished, self._counts
         mine = range(comm.rank, len(plan), comm.size)
         written = shards.WrittenShard.gathered(comm, [unfinished.note(plan[number].name) for number in mine])
-        self._count_duplicates(pool, duplicated, counts)
+        searches.count(comm, pool, duplicated, self._order.corpora, counts)
         excerpts = shard_report.excerpts_of(comm, pool, duplicated)
         totals: dict[str, Any] = {}
         if comm.rank == 0:
@@ -252,74 +238,21 @@ class ShardPasses:
             unfinished.clear()
         return totals
 
-    def _count_duplicates(self, pool: SpillPool, duplicated: Clusters, counts: PartCounts) -> None:
-        """Add the duplicates to the dropped documents of every corpus. Collective; the counts are those of rank 0."""
-        groups, sizes = pool.groups_and_sizes(duplicated.drop)
-        table = np.zeros((len(self._order.corpora), len(clusters.ClusterKind), 2), dtype=np.int64)
-        np.add.at(table, (groups // 2, duplicated.origin["kind"]), np.stack([np.ones_like(sizes), sizes], axis=1))
-        gathered = self._comm.gather(table)
-        if gathered is not None:
-            for corpus, of_corpus in zip(self._order.corpora, sum(gathered).tolist(), strict=True):
-                for kind, (documents, size) in zip(clusters.ClusterKind, of_corpus, strict=True):
-                    if documents:
-                        add_in_group(counts.lost, corpus, f"dedup: {kind.reason}", documents, size)
-
     def _planned(self) -> tuple[SpillPool, Clusters, list[ShardPlan]]:
         """Return the spills, their duplicates and the shard plan, as far as possible from an interrupted run. Collective."""
         if self._made:
             return self._made
         pool = self._open()
-        duplicated = self._duplicates(pool)
-        saved = self._note(PLAN)
+        duplicated = searches.find(self._records, pool, self._dedup)
+        saved = self._records.note(PLAN)
         if saved is None:
             plan = self._plan(pool, duplicated)
             if self._data.save_dropped:
                 dropped.write_duplicates(self._comm, pool, duplicated)
             saved = {"shards": [asdict(shard) for shard in plan]}
-            self._keep(PLAN, saved)
+            self._records.keep(PLAN, saved)
         self._made = pool, duplicated, [ShardPlan(**shard) for shard in saved["shards"]]
         return self._made
-
-    def _duplicates(self, pool: SpillPool) -> Clusters:
-        """Find duplicates by URL, by text, and near duplicates; then repeated paragraphs, and repeated spans of what they leave."""
-        dedup, comm = self._dedup, self._comm
-        duplicated = clusters.NOTHING
-
-        def by_url() -> Clusters:
-            found = duplicates.find(comm, pool.documents(url=True), replace(dedup, exact=True, near=False))
-            found.origin["kind"] = clusters.ClusterKind.URL
-            return found
-
-        def by_text() -> Clusters:
-            chosen = ~contained(pool.numbers(), duplicated.drop) if dedup.url else None
-            known = signatures.load(comm, dedup) if dedup.against else None
-            return duplicates.find(comm, pool.documents(url=False, chosen=chosen), dedup, known)
-
-        if dedup.url:
-            duplicated = self._found(URL, pool, by_url)
-        if dedup.exact or dedup.near:
-            duplicated = clusters.joined(duplicated, self._found(TEXT, pool, by_text))
-        if dedup.paragraphs and not self._finished(PARAGRAPHS):
-            pool.find_repeated(duplicated.drop, dedup.paragraph_characters)
-            self._keep(PARAGRAPHS, True)
-        if dedup.spans:
-            found = self._note(SPANS)
-            if found is None:
-                sources = [*span_search.parts(pool, duplicated.drop, dedup), *span_search.others(comm, dedup, self._unfinished.folder)]
-                found = span_search.find(comm, sources, dedup.spans, 1e6 * dedup.span_megabytes, pool.descriptor)
-                self._keep(SPANS, found)
-            duplicated = replace(duplicated, spans=found)
-        return duplicated
-
-    def _found(self, name: str, pool: SpillPool, find: Callable[[], Clusters]) -> Clusters:
-        """The result of a search, as an interrupted run left it. Drops are saved by part, and a rank loads those of its parts."""
-        saved, suffix = self._note(name), f".{name}{dropped.SUFFIX}"
-        if saved is not None:
-            return clusters.from_json(saved, *dropped.load(pool, suffix))
-        found = find()
-        dropped.save(pool, suffix, found)
-        self._keep(name, clusters.to_json(found))
-        return found
 
     def _plan(self, pool: SpillPool, duplicated: Clusters) -> list[ShardPlan]:
         """The shard plan, identical on all ranks."""
