@@ -5,6 +5,7 @@ import pytest
 from pipeline.checkpoint import native
 from tests.world import configured
 from tools.audit import resharding
+from tools.jobs import build_trainer
 
 #: Family -> layouts with different pieces, partitions and owners.
 SAMPLE = {
@@ -43,7 +44,7 @@ def test_another_value_is_found(world, tmp_path):
 
 def save_spoiled(config, run_dir):
     """On a rank."""
-    trainer = resharding.build(config)
+    trainer = build_trainer(config)
     with resharding.saving(trainer, config, run_dir) as save:
         resharding.fill(trainer.engine.fragments(), known=True)
         last = [fragment for fragment in trainer.engine.fragments() if "blocks." in fragment.piece.name][-1]
