@@ -286,6 +286,12 @@ class TokenizerConfig:
     balance: float = knob(
         1.0, "exponent of the language fractions in the sample: 1 keeps the distribution, 0 makes it uniform", at_least=0, at_most=1
     )
+    parity: dict[str, str] = knob(
+        {},
+        "bpe: text files with a line for each line of the others, by language: {de: deu.txt, en: eng.txt}. Every entry is learned from "
+        "the documents of the language that needs the most tokens for its file, so that none costs more than others. Documents in other "
+        "languages are left out",
+    )
     split: str = knob("gpt2", "pre-tokenization of BPE: GPT-2 or Llama 3", choices=("gpt2", "llama3"))
     digits: str = knob(
         "keep",

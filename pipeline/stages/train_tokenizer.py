@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from pipeline.common import artifact
+from pipeline.common import artifact, languages
 from pipeline.common.artifact import Manifest
 from pipeline.common.atomic_files import atomic_folder, digest, make_folder, report_disk_full
 from pipeline.common.errors import UserError, collect_errors
@@ -42,6 +42,10 @@ def _train(config: RunConfig) -> None:
     options, folder, shards = config.tokenizer, Path(config.tokenizer.path), Path(config.data.shards)
     text = artifact.read(shards, key="data.shards", stage="shard")
     settings = {"data.shards": artifact.fingerprint(text), **_settings(options, _TRAINING_KEYS)}
+    parallel = tokenizer_training.parallel_texts(options.parity)
+    if parallel:
+        files = languages.by_label(options.parity)
+        settings["tokenizer.parity"] = {language: digest(Path(name).expanduser()) for language, name in files.items()}
     folders = {size: folder / str(size) for size in options.vocab_sizes} or {options.vocab_size: folder}
     missing = [size for size, path in folders.items() if not _is_complete(path, {**settings, "tokenizer.vocab_size": size})]
     if not missing:
@@ -51,7 +55,11 @@ def _train(config: RunConfig) -> None:
     compared = collect_errors(*(lambda other=other: load(Path(other), "tokenizer.compare") for other in options.compare))
 
     sample = TrainingText(shards, text, options.train_megabytes, options.balance)
-    models = tokenizer_training.train_sizes(sample, options, sorted(missing))
+    models = tokenizer_training.train_sizes(sample, options, sorted(missing), parallel)
+    learned = {language: size for language, size in sorted(sample.languages.items()) if language in parallel or not parallel}
+    if sum(learned.values()) < sum(sample.languages.values()):
+        others = ", ".join(sorted(sample.languages.keys() - learned)[:10])
+        log.warning("train_tokenizer: documents in languages that tokenizer.parity does not name are left out: %s", others)
     for size, model in models.items():
         if model.get_vocab_size() < size:
             count = f"{sample.bytes:,} bytes of text yield only {model.get_vocab_size()}"
@@ -61,7 +69,7 @@ def _train(config: RunConfig) -> None:
         trained = {_label(folder, folders[size]): models[size] if size in models else load(folders[size]) for size in folders}
         measured = _measure(config, text, trained | dict(zip(options.compare, compared, strict=True)))
     for size, model in models.items():
-        totals = {"train_bytes": sum(sample.languages.values()), "train_languages": dict(sorted(sample.languages.items()))}
+        totals = {"train_bytes": sum(learned.values()), "train_languages": learned}
         rows = sorted(measured.values(), key=lambda row: row["name"] != _label(folder, folders[size]))  # the tokenizer of this folder first
         _publish(model, folders[size], {**settings, "tokenizer.vocab_size": size}, config, totals, rows)
 

@@ -256,10 +256,10 @@ def test_the_sample_is_balanced_by_language(tmp_path):
     shares = {}
     for balance in (1.0, 0.5, 0.0):
         sample = TrainingText(shards, text, 0.03, balance)
-        first, again = list(sample), list(sample)
+        first, again = list(sample.documents()), list(sample.documents())
         assert first == again
         shares[balance] = sample.languages
-        taken = sum(len(part.encode()) for part in first)
+        taken = sum(len(part.encode()) for _, part in first)
         assert taken == pytest.approx(sample.languages.total(), abs=20)
     proportional, equal = shares[1.0], shares[0.0]
     assert proportional["de"] > 2.5 * proportional["en"]
@@ -270,6 +270,40 @@ def test_the_sample_is_balanced_by_language(tmp_path):
     found = held_out(shards, text, 1)
     assert set(found) <= {"de", "en", "la"}
     assert sum(map(len, found.values())) == text.totals["validation"]["documents"]
+
+
+def test_parallel_texts_get_as_many_tokens_in_each_language(tmp_path):
+    chance = random.Random(5)
+    letters = {"de": "abcdefghi", "la": "nopqrstuv"}
+    known = {language: ["".join(chance.choices(own, k=6)) for _ in range(80)] for language, own in letters.items()}
+
+    def text(language: str, count: int) -> str:
+        return " ".join(chance.choices(known[language], k=count))
+
+    documents = [{"text": text(language, 60), "lang": language} for language, count in (("de", 200), ("la", 15)) for _ in range(count)]
+    (tmp_path / "x.jsonl").write_text("\n".join(json.dumps(each) for each in documents))
+    shards = tmp_path / "s"
+    here("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={shards}", "data.validation_fraction=0")
+    parallel = {language: [text(language, 8) for _ in range(50)] for language in known}
+    for language, lines in parallel.items():
+        (tmp_path / f"{language}.txt").write_text("\n".join(lines) + "\n")
+    both = f"tokenizer.parity={{deu: {tmp_path}/de.txt, la: {tmp_path}/la.txt}}"
+    ratios = {}
+    for name, settings in (("plain", []), ("fair", [both])):
+        train(shards, tmp_path / name, "tokenizer.vocab_size=450", QUIET, *settings)
+        made = load(tmp_path / name)
+        assert made.get_vocab_size() == 450
+        counts = {language: sum(len(made.encode(line).ids) for line in lines) for language, lines in parallel.items()}
+        ratios[name] = counts["la"] / counts["de"]
+    assert ratios["plain"] > 1.5
+    assert abs(ratios["fair"] - 1) < 0.05
+    assert "nothing to do" in train(shards, tmp_path / "fair", "tokenizer.vocab_size=450", QUIET, both)
+    (tmp_path / "la.txt").write_text("\n".join(parallel["la"][::-1]))
+    assert "tokenizer.parity" in train(shards, tmp_path / "fair", "tokenizer.vocab_size=450", QUIET, both, expect=2)
+    (tmp_path / "la.txt").write_text(parallel["la"][0])
+    assert "de: 50, la: 1: are different numbers of lines" in train(shards, tmp_path / "t", QUIET, both, expect=2)
+    elsewhere = f"tokenizer.parity={{de: {tmp_path}/de.txt, fr: {tmp_path}/de.txt}}"
+    assert "fr: no document of the sample is in this language" in train(shards, tmp_path / "t", QUIET, elsewhere, expect=2)
 
 
 def test_report_metrics(tokenizer):
@@ -423,6 +457,8 @@ def test_files_that_cannot_be_imported(tmp_path):
         (["tokenizer=wordpiece", "tokenizer.whitespace=runs"], "is not supported by wordpiece"),
         (["tokenizer=unigram", "tokenizer.split=llama3"], "unigram has its own pre-tokenization"),
         (["tokenizer=unigram", "tokenizer.digits=groups_of_three"], "is not supported by SentencePiece"),
+        (["tokenizer=unigram", "tokenizer.parity={de: a, en: b}"], "applies to bpe only, not to unigram"),
+        (["tokenizer.parity={de: a}"], "balances several languages, not one"),
         (["tokenizer.vocab_sizes=[300,100]"], "leaves nothing to learn"),
         (["tokenizer.vocab_sizes=[300,300]"], "contains a size twice"),
         (["tokenizer.kind=bpq"], "one of bpe, unigram, wordpiece"),

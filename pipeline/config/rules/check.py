@@ -233,6 +233,9 @@ def tokenizer_violations(wanted: TokenizerConfig) -> Iterator[Violation]:
             )
     if len(set(wanted.vocab_sizes)) < len(wanted.vocab_sizes):
         yield Violation(key, wanted.vocab_sizes, "contains a size twice", "list each size once")
+    if wanted.parity and (wanted.kind != "bpe" or len(wanted.parity) == 1):
+        rule = "balances several languages, not one" if wanted.kind == "bpe" else f"applies to bpe only, not to {wanted.kind}"
+        yield Violation("tokenizer.parity", wanted.parity, rule, "leave it out, or train bpe with two or more")
     if wanted.split != "gpt2" and wanted.kind != "bpe":
         yield Violation(
             "tokenizer.split",

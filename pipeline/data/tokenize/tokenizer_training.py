@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from pipeline.common import languages
 from pipeline.common.errors import UserError
 from pipeline.common.progress import Progress
 from pipeline.config.data import TokenizerConfig
@@ -22,8 +24,8 @@ from pipeline.data.tokenize.training_text import TrainingText
 
 log = logging.getLogger("pipeline")
 
-Texts = Callable[[], Iterable[str]]
-"""Returns an iterable over the training texts."""
+Texts = Callable[..., Iterable[str]]
+"""Returns an iterable over the training texts; given a language, over those in it."""
 
 #: Pre-tokenization, the split of text into words: GPT-2 (Radford et al. 2019) and Llama 3 (Dubey et al. 2024; OpenAI's cl100k before it).
 PATTERNS = {
@@ -56,11 +58,34 @@ TEMPLATES = {
 }
 
 
-def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]) -> dict[int, Tokenizer]:
+def parallel_texts(files: Mapping[str, str]) -> dict[str, list[str]]:
+    """Read the files of tokenizer.parity: the label of a language -> its lines.
+
+    Raises:
+        UserError: a file cannot be read, or has another number of lines.
+    """
+    texts: dict[str, list[str]] = {}
+    for label, name in languages.by_label(files).items():
+        try:
+            texts[label] = Path(name).expanduser().read_text(encoding="utf-8").rstrip("\n").split("\n")
+        except (OSError, UnicodeError) as error:
+            raise UserError.of("tokenizer.parity", name, f"cannot be read: {error}", "name a text file in UTF-8") from error
+    counts = {label: len(lines) for label, lines in texts.items()}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{label}: {count:,}" for label, count in counts.items())
+        fix = "name files whose lines are translations of each other"
+        raise UserError.of("tokenizer.parity", shown, "are different numbers of lines", fix)
+    return texts
+
+
+def train_sizes(
+    sample: TrainingText, options: TokenizerConfig, sizes: list[int], parallel: Mapping[str, list[str]]
+) -> dict[int, Tokenizer]:
     """Train one tokenizer per size. The smaller vocabularies of BPE are prefixes of the largest one.
 
     Args:
         sizes: maximum numbers of entries, ascending.
+        parallel: as in train.
 
     Raises:
         UserError: as train.
@@ -69,16 +94,17 @@ def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]
     def trained(size: int) -> Tokenizer:
         with Waiting(f"train_tokenizer: training {size:,} entries") as waiting:
 
-            def texts() -> Iterator[str]:
-                with Progress(sample.bytes, "train_tokenizer: reading", "B") as progress:
-                    for text in sample:
-                        yield text
+            def texts(wanted: str = "") -> Iterator[str]:
+                with Progress(sample.bytes, f"train_tokenizer: reading {wanted}".rstrip(), "B") as progress:
+                    for language, text in sample.documents():
+                        if wanted in ("", language):
+                            yield text
                         progress.advance(len(text.encode("utf-8")))
                 log.info("train_tokenizer: training %s entries on %.1f MB", f"{size:,}", sum(sample.languages.values()) / 1e6)
                 if options.kind != "unigram":  # which reports its own progress
                     waiting.begin()
 
-            return train(texts, options, size)
+            return train(texts, options, size, parallel)
 
     if options.kind == "bpe":
         largest = trained(sizes[-1])
@@ -86,18 +112,21 @@ def train_sizes(sample: TrainingText, options: TokenizerConfig, sizes: list[int]
     return {size: trained(size) for size in sizes}
 
 
-def train(texts: Texts, config: TokenizerConfig, vocab_size: int) -> Tokenizer:
+def train(texts: Texts, config: TokenizerConfig, vocab_size: int, parallel: Mapping[str, list[str]] | None = None) -> Tokenizer:
     """Train a tokenizer.
 
     Args:
         config: kind, split, digits, whitespace and special tokens.
         vocab_size: maximum number of entries, special tokens included; a small text yields fewer.
+        parallel: the texts of tokenizer.parity by language.
 
     Raises:
-        UserError: a special token is also a word of the text, or the vocabulary has no room for the characters of the text.
+        UserError: a special token is also a word of the text, the vocabulary has no room for the characters of the text, or a language of
+            `parallel` has no text.
     """
     runs = WHITESPACE_RUNS if config.whitespace == "runs" else []
-    train_kind = {"bpe": _train_bpe, "unigram": _train_unigram, "wordpiece": _train_wordpiece}[config.kind]
+    train_bpe: Callable[..., Tokenizer] = partial(_train_bpe, parallel=parallel or {})
+    train_kind = {"bpe": train_bpe, "unigram": _train_unigram, "wordpiece": _train_wordpiece}[config.kind]
     special = list(dict.fromkeys([config.end_of_document, *config.special_tokens]))
     tokenizer = train_kind(texts, config, special, vocab_size - len(runs))
     tokenizer.add_tokens([AddedToken(run, normalized=False) for run in runs])
@@ -138,8 +167,14 @@ def split_pattern(split: str, digits: str) -> str:
     return PATTERNS[split].replace("NUMBER", _NUMBERS.get(digits, _NUMBERS_KEPT[split]))
 
 
-def _train_bpe(texts: Texts, config: TokenizerConfig, special: list[str], vocab_size: int) -> Tokenizer:
-    """Train byte-level BPE: merges within words (Sennrich et al. 2016), over bytes (Radford et al. 2019)."""
+def _train_bpe(
+    texts: Texts, config: TokenizerConfig, special: list[str], vocab_size: int, *, parallel: Mapping[str, list[str]]
+) -> Tokenizer:
+    """Train byte-level BPE: merges within words (Sennrich et al. 2016), over bytes (Radford et al. 2019).
+
+    With parallel texts, each merge is the most frequent pair of the language that they are longest in, in tokens (Foroutan et al. 2025,
+    Parity-Aware Byte-Pair Encoding, https://arxiv.org/abs/2508.04796).
+    """
     tokenizer = Tokenizer(models.BPE())
     if (config.split, config.digits) == ("gpt2", "keep"):
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -148,6 +183,15 @@ def _train_bpe(texts: Texts, config: TokenizerConfig, special: list[str], vocab_
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if parallel:
+        if missing := [language for language in parallel if next(iter(texts(language)), None) is None]:
+            fix = "remove it, or raise tokenizer.train_megabytes"
+            raise UserError.of("tokenizer.parity", ", ".join(missing), "no document of the sample is in this language", fix)
+        fair = trainers.ParityBpeTrainer(
+            num_merges=vocab_size - len(special) - len(alphabet), special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        )
+        fair.train_from_iterator(tokenizer, [iter(texts(language)) for language in parallel], [iter(lines) for lines in parallel.values()])
+        return tokenizer
     trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(texts(), trainer)
     return tokenizer

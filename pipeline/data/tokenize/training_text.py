@@ -55,8 +55,8 @@ class TrainingText:
             wanted = {language: self.bytes * weight / sum(weights.values()) for language, weight in weights.items()}
             self._kept = {language: wanted[language] / size for language, size in seen.items()}
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the texts; every iteration yields the same ones.
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """Yield (language, text); every iteration yields the same ones.
 
         Raises:
             UserError: a shard is missing or corrupt.
@@ -67,7 +67,7 @@ class TrainingText:
             seen[language] += len(document)
             if self.languages[language] < self._kept.get(language, 1.0) * seen[language]:
                 self.languages[language] += len(document)
-                yield document.decode("utf-8", errors="ignore")  # the last text of a shard may be truncated within a character
+                yield language, document.decode("utf-8", errors="ignore")  # the last text of a shard may be truncated within a character
 
     def _leading(self) -> Iterator[tuple[str, bytes]]:
         """Yield (language, text) of the first documents of every corpus."""
