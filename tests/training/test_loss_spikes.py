@@ -28,7 +28,7 @@ from pipeline.training.checkpoint_hooks import CheckpointHooks
 from pipeline.training.rewinds import LossSpikes, Spike
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
 from pipeline.training.trainer import Trainer
-from tests.helpers import RAW, free_port, pipeline, prose, run_ranks
+from tests.helpers import RAW, free_port, load_tool, pipeline, prose, run_ranks
 from tests.world import configured
 
 pytestmark = pytest.mark.world
@@ -202,6 +202,22 @@ def test_in_any_layout_as_a_run_that_never_saw_the_spike(blend, straight, tmp_pa
     assert [line[1] for line in exact(tmp_path / "returned")] == [line[1] for line in lines]
     if "precision=bf16" not in settings:
         assert [line[2] for line in exact(tmp_path / "returned")] == pytest.approx([line[2] for line in lines], rel=0.1)
+
+
+def test_a_run_returns_by_hand_and_skips_what_it_is_told(blend, straight, tmp_path):
+    """Whoever stops a run after a spike gets the run that would have returned by itself."""
+    run_dir, tool = tmp_path / "run", load_tool("checkpoint").main
+    settings = (*blend, "training.spike_factor=0", "checkpoint.every=25", "training.spike_window=128")
+    train(run_dir, *settings, "training.steps=32")
+    with pytest.raises(SystemExit):
+        tool(["rewind", str(run_dir), "--skip-to", "30"])
+    for wrong in (["--to", "24"], ["--to", "25", "--skip-to", "24"], ["--to", "25", "--skip-to", "33"]):
+        assert tool(["rewind", str(run_dir), *wrong]) == 2
+    assert not (run_dir / "skipped_samples.json").exists()
+    assert tool(["rewind", str(run_dir), "--to", "25", "--skip-to", "31"]) == 0
+    assert [folder.name for folder in native.complete(run_dir)] == ["step-00000025"]
+    train(run_dir, *settings, "training.steps=36")
+    assert exact(run_dir) == exact(straight[0])[:36]
 
 
 class Killed(BaseException):
