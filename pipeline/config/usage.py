@@ -35,7 +35,7 @@ def print_help(arguments: Sequence[str]) -> None:
     """
     words = [word for word in arguments if word not in FLAGS]
     stages = [word.removeprefix("stage=") for word in words if word.startswith("stage=")]
-    topics = [*(f"stage={stage}" for stage in stages), *(word for word in words if re.fullmatch(r"[\w./-]+", word))]
+    topics = [*(f"stage={stage}" for stage in stages), *(word for word in words if re.fullmatch(r"[\w./ -]+", word))]
     if not topics:
         _print_all()
     for topic in topics:
@@ -75,6 +75,8 @@ def _print_topic(topic: str) -> None:
         _print_family(topic)
     elif rows := [row for row in _all_rows() if topic in row[0]]:
         _print_rows(rows)
+        if advice := foreign_names.advice(topic, "VALUE"):
+            print(f"\n{topic} of another framework or program: {advice}")
     elif advice := foreign_names.advice(topic, "VALUE"):
         raise UserError.of("--help", topic, "is a name of another framework or program", advice)
     elif rows := [row for row in _all_rows() if re.search(rf"\b{re.escape(topic)}\b", row[2].meaning, re.IGNORECASE)]:

@@ -143,6 +143,7 @@ REFUSED = [
     ("--help tensor_model_parallel_size", "is a name of another framework|write parallel.tensor=VALUE"),
     ("--help nsys", "is a name of another framework or program|cluster.launch"),
     ("--help s3", "s3://BUCKET/FOLDER in data.input"),
+    ("--help walltime", "set cluster.time"),
     ("--help at_once", "set hydra.launcher.at_once"),
     (
         "stage=pretrain checkpoint.every=500 checkpoint.keep_every=300",
@@ -297,6 +298,7 @@ def test_keys_of_a_corpus(command: Callable[..., Ended]) -> None:
         ("stage=convert -h", "run_dir=runs/default"),
         ("--help smollm3", "keys of model family smollm3:"),
         ("--help warmup_steps", "optimizer.warmup_steps=100"),
+        ("--help load", "load of another framework or program: leave it out: checkpoint.resume=auto continues run_dir"),
         ("-sc install=bash", "complete -o nospace -o default -F hydra_bash_completion"),
     ],
 )
