@@ -117,7 +117,9 @@ OTHER = {
     "decay_ratio": "set optimizer.schedule=wsd and optimizer.decay_steps",
     "decoder_num_layers": "set model.layers to the sum of both, and model.encoder_layers",
     "enable_cpu_offload": "set parallel.offload=optimizer",
-    **dict.fromkeys(("exit_duration_in_mins", "exit_signal_handler"), "leave it out: a run saves and ends before the time limit of its job"),
+    **dict.fromkeys(
+        ("exit_duration_in_mins", "exit_signal_handler"), "leave it out: runs save and end before the time limit of a job"
+    ),
     "fp16": "set precision=fp16",
     "fp8_format": "set precision=fp8",
     "grad_reduce_in_bf16": "set precision.reduce_dtype=bf16",
@@ -161,7 +163,7 @@ OTHER = {
     **dict.fromkeys(("profile_freq", "profile_step_start", "enable_profiling"), "name steps in training.profile"),
     **dict.fromkeys(("merge_file", "tokenizer_type", "vocab_file"), "set tokenizer.path, a Hugging Face folder"),
     "at_once": "set hydra.launcher.at_once, the most jobs of a sweep that run at a time",
-    "requeue": "leave it out: jobs of pretrain go back to the queue at their time limit; cluster.continuation=chain, where a site forbids it",
+    "requeue": "leave it out: jobs of pretrain go back to the queue at their time limit; cluster.continuation=chain does without",
     "signal": "leave it out: jobs of pretrain get USR1 three minutes before their time limit; sbatch --signal=USR1@600 changes that",
     **dict.fromkeys(("time_limit", "walltime"), "set cluster.time for jobs of stage=submit and sweeps, sbatch --time for slurm/*.sbatch"),
     "wandb_mode": "set tracking.wandb to online, offline or disabled",

@@ -67,7 +67,10 @@ def _computed_since(product: fx.Node, node: fx.Node, place: dict[fx.Node, int]) 
 
 
 def _remove_copy(cat: fx.Node) -> None:
-    """Replace the concatenation of all slices of a tensor by a view of it, if its elements are in the same order."""
+    """Replace the concatenation of all slices of a tensor by a view of it, if its elements are in the same order.
+
+    Of a graph for several shapes (after a sequence warm-up, say) nothing is known of the order, and the copy stays.
+    """
     pieces, dim = cat.args[0], cat.args[1] if len(cat.args) > 1 else 0
     assert isinstance(pieces, list | tuple)
     splits = {piece.args[0] if isinstance(piece, fx.Node) and piece.target is operator.getitem else None for piece in pieces}
@@ -77,6 +80,8 @@ def _remove_copy(cat: fx.Node) -> None:
     source, size, split_dim = (*split.args, 0)[:3]
     assert isinstance(source, fx.Node)
     shape = source.meta["val"].shape
+    if not all(isinstance(number, int) for number in (size, shape[0], shape[split_dim])):
+        return
     complete = [piece.args[1] for piece in pieces] == list(range(-(-shape[split_dim] // size)))  # type: ignore[union-attr]
     if complete and {dim, split_dim} == {0, 1} and (size if split_dim == 0 else shape[0]) == 1:
         with cat.graph.inserting_before(cat):

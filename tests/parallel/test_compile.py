@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from pipeline.common.errors import UserError
 from pipeline.config.layout import Layout
@@ -151,6 +152,21 @@ def early_gatherings(micro_batch: str) -> None:
 def test_inputs_for_the_gradients_of_weights_are_gathered_beside_products(worlds, micro_batch):
     """Of the four gatherings of a block's backward pass, two are of gradients, without which nothing can be computed."""
     worlds(2).run(early_gatherings, micro_batch)
+
+
+@pytest.mark.parametrize("traced", ["real", "symbolic"])
+def test_a_copy_is_removed_from_a_graph_for_one_shape_and_stays_in_one_for_several(traced):
+    def halves(x: Tensor) -> Tensor:
+        return torch.cat(torch.ops.aten.split.Tensor(x, x.shape[0] // 2), 1)
+
+    graph = make_fx(halves, tracing_mode=traced)(torch.zeros(2, 3, 4))
+    EarlyGathers()(graph.graph)
+    graph.recompile()
+    copies = sum(node.target is torch.ops.aten.cat.default for node in graph.graph.nodes)
+    assert copies == (traced == "symbolic")
+    for shape in [(2, 3, 4)] if traced == "real" else [(2, 3, 4), (4, 5, 2)]:
+        x = torch.randn(shape)
+        assert torch.equal(graph(x), halves(x))
 
 
 COMBINATIONS = [

@@ -27,7 +27,7 @@ from tests.world import configured, trainer
 Events = Counter[tuple[str, str, int]]
 SMALL = ("training.sequence_length=32", "training.micro_batch_size=1", "training.compile=off", "model.vocab_size=512")
 #: Norms, losses and router statistics: a step sums a few numbers over all ranks.
-SCALARS = 96
+SCALARS = 128
 #: Settings and ranks of each run. Micro-batches: two a rank.
 LAYOUTS = {
     "tensor, every family": [
