@@ -117,9 +117,7 @@ OTHER = {
     "decay_ratio": "set optimizer.schedule=wsd and optimizer.decay_steps",
     "decoder_num_layers": "set model.layers to the sum of both, and model.encoder_layers",
     "enable_cpu_offload": "set parallel.offload=optimizer",
-    **dict.fromkeys(
-        ("exit_duration_in_mins", "exit_signal_handler"), "leave it out: runs save and end before the time limit of a job"
-    ),
+    **dict.fromkeys(("exit_duration_in_mins", "exit_signal_handler"), "leave it out: runs save and end before the time limit of a job"),
     "fp16": "set precision=fp16",
     "fp8_format": "set precision=fp8",
     "grad_reduce_in_bf16": "set precision.reduce_dtype=bf16",
