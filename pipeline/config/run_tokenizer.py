@@ -107,26 +107,35 @@ def end_of_document(folder: Path) -> str | None:
 
     It is eos_token of the tokenizer's settings, eos_token_id of the model's, or sep_token, with which an encoder ends a text.
     """
-    settings = [_object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")]
-    model = [_object(folder / name) for name in ("config.json", "generation_config.json")]
-    names = [content.get("eos_token") for content in settings]
-    ids = [token for content in model for token in _as_list(content.get("eos_token_id"))]
-    names += [*ids, *(content.get("sep_token") for content in settings)]
-    if not any(name is not None for name in names):
-        return None
-    special = _special_tokens(folder)
-    for name in names:
-        text = special.get(name) if isinstance(name, int) else name.get("content") if isinstance(name, dict) else name
-        if isinstance(text, str) and text in special.values():
-            return text
+    special: dict[int, str] | None = None
+    for name in _ending_tokens(folder):
+        if name is not None:
+            special = _special_tokens(folder) if special is None else special
+            text = special.get(name) if isinstance(name, int) else name.get("content") if isinstance(name, dict) else name
+            if isinstance(text, str) and text in special.values():
+                return text
     return None
+
+
+def _ending_tokens(folder: Path) -> Iterator[Any]:
+    """Yield the names, ids or entries of tokens that end a text, in order; every rank opens only the files that it needs."""
+    settings = []
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        settings.append(_object(folder / file))
+        yield settings[-1].get("eos_token")
+    for file in ("config.json", "generation_config.json"):
+        yield from _as_list(_object(folder / file).get("eos_token_id"))
+    for content in settings:
+        yield content.get("sep_token")
 
 
 def decoder_start(folder: Path) -> str | None:
     """Return the token that the decoder of an imported model reads first, from the files beside a tokenizer; None for the usual one."""
     model = _object(folder / "config.json")
+    if not model.get("is_encoder_decoder"):
+        return None
     token = {**model, **_object(folder / "generation_config.json")}.get("decoder_start_token_id")
-    text = _special_tokens(folder).get(token) if model.get("is_encoder_decoder") and isinstance(token, int) else None
+    text = _special_tokens(folder).get(token) if isinstance(token, int) else None
     return None if text in DECODER_STARTS else text
 
 

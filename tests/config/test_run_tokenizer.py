@@ -52,6 +52,20 @@ def test_the_run_directory_decides_what_the_command_does_not(runs):
     assert settings(f"run_dir={runs}/new", "stage=evaluate") == DEFAULTS
 
 
+def test_a_rank_opens_few_files(runs, monkeypatch):
+    """At the start of a job, each of thousands of ranks opens these."""
+    opened, read_text = [], Path.read_text
+
+    def noted(path: Path, *arguments: Any, **options: Any) -> str:
+        opened.append(path.name)
+        return read_text(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    assert run_tokenizer.end_of_document(runs / "own") == "<x>"
+    assert run_tokenizer.decoder_start(runs / "own") is None
+    assert opened == ["tokenizer_config.json", "tokenizer.json", "config.json"]
+
+
 def test_the_command_decides_what_it_says(runs):
     base, trained, own = f"run_dir={runs / 'base'}", f"run_dir={runs / 'trained'}", str(runs / "own")
     assert settings(base, "stage=generate", f"tokenizer.path={own}") == (own, "<x>", None)
