@@ -252,7 +252,10 @@ def _group(key: str, value: str, folders: Sequence[Path], *, is_sweep: bool) -> 
     for option in _chosen(group, value, is_sweep=is_sweep):
         if option not in options:
             fix = foreign_names.STAGES.get(option) if group == "stage" else None
-            yield Violation(group, option, f"must be one of {', '.join(options)}", fix or nearest(f"{group}=", option, options))
+            fix = fix or nearest(f"{group}=", option, options)
+            if group in ("cluster", "experiment"):
+                fix += f" A file of your own is FOLDER/{group}/{option}.yaml with --config-dir=FOLDER"
+            yield Violation(group, option, f"must be one of {', '.join(options)}", fix)
 
 
 def _chosen(group: str, value: str, *, is_sweep: bool) -> list[str]:
@@ -287,7 +290,7 @@ def nearest(prefix: str, name: str, known: list[str]) -> str:
     close += [key for key in known if key.rpartition(".")[2] == leaf and key not in close][:3]
     if close:
         return "did you mean " + " or ".join(f"{prefix}{c}" for c in close) + "?"
-    return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}"
+    return "python -m pipeline --help lists every key" if not prefix else f"choose one of {', '.join(known)}."
 
 
 def quoted(text: str) -> str:

@@ -44,7 +44,7 @@ def idle_gpus(links: Sequence[Link]) -> Iterator[str]:
     for link in links:
         if link.stage not in GPU_STAGES and link.cluster.nodes > 1 and link.cluster.partition in of_training:
             where = f" of the partition {link.cluster.partition}" if link.cluster.partition else ""
-            fix = f"'submit.overrides.{link.stage}=[cluster.partition=NAME,cluster.nodes=1]' names others"
+            fix = f"'submit.overrides.{link.stage}=[cluster.partition=NAME,cluster.nodes=1,cluster.time=04:00:00]' names others"
             yield f"{link.stage} uses no GPU, and gets {link.cluster.nodes} nodes{where} with GPUs; {fix}"
         layout, on_one = link.config.parallel, link.config.parallel.model_ranks <= link.cluster.tasks_per_node
         if link.stage in ("evaluate", "generate") and link.cluster.nodes > 1 and on_one and layout.zero_stage < 3:

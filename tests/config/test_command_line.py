@@ -165,7 +165,7 @@ REFUSED = [
         "run_dir=OWN/LONG checkpoint.initialize_from=OWN/LONG foo training.steps=3 --config-dir=OWN experiment=nothing",
         "has a name of 300 bytes; a file system allows 255, less 32 for temporary files|set run_dir to a shorter path"
         "|checkpoint.initialize_from=/|has a name of 300 bytes|'foo': is not of the form key=value"
-        "|experiment=nothing: must be one of added, curriculum, demo, ",
+        "|experiment=nothing: must be one of added, curriculum, demo, |FOLDER/experiment/nothing.yaml with --config-dir=FOLDER",
     ),
     (
         "run_dir=OWN/DEEP --config-dir=OWN experiment=typo",
