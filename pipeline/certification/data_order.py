@@ -16,6 +16,7 @@ from pipeline.certification.batches import Rows
 from pipeline.certification.parts import PartReport
 from pipeline.certification.state import state_after
 from pipeline.common.errors import UserError
+from pipeline.common.remote import is_remote
 from pipeline.config import layouts, phases, warmup
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.config.schema import RunConfig
@@ -100,7 +101,7 @@ def _missing(config: RunConfig) -> str:
     blended = [corpus.tokens or config.data.tokens for corpus in config.data.blend.values()]
     folders = dict.fromkeys(blended or [config.data.tokens])
     absent = [folder for folder in folders if not Path(folder).is_dir()]
-    return f"data.tokens={absent[0]} is not there" if absent else ""
+    return f"data.tokens={absent[0]} is {'a URL, which only training reads' if is_remote(absent[0]) else 'not there'}" if absent else ""
 
 
 def _loader(config: RunConfig, layout: Layout, where: Coordinates, data: Objective) -> BatchLoader:

@@ -16,6 +16,7 @@ import xxhash
 
 from pipeline.common.atomic_files import digest, verified_reader, verify, write_json
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.remote import RemotePath
 
 MANIFEST = "manifest.json"
 
@@ -46,7 +47,7 @@ def entries(folder: Path) -> dict[str, dict[str, Any]]:
     return {file.relative_to(folder).as_posix(): entry(file) for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def write(folder: Path, manifest: Manifest) -> None:
+def write(folder: Path | RemotePath, manifest: Manifest) -> None:
     """Write the manifest atomically, which marks the folder as complete."""
     write_json(folder / MANIFEST, dataclasses.asdict(manifest), sort_keys=True)
 
@@ -57,7 +58,7 @@ def fingerprint(manifest: Manifest) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(listing).encode())
 
 
-def read(folder: Path, *, key: str, stage: str, more: str = "") -> Manifest:
+def read(folder: Path | RemotePath, *, key: str, stage: str, more: str = "") -> Manifest:
     """Read the manifest of a folder.
 
     Args:
@@ -69,12 +70,11 @@ def read(folder: Path, *, key: str, stage: str, more: str = "") -> Manifest:
     Raises:
         UserError: the folder is missing or incomplete, or was written by another stage or program.
     """
-    if not (folder / MANIFEST).is_file():
-        raise UserError.of(
-            key, folder, f"contains no complete output of stage={stage}", f"run stage={stage} with {more or key}={folder} first"
-        )
     try:
         manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        rule, fix = f"contains no complete output of stage={stage}", f"run stage={stage} with {more or key}={folder} first"
+        raise UserError.of(key, folder, rule, fix) from error
     except (ValueError, TypeError) as error:
         rule = f"contains a {MANIFEST} that no stage wrote, or that is damaged: {error}"
         raise UserError.of(key, folder, rule, f"set {key} to another folder, or remove this one") from error
@@ -85,7 +85,7 @@ def read(folder: Path, *, key: str, stage: str, more: str = "") -> Manifest:
     return manifest
 
 
-def find_complete(folder: Path, *, key: str, stage: str, settings: dict[str, Any]) -> Manifest | None:
+def find_complete(folder: Path | RemotePath, *, key: str, stage: str, settings: dict[str, Any]) -> Manifest | None:
     """Return the manifest of a folder that is already complete with these settings, None if the folder is incomplete.
 
     Raises:

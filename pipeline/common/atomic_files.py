@@ -18,6 +18,7 @@ from typing import IO, Any
 import xxhash
 
 from pipeline.common.errors import UserError
+from pipeline.common.remote import RemotePath
 
 #: What the system says of an output that cannot grow, or be created: a full disk, a quota, a file-size limit, a read-only file system.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -34,12 +35,20 @@ def kind(info: os.stat_result) -> str:
 
 
 @contextmanager
-def atomic_file(path: Path, mode: str = "wb", *, parents: bool = True) -> Iterator[IO]:
+def atomic_file(path: Path | RemotePath, mode: str = "wb", *, parents: bool = True) -> Iterator[IO]:
     """Open a temporary file that replaces `path` when the block succeeds and is deleted when the block raises.
+
+    That of a URL is in the folder of Python's tempfile ($TMPDIR).
 
     Args:
         parents: create the folder if it is missing. Files of a folder that a user may rename meanwhile set it to False.
     """
+    if isinstance(path, RemotePath):
+        with tempfile.NamedTemporaryFile(mode, encoding=None if "b" in mode else "utf-8") as handle:
+            yield handle
+            handle.flush()
+            path.put(Path(handle.name))
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with _creating():
@@ -57,7 +66,7 @@ def atomic_file(path: Path, mode: str = "wb", *, parents: bool = True) -> Iterat
     sync_folder(path.parent)
 
 
-def write_json(path: Path, content: Any, **options: Any) -> None:
+def write_json(path: Path | RemotePath, content: Any, **options: Any) -> None:
     """Write values as JSON with indents and a line end, atomically; `options` are those of json.dumps."""
     with atomic_file(path, "w") as handle:
         handle.write(json.dumps(content, indent=1, **options) + "\n")

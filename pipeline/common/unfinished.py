@@ -7,20 +7,24 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.common.locks import claimed
 from pipeline.common.mpi import Comm
+from pipeline.common.remote import RemotePath
 
 log = logging.getLogger("pipeline")
 
+Folder = TypeVar("Folder", bound=Path | RemotePath)
 
-class Unfinished:
+
+class Unfinished(Generic[Folder]):
     """Completion records of finished parts, and the settings that they were written with.
 
     Args:
@@ -28,9 +32,9 @@ class Unfinished:
         resume: further settings that must not change until the run is finished, because finished parts depend on them.
     """
 
-    def __init__(self, folder: Path, settings: dict[str, Any], resume: dict[str, Any] | None = None) -> None:
+    def __init__(self, folder: Folder, settings: dict[str, Any], resume: dict[str, Any] | None = None) -> None:
         self.output = folder
-        self.folder = folder / ".unfinished"
+        self.folder: Folder = folder / ".unfinished"  # type: ignore[assignment] # of the same class
         self.settings = json.loads(json.dumps(settings))
         self._recorded = {**self.settings, **(resume or {})}
 
@@ -48,13 +52,14 @@ class Unfinished:
             return  # another job has completed the folder since this one looked
         if self.note("settings") is not None:
             self.check_settings(key)
-            for partial in self.output.glob(".*.[0-9]*.partial"):  # of atomic_file
+            for partial in self.output.glob(".*.[0-9]*.partial") if isinstance(self.output, Path) else ():  # of atomic_file
                 partial.unlink()
             return
-        if existing := sorted(path.name for pattern in outputs for path in self.output.glob(pattern)):
+        found = self.output.sizes() if isinstance(self.output, RemotePath) else [path.name for path in self.output.glob("*")]
+        if existing := sorted(name for name in found if any(fnmatchcase(name, pattern) for pattern in outputs)):
             rule = f"contains files of another run or program: {', '.join(existing[:5])}{', ...' if len(existing) > 5 else ''}"
             raise UserError.of(key, self.output, rule, f"set {key} to another folder, or move these files away")
-        shutil.rmtree(self.folder, ignore_errors=True)  # what remains of records whose removal was interrupted
+        self.clear()  # what remains of records whose removal was interrupted
         self.write("settings", self._recorded)
 
     def check_settings(self, key: str) -> None:
@@ -68,8 +73,10 @@ class Unfinished:
 
     def note(self, name: str) -> Any:
         """Return the completion record of a part, None if the part is not finished."""
-        path = self.folder / f"{name}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
 
     def finished(self, name: str) -> bool:
         """Whether there is the completion record of a part, which is not read."""
@@ -82,18 +89,22 @@ class Unfinished:
 
     def remove(self, name: str, suffixes: Sequence[str]) -> None:
         """Delete the files of a finished part, which are many in a large run: every rank removes its own before `clear`."""
+        assert isinstance(self.folder, Path)
         for suffix in (*suffixes, ".json"):
             (self.folder / f"{name}{suffix}").unlink(missing_ok=True)
 
     def clear(self) -> None:
         """Delete all completion records; the stage is finished."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if isinstance(self.folder, RemotePath):
+            self.folder.remove()
+        else:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @contextmanager
 def work(
     comm: Comm,
-    folder: Path,
+    folder: Folder,
     made_as: tuple[str, str],
     settings: dict[str, Any],
     summary: Callable[[dict[str, Any]], str],
@@ -101,8 +112,10 @@ def work(
     *,
     resume: dict[str, Any] | None = None,
     array: str | None = None,
-) -> Iterator[Unfinished | None]:
+) -> Iterator[Unfinished[Folder] | None]:
     """Guard the work of a stage on its output folder: one job at a time, only missing parts, nothing when the folder is complete.
+
+    A URL has no lock: two jobs of the same settings write the same objects.
 
     Args:
         made_as: the configuration key of the folder, and the stage in its manifest.
@@ -126,7 +139,9 @@ def work(
         yield None
         return
     prepare = partial(unfinished.take_over, key, outputs)
-    with claimed(folder, key, array, prepare) if comm.rank == 0 else nullcontext():
+    if comm.rank == 0 and isinstance(folder, RemotePath):
+        prepare()
+    with claimed(folder, key, array, prepare) if comm.rank == 0 and isinstance(folder, Path) else nullcontext():
         if comm.rank == 0:
             done = artifact.find_complete(folder, key=key, stage=stage, settings=settings)
             if not done:

@@ -19,7 +19,7 @@ class CorpusConfig:
     """A corpus of data.blend."""
 
     weight: float | None = knob(None, "sampling weight, relative to the other corpora; default 1", at_least=0)
-    tokens: str | None = knob(None, "folder with the token shards of the corpus; default data.tokens")
+    tokens: str | None = knob(None, "folder or fsspec URL with the token shards of the corpus; default data.tokens")
     corpus: str | None = knob(None, "name of the corpus in the manifest of that folder; default: its name in the blend")
     max_epochs: float | None = knob(None, "maximum number of epochs; a run that would exceed it is refused", unit="epochs", above=0)
 
@@ -165,7 +165,7 @@ class DataConfig:
     )
     main_content: bool = knob(True, "extract the main content of web pages, without navigation, headers and footers")
     shards: str = knob("work/shards", "folder of the text shards (output of stage=shard)")
-    tokens: str = knob("work/tokens", "folder of the token shards (output of stage=tokenize)")
+    tokens: str = knob("work/tokens", "folder or fsspec URL of the token shards (output of stage=tokenize)")
     select: str | None = knob(
         None,
         "condition on the fields of the documents that stage=tokenize reads, in Python's syntax: score_rank >= 0.9 and lang == 'de'. "
@@ -230,7 +230,7 @@ class DataConfig:
     stage_in: str | None = knob(
         None,
         "folder on storage of the nodes, such as /tmp or $TMPDIR, to which the token shards are copied before training, once a node; "
-        "default: they are read where they are",
+        "default: they are read where they are; those of a URL need it",
     )
     prefetch: int = knob(4, "batches prefetched per rank, one thread each", at_least=1, at_most=64)
 

@@ -166,7 +166,7 @@ OTHER = {
     **dict.fromkeys(("time_limit", "walltime"), "set cluster.time for jobs of stage=submit and sweeps, sbatch --time for slurm/*.sbatch"),
     "wandb_mode": "set tracking.wandb to online, offline or disabled",
     "nsys": "name steps in training.profile, or set cluster.launch=[nsys, profile], which then starts each rank",
-    "s3": "write s3://BUCKET/FOLDER in data.input, with pip install '.[remote]' s3fs",
+    "s3": "write s3://BUCKET/FOLDER in data.input, or in data.tokens with data.stage_in; pip install '.[remote]' s3fs",
 }
 #: What other tools have as a step of its own -> the stage that does it.
 STAGES = {

@@ -41,7 +41,7 @@ def resolved(config: RunConfig) -> RunConfig:
     """
     tokenizer, defaults = config.tokenizer, TokenizerConfig()
     needed = config.stage.name not in _WITHOUT and not (isinstance(config.stage, Convert) and config.stage.input)
-    folder, end, bos = None if tokenizer.path == AUTO else tokenizer.path, None, _bos_of_tokens(config)
+    folder, end, bos = None if tokenizer.path == AUTO else tokenizer.path, None, bos_of_tokens(config)
     if needed and AUTO in (tokenizer.path, tokenizer.end_of_document, tokenizer.bos) and (recorded := next(_recorded(config), None)):
         if folder is None:
             log.info("tokenizer.path=%s, that of the run", recorded[0])
@@ -58,8 +58,8 @@ def resolved(config: RunConfig) -> RunConfig:
     return replace(config, tokenizer=tokenizer, data=replace(config.data, decoder_start=start))
 
 
-def _bos_of_tokens(config: RunConfig) -> str | None:
-    """Return tokenizer.bos of the token shards of a pretraining job; None without shards, or for a job that reads none."""
+def bos_of_tokens(config: RunConfig) -> str | None:
+    """Return tokenizer.bos of the token shards of a pretraining job; None without shards in a folder, or for a job that reads none."""
     if config.stage.name not in _OF_PRETRAINING or config.data.pairs.train:
         return None
     folder = next((chosen.tokens for chosen in config.data.blend.values() if chosen.tokens), config.data.tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
 from pipeline.conversion import imported
 from pipeline.conversion.tokenizer import check_tokenizer, open_tokenizer
+from pipeline.data.load import stage_in
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import TokenShardObjective
 from pipeline.data.tokenize import chat_template
@@ -59,7 +61,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
 def _evaluate_validation_split(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Record the scores on the validation split for a checkpoint, or for all of them."""
     config = checkpoint_selection.complete_config(config, stage, ranks.world_size)
-    data = validation_scores.open_data(config, stage, (ranks.rank, ranks.world_size))
+    read = replace(config, data=stage_in.staged(config.data, only_urls=True, split="validation"))
+    data = validation_scores.open_data(read, stage, (ranks.rank, ranks.world_size))
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes
     settings = validation_scores.settings_of(config, stage, data.whole)
     with meshes.process_group(ranks, minutes) as device:
@@ -83,7 +86,8 @@ def _distill(config: RunConfig, stage: Evaluate, ranks: Ranks) -> None:
     """Write what a checkpoint predicts for the samples of a run, whose data and batches the configuration has."""
     config = checkpoint_selection.complete_config(config, stage, ranks.world_size)
     config = knobs.changed(config, {"data.teacher": None})  # which is written here
-    data = registry.open_training(config, (ranks.rank, ranks.world_size))
+    read = replace(config, data=stage_in.staged(config.data, only_urls=True))
+    data = registry.open_training(read, (ranks.rank, ranks.world_size))
     registry.check_vocabulary(config, data, ranks.rank)
     assert isinstance(data, TokenShardObjective), "a rule of the stage"
     run_dir, minutes = Path(config.run_dir), config.training.timeout_minutes

@@ -6,6 +6,7 @@ The output is byte-identical for any number of ranks.
 from __future__ import annotations
 
 import logging
+import tempfile
 from contextlib import suppress
 from functools import cache
 from itertools import islice
@@ -17,6 +18,7 @@ from pipeline.common.artifact import Manifest
 from pipeline.common.errors import UserError, collect_errors
 from pipeline.common.progress import SharedProgress
 from pipeline.common.ranks import Ranks
+from pipeline.common.remote import RemotePath, is_remote, located
 from pipeline.common.unfinished import Unfinished, work
 from pipeline.config.schema import RunConfig
 from pipeline.data.load import prepare_examples
@@ -38,10 +40,11 @@ def run(config: RunConfig, ranks: Ranks) -> None:
         with mpi.world(ranks, Path(config.data.instructions.tokens)) as comm:
             prepare_examples.run(config, comm)
         return
-    shards, folder = Path(config.data.shards), Path(config.data.tokens)
+    shards, of_url = Path(config.data.shards), is_remote(config.data.tokens)
     tokenizer = Path(config.tokenizer.path), config.tokenizer.end_of_document, config.tokenizer.bos
     mpi.share_cores(ranks)
-    with mpi.world(ranks, folder) as comm:
+    with mpi.world(ranks, Path(tempfile.gettempdir() if of_url else config.data.tokens)) as comm:
+        folder = located(config.data.tokens, "data.tokens")
         with suppress(UserError):  # all ranks load it in parallel; on failure, rank 0 reports the error in _read_inputs
             _encoder(*tokenizer)
         text, settings = comm.bcast(_read_inputs(shards, config.data.select, *tokenizer) if comm.rank == 0 else None)
@@ -50,16 +53,18 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             if not unfinished:
                 return
             sizes = {name: entry["text_bytes"] for name, entry in text.files.items() if "split" in entry}
-            mine = [name for name in token_shards.share(sizes, comm.rank, comm.size) if unfinished.note(name) is None]
+            entries = {name: unfinished.note(name) for name in token_shards.share(sizes, comm.rank, comm.size)}
+            mine = [name for name, entry in entries.items() if entry is None]
             engine = encoders.choose(config.tokenizer.engine, encoder, lambda: token_shards.excerpts(shards, text, mine))
             total = sum(comm.allgather(sum(sizes[name] for name in mine)))
             with SharedProgress(comm, total, "tokenize", "B") as progress:
                 for name in mine:
-                    entry = token_shards.write(shards, text, name, folder / name, encoder, engine, progress.advance, settings)
-                    unfinished.write(name, entry)
-            comm.barrier()
-            if comm.rank == 0:
-                entries = {name: unfinished.note(name) for name in sizes}
+                    entries[name] = token_shards.write(shards, text, name, folder / name, encoder, engine, progress.advance, settings)
+                    unfinished.write(name, entries[name])
+            gathered = comm.gather(entries)
+            if gathered is not None:
+                written = {name: entry for of_rank in gathered for name, entry in of_rank.items()}
+                entries = {name: written[name] for name in sizes}
                 if config.data.select is not None and not any(entry["documents"] for entry in entries.values()):
                     unfinished.clear()  # nothing of this run can be continued
                     fix = "the fields are those of the documents of data.shards; score_rank is below 1"
@@ -103,7 +108,9 @@ def _check_fields(shards: Path, select: str, text: Manifest) -> None:
         raise UserError.of("data.select", select, f"reads {field}, which the first {len(records)} documents of {shards} do not have", fix)
 
 
-def _publish(folder: Path, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished) -> None:
+def _publish(
+    folder: Path | RemotePath, settings: dict[str, Any], encoder: TextEncoder, files: dict[str, Any], unfinished: Unfinished
+) -> None:
     """Write the manifest after all shards are complete."""
     totals = {**encoder.totals, "dtype": encoder.dtype.name, **token_shards.totals(files)}
     artifact.write(folder, Manifest("tokenize", settings, files, totals))

@@ -20,7 +20,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import saved, warmup
 from pipeline.config.run_tokenizer import IMPORTED
 from pipeline.config.schema import RunConfig
-from pipeline.data.load import removal
+from pipeline.data.load import removal, stage_in
 from pipeline.data.load.ledger import DocumentLedger
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import TokenShardObjective
@@ -74,7 +74,7 @@ class Stretch:
             log.warning("%s has read %s, which has no documents: its steps are left out", self.run_dir, kind.data_key)
             return None
         removed = str(self.run_dir / removal.FILE) if self.removed else None
-        data = replace(self.config.data, verify="off", stage_in=None, remove=removed)
+        data = stage_in.staged(replace(self.config.data, verify="off", remove=removed), only_urls=True)
         samples = kind.open_training(replace(self.config, data=data), (1, 2)).samples
         folders = [Path(folder) for folder in shards or [data.shards]]
         return DocumentLedger(samples, [folder for folder in folders if shards or folder.is_dir()])

@@ -26,6 +26,7 @@ from pipeline.config.cluster import ClusterConfig
 from pipeline.config.hardware import Peak
 from pipeline.config.layout import Layout
 from pipeline.config.rules import objectives, optimizer, unread
+from pipeline.config.run_tokenizer import AUTO, bos_of_tokens
 from pipeline.config.schema import PrecisionConfig, RunConfig
 from pipeline.data.load import blend, removal, stage_in
 from pipeline.data.load.objectives import registry
@@ -191,7 +192,10 @@ def _open_data(config: RunConfig, ranks: Ranks) -> tuple[RunConfig, Objective, O
     Raises:
         UserError: token shards are missing or do not fit the configuration.
     """
-    data, validation_data = registry.open_data(_staged(config), (ranks.rank, ranks.world_size))
+    staged = _staged(config)
+    data, validation_data = registry.open_data(staged, (ranks.rank, ranks.world_size))
+    if config.tokenizer.bos == AUTO and (bos := bos_of_tokens(staged)):  # of shards from a URL
+        config = knobs.changed(config, {"tokenizer.bos": bos})
     config = with_steps(config, data, ranks.rank)
     if isinstance(data, Causal) and data.teacher is not None:
         data.teacher.check(config, data)

@@ -7,17 +7,25 @@ import re
 from collections.abc import Iterator
 
 from pipeline.common.errors import Violation
+from pipeline.common.remote import is_remote
 from pipeline.config.data import DataConfig
 from pipeline.config.rules import clean
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import PARALLEL_STAGES
 
+#: Keys that may not be a URL, and the stages that read or write them.
+_NEED_FOLDERS = {
+    "data.tokens": ("convert_tokens",),
+    "data.shards": ("shard", "train_tokenizer", "tokenize", "convert_tokens"),
+    "data.instructions.tokens": ("tokenize", "finetune"),
+}
 _CORPUS_NAME_RULE = "must consist of a-z, 0-9, '_', '.' and '-', and begin with a letter or a digit"
 
 
 def violations(config: RunConfig) -> Iterator[Violation]:
     """Yield the violated rules of corpus names; for stages that read a blend, also those of the blend and its phases."""
     yield from _corpora(config.data)
+    yield from _urls(config.data, config.stage.name)
     if config.data.select is not None:
         yield from clean.condition_violations("data.select", config.data.select)
     if config.stage.name == "tokenize" and config.data.instructions.tokens is not None:
@@ -43,6 +51,18 @@ def _corpora(data: DataConfig) -> Iterator[Violation]:
         if name == "default" or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
             rule = "is the reserved name of the corpus of data.input" if name == "default" else _CORPUS_NAME_RULE
             yield Violation("data.corpora", name, rule, "rename the corpus")
+
+
+def _urls(data: DataConfig, stage: str) -> Iterator[Violation]:
+    """Token shards of a URL are read from copies on the nodes; other shards are in folders."""
+    tokens = {"data.tokens": data.tokens, **{f"data.blend.{name}.tokens": corpus.tokens for name, corpus in data.blend.items()}}
+    for key, value in {**tokens, "data.shards": data.shards, "data.instructions.tokens": data.instructions.tokens}.items():
+        if is_remote(value) and key in tokens and stage in ("pretrain", "evaluate") and data.stage_in is None:
+            fix = "set data.stage_in to a folder on each node, such as /tmp or $TMPDIR"
+            yield Violation(key, value, "is a URL, whose shards are read from a copy on each node", fix)
+        if is_remote(value) and stage in _NEED_FOLDERS.get(key, ()):
+            fix = "name a folder; rclone or `aws s3 sync` copies one to and from object storage"
+            yield Violation(key, value, f"is a URL, and stage={stage} needs a folder", fix)
 
 
 def _blend(data: DataConfig) -> Iterator[Violation]:

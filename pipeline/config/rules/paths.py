@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from pipeline.common.errors import Violation
+from pipeline.common.remote import is_remote
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES, Convert, ConvertTokens, Generate, Plan
 
@@ -124,6 +125,11 @@ def _output(key: str, value: str, *, is_file: bool) -> Iterator[Violation]:
         yield Violation(key, repr(value), f"must name a {kind}", f"set {key}, or remove an unset variable from it")
     elif value.startswith("~"):
         yield Violation(key, value, "would create a folder named ~, which is not replaced by your home", f"write {key}=$HOME/...")
+    elif is_remote(value):
+        if not key.startswith("data."):  # they have rules of their own
+            yield Violation(
+                key, value, f"is a URL, and must be a {kind}", "name one on a file system, and copy it by rclone or `aws s3 sync`"
+            )
     elif rule := _blocked(Path(value), is_file=is_file):
         yield Violation(key, value, rule, f"set {key} to another path")
     if key == "stage.plot" and not value.endswith(".png"):

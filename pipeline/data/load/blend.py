@@ -15,6 +15,7 @@ import xxhash
 
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
+from pipeline.common.remote import located
 from pipeline.config import warmup
 from pipeline.config.data import DataConfig
 from pipeline.config.schema import RunConfig
@@ -221,7 +222,7 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
     """The corpora of the run, all tokenized with one tokenizer."""
     if not data.blend:
         folder = Path(data.tokens)
-        manifest = artifact.read(folder, key="data.tokens", stage="tokenize")
+        manifest = artifact.read(located(data.tokens, "data.tokens"), key="data.tokens", stage="tokenize")
         if "training.objective" in manifest.settings:
             rule = "contains packed examples of stage=finetune, not text"
             raise UserError.of("data.tokens", folder, rule, "name a folder that stage=tokenize wrote from data.shards")
@@ -231,11 +232,11 @@ def _corpora(data: DataConfig, split: str) -> list[Corpus]:
     problems: list[Violation] = []
     for name in sorted(data.blend):
         chosen = data.blend[name]
-        folder = Path(chosen.tokens or data.tokens)
+        folder = Path(named := chosen.tokens or data.tokens)
         try:
             if folder not in manifests:
                 key = f"data.blend.{name}.tokens" if chosen.tokens else "data.tokens"
-                manifests[folder] = artifact.read(folder, key=key, stage="tokenize")
+                manifests[folder] = artifact.read(located(named, key), key=key, stage="tokenize")
             manifest, wanted = manifests[folder], chosen.corpus or name
             known = sorted({entry["corpus"] for entry in manifest.files.values() if "split" in entry})
             if wanted not in known:

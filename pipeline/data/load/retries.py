@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from pipeline.common.errors import RunFailed, Violation
+from pipeline.common.remote import RemotePath, Unreachable
 
 log = logging.getLogger("pipeline")
 
@@ -27,7 +28,7 @@ class UnreadableFile(RunFailed):
         samples: first and last sample for which it was to be read; None if they are not known.
     """
 
-    def __init__(self, path: Path, error: OSError, since: float) -> None:
+    def __init__(self, path: Path | RemotePath, error: OSError | Unreachable, since: float) -> None:
         self.since = since
         self.samples: tuple[int, int] | None = None
         self._path, self._rule = path, f"cannot be read: {error.strerror or error} (tried for {time.monotonic() - since:.0f} s)"
@@ -45,9 +46,9 @@ class Retries:
     def __init__(self) -> None:
         self._given_up = threading.Event()
         self._lock = threading.Lock()
-        self._failing: set[Path] = set()
+        self._failing: set[str] = set()
 
-    def read(self, path: Path, attempt: Callable[[], Result]) -> Result:
+    def read(self, path: Path | RemotePath, attempt: Callable[[], Result]) -> Result:
         """Return what an attempt to read a file returns.
 
         Args:
@@ -60,17 +61,17 @@ class Retries:
         for wait in (*WAITS, None):
             try:
                 result = attempt()
-            except OSError as error:
-                self._log_once(path, error)
+            except (OSError, Unreachable) as error:
+                self._log_once(str(path), error)
                 if wait is None or self._given_up.wait(wait):
                     self._given_up.set()
                     raise UnreadableFile(path, error, since) from error
             else:
-                self._log_success(path, since)
+                self._log_success(str(path), since)
                 return result
         raise AssertionError
 
-    def _log_once(self, path: Path, error: OSError) -> None:
+    def _log_once(self, path: str, error: OSError | Unreachable) -> None:
         """Log the first failure of a file until it can be read again, unless it is not tried again."""
         with self._lock:
             if path in self._failing or self._given_up.is_set():
@@ -78,7 +79,7 @@ class Retries:
             self._failing.add(path)
         log.warning("%s: cannot be read (%s): trying again for %.0f s", path, error.strerror or error, sum(WAITS))
 
-    def _log_success(self, path: Path, since: float) -> None:
+    def _log_success(self, path: str, since: float) -> None:
         """Log that a file that failed can be read again."""
         with self._lock:
             if path not in self._failing:

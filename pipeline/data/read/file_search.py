@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import atomic_files
-from pipeline.data.read.streams import is_remote
+from pipeline.common.remote import is_remote
 
 #: Numbers in WebDataset's notation.
 _NUMBERS = re.compile(r"\{\d+\.\.\d+\}")

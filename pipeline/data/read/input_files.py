@@ -11,10 +11,11 @@ import xxhash
 
 from pipeline.common.errors import UserError, Violation
 from pipeline.common.mpi import Comm, balanced
+from pipeline.common.remote import is_remote
 from pipeline.data.read import file_search
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, add_in_group, key_of, label
-from pipeline.data.read.streams import Section, is_remote
+from pipeline.data.read.streams import Section
 
 _SPLITTABLE = ("lines", "json_values", "parquet")
 _OPENING_BYTES = 4096  # opening a file costs about as much as reading this

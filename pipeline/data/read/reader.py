@@ -13,10 +13,11 @@ from importlib import import_module
 from typing import IO
 
 from pipeline.common.errors import UserError
+from pipeline.common.remote import is_remote
 from pipeline.data.read import file_search, suffixes
 from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, key_of, utf8_length
 from pipeline.data.read.input_files import Span
-from pipeline.data.read.streams import BUFFER_BYTES, MAGIC, CheckError, CutError, DamageError, Decompressed, Section, is_remote, open_raw
+from pipeline.data.read.streams import BUFFER_BYTES, MAGIC, CheckError, CutError, DamageError, Decompressed, Section, open_raw
 
 _ONE_DOCUMENT = ("text", "html")
 """Formats of which damage anywhere loses the whole file."""

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import zstandard
 
+from pipeline.common.remote import is_remote
 from pipeline.data.read.suffixes import split_compression
 
 BUFFER_BYTES = 1 << 20
@@ -83,11 +84,6 @@ class Section:
     damage: CheckError | None = None
     damaged: Section | None = None
     unchecked: bool = False
-
-
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL, which is read through fsspec."""
-    return "://" in path
 
 
 def open_raw(path: str) -> IO[bytes]:

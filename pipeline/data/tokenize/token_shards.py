@@ -23,6 +23,7 @@ import numpy as np
 from pipeline.common import artifact
 from pipeline.common.atomic_files import atomic_file
 from pipeline.common.mpi import balanced
+from pipeline.common.remote import RemotePath
 from pipeline.common.texts import in_batches
 from pipeline.data import tar
 from pipeline.data.shard import text_shards
@@ -97,7 +98,7 @@ def write(
     shards: Path,
     text: artifact.Manifest,
     name: str,
-    path: Path,
+    path: Path | RemotePath,
     encoder: TextEncoder,
     engine: BatchEncoder,
     progress: Callable[[int], None],
@@ -129,7 +130,8 @@ def write(
                 progress(done)
         about = {"text_bytes": text_bytes, "split": source["split"], "corpus": source["corpus"]}
         counts = writer.close(**about, **encoder.totals)
-    return artifact.entry(path, **counts, **about)
+        handle.flush()
+        return artifact.entry(Path(handle.name), **counts, **about)
 
 
 def _closed(ids: np.ndarray, lengths: np.ndarray, encoder: TextEncoder) -> tuple[np.ndarray, np.ndarray]:
