@@ -361,6 +361,10 @@ def test_urls_are_read_through_fsspec(tmp_path):
     assert [d.source for d in read("memory://corpus/a.jsonl")[0]] == ["a.jsonl"]
     (tmp_path / "x.txt").write_text("local")
     assert texts(read(f"file://{tmp_path}")[0]) == ["local"]
-    for url, reason in (("memory://nowhere", "no such file"), ("nosuch://x", "cannot be listed"), ("gs://bucket/x", "its protocol needs a package")):
+    for url, reason in (
+        ("memory://nowhere", "no such file"),
+        ("nosuch://x", "cannot be listed"),
+        ("gs://bucket/x", "its protocol needs a package"),
+    ):
         with pytest.raises(UserError, match=reason):
             read(url)

@@ -57,7 +57,7 @@ def _urls(data: DataConfig, stage: str) -> Iterator[Violation]:
     """Token shards of a URL are read from copies on the nodes; other shards are in folders."""
     tokens = {"data.tokens": data.tokens, **{f"data.blend.{name}.tokens": corpus.tokens for name, corpus in data.blend.items()}}
     for key, value in {**tokens, "data.shards": data.shards, "data.instructions.tokens": data.instructions.tokens}.items():
-        if is_remote(value) and key in tokens and stage in ("pretrain", "evaluate") and data.stage_in is None:
+        if is_remote(value) and key in tokens and stage in ("pretrain", "plan", "evaluate") and data.stage_in is None:
             fix = "set data.stage_in to a folder on each node, such as /tmp or $TMPDIR"
             yield Violation(key, value, "is a URL, whose shards are read from a copy on each node", fix)
         if is_remote(value) and stage in _NEED_FOLDERS.get(key, ()):

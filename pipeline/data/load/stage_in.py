@@ -33,7 +33,7 @@ log = logging.getLogger("pipeline")
 #: Bytes that must remain free on the storage of the node, of what is free before the copy.
 _SPARE = 0.02
 #: Shards that are copied at once.
-_AT_ONCE = 8
+_AT_ONCE = 4
 
 
 def staged(data: DataConfig, *, examples: bool = False, only_urls: bool = False, split: str | None = None) -> DataConfig:
@@ -100,7 +100,7 @@ def _copied(folder: Path | RemotePath, key: str, root: Path, split: str | None) 
         size, free = sum(entry["bytes"] for entry in missing.values()), shutil.disk_usage(root).free
         if size > free * (1 - _SPARE):
             rule = f"has {free / 1e9:,.1f} GB free on {os.uname().nodename}, and {folder} has {size / 1e9:,.1f} GB"
-            fix = "name a folder with more space" + (", or remove data.stage_in" if isinstance(folder, Path) else "")
+            fix = ("remove data.stage_in, or " if isinstance(folder, Path) else "") + "name a folder with more space"
             raise UserError.of("data.stage_in", root, rule, fix)
         UserError.raise_for(_damaged(folder, key, missing, retries.read(folder, lambda: _sizes(folder))))
         began = time.monotonic()
@@ -138,7 +138,7 @@ def _copy(shard: Path | RemotePath, entry: dict[str, Any], copy: Path, retries: 
     part = copy.with_name(f".{copy.name}.part")
 
     def attempt() -> None:
-        with report_disk_full(part.parent, "data.stage_in"):
+        with report_disk_full(part.parents[1], "data.stage_in", "it begins again"):
             shutil.copyfile(shard, part) if isinstance(shard, Path) else shard.get(part)
         if (part.stat().st_size, digest(part)) != (entry["bytes"], entry["xxh3"]):
             raise OSError("its checksum is not that of the manifest")
