@@ -100,7 +100,11 @@ class RemotePath:
 
     def put(self, path: Path) -> None:
         """Copy a local file to the object, which appears as a whole."""
-        self._call("put_file", str(path), self._path)
+        try:
+            self._call("put_file", str(path), self._path)
+        except FileNotFoundError as error:  # of a protocol with folders, such as sftp
+            fix = f"set {self.key} to object storage, or to a folder, and copy that"
+            raise UserError.of(self.key, self, f"cannot be written: {error}", fix) from error
 
     def remove(self) -> None:
         """Remove the objects of the folder."""

@@ -217,6 +217,7 @@ def test_what_tokenize_may_not_write_is_said_before_work_starts(
     s3.requests.clear()
     assert "contains files of another run or program: train-00000.tar" in here(*words, f"data.tokens={url}", expect=2)
     assert "The specified bucket does not exist" in here(*words, "data.tokens=s3://buckte/tokens", expect=2)
+    assert "settings.json: cannot be written" in here(*words, f"data.tokens=file://{shards}/none/tokens", expect=2)
     assert "is a URL, and stage=tokenize needs a folder" in here(*words, f"data.shards={url}", expect=2)
     assert "is a URL, and stage=convert_tokens needs a folder" in here("stage=convert_tokens", f"data.tokens={url}", expect=2)
     assert f"run_dir={url}: is a URL, and must be a folder" in here("stage=pretrain", f"run_dir={url}", expect=2)
