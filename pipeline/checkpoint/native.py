@@ -167,7 +167,8 @@ def find(run_dir: Path, which: str, key: str = "stage.checkpoint") -> Path:
     if which == "latest":
         folders = complete(run_dir)
         if not folders:
-            raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
+            fix = f"set run_dir to that of a run, or run stage=pretrain with {run_dir} first"
+            raise UserError.of("run_dir", run_dir, "contains no checkpoint", fix)
         return with_index(folders[-1])
     if not (Path(which) / INDEX).is_file():
         raise UserError.of(key, which, "is not a complete checkpoint", "name a folder such as run_dir/checkpoints/step-00001000")

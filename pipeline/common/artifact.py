@@ -73,7 +73,8 @@ def read(folder: Path | RemotePath, *, key: str, stage: str, more: str = "") -> 
     try:
         manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        rule, fix = f"contains no complete output of stage={stage}", f"run stage={stage} with {more or key}={folder} first"
+        rule = f"contains no complete output of stage={stage}"
+        fix = f"correct {key}, or run stage={stage} with {more or key}={folder} first"
         raise UserError.of(key, folder, rule, fix) from error
     except (ValueError, TypeError) as error:
         rule = f"contains a {MANIFEST} that no stage wrote, or that is damaged: {error}"

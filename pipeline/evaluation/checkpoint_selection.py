@@ -70,7 +70,8 @@ def checkpoints(run_dir: Path, stage: Evaluate, kind: str, settings: dict[str, A
         return [native.find(run_dir, stage.checkpoint)]
     complete = [native.folder_of(run_dir, step) for step in catalog.listed(run_dir)]  # those that a user copied there, too
     if not complete:
-        raise UserError.of("run_dir", run_dir, "contains no checkpoint", f"run stage=pretrain with run_dir={run_dir} first")
+        fix = f"set run_dir to that of a run, or run stage=pretrain with {run_dir} first"
+        raise UserError.of("run_dir", run_dir, "contains no checkpoint", fix)
     complete = [path for path in complete if record.is_due(native.step_of(path), stage.every, steps)]
     task = array_task()
     mine = complete if task is None else complete[task.index :: task.size]

@@ -117,7 +117,7 @@ def queue() -> list[QueuedJob]:
     try:
         printed = slurm.command(["squeue", "--me", "--noheader", f"--format={_SEPARATOR.join(('%A', '%j', '%Z', '%o'))}"])
     except slurm.SlurmError as error:
-        fix = "try again later: which jobs are submitted depends on those that still wait or run"
+        fix = "try again later, or where Slurm is: which jobs are submitted depends on those that still wait or run"
         raise UserError.of("slurm", "squeue", f"failed: {error}", fix) from error
     fields = [line.split(_SEPARATOR, 3) for line in printed.splitlines() if line.strip()]
     return [QueuedJob(int(number), name, directory, words) for number, name, directory, words in fields]
