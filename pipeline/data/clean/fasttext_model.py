@@ -1,4 +1,4 @@
-"""Classifiers of fastText (Joulin et al. 2016, arXiv:1607.01759) in numpy: reads .bin and .ftz files, classifies texts.
+"""Classifiers of fastText (Joulin et al. 2016, arXiv:1607.01759) in numpy: reads .bin and .ftz files, classifies texts, writes .bin files.
 
 A text is the mean of the rows of its words, of the n-grams of characters in its words and of its n-grams of words; an n-gram is hashed
 (FNV-1a) to a row. A softmax, a Huffman tree of binary decisions or a binary decision for each label give the probabilities.
@@ -7,7 +7,8 @@ A text is the mean of the rows of its words, of the n-grams of characters in its
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import repeat
 from pathlib import Path
@@ -92,6 +93,19 @@ class FastText:
         else:
             probabilities = 1 / (1 + np.exp(-scores.astype(np.float64)))
         return np.where(known[:, None], probabilities, 0).astype(np.float32)
+
+    def rows(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the input matrix whose mean each text is, int64 (rows,), and their texts in ascending order; for training."""
+        split = [_words(text) for text in texts]
+        words = [word for text in split for word in text]
+        owners = np.repeat(np.arange(len(texts)), [len(text) for text in split])
+        rows, of_word = self._rows_of_words(words)
+        found, of_text = [rows], [owners[of_word]]
+        if self._word_ngrams > 1:
+            rows, owners = self._rows_of_ngrams(words, owners)
+            found, of_text = [*found, rows], [*of_text, owners]
+        order = np.argsort(np.concatenate(of_text), kind="stable")
+        return np.concatenate(found)[order], np.concatenate(of_text)[order]
 
     def _hidden(self, texts: Sequence[list[bytes]]) -> tuple[np.ndarray, np.ndarray]:
         """The mean row of every text, (texts, dim), and whether it has one, (texts,)."""
@@ -183,6 +197,39 @@ def load(name: str, key: str) -> FastText:
         return FastText(Path(name).expanduser())
     except (OSError, ValueError) as error:
         raise UserError.of(key, name, f"cannot be read: {error}", "name a classifier that fastText wrote (.bin or .ftz)") from error
+
+
+def count_words(texts: Iterable[str], least: int) -> dict[bytes, int]:
+    """Return the words that occur at least so often, the most frequent first, and how often they do."""
+    counts = Counter(word for text in texts for word in _words(text) if not word.startswith(LABEL.encode()))
+    return {word: times for word, times in sorted(counts.items(), key=lambda item: (-item[1], item[0])) if times >= least}
+
+
+def write(
+    file: IO[bytes],
+    words: Mapping[bytes, int],
+    labels: Mapping[str, int],
+    matrices: tuple[np.ndarray, np.ndarray],
+    word_ngrams: int,
+    characters: tuple[int, int],
+) -> None:
+    """Write a classifier with a softmax, as `fasttext supervised` does.
+
+    Args:
+        words, labels: how often each occurred; of `count_words`, and without their prefix.
+        matrices: fp32 (words + hashed n-grams, dim), the input matrix, and (labels, dim), the output matrix.
+        word_ngrams: words of the longest n-gram of words; 1 for none.
+        characters: of the shortest and the longest n-gram of characters; 0 for none.
+    """
+    rows, dim = matrices[0].shape
+    file.write(struct.pack("<2i", MAGIC, VERSION))
+    # What training alone reads has the defaults of fastText: windows, epochs, least counts, negative samples, updates, sampling.
+    file.write(struct.pack("<12id", dim, 5, 5, 1, 5, word_ngrams, SOFTMAX, SUPERVISED, rows - len(words), *characters, 100, 1e-4))
+    file.write(struct.pack("<3i2q", len(words) + len(labels), len(words), len(labels), sum(words.values()), -1))
+    for entries, kind in ((words, 0), ({(LABEL + label).encode(): times for label, times in labels.items()}, 1)):
+        file.writelines(entry + b"\0" + struct.pack("<qb", times, kind) for entry, times in entries.items())
+    for matrix in matrices:
+        file.write(struct.pack("<?2q", False, *matrix.shape) + matrix.astype("<f4").tobytes())
 
 
 def _numbers(file: IO[bytes], form: str) -> tuple[int, ...]:

@@ -6,7 +6,9 @@ Of a damaged compressed file, what its checks confirm is read, and reading goes 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -14,11 +16,16 @@ from typing import IO
 
 from pipeline.common.errors import UserError
 from pipeline.common.remote import is_remote
-from pipeline.data.read import file_search, suffixes
-from pipeline.data.read.documents import Bad, Document, ReadOptions, Skipped, Unchecked, key_of, utf8_length
+from pipeline.config.data import DataConfig
+from pipeline.data.read import file_search, input_files, suffixes
+from pipeline.data.read.documents import DEFAULT_CORPUS, Bad, Document, ReadOptions, Skipped, Unchecked, key_of, utf8_length
 from pipeline.data.read.input_files import Span
 from pipeline.data.read.streams import BUFFER_BYTES, MAGIC, CheckError, CutError, DamageError, Decompressed, Section, open_raw
 
+log = logging.getLogger("pipeline")
+
+_NAMED = 5
+"""Unreadable records that the log of `texts` names."""
 _ONE_DOCUMENT = ("text", "html")
 """Formats of which damage anywhere loses the whole file."""
 _GOES_ON = {"lines": b"", "json_values": b"", "warc": b"WARC/"}
@@ -150,3 +157,31 @@ def _taken_back(documents: Iterator[Document | Bad | Skipped], position: int) ->
         for item in documents:
             sizes += [utf8_length(item.text)] if isinstance(item, Document) and item.offset >= position else []
     return f"; {len(sizes):,} documents, {sum(sizes):,} bytes, that can be read do not pass its check, and are left out" if sizes else ""
+
+
+def texts(inputs: Sequence[str], key: str, data: DataConfig) -> Iterator[str]:
+    """Yield the texts of other documents than those of training; unreadable records are skipped with a warning.
+
+    Args:
+        inputs: files, folders, globs or URLs.
+        key: configuration key or option that names them.
+
+    Raises:
+        UserError: an input does not exist.
+    """
+    try:
+        known = [*data.suffixes, *suffixes.SEARCHED] if data.suffixes else []  # also text shards, whatever those of training are
+        listing = input_files.find({DEFAULT_CORPUS: list(inputs)}, known, data.exclude)
+    except UserError as error:
+        raise UserError([replace(violation, key=key) for violation in error.violations]) from error
+    documents = (document for source in listing.files for document in read(Span(source), ReadOptions.of(data)))
+    skipped = 0
+    for document in itertools.chain(listing.bad, documents):
+        if isinstance(document, Bad):
+            skipped += 1
+            if skipped <= _NAMED:
+                log.warning("%s: skipped %s %s: %s", key, document.source, document.position, document.reason)
+        elif isinstance(document, Document) and document.text:
+            yield document.text
+    if skipped > _NAMED:
+        log.warning("%s: skipped %d records", key, skipped)
