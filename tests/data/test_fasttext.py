@@ -93,6 +93,31 @@ def test_its_probabilities_are_those_of_fasttext(tmp_path_factory, data):
         assert found == pytest.approx([expected.get(f"__label__{name}", 0) for name in ours.labels], abs=exact), text
 
 
+@pytest.mark.parametrize(("word_ngrams", "characters"), [(1, (0, 0)), (2, (0, 0)), (3, (2, 4)), (1, (1, 2))])
+def test_fasttext_reads_what_is_written(tmp_path, word_ngrams, characters):
+    """Words are counted without labels and rare ones; the rows of a text are those whose mean it is."""
+    texts = [" ".join(WORDS[:place] * 2) for place in range(1, 9)] + ["rare __label__good", "a\nb</s>"]
+    words = fasttext_model.count_words(texts, 2)
+    assert words == dict(sorted(words.items(), key=lambda item: -item[1]))
+    assert words[b"der"] == 16
+    assert words[b"</s>"] == 10
+    assert b"rare" not in words
+    assert b"__label__good" not in words
+    random, hashed = np.random.default_rng(1), 60 if word_ngrams > 1 or characters[1] else 0
+    matrices = random.normal(size=(len(words) + hashed, 5)), random.normal(size=(3, 5))
+    with open(tmp_path / "m.bin", "wb") as file:
+        fasttext_model.write(file, words, {"good": 7, "other": 3, "third": 1}, matrices, word_ngrams, characters)
+    theirs, ours = fasttext.load_model(str(tmp_path / "m.bin")), FastText(tmp_path / "m.bin")
+    texts = [" ".join(text.split()) for text in [*texts, "Bäume 日本 nichts", "x"]]
+    rows, owners = ours.rows(texts)
+    means = np.stack([matrices[0][rows[owners == number]].mean(axis=0) for number in range(len(texts))])
+    exponentials = np.exp(means @ matrices[1].T)
+    np.testing.assert_allclose(ours.probabilities(texts), exponentials / exponentials.sum(axis=1, keepdims=True), rtol=1e-5)
+    for text, found in zip(texts, ours.probabilities(texts), strict=True):
+        expected = dict(zip(*theirs.predict(text, k=-1), strict=True))
+        assert found == pytest.approx([expected[f"__label__{name}"] for name in ("good", "other", "third")], abs=2e-5)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
