@@ -115,7 +115,7 @@ class LanguageStep:
 class ScoreStep:
     """Quality by a classifier, or by a command."""
 
-    model: str | None = knob(None, "fastText classifier (.bin or .ftz), such as that of DCLM")
+    model: str | None = knob(None, "fastText classifier (.bin or .ftz), such as that of DCLM or of tools/quality_model")
     label: str = knob("", "its label whose probability is the score, without __label__; documents have it in the field score")
     command: str | None = knob(
         None,

@@ -118,9 +118,10 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path, capsys):
     for more, said in (
         (["--good", f"{tmp_path}/none"], r"--good=.*none: no such file"),
         (["--good", f"{tmp_path}/few.jsonl"], r"--good=.*few.jsonl: has 1 documents, too few"),
-        (["--least=100000"], "--least=100000: is more often than any word occurs"),
-        (["--dim=0"], "--dim=0: is below 1"),
+        ([options[0], "--least=100000"], "--least=100000: is more often than any word occurs"),
+        ([options[0], "--dim=0"], "--dim=0: is below 1"),
+        ([options[0], f"--out={tmp_path}/few.jsonl/scorer.bin"], r"--out=.*few.jsonl: cannot be written"),
     ):
-        assert tool.main([*options, *more, f"--out={tmp_path}/scorer.bin"]) == 2
+        assert tool.main([*options[1:], f"--out={tmp_path}/scorer.bin", *more]) == 2
         assert re.search(said, capsys.readouterr().err)
     assert not (tmp_path / "scorer.bin").exists()

@@ -57,16 +57,14 @@ def test_a_classifier_gives_the_probability_of_a_label(tmp_path, monkeypatch):
     assert max(expected) - min(expected) > 0.01, "differences would not show"
     monkeypatch.setattr(tool, "BATCH_TOKENS", 40)  # several batches
     for path in (folder, tmp_path / "run"):
-        assert tool.Scorer(path, "good", 10_000)(TEXTS) == pytest.approx(expected, abs=1e-5)
-    cut = tool.Scorer(folder, "good", 4)
-    assert cut(["film was"]) == cut(["film"]) != tool.Scorer(folder, "good", 10_000)(["film was"])
+        assert tool.Scorer(path, "good")(TEXTS) == pytest.approx(expected, abs=1e-5)
     for path, label, said in (
         (folder, "best", r"--label=best: is no label of .*\n.*choose one of bad, fair, good"),
         (folder, None, "--label=None: is no label of"),
         (tmp_path, "good", "RUN=.*contains no checkpoint"),
     ):
         with pytest.raises(UserError, match=said):
-            tool.Scorer(path, label, 10_000)
+            tool.Scorer(path, label)
 
 
 @pytest.mark.slow
@@ -88,10 +86,9 @@ def test_a_decoder_gives_bits_per_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BATCH_TOKENS", 50)
     for path, length in ((folder, 32), (tmp_path / "run", 24)):
         expected = [bits_per_byte(text, length) for text in TEXTS]
-        assert tool.Scorer(path, None, 10_000)(TEXTS) == pytest.approx(expected, rel=1e-4)
-    assert tool.Scorer(folder, None, 5)(TEXTS[:1]) == pytest.approx([bits_per_byte("a fil", 32)], rel=1e-4)
+        assert tool.Scorer(path, None)(TEXTS) == pytest.approx(expected, rel=1e-4)
     with pytest.raises(UserError, match=r"--label=good: is no label of .*\n.*remove it: the score of a decoder"):
-        tool.Scorer(folder, "good", 10_000)
+        tool.Scorer(folder, "good")
 
 
 @pytest.mark.slow
@@ -100,13 +97,16 @@ def test_stage_shard_starts_it(tmp_path):
     folder = exported(tmp_path / "hf", CLASSIFIER)
     command = [sys.executable, str(ROOT / "tools/score"), str(folder), "--label", "good"]
     texts = [" ".join(WORDS[number % 7 :][: number % 5 + 1] * 40) for number in range(2_000)]
-    expected = load_tool("score").Scorer(folder, "good", 10_000)(texts)
+    expected = load_tool("score").Scorer(folder, "good")(texts)
     median = sorted(expected)[1_000]
     kept, _ = clean(texts, config("score", score={"command": " ".join(command), "least": median}))
     assert [text is not None for text in kept] == [score >= median for score in expected]
     lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts[:3])
     found = subprocess.run(command, input=lines[:-1], capture_output=True, check=True).stdout
     assert [json.loads(line)["score"] for line in found.splitlines()] == pytest.approx(expected[:3], abs=1e-6)
+    cut = subprocess.run([*command, "--characters=4"], input=b'{"text": "film boring"}\n{"text": "film"}', capture_output=True, check=True)
+    first, second = cut.stdout.splitlines()
+    assert first == second
     wrong = subprocess.run(command, input='{"txt": "a"}\n', capture_output=True, text=True)
     assert wrong.returncode == 2
     assert 'standard input=b\'{"txt": "a"}\': is no line with a text' in wrong.stderr
