@@ -218,6 +218,10 @@ def test_a_run_returns_by_hand_and_skips_what_it_is_told(blend, straight, tmp_pa
     assert [folder.name for folder in native.complete(run_dir)] == ["step-00000025"]
     train(run_dir, *settings, "training.steps=36")
     assert exact(run_dir) == exact(straight[0])[:36]
+    assert tool(["rewind", str(run_dir), "--to", "25", "--skip-from", "30", "--skip-to", "33"]) == 0
+    train(run_dir, *settings, "training.steps=36")
+    read = [line[1] // 16 for line in exact(run_dir)[25:]]
+    assert read == [32, 33, 34, 35, 36, 40, 41, 42, 43, 44, 45], "samples after each step, in batches"
 
 
 class Killed(BaseException):
