@@ -35,11 +35,16 @@ class AllowStep:
     sources: list[str] = knob([], "glob patterns of allowed sources; empty allows all")
     licences: list[str] = knob([], "glob patterns of allowed licenses; empty allows all")
     source_field: str = knob("source", "metadata field with the source; the file name if a document has no such field")
-    licence_field: str = knob("license", "metadata field with the license")
+    licence_field: str = knob("license", "metadata field with the license; else the SPDX-License-Identifier that begins the text")
     blocked: list[str] = knob(
         [], "files with a domain or a URL in each line: drops documents from there, from subdomains, and whose URL goes on after /, ? or #"
     )
     url_field: str = knob("url", "metadata field with the URL; documents without it are from no blocked address")
+    reserved: bool = knob(
+        True,
+        "keep documents with a metadata field `reserved`, as web pages have whose publisher reserves text and data mining "
+        "(tdm-reservation: 1) or declines training (noai, train-ai=n)",
+    )
 
 
 @dataclass(frozen=True)

@@ -375,6 +375,12 @@ def test_sources_and_licenses_that_are_not_allowed_are_dropped():
     assert clean([PROSE], wanted, {"license": "CC-BY-4.0"})[0] == [PROSE]
     assert clean([PROSE], wanted, {"license": "all rights reserved"})[0] == [None]
     assert clean([PROSE], wanted)[0] == [None]
+    for tag, kept in [("MIT OR GPL-2.0-only", True), ("MIT AND GPL-2.0-only", False), ("(MIT OR Apache-2.0) AND GPL-2.0-only", False)]:
+        code = f"/* SPDX-License-Identifier: {tag} */\n{PROSE}"
+        assert clean([code], config("allow", allow={"licences": ["mit", "apache-*"]}))[0] == [code if kept else None], tag
+    assert clean([f"{PROSE * 20}\nSPDX-License-Identifier: CC0"], wanted)[0] == [None]  # only its beginning speaks of the text
+    assert clean([PROSE], config("allow", allow={"reserved": False}), {"reserved": "robots"})[0] == [None]
+    assert clean([PROSE], config("allow"), {"reserved": "robots"})[0] == [PROSE]
     assert clean([PROSE], config("allow", allow={"sources": ["*.txt"]}))[0] == [None]  # without metadata, the file name is the source
 
 

@@ -101,6 +101,17 @@ def test_types_of_records_do_not_depend_on_case_and_unknown_ones_are_counted(tmp
     assert skipped(tmp_path) == ["WARC record of an unknown type"]
 
 
+def test_pages_say_what_their_publisher_reserves(tmp_path):
+    """In HTTP headers and in <meta>; other values reserve nothing."""
+    tag = '<head><META NAME="TDM-Reservation" content="1">'
+    headers = [{}, {"tdm_reservation": "1"}, {"X_Robots_Tag": "noindex, NoAI"}, {"Content_Usage": "search=y, train-ai=n"}]
+    headers += [{"tdm_reservation": "0"}, {"X_Robots_Tag": "noindex, noairplanes"}, {"Content_Usage": "train-ai=y"}]
+    records = [warc_record(page(LONG), **header) for header in headers]
+    (tmp_path / "x.warc").write_bytes(b"".join([*records, warc_record(page(LONG).replace(b"<head>", tag.encode()))]))
+    reserved = [found.meta.get("reserved") for found in read(tmp_path)[0]]
+    assert reserved == [None, "tdm-reservation", "robots", "content-usage", None, None, None, "tdm-reservation"]
+
+
 def test_pages_of_a_web_archive_are_found_by_media_type_and_everything_else_is_counted(tmp_path):
     page_types = ["Text/HTML; Charset=UTF-8", " TEXT/HTML ", "text/html;charset=utf-8", "application/XHTML+xml;x=y", "text/html,text/html"]
     records = [warc_record(page(LONG), Content_Type=header) for header in page_types]

@@ -24,11 +24,15 @@ from pipeline.data.read.input_files import InputFile, Span
 from pipeline.data.read.reader import read
 from pipeline.data.words import IDEOGRAPH, Lookup, Words, ngrams
 
+_SPDX = re.compile(r"SPDX-License-Identifier:\s*([\w.+() -]*[\w+)])")
+_SPDX_CHARACTERS = 2000
 _NO_HASHES = np.zeros(0, dtype=np.uint64)
 
 
 def allow(knobs: AllowStep) -> Step:
-    """Drop documents whose source or license matches no pattern of its list, where there is one; and those of blocked addresses.
+    """Drop documents whose source or license matches no pattern of its list, where there is one; those of blocked addresses; reserved ones.
+
+    A license that only the text states becomes metadata, which `stage=ledger` counts (https://spdx.dev/learn/handling-license-info).
 
     Raises:
         UserError: a file of addresses cannot be read, or has a line that is no address.
@@ -41,11 +45,21 @@ def allow(knobs: AllowStep) -> Step:
     def source(document: Document) -> object:
         return document.meta.get(knobs.source_field, document.source)
 
+    def licensed(document: Document) -> bool:
+        licence = document.meta.get(knobs.licence_field)
+        if not licence and (tag := _SPDX.search(document.text, 0, _SPDX_CHARACTERS)):
+            licence = document.meta[knobs.licence_field] = tag[1]
+        text = str(licence or "").strip("()")
+        alternatives = [text] if re.search("[()]", text) else re.split(r"\s+OR\s+", text)  # nested: each license must be allowed
+        return any(all(matches(part.strip("( )"), knobs.licences) for part in re.split(r"\s+(?:AND|OR)\s+", one)) for one in alternatives)
+
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
         sources = np.array([not matches(source(document), knobs.sources) for document in batch.documents])
-        licences = np.array([not matches(document.meta.get(knobs.licence_field, ""), knobs.licences) for document in batch.documents])
+        licences = np.array([not licensed(document) for document in batch.documents])
         blocked = addresses.contain([document.meta.get(knobs.url_field) for document in batch.documents])
-        return drop(batch, [(sources, "source not allowed"), (licences, "license not allowed"), (blocked, "blocked address")])
+        reserved = np.array([not knobs.reserved and bool(document.meta.get("reserved")) for document in batch.documents])
+        verdicts = [(sources, "source not allowed"), (licences, "license not allowed"), (blocked, "blocked address")]
+        return drop(batch, [*verdicts, (reserved, "rights reserved")])
 
     if knobs.blocked:
         step.notes = {"addresses": addresses.count}  # type: ignore[attr-defined] # for the report

@@ -113,15 +113,15 @@ def representable(record: Any) -> Any:
     return record
 
 
-def document_of_file(span: Span, options: ReadOptions, parse: Callable[[bytes], tuple[str, str]]) -> Iterator[Document | Bad]:
-    """Yield the document of a file that is a single one; `parse` returns text and title, or raises UnusableError."""
+def document_of_file(span: Span, options: ReadOptions, parse: Callable[[bytes], tuple[str, dict[str, str]]]) -> Iterator[Document | Bad]:
+    """Yield the document of a file that is a single one; `parse` returns text and metadata, or raises UnusableError."""
     source = span.file
     with streams.open_bytes(source.path, span.section) as handle:
         raw = handle.read(options.document_bytes + 1)
     try:
         check_size(len(raw), options)
-        text, title = parse(raw)
-        yield Document(source.name, 0, text, small_fields([("title", title)] if title else []), source.corpus)
+        text, fields = parse(raw)
+        yield Document(source.name, 0, text, small_fields(fields.items()), source.corpus)
     except UnusableError as error:
         yield Bad(source.label, "", str(error))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
@@ -14,6 +14,12 @@ from pipeline.data.read.formats.checks import UnusableError, check_size, documen
 from pipeline.data.read.input_files import Span
 
 _DEPTH = 1000
+_RESERVED = {
+    "tdm-reservation": re.compile(r"\s*1\s*"),
+    "robots": re.compile(r".*\bnoai\b.*", re.IGNORECASE | re.DOTALL),
+    "content-usage": re.compile(r".*\btrain-ai\s*=\s*n\b.*", re.IGNORECASE | re.DOTALL),
+}
+"""HTTP header or `<meta>` -> values that reserve text and data mining (W3C TDMRep, 2024), or decline training (IETF AIPREF)."""
 _NESTING = re.compile(r"<(/?)(?:div|article)[\s/>]", re.IGNORECASE)
 
 
@@ -22,11 +28,12 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     return document_of_file(span, options, lambda raw: page(raw, None, options))
 
 
-def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, str]:
-    """Return (text, title) of a page; either may be empty.
+def page(raw: bytes, charset: str | None, options: ReadOptions, headers: Iterable[tuple[str, str]] = ()) -> tuple[str, dict[str, str]]:
+    """Return the text of a page, which may be empty, and its metadata: `title`, and in `reserved` the names of headers that reserve rights.
 
     Args:
         charset: the encoding from the HTTP header; None uses the one that the page declares, or else a detected one.
+        headers: of the HTTP response.
 
     Raises:
         UnusableError: the page is too large, too deeply nested, or not HTML.
@@ -38,9 +45,18 @@ def page(raw: bytes, charset: str | None, options: ReadOptions) -> tuple[str, st
     try:
         tree = HTMLTree.parse(content)
         text = extract_plain_text(tree, preserve_formatting=True, main_content=options.main_content)
-        return text, (tree.title or "").strip()
+        tags = tree.document.query_selector_all("meta[name]") if tree.document else []
+        named = [(tag.getattr("name") or "", tag.getattr("content") or "") for tag in tags]
+        found = {"title": (tree.title or "").strip(), "reserved": ", ".join(sorted({*_reservations([*headers, *named])}))}
+        return text, {name: value for name, value in found.items() if value}
     except Exception as error:  # the parser's exceptions have no common base
         raise UnusableError(f"cannot be parsed as HTML: {library_reason(error)}") from error
+
+
+def _reservations(headers: Iterable[tuple[str, str]]) -> Iterator[str]:
+    for name, value in ((name.strip().lower().removeprefix("x-").replace("robots-tag", "robots"), value) for name, value in headers):
+        if name in _RESERVED and _RESERVED[name].fullmatch(value):
+            yield name
 
 
 def _decoded(raw: bytes, charset: str | None) -> str:

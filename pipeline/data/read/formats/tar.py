@@ -133,8 +133,8 @@ class _Sample:
             elif suffix == "json":
                 text = text_of(fields, options.text_field)
             else:
-                text, title = html.page(raw, None, options)
-                fields |= {"title": title} if title else {}
+                text, more = html.page(raw, None, options)
+                fields |= more
             yield Document(source.name, member.offset, text, small_fields(fields.items()), source.corpus)
         except UnusableError as error:
             yield Bad(source.label, f"member {printable(member.name)}", str(error))

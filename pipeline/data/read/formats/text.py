@@ -11,7 +11,7 @@ from pipeline.data.read.input_files import Span
 
 def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad]:
     """Yield the text of the file."""
-    return document_of_file(span, options, lambda raw: (plain(raw), ""))
+    return document_of_file(span, options, lambda raw: (plain(raw), {}))
 
 
 def plain(raw: bytes) -> str:

@@ -50,8 +50,8 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
                 if isinstance(document, str):
                     yield Skipped(f"WARC record {document}", record.content_length)
                     continue
-                text, title = document
-                meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), "title": title}
+                text, fields = document
+                meta = {"url": record.headers.get("WARC-Target-URI"), "date": record.headers.get("WARC-Date"), **fields}
                 yield Document(source.name, position, text, small_fields((k, v) for k, v in meta.items() if v), source.corpus)
         except OSError as error:
             if stream.damage is None:
@@ -60,8 +60,8 @@ def read(span: Span, options: ReadOptions) -> Iterator[Document | Bad | Skipped]
                 yield Bad(source.label, where, f"contains no readable WARC record: {library_reason(error)}", source.size - begin)
 
 
-def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str, str] | str:
-    """Return (text, title) of a record, or the reason why it is not a page: an image, a redirect, an HTTP error.
+def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str, dict[str, str]] | str:
+    """Return text and metadata of a record, or the reason why it is not a page: an image, a redirect, an HTTP error.
 
     Args:
         kind: the type of the record, in lower case.
@@ -79,12 +79,12 @@ def _document(record: WarcRecord, kind: str, options: ReadOptions) -> tuple[str,
     if len(block) < length:
         raise _TruncatedError(f"is truncated: {len(block)} of {length} bytes")
     if kind == "conversion":
-        return utf8(block), ""
+        return utf8(block), {}
     return _page(block, options)
 
 
-def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | str:
-    """Return (text, title) of an HTTP response, or the reason why it is not a page.
+def _page(block: bytes, options: ReadOptions) -> tuple[str, dict[str, str]] | str:
+    """Return text and metadata of an HTTP response, or the reason why it is not a page.
 
     Raises:
         UnusableError: its body cannot be decoded, or is too large.
@@ -100,7 +100,8 @@ def _page(block: bytes, options: ReadOptions) -> tuple[str, str] | str:
         media_type, charset = _content_type(response.http_headers.get("Content-Type") or "")
         if media_type not in _PAGES:
             return f"of media type {media_type}" if media_type else "without a media type"
-        return html.page(response.reader.read(options.document_bytes + 1), charset, options)
+        headers = ((name, value) for name, value in response.http_headers if name and value)
+        return html.page(response.reader.read(options.document_bytes + 1), charset, options, headers)
     except OSError as error:
         raise UnusableError(f"contains an HTTP response that cannot be decoded: {library_reason(error)}") from error
 
