@@ -140,7 +140,6 @@ OTHER = {
     "report_to": "set tracking.wandb",
     "sample_packing": "set data.instructions.pack",
     "save_strategy": "set checkpoint.every",
-    "tensorboard_dir": "leave it out: the run writes its metrics, and tracking=online sends them to W&B",
     "tie_word_embeddings": "set model.tie_embeddings",
     "tokenizer_model": "set tokenizer.path, a Hugging Face folder; tokenizer.source imports .tiktoken and SentencePiece",
     "train_samples": "set training.steps, the samples divided by training.global_batch_size",
@@ -160,6 +159,10 @@ OTHER = {
     **dict.fromkeys(("lr_decay_style", "lr_scheduler_type"), "set optimizer.schedule"),
     **dict.fromkeys(("profile_freq", "profile_step_start", "enable_profiling"), "name steps in training.profile"),
     **dict.fromkeys(("merge_file", "tokenizer_type", "vocab_file"), "set tokenizer.path, a Hugging Face folder"),
+    **dict.fromkeys(
+        ("tensorboard", "tensorboard_dir"),
+        "leave it out: a run writes the metrics of each step, tools/watch and stage=report draw them, tracking.wandb sends them to W&B",
+    ),
     "at_once": "set hydra.launcher.at_once, the most jobs of a sweep that run at a time",
     "requeue": "leave it out: jobs of pretrain go back to the queue at their time limit; cluster.continuation=chain does without",
     "signal": "leave it out: jobs of pretrain get USR1 three minutes before their time limit; sbatch --signal=USR1@600 changes that",

@@ -73,12 +73,10 @@ def _print_topic(topic: str) -> None:
         _print_group(topic)
     elif topic in CONFIG_CLASSES:
         _print_family(topic)
-    elif rows := [row for row in _all_rows() if topic in row[0]]:
+    elif (rows := [row for row in _all_rows() if topic.replace("-", "_") in row[0]]) or foreign_names.advice(topic, "VALUE"):
         _print_rows(rows)
         if advice := foreign_names.advice(topic, "VALUE"):
-            print(f"\n{topic} of another framework or program: {advice}")
-    elif advice := foreign_names.advice(topic, "VALUE"):
-        raise UserError.of("--help", topic, "is a name of another framework or program", advice)
+            print(f"{topic} of another framework or program: {advice}")
     elif rows := [row for row in _all_rows() if re.search(rf"\b{re.escape(topic)}\b", row[2].meaning, re.IGNORECASE)]:
         _print_rows(rows)
     else:

@@ -210,8 +210,11 @@ def sbatch_line(cluster: ClusterConfig, stage: str, world_size: int, overrides: 
         size.append(requeue_option(cluster))
     cluster = placed(cluster, stage, nodes)
     kept = [o for o in overrides if not re.match(r"\+*(stage=|dry_run[.=])", o)]
+    options = list(site_options(cluster, stage))
+    if cluster.name == "local" and not any(key_of(word) == "cluster.time" for word in kept):
+        options.remove(f"--time={cluster.time}")  # slurm/STAGE.sbatch has a longer one
     variables = ["env", f"PIPELINE_SLURM={scripts}", f"PIPELINE_PYTHON={sys.executable}"] if scripts else []
-    return shlex.join([*variables, "sbatch", *size, *site_options(cluster, stage), f"{scripts or 'slurm'}/{stage}.sbatch", *kept])
+    return shlex.join([*variables, "sbatch", *size, *options, f"{scripts or 'slurm'}/{stage}.sbatch", *kept])
 
 
 def violations(cluster: ClusterConfig, stage: str, directory: Path) -> list[Violation]:

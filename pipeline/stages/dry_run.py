@@ -12,6 +12,7 @@ from pipeline.config.command_line import key_of, quoted
 from pipeline.config.layout import Layout, job_size
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
+from pipeline.data.load import blend
 from pipeline.launch import job, live, moldable
 from pipeline.parallel.parallelize import check_trained
 from pipeline.planner import memory_check, rank_report
@@ -23,8 +24,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     """Build the model part of one rank on the meta device with a fake process group, and print its layers, memory and batches.
 
     Raises:
-        UserError: the stage does not train, the cluster options of the job are invalid, patterns of frozen weights match none, or the job
-            does not fit in memory.
+        UserError: the stage does not train, the cluster options of the job are invalid, token shards do not fit the model,
+            patterns of frozen weights match none, or the job does not fit in memory.
     """
     if config.stage.name not in TRAINING_STAGES:
         rule, fix = "requires stage=pretrain or finetune", "remove it: other stages have no parallel layout to inspect"
@@ -35,7 +36,8 @@ def run(config: RunConfig, ranks: Ranks) -> None:
     run_dir = f"run_dir={quoted(config.run_dir)}"  # in a sweep that of the point
     arguments = [run_dir if key_of(word) == "run_dir" else word for word in compose.task_arguments()]
     cluster = live.corrected(config.cluster)
-    UserError.raise_for([*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments)])
+    of_job = (*job.violations(cluster, config.stage.name, Path.cwd()), *moldable.violations(config, arguments))
+    UserError.raise_for([*of_job, *blend.violations(config)])
     if ranks.rank > 0:
         return  # single-process mode: additional ranks do nothing
     started = time.perf_counter()

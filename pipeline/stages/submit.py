@@ -15,6 +15,7 @@ from pipeline.common.errors import UserError, Violation
 from pipeline.common.ranks import Ranks
 from pipeline.config import compose, ring_kernels
 from pipeline.config.schema import RunConfig
+from pipeline.data.load import blend
 from pipeline.launch import in_use, job, job_times, maintenance, moldable, queues, site, slurm, snapshot, stage_chain, submission
 from pipeline.launch.stage_chain import Link
 
@@ -63,6 +64,7 @@ def _checked(config: RunConfig, arguments: Sequence[str], world_size: int) -> tu
         links = stage_chain.links(config, arguments)
         if not config.dry_run.enabled:
             violations += [v for link in links for v in job.not_given(link.cluster)]
+        violations += [v for link in links for v in blend.violations(link.config)]
         violations += queues.too_many([link.cluster for link in links])
     except UserError as error:
         violations += error.violations

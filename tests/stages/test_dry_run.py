@@ -57,6 +57,7 @@ def test_one_rank_of_a_large_job():
     assert "--nodes=128 --ntasks-per-node=8" in command
     assert " model=gpt3-175b " in command
     assert "dry_run" not in command
+    assert "--time" not in command, "that of slurm/pretrain.sbatch"
 
 
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
@@ -112,6 +113,15 @@ def test_tokens_of_a_blend_and_a_batch_rampup():
     assert shown["token budget"] == "13,000,000 tokens = training.steps=105"
     assert shown["web"] == f"{(10 * 32 + 90 * 64) * 3 // 4 * 2048:,} tokens, 75.00 %"
     assert shown["code"].endswith("25.00 %")
+
+
+def test_token_shards_that_do_not_fit_are_refused_before_a_job_is_submitted(tokens, tmp_path):
+    model, more = "model=llama-tiny", ("model.vocab_size=200", "data.blend={web: {corpus: default}, code: {}}")
+    for words in (["stage=pretrain", "dry_run=true"], ["stage=submit", "submit.stages=[pretrain]", "dry_run=true"]):
+        text = pipeline(*words, model, *more, f"data.tokens={tokens}", f"run_dir={tmp_path}", expect=2)
+        assert re.search(r"data\.blend\.code\.corpus=code: \S+ contains no such corpus", text), text
+        assert re.search(r"model\.vocab_size=200: is less than the vocabulary size 300", text), text
+    assert "sbatch" in pipeline("stage=pretrain", "dry_run=true", model, *more, "data.tokens=not-yet", "cluster.tasks_per_node=4")
 
 
 def test_errors_are_reported_together():

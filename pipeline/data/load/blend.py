@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import xxhash
 
 from pipeline.common import artifact
 from pipeline.common.errors import UserError, Violation
-from pipeline.common.remote import located
+from pipeline.common.remote import is_remote, located
 from pipeline.config import warmup
 from pipeline.config.data import DataConfig
 from pipeline.config.schema import RunConfig
@@ -32,6 +32,29 @@ from pipeline.data.load.token_stream import TokenStream
 from pipeline.data.load.validation_split import ValidationSamples
 
 log = logging.getLogger("pipeline")
+
+
+def violations(config: RunConfig) -> list[Violation]:
+    """Return what a pretraining job would refuse of its token shards, from their manifests; nothing before all folders are complete."""
+    data, problems = config.data, list[Violation]()
+    folders = sorted({corpus.tokens or data.tokens for corpus in data.blend.values()} or {data.tokens})
+    missing = any(is_remote(folder) or not (Path(folder) / artifact.MANIFEST).is_file() for folder in folders)
+    if config.stage.name != "pretrain" or data.pairs.train or missing:
+        return []
+    try:
+        _corpora(data, "train")
+    except UserError as error:
+        problems += error.violations
+    totals = artifact.read(Path(folders[0]), key="data.tokens", stage="tokenize").totals
+    return [*problems, *vocabulary_violations(config, int(totals["vocab_size"]))]
+
+
+def vocabulary_violations(config: RunConfig, vocab_size: int) -> Iterator[Violation]:
+    """Yield a violation if the vocabulary of the data is larger than the model's."""
+    if vocab_size > config.model.vocab_size:
+        rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
+        fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
+        yield Violation("model.vocab_size", config.model.vocab_size, rule, fix)
 
 
 def open_training(config: RunConfig, share: tuple[int, int] = (0, 1), length: int | None = None) -> Samples:

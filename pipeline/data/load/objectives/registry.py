@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
-from pipeline.data.load import validation_split
+from pipeline.data.load import blend, validation_split
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import Masked
@@ -84,11 +84,7 @@ def check_vocabulary(config: RunConfig, data: Objective, rank: int) -> None:
     """
     if rank == 0 and data.data_key == "data.tokens":
         _check_tokenizer(config, Path(config.tokenizer.path), data.samples.corpora[0].totals)
-    vocab_size = data.samples.vocab_size
-    if vocab_size > config.model.vocab_size:
-        rule = f"is less than the vocabulary size {vocab_size} of the token shards in {config.data.tokens}"
-        fix = f"set model.vocab_size={vocab_size} or more, or tokenize with a smaller tokenizer"
-        raise UserError.of("model.vocab_size", config.model.vocab_size, rule, fix)
+    UserError.raise_for(blend.vocabulary_violations(config, data.samples.vocab_size))
 
 
 def _check_tokenizer(config: RunConfig, folder: Path, totals: dict[str, Any]) -> None:
