@@ -107,19 +107,16 @@ def checked(overrides: tuple[str, ...], ranks: int) -> RunConfig:
     return config
 
 
-@pytest.mark.slow
 def test_every_stage_is_shown() -> None:
     assert {checked(tuple(o), r).stage.name for o, r in STARTS if "-m" not in o} == set(STAGES)
     assert SWEEPS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides, ranks", [pytest.param(o, r, id=" ".join(o)) for o, r in STARTS if "-m" not in o])
 def test_commands_are_legal(overrides: list[str], ranks: int) -> None:
     checked(tuple(overrides), ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", SWEEPS, ids=" ".join)
 def test_points_of_sweeps_are_legal(overrides: list[str]) -> None:
     """The first point, and the one that has the last value of every list."""
@@ -129,7 +126,6 @@ def test_points_of_sweeps_are_legal(overrides: list[str]) -> None:
         checked(tuple(values[place] for values in lists), 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [SWEEPS[0], *(pytest.param(each, marks=pytest.mark.long) for each in SWEEPS[1:])], ids=" ".join)
 def test_sweeps_are_legal(overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -150,7 +146,6 @@ def experiment_and_stage(name: str, stage: str) -> object:
 LEGAL = [(name, stage) for name in EXPERIMENTS for stage in STAGES if name != "curriculum" or stage not in ("finetune", "rehearse")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage"), [experiment_and_stage(name, stage) for name, stage in LEGAL])
 def test_experiments_are_legal_for_every_stage(name: str, stage: str) -> None:
     required = {

@@ -201,7 +201,6 @@ def imported(*arguments: object) -> list[str]:
     return [line.rpartition("|")[2].strip() if line.startswith("import time:") else line for line in done.stderr.splitlines()]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, unused",
     [

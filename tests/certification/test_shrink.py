@@ -198,7 +198,6 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int]:
     return dataclasses.replace(planned, **{name: draft.frozen() for name, draft in groups.items()}), world
 
 
-@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(jobs())
 def test_every_legal_job_has_a_legal_small_version(job: tuple[Any, int]) -> None:

@@ -53,6 +53,6 @@ def ends(count: int, end: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize("count", [pytest.param(40, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.long)])
 def test_ranks_leave_with_their_code_although_signals_arrive(count: int) -> None:
     assert ends(count, "process_exit.leave(code)") == "{}"

@@ -215,7 +215,7 @@ ALSO_REFUSED = [
 ]
 
 
-CASES = [*REFUSED[:9], *(pytest.param(*case, marks=pytest.mark.slow) for case in REFUSED[9::3])]
+CASES = [*REFUSED[:9], *REFUSED[9::3]]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,6 @@ def test_what_hydra_prints(command: Callable[..., Ended], own: Path, words: str,
     assert said.replace("OWN", str(own)) in ended.printed
 
 
-@pytest.mark.slow
 def test_jobs_of_a_sweep_read_own_files(command: Callable[..., Ended], own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They read a copy, which has them beside those of conf/; of two files with the same name, Hydra reads that of conf/."""
     monkeypatch.chdir(ROOT)

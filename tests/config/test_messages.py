@@ -19,7 +19,6 @@ def refused(tmp_path: Path, *arguments: str) -> str:
     return message
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -90,7 +89,6 @@ def test_a_delayed_rank_0_reports_the_error(tmp_path: Path) -> None:
     assert message.count("optimizer.lr=-1") == 2, "by a rank, and at the end of torchrun's own lines"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_an_error_that_rank_0_does_not_find_is_reported(tmp_path: Path) -> None:
     elsewhere = ("sh", "-c", '[ "$RANK" = 1 ] || exec sleep 100; exec "$@"', "elsewhere")

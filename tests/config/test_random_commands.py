@@ -49,7 +49,6 @@ def command(choose: random.Random) -> list[str]:
     return words
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_random_command_lines(monkeypatch, capsys):
     monkeypatch.setattr(pipeline.stages, "run", lambda *_: None)

@@ -17,8 +17,6 @@ from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.helpers import free_port
 from tests.models.small_decoders import CONFIGS
 
-pytestmark = pytest.mark.slow
-
 LLAMA = replace(CONFIGS["llama-grouped"], max_positions=40)
 MODELS = {
     "llama": LLAMA,

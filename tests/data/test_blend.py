@@ -179,7 +179,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("overrides, said", REFUSED, ids=lambda value: value[0] if isinstance(value, list) else None)
 def test_refused_before_work(corpora, overrides, said):
     def start():
@@ -212,7 +211,6 @@ def test_sentinels_must_be_special_tokens_of_the_tokenizer(corpora, tokenizer):
     assert (rows == samples.end_of_document).sum() >= 3 * 50
 
 
-@pytest.mark.slow
 def test_what_was_seen_is_known_by_its_content_alone(corpora):
     def seen(consumed, *overrides):
         config = config_of(corpora, *overrides)
@@ -245,7 +243,6 @@ def batches(config, samples, ranks, rank):
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)
 
 
-@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(sizes=steps, lengths=steps, start=st.integers(0, 12), ranks=st.sampled_from([1, 2, 4]), prefetch=st.integers(1, 5))
 def test_batches_do_not_depend_on_ranks_threads_or_where_a_run_began(corpora, sizes, lengths, start, ranks, prefetch):
@@ -312,7 +309,6 @@ def test_a_batch_that_is_not_ready_is_a_stall(corpora):
     assert source.stalls >= 2
 
 
-@pytest.mark.slow
 def test_the_command_line_takes_a_blend_and_names_its_mistakes(corpora, tmp_path):
     common = ("stage=pretrain", f"data.tokens={corpora}/both", f"run_dir={tmp_path}/run", "model.vocab_size=320", "tracking=disabled")
     said = pipeline(*common, "data.blend={en:{weight:1},fr:{weight:2}}", expect=2)

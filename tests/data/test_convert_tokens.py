@@ -43,7 +43,6 @@ def indexed(tokens, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_megatron_core_reads_what_we_write(tokens, indexed):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -73,7 +72,6 @@ def test_we_read_what_megatron_core_writes(tokens, tokenizer, tmp_path):
     assert manifest.totals["corpora"]["text"]["train"]["tokens"] == manifest.totals["train"]["tokens"] == 9
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_round_trip(tokens, tokenizer, indexed, tmp_path, ranks):
     inputs = f"stage.input=[{indexed}/train-default,{indexed}/validation-default]"
@@ -94,7 +92,6 @@ def test_round_trip(tokens, tokenizer, indexed, tmp_path, ranks):
     assert "nothing to do" in convert(tmp_path / "back", "shards", *settings)
 
 
-@pytest.mark.slow
 def test_parquet_on_any_number_of_ranks(shards, tokens, tmp_path):
     for ranks in (0, 2):
         convert(tokens, "parquet", f"stage.output={tmp_path}/{ranks}", f"data.shards={shards}", ranks=ranks)
@@ -133,7 +130,6 @@ def test_a_rerun_converts_only_missing_parts_and_keeps_foreign_files(tokens, ind
     assert (tmp_path / "m/train-default.bin").stat().st_ino == kept
 
 
-@pytest.mark.slow
 def test_datasets_that_cannot_be_read(tokenizer, indexed, tmp_path):
     def refused(*names: str, ranks: int = 0) -> str:
         inputs = f"stage.input=[{','.join(f'{tmp_path}/{name}' for name in names)}]"

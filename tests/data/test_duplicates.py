@@ -153,7 +153,6 @@ def test_planted_cases_contain_duplicates(one_rank):
     assert sum(result["chained"] for result in found) >= 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks, round_bytes", [(2, 100), pytest.param(4, 1 << 26, marks=pytest.mark.long)])
 def test_the_result_does_not_depend_on_the_number_of_ranks(one_rank, tmp_path, ranks, round_bytes):
     assert dict(zip(CASES, ranks_find(tmp_path, list(CASES.values()), ranks, round_bytes), strict=True)) == one_rank
@@ -344,7 +343,6 @@ def against_folder(folder: Path, texts: list[str], settings: DedupConfig, files:
     return str(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 4))])
 def test_documents_of_another_corpus_are_dropped(tmp_path, ranks):
     chance = random.Random(1)

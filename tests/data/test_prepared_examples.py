@@ -135,7 +135,6 @@ def labels_of_both(folder: Path) -> list[list[str]]:
     return [labels_of([str(folder / name)], "data.instructions.train") for name in (*contents, "l.parquet")]
 
 
-@pytest.mark.slow
 def test_any_number_of_ranks_writes_the_same_bytes_and_a_rerun_does_what_is_missing(files, prepared, tmp_path):
     pipeline("stage=tokenize", *settings(files), f"data.instructions.tokens={tmp_path}/4", ranks=4)
     assert same_files(prepared, tmp_path / "4")

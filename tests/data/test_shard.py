@@ -30,7 +30,6 @@ def line_offsets(path: Path) -> list[int]:
     return [sum(map(len, lines[:number])) for number in range(len(lines))]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2))])
 def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path, ranks):
     assert len(list(cleaned.glob("train-*.tar"))) >= 3
@@ -38,7 +37,6 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path, r
     assert same_files(cleaned, tmp_path / "s")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_limits_of_memory_and_open_files_change_nothing(library, tmp_path, ranks):
     """Runs, pieces, batches, slices and messages of a few kilobytes, and two open files."""
@@ -149,7 +147,6 @@ def test_corpora_keep_their_names_and_are_deduplicated_together(library, tmp_pat
     assert manifest["totals"]["exact_duplicates"] == 6
 
 
-@pytest.mark.slow
 def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_path):
     line = "Subscribe to our letter from the harbour, and read of it first."
     pages = [json_line(prose(n) + "\n" + line, url=f"https://example.org/{n}/") for n in range(20)]
@@ -170,7 +167,6 @@ def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_pat
     assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
 
 
-@pytest.mark.slow
 def test_repeated_spans_are_cut_in_a_corpus_and_against_another(tmp_path):
     passage = words(1, 30)
     pages = [prose(n, 20) + f"\n\n{passage}\n\n" * (n in (3, 7)) + f"{n}. {prose(n + 100)}" for n in range(10)] + [passage]
@@ -271,7 +267,6 @@ def test_a_plan_writes_every_document_once(corpora, validation_wanted, megabytes
         assert ("validation" in splits) == (validation_wanted and total >= 2)
 
 
-@pytest.mark.slow
 def test_the_division_into_parts_changes_nothing(library, tmp_path):
     """Which of equal documents and lines is kept, which near duplicates are found, and all bytes of shards and report."""
     for megabytes in (0.01, 100):
@@ -282,7 +277,6 @@ def test_the_division_into_parts_changes_nothing(library, tmp_path):
     assert {kept[prose(n)] for n in range(0, 60, 10)} == {"part 0.jsonl"}, "of equal documents, the first is kept"
 
 
-@pytest.mark.slow
 def test_dropped_documents_are_saved_with_the_reason_and_can_be_read_again(library, cleaned, tmp_path):
     here(*LIBRARY, "data.save_dropped=true", f"data.input=[{library}]", f"data.shards={tmp_path}/s")
     with zstandard.open(tmp_path / "s" / "dropped.jsonl.zst", "rt", encoding="utf-8") as handle:

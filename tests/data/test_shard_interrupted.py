@@ -31,7 +31,6 @@ runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
@@ -48,7 +47,6 @@ def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
     assert same_files(tmp_path / "complete", folder)
 
 
-@pytest.mark.slow
 def test_a_disk_that_is_full_between_shards_keeps_those_before(tmp_path):
     for corpus, documents in (("a", 20), ("b", 400)):
         (tmp_path / f"{corpus}.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(documents)))
@@ -105,7 +103,6 @@ def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) 
         time.sleep(0.001)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "marks",
     [
@@ -163,7 +160,6 @@ def ranks_of(process: subprocess.Popen, count: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "phases",
     [
@@ -192,7 +188,6 @@ def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(
     assert same_files(cleaned, folder)
 
 
-@pytest.mark.slow
 def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
     folder = tmp_path / "s"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
@@ -212,7 +207,6 @@ def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
     assert not (folder / ".lock").exists()
 
 
-@pytest.mark.slow
 def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
     array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
@@ -231,7 +225,6 @@ def array_task(job: int, task: int) -> dict[str, str]:
     return {f"SLURM_ARRAY_{name}": str(value) for name, value in zip(names, (job, task, 2, 0, 1), strict=True)}
 
 
-@pytest.mark.slow
 def test_the_tasks_of_a_job_array_share_the_shards_and_a_killed_one_loses_only_its_own(library, cleaned, tmp_path):
     folder = tmp_path / "s"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
@@ -260,7 +253,6 @@ def test_the_tasks_of_a_job_array_share_the_shards_and_a_killed_one_loses_only_i
     assert not list(folder.glob(".*"))
 
 
-@pytest.mark.slow
 def test_the_tasks_of_a_job_array_run_at_the_same_time_and_one_completes_the_stage(library, cleaned, tmp_path):
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
     tasks = [warm.start("-m", "pipeline", *settings, environment=environment(**array_task(7, task))) for task in (0, 1)]

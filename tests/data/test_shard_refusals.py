@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 
-import pytest
-
 from tests.data.library import LIBRARY, here, samples
 from tests.data.raw_files import json_line
 from tests.helpers import RAW, pipeline, words
@@ -31,7 +29,6 @@ def test_a_finished_stage_does_nothing_and_other_settings_are_refused(corpus, sh
     assert {path: path.stat().st_mtime_ns for path in shards.iterdir()} == before
 
 
-@pytest.mark.slow
 def test_an_invalid_input_or_output_is_explained(tmp_path):
     assert "data.input=[x.jsonl]" in pipeline("stage=shard", "data.input=x.jsonl", expect=2)
     assert "names no documents" in here("stage=shard", f"data.shards={tmp_path}/s", expect=2)
@@ -43,7 +40,6 @@ def test_an_invalid_input_or_output_is_explained(tmp_path):
     assert "cleaning and deduplication dropped all 1 non-empty documents" in printed
 
 
-@pytest.mark.slow
 def test_a_run_that_needs_more_files_or_memory_than_there_are_is_refused_before_it_works(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(5000)))
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]", f"data.shards={tmp_path}/s")
@@ -61,7 +57,6 @@ def test_a_run_that_needs_more_files_or_memory_than_there_are_is_refused_before_
     pipeline(*settings, ranks=2)
 
 
-@pytest.mark.slow
 def test_few_bad_documents_are_quarantined_and_many_end_the_job(tmp_path):
     (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 9)) for n in range(99)) + "{}\n")
     settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
@@ -92,7 +87,6 @@ def test_a_truncated_file_weighs_as_the_bytes_that_are_lost(tmp_path):
     assert "1 unreadable documents" in here(*settings, "data.quarantine_limit=0.2")
 
 
-@pytest.mark.slow
 def test_a_changed_input_file_is_noticed_on_resume_and_a_copied_one_is_not(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()

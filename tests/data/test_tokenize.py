@@ -68,7 +68,6 @@ def test_tokens_are_the_documents_each_closed_by_the_end_token(shards, tokenizer
         assert manifest["totals"]["corpora"] == {"default": {split: manifest["totals"][split] for split in ("train", "validation")}}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [4, pytest.param(1, marks=pytest.mark.long)])
 def test_any_number_of_ranks_writes_the_same_bytes(shards, tokenizer, tokens, tmp_path, ranks):
     pipeline("stage=tokenize", f"data.shards={shards}", f"tokenizer.path={tokenizer}", f"data.tokens={tmp_path}/t", ranks=ranks)
@@ -168,7 +167,6 @@ def test_every_shard_has_one_rank_and_the_load_is_balanced(sizes, ranks):
     assert max(loads) <= sum(loads) / ranks + max(sizes.values(), default=0)
 
 
-@pytest.mark.slow
 def test_missing_artifacts_name_the_stage_that_writes_them(shards, tokenizer, tmp_path):
     nothing = f"{tmp_path}/nothing"
     assert "run stage=shard" in here("stage=train_tokenizer", f"data.shards={nothing}", f"tokenizer.path={tmp_path}/t", expect=2)
@@ -179,7 +177,6 @@ def test_missing_artifacts_name_the_stage_that_writes_them(shards, tokenizer, tm
     assert printed.count("1 problem") == 1  # not once per rank
 
 
-@pytest.mark.slow
 def test_a_corrupt_text_shard_is_named_and_the_rerun_does_only_what_is_missing(shards, tokenizer, tokens, tmp_path):
     copy, folder = tmp_path / "shards", tmp_path / "tokens"
     copy.mkdir()

@@ -217,7 +217,6 @@ def test_training_without_information_logs_its_time(caplog, monkeypatch):
     assert caplog.records[0].message == "train_tokenizer: training, for 0:00:00"
 
 
-@pytest.mark.slow
 def test_several_sizes_in_one_run_equal_single_runs(shards, tokenizer, tmp_path):
     printed = train(shards, tmp_path / "t", "tokenizer.vocab_sizes=[300,320]", f"tokenizer.compare=[{tokenizer}]")
     assert (tmp_path / "t/300/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
@@ -385,7 +384,6 @@ def tiktoken_file(path: Path, tokenizer: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
 def test_a_tiktoken_file(tokenizer, tmp_path):
     source = tiktoken_file(tmp_path / "x.tiktoken", tokenizer)
     settings = ("stage=train_tokenizer", f"tokenizer.source={source}", f"tokenizer.path={tmp_path}/t")
@@ -435,7 +433,6 @@ def test_a_sentencepiece_model(name, options, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "t").eos_token_id == original.eos_id()
 
 
-@pytest.mark.slow
 def test_files_that_cannot_be_imported(tmp_path):
     def refused(name: str, content: bytes | None) -> str:
         if content is not None:

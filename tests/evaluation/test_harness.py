@@ -142,7 +142,6 @@ def run(tmp_path_factory, tokenizer_folder) -> Path:  # noqa: F811 - the fixture
     return folder
 
 
-@pytest.mark.slow
 def test_task_files_are_evaluated(run, tmp_path, monkeypatch, caplog):
     monkeypatch.delenv("HF_DATASETS_OFFLINE", raising=False)
     tasks = tmp_path / "tasks"

@@ -117,7 +117,6 @@ def test_training_does_not_wait_for_a_slow_sbatch(caplog):
     assert calls == [0, 1, 2]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong, message",
     one_in(

@@ -62,7 +62,6 @@ terms = st.tuples(
 )
 
 
-@pytest.mark.slow
 @given(st.lists(terms, min_size=1, max_size=4))
 def test_expansion_undoes_compression(parts: list[tuple[str, int, list[tuple[int, int]], str]]) -> None:
     compressed, hosts = [], []

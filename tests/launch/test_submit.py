@@ -93,7 +93,6 @@ def composed(*arguments: str) -> list[stage_chain.Link]:
     return stage_chain.links(compose.to_run_config(config), command_line.parse(given).arguments)
 
 
-@pytest.mark.slow
 def test_the_jobs_of_a_chain(checkout: Path) -> None:
     text = pipeline(
         "stage=submit", STAGES, "experiment=demo", "cluster=juwels", "cluster.account=fir", "cluster.nodes=2", "dry_run=true",
@@ -104,7 +103,6 @@ def test_the_jobs_of_a_chain(checkout: Path) -> None:
     assert not (checkout / "runs").exists()
 
 
-@pytest.mark.slow
 def test_the_jobs_of_a_sweep(checkout: Path) -> None:
     text = pipeline(
         "-m", "stage=train_tokenizer", "tokenizer.vocab_size=4096,8192", "cluster=devcluster", "hydra/launcher=slurm", "dry_run=true",
@@ -162,7 +160,6 @@ def test_a_range_of_nodes_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
         composed(*words, "cluster.min_nodes=3")
 
 
-@pytest.mark.slow
 def test_problems_of_all_stages_are_reported_at_once(slurm: Path, tmp_path: Path) -> None:
     message = pipeline(
         "stage=submit", STAGES, f"run_dir={tmp_path}/run", "stage.world_size=7", "training.stpes=3", "data.seed=-1", "cluster.nodes=3",
@@ -223,7 +220,6 @@ def test_what_is_refused(slurm: Path, tmp_path: Path, words: tuple[str, ...], sa
 CHAIN = ("stage=submit", "submit.stages=[shard,train_tokenizer]", "cluster=devcluster", "data.input=[/data/raw]")
 
 
-@pytest.mark.slow
 def test_a_chain_is_submitted_recorded_and_not_submitted_twice(slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     monkeypatch.setenv("SBATCH_PARTITION", "low")
@@ -261,7 +257,6 @@ def test_a_chain_is_submitted_recorded_and_not_submitted_twice(slurm: Path, tmp_
     assert len(list((run / "snapshots").glob("[0-9]*"))) == 2
 
 
-@pytest.mark.slow
 def test_a_rejected_chain_leaves_nothing(slurm: Path, tmp_path: Path) -> None:
     message = pipeline(*CHAIN, f"run_dir={tmp_path}/run", "cluster.partition=nope", expect=2)
     assert "1 problem" in message

@@ -29,7 +29,6 @@ from tests.world import configured
 SLURM = ("hydra/launcher=slurm", "cluster=devcluster")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), pytest.param(SLURM, marks=pytest.mark.long)], ids=["basic", "slurm"])
 def test_all_runs_are_validated_before_the_first_starts(launcher: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:
     message = pipeline(
@@ -52,7 +51,6 @@ def test_values_that_do_not_compose_are_reported_separately(tmp_path: Path) -> N
     assert "model=lama-tiny" in message
 
 
-@pytest.mark.slow
 def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
     printed = pipeline(
         "-m", "stage=shard", *RAW, f"data.input=[{corpus}]", "data.seed=1,2",
@@ -66,7 +64,6 @@ def test_runs_are_executed_sequentially(corpus: Path, tmp_path: Path) -> None:
     assert table[2:] == [["1", "finished", f"{tmp_path}/sweep/0"], ["2", "finished", f"{tmp_path}/sweep/1"]]
 
 
-@pytest.mark.slow
 def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     words = (
         "stage=finetune",
@@ -84,7 +81,6 @@ def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.Monk
     assert "the planned job does not fit" in refused.rule
 
 
-@pytest.mark.slow
 def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
     message = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path}", "hydra.sweep.subdir=same", *SLURM, expect=2)
     assert "is shared by several runs" in message
@@ -115,7 +111,6 @@ def test_what_the_site_requires_is_asked_for_before_the_submission(tmp_path: Pat
     assert not (tmp_path / "sweep").exists()
 
 
-@pytest.mark.slow
 def test_a_local_sweep_says_the_same_of_its_points_everywhere(tokens: Path, tmp_path: Path) -> None:
     """One point fails before it has written a file, and the settings are those of a folder of the user."""
     (tmp_path / "own/experiment").mkdir(parents=True)
@@ -236,7 +231,6 @@ def test_quoted_run_dir_is_parsed_back(folder: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_cooldowns_of_one_trunk_are_a_sweep(tokens: Path, tmp_path: Path) -> None:
     """Decays of different lengths that end at the same step, from checkpoints of a trunk at a constant rate: here, and as Slurm jobs."""
     run("pretrain", tmp_path / "trunk", f"data.tokens={tokens}", "training.steps=4", "optimizer.schedule=constant")

@@ -81,7 +81,6 @@ def drawn(case: dict) -> tuple[list[torch.Tensor], Mask, torch.Tensor]:
     return inputs, mask, torch.randn(2, heads, queries, 8, generator=chance, dtype=torch.float64)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name == "flex" else ()) for name in CORES])
 @settings(deadline=None, max_examples=60)
 @given(case=CASES)

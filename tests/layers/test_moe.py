@@ -121,7 +121,6 @@ def test_rows_of_no_expert_do_not_reach_the_biases(counts):
     torch.testing.assert_close(torch.autograd.grad(rows, biases, grad)[0], wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

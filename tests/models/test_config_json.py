@@ -377,7 +377,6 @@ def test_classes_that_are_near_are_supported_and_the_others_are_not():
     assert {name for name in NEAREST if not hasattr(transformers, name)} == code_of_its_repository
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", one_in(4, CONFIG_CLASSES))
 def test_the_overrides_for_pretrain_compose_the_model(family):
     """The overrides are the nearest shipped model and the fields that differ from it."""

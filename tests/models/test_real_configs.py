@@ -71,7 +71,6 @@ def test_biases_and_positions_of_translation_models(name, value, kind, tmp_path)
     assert outcome.kind == kind, outcome.note
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", one_in(4, FAMILIES))
 def test_random_changes_of_a_model(family):
     """A part of tools/parity --fuzz; the first variant is the plainest."""

@@ -81,7 +81,6 @@ def _rings(numbers: tuple[int, ...], sinks: bool) -> list[str]:
     return found + (_ring(torch.float32, (None, None, None, None), True, None, None, sinks=True) if sinks else [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("masks, sinks", [((2,), True), pytest.param((0, 1, 3, 4), False, marks=pytest.mark.long)])
 def test_operators_of_the_ring(world, masks, sinks) -> None:
     assert world.run(_rings, masks, sinks) == [[]] * world.size

@@ -28,7 +28,6 @@ def test_products_in_8_bits_require_a_gpu_that_has_them():
     assert "requires a GPU with 8-bit products; cluster.hardware=a100-40 is " in text
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_job_that_does_not_fit_is_refused_with_the_nearest_layout_that_does():
     config = configured(*JOB, *V100)
@@ -77,7 +76,6 @@ def test_without_hardware_nothing_is_planned():
     assert memory_check.violation(config, 4, None) is None
 
 
-@pytest.mark.slow
 def test_the_dry_run_refuses_it():
     text = pipeline(*JOB, *V100, "dry_run=true", expect=2)
     assert "GB on a GPU of 17.2 GB" in text

@@ -131,7 +131,6 @@ def test_zero_3_shards_frozen_matrices_that_are_not_in_4_bits():
             assert more == [2 * frozen.get(f"0 {index}", 0) + each for each in ahead]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "mode"), cases())
 def test_the_traced_peak_is_that_of_a_real_pass(family, mode):
     settings = (f"model={family}", "stage=pretrain", *BATCH, f"training.activation_checkpointing={mode}")

@@ -34,7 +34,6 @@ def test_the_roofline_is_a_picture(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_scaling_curve_is_a_table_a_picture_and_json(tmp_path):
     out, plot = tmp_path / "scaling.json", tmp_path / "scaling.png"
     text = pipeline("stage=plan", "stage.scaling=true", f"stage.out={out}", f"stage.plot={plot}", *SMALL, *NODES)
@@ -48,7 +47,6 @@ def test_the_scaling_curve_is_a_table_a_picture_and_json(tmp_path):
     assert min(size_of(plot)) > 500
 
 
-@pytest.mark.slow
 def test_the_search_is_a_table_a_picture_and_json(tmp_path):
     out, plot = tmp_path / "search.json", tmp_path / "search.png"
     text = pipeline("stage=plan", "stage.search=true", f"stage.out={out}", f"stage.plot={plot}", *SMALL, *NODES)

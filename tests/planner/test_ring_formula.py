@@ -155,7 +155,6 @@ def test_formula_counts_all_pairs_that_a_rank_computes():
     assert sum(count * operation.flops for operation, count in short if hasattr(operation, "flops")) == pytest.approx(queries * pair)
 
 
-@pytest.mark.slow
 def test_the_dry_run_warns_before_it_builds_the_model():
     words = ("dry_run=true", "dry_run.world_size=4", "model=mistral-tiny", "parallel.context=2", "model.window=8")
     printed = pipeline(*words, "training.sequence_length=64", "training.global_batch_size=8", "training.micro_batch_size=1")

@@ -35,7 +35,6 @@ def sums(parts: list[Any]) -> tuple[float, int, Counter[tuple[str, str, float]]]
 KINDS = {"mixtral-tiny", "t5-tiny", "qwen3-next-tiny"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
 def test_one_block_of_a_kind_composes_to_the_whole_model(family):
     config = configured(f"model={family}", *ONE)

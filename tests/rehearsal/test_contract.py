@@ -42,7 +42,6 @@ code = ctypes.CDLL("libcuda.so.1").cuGetExportTable(ctypes.byref(ctypes.c_void_p
 print(json.dumps([code, DeviceRecord().unknown()]))
 """
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no CUDA build of torch: neither TANNSCHEN_CUDA_PYTHON nor {ROOT / '.venv-cuda'}"),
     pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler `cc`"),
 ]

@@ -63,8 +63,8 @@ def results(tmp_path_factory) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.long
+@test_contract.pytestmark[0]
 @test_contract.pytestmark[1]
-@test_contract.pytestmark[2]
 def test_a_rehearsed_case(results: dict[str, dict[str, Any]], case: str) -> None:
     result = results[case]
     assert result["code"] == 0, result["log"]

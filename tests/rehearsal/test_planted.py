@@ -10,7 +10,7 @@ from tests.rehearsal import test_contract
 from tests.rehearsal.planted import FAULTS, line
 from tests.rehearsal.test_matrix import rehearsed
 
-pytestmark = [pytest.mark.long, *test_contract.pytestmark[1:]]
+pytestmark = [pytest.mark.long, *test_contract.pytestmark]
 EXCHANGE = line("parallel/expert_parallel.py", "self._work = dist.all_to_all_single(")
 RING = line("parallel/ring_attention.py", "self._work = dist.batch_isend_irecv(")
 GATHER = line("training/weight_gathering.py", "dist.all_gather_into_tensor(")

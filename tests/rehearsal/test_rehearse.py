@@ -127,7 +127,6 @@ def cuda_cache(tmp_path_factory) -> dict[str, str]:
     return {"TANNSCHEN_CACHE": str(tmp_path_factory.mktemp("cache"))}
 
 
-@pytest.mark.slow
 def test_a_rehearsed_rank(tmp_path: Path, cuda_cache: dict[str, str]) -> None:
     words = (*JOB, "stage.steps=2", f"stage.python={cuda_python()}", f"run_dir={tmp_path}")
     code, printed = python("-m", "pipeline", *words, cold=True, env=cuda_cache)
@@ -152,7 +151,6 @@ def test_a_rehearsed_rank(tmp_path: Path, cuda_cache: dict[str, str]) -> None:
     assert len(written["steps"]["step_seconds"]) == 3  # one more while the checkpoint is copied
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_fit(tmp_path: Path, cuda_cache: dict[str, str]) -> None:
     large = (
         "stage=rehearse",

@@ -209,7 +209,6 @@ def chromium() -> str:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.long)])
 @pytest.mark.parametrize("several", [False, True], ids=["run", "comparison"])
 def test_the_page_fits_the_screen(chromium: str, tmp_path: Path, width: int, several: bool) -> None:

@@ -302,7 +302,6 @@ def test_a_loss_above_that_of_the_first_steps_is_not_healthy(tmp_path: Path) -> 
     assert found.level == "bad"
 
 
-@pytest.mark.slow
 def test_what_training_records(tokens: Path, tmp_path: Path) -> None:
     """A run of four steps that is continued to eight: real files of this version."""
     settings = (*TINY, f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.validation_batches=1", "checkpoint.every=2")

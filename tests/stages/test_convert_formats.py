@@ -28,7 +28,6 @@ def convert(run: Path, *more: object, **options: object) -> str:
     return pipeline("stage=convert", f"run_dir={run}", f"tokenizer.path={run / 'imported'}", *more, **options)
 
 
-@pytest.mark.slow
 def test_every_format_is_written(run):
     said = {form: convert(run, f"stage.format={form}", "stage.dtype=fp16") for form in ("huggingface", "gguf", "consolidated", "megatron")}
     for form in ("huggingface", "gguf"):

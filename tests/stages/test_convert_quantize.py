@@ -33,7 +33,6 @@ def convert(run: Path, *more: str, expect: int = 0) -> str:
     return pipeline("stage=convert", f"run_dir={run}", f"tokenizer.path={run / 'imported'}", *more, expect=expect)
 
 
-@pytest.mark.slow
 def test_int4_is_reported_and_loads(run):
     quantize = ("stage.quantize=int4", "stage.group_size=32", f"stage.held_out=[{run / 'held_out.jsonl'}]", "stage.dtype=bf16")
     printed = convert(run, *quantize)

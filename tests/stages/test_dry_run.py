@@ -134,7 +134,6 @@ def test_errors_are_reported_together():
     assert "training.frozen=block.0.*: matches no weight of model.family=llama" in frozen
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "published"),
     [

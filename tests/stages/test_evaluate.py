@@ -12,7 +12,6 @@ from pipeline.common.artifact import MANIFEST
 from tests.training import one_rank
 
 
-@pytest.mark.slow
 def test_scores_of_corpora_are_those_of_each_alone(tokens, tmp_path, caplog):
     """Two corpora with a validation split, and one that is too short."""
     folder = tmp_path / "tokens"

@@ -105,7 +105,6 @@ def evaluated(base: Path, run_dir: Path, *more: str) -> dict[str, Any]:
     return json.loads((run_dir / "evaluation.json").read_text())
 
 
-@pytest.mark.slow
 def test_a_model_learns_the_answers_and_continues(base, tmp_path):
     """In two jobs as in one, with frozen weights unchanged; then it answers, and is evaluated."""
     frozen = 'training.frozen=["embed.*","blocks.0.*"]'
@@ -138,7 +137,6 @@ def test_a_model_learns_the_answers_and_continues(base, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_an_alpaca_file_and_a_shipped_template_are_all_that_a_chat_needs(base, tmp_path):
     """Epochs, in two jobs as in one; then the run directory alone is enough to chat and to export."""
     from transformers import AutoTokenizer  # takes seconds
@@ -205,7 +203,6 @@ def test_a_model_gets_a_longer_context(base, tmp_path):
         torch.testing.assert_close(adapted(tokens).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_an_adapter_is_trained_exported_and_used(base, tmp_path):
     """LoRA in two jobs as in one; the adapter in PEFT's format, merged into full weights, and as the start of a run."""
     import peft  # takes seconds
@@ -340,7 +337,6 @@ def test_preferences_are_learned_by_an_adapter(base, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_preferences_are_learned_by_all_weights(base, tmp_path):
     """The reference's log-probabilities are computed once, also for a second run and after a restart on two ranks; SimPO has none."""
     lines = [{"messages": [{"role": "user", "content": word}], "chosen": NUMBERS[word], "rejected": "null"} for word in NUMBERS] * 8
@@ -474,7 +470,6 @@ def test_a_model_on_the_command_line_is_that_of_the_checkpoint(base, tmp_path):
     assert finetuning.complete(config, 1).model.family == "llama", "a file may name another model"
 
 
-@pytest.mark.slow
 def test_refusals(base, tmp_path):
     printed = pipeline("stage=finetune", f"run_dir={tmp_path}", expect=2)
     assert "checkpoint.initialize_from=None: is required" in printed

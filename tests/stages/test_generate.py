@@ -87,7 +87,6 @@ def test_completions_are_those_of_transformers(run):
     assert all(reason in line["error"] for reason, line in zip(BAD.values(), rejected, strict=True))
 
 
-@pytest.mark.slow
 def test_samples_are_equal_for_any_number_of_ranks_and_after_an_interruption(run):
     """A finished part is not generated again: one with another text is kept."""
     (run / "many.jsonl").write_text("".join(f'{{"prompt": "{number} Nadeln"}}\n' for number in range(70)))
@@ -131,7 +130,6 @@ def test_two_thousand_samples_are_the_same_after_two_kills(run, tmp_path):
     assert len(read(run / "killed/completions.jsonl")) == 2000
 
 
-@pytest.mark.slow
 def test_ranks_that_share_a_model_write_the_same(run):
     """Two tensor, then two pipeline ranks, with log-probabilities; a layout that does not fit the checkpoint is refused."""
     pipeline(*settings(run, "stage.logprobs=true", output="whole"))
@@ -208,7 +206,6 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_nearest_setting_that_does
     assert "shorten the longest prompt" in printed
 
 
-@pytest.mark.slow
 def test_speculative_decoding_and_its_refusals(run, tmp_path, tokenizer_folder):  # noqa: F811 - the fixture
     """Greedy completions with a draft model are those without; a draft with another tokenizer or vocabulary is refused."""
     pipeline(*settings(run, output="plain"))
@@ -236,7 +233,6 @@ def test_speculative_decoding_and_its_refusals(run, tmp_path, tokenizer_folder):
     assert not (run / "no/manifest.json").exists()
 
 
-@pytest.mark.slow
 def test_an_encoder_decoder_translates(run, tmp_path):
     """T5 with beam search; the prompt ends with the end-of-document token, and the decoder starts with data.decoder_start.
 

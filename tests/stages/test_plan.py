@@ -103,7 +103,6 @@ SETTINGS = (
 )
 
 
-@pytest.mark.slow
 @settings(
     deadline=None,
     max_examples=4,
@@ -159,7 +158,6 @@ def test_tokens_decide_the_warm_up_rules_and_contradict_other_steps(printed):
     assert submitted(printed(*TINY, "stage.tokens=8192000", "training.steps=500")).training.steps == 500
 
 
-@pytest.mark.slow
 def test_a_job_that_does_not_fit_has_no_command_and_no_cost(printed, capsys, tmp_path):
     job = ("stage=plan", "model=llama3.2-1b", "training.sequence_length=512", "training.micro_batch_size=8", "cluster.hardware=v100-16")
     with pytest.raises(UserError) as refused:

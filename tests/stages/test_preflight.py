@@ -30,7 +30,6 @@ def test_two_ranks_of_this_machine(tmp_path: Path) -> None:
     assert not list((tmp_path / "preflight").glob(".*")), "the test file of the file system is left"
 
 
-@pytest.mark.slow
 def test_a_limit_of_the_file_system_and_missing_gpus_are_named(tmp_path: Path) -> None:
     limited = ("bash", "-c", 'ulimit -f 512; exec "$@"', "bash")  # 512 kB
     settings = (f"run_dir={tmp_path}", "cluster.gpus_per_node=4", "cluster.hardware=h100")
@@ -88,7 +87,6 @@ def test_which_jobs_begin_with_a_preflight(stage: str, preflight: str, gpus: int
     assert preflight_step.wanted(config, ["n"] * nodes) is expected
 
 
-@pytest.mark.slow
 def test_an_empty_fabric_is_refused() -> None:
     printed = pipeline("stage=preflight", "cluster.fabric=''", expect=2)
     assert "cluster.fabric='': must be the name of a network" in printed

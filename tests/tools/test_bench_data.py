@@ -40,7 +40,6 @@ def test_unequal_work_is_named_without_a_ratio():
     assert tool.unequal(section, results) == ["UNEQUAL WORK: tokenize: other: other ids"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_ours_is_measured_and_missing_peers_are_reported(tmp_path):
     text = tmp_path / "some.jsonl"
@@ -79,7 +78,6 @@ def test_a_benchmark_of_unequal_work_exits_with_1(monkeypatch, tmp_path, capsys)
     assert "UNEQUAL WORK: tokenize: peer: other ids" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_missing_input_is_refused(tmp_path):
     done = bench("--input", str(tmp_path / "none.jsonl"))
     assert done[0] == 2

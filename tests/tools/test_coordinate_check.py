@@ -20,7 +20,6 @@ def test_slopes_and_the_minimum_of_a_parabola():
     assert tool.best_rate(rates, [3.0, 2.0, 1.0, math.inf, math.inf]) == 0.004
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -39,7 +38,6 @@ def test_what_cannot_be_measured_is_refused(words, message):
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_the_standard_parametrization_has_slopes_and_mup_has_fewer():
     words = ("--widths", "16", "64", "--steps", "2", "--tolerance", "0.3")
     code, printed = python(TOOL, *words, "--parametrization", "standard")
@@ -53,7 +51,6 @@ def test_the_standard_parametrization_has_slopes_and_mup_has_fewer():
     assert code == 1, printed
 
 
-@pytest.mark.slow
 def test_rates_are_measured():
     code, printed = python(
         TOOL, "--rates", "--widths", "16", "32", "--steps", "3", "--lr", "0.001", "0.01", "1", "--parametrization", "mup"

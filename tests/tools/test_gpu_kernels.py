@@ -78,8 +78,8 @@ def spills(block: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.long
+@test_contract.pytestmark[0]
 @test_contract.pytestmark[1]
-@test_contract.pytestmark[2]
 def test_a_llama_block_launches_no_more_than_a_plain_one(blocks: dict[str, dict[str, Any]]) -> None:
     ours, plain = blocks["llama3-8b"]["block 0"], blocks["llama3-8b"]["plain block"]
     assert {kind: counts(plain, kind) for kind in PLAIN} == PLAIN
@@ -103,8 +103,8 @@ def test_a_llama_block_launches_no_more_than_a_plain_one(blocks: dict[str, dict[
 
 
 @pytest.mark.long
+@test_contract.pytestmark[0]
 @test_contract.pytestmark[1]
-@test_contract.pytestmark[2]
 def test_a_moe_block_launches_few_kernels(blocks: dict[str, dict[str, Any]]) -> None:
     (block,) = blocks["mixtral-8x7b"].values()
     assert sum(block["forward"]["counts"].values()) <= 30
@@ -115,8 +115,8 @@ def test_a_moe_block_launches_few_kernels(blocks: dict[str, dict[str, Any]]) -> 
 
 
 @pytest.mark.long
+@test_contract.pytestmark[0]
 @test_contract.pytestmark[1]
-@test_contract.pytestmark[2]
 def test_blocks_with_a_window_take_a_mask_that_was_made_outside(blocks: dict[str, dict[str, Any]]) -> None:
     local, full = (blocks["gemma3-270m"][name] for name in ("block 0", "block 5"))
     for block in (local, full):

@@ -1,7 +1,5 @@
 """tools/parity: a family is within the tolerance, a changed weight fails, and every family has test cases."""
 
-import pytest
-
 from pipeline.models.config_classes import CONFIG_CLASSES
 from tests.helpers import ROOT, python
 from tools.audit.family_cases import FAMILIES
@@ -11,7 +9,6 @@ def parity(*arguments: str) -> tuple[int, str]:
     return python(ROOT / "tools" / "parity", *arguments)
 
 
-@pytest.mark.slow
 def test_a_family_equals_its_stock_class_in_both_directions():
     code, table = parity("--family", "gpt")
     assert code == 0, table
@@ -22,7 +19,6 @@ def test_a_family_equals_its_stock_class_in_both_directions():
     assert all(line[-1] == "GPT2LMHeadModel" and float(line[3]) <= 1e-5 and int(line[4]) > 100 for line in lines)
 
 
-@pytest.mark.slow
 def test_a_changed_weight_fails():
     code, table = parity("--family", "llama", "--spoil")
     assert code == 1

@@ -45,7 +45,6 @@ def exported(folder: Path, settings: BertConfig | LlamaConfig) -> Path:
     return export(folder, random_model(settings), settings, folder.parent / "tokenizer")
 
 
-@pytest.mark.slow
 def test_a_classifier_gives_the_probability_of_a_label(tmp_path, monkeypatch):
     tool, folder = load_tool("score"), exported(tmp_path / "hf", CLASSIFIER)
     one_rank.run("convert", tmp_path / "run", f"stage.input={folder}")
@@ -67,7 +66,6 @@ def test_a_classifier_gives_the_probability_of_a_label(tmp_path, monkeypatch):
             tool.Scorer(path, label)
 
 
-@pytest.mark.slow
 def test_a_decoder_gives_bits_per_byte(tmp_path, monkeypatch):
     """Every token is predicted once, the first of a window from the one before it."""
     tool, folder = load_tool("score"), exported(tmp_path / "hf", DECODER)
@@ -91,7 +89,6 @@ def test_a_decoder_gives_bits_per_byte(tmp_path, monkeypatch):
         tool.Scorer(folder, "good")
 
 
-@pytest.mark.slow
 def test_stage_shard_starts_it(tmp_path):
     """More text than a pipe holds; what is no line with a text ends it."""
     folder = exported(tmp_path / "hf", CLASSIFIER)

@@ -65,7 +65,6 @@ def exact(run_dir: Path) -> list[tuple]:
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_interrupted_within_warm_ups_and_continued_with_a_later_phase(folder, tmp_path):
     common = (*TINY, *WARMUPS, f"data.tokens={folder}", BLEND)
     pipeline(*common, phases(40, "de: 1"), "training.steps=7", f"run_dir={tmp_path}/straight")

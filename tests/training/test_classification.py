@@ -149,7 +149,6 @@ def test_the_head_is_trained_beside_adapters():
     assert [config.is_frozen(name) for name in names] == [False, False, True, True]
 
 
-@pytest.mark.slow
 def test_a_run_learns_and_its_export_classifies_texts_alike(tmp_path):
     """From a masked language model with a pooler; the labels are those of the files. Lines that cannot be used are named."""
     config = BertConfig(layers=1, hidden=32, heads=2, ffn_hidden=64, vocab_size=24, max_positions=16)

@@ -58,7 +58,6 @@ def test_t5_learns_to_fill_spans(with_pad, tmp_path):  # noqa: F811 - the fixtur
     assert last["bits_per_byte"] is None, "the loss does not cover all tokens of the text"
 
 
-@pytest.mark.slow
 def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path):  # noqa: F811 - the fixture
     files = (f"data.pairs.train=[{numbers(tmp_path / 'a.tsv', 0)}]", f"data.pairs.validation=[{numbers(tmp_path / 'b.tsv', 1)}]")
     paths = (f"tokenizer.path={with_pad}/tokenizer", f"run_dir={tmp_path}/run")
@@ -77,7 +76,6 @@ def test_a_transformer_learns_to_translate_and_is_exported(with_pad, tmp_path): 
     assert told < 2 < other
 
 
-@pytest.mark.slow
 def test_missing_inputs_are_reported_before_training(tokens, tokenizer, tmp_path):
     common = ("pretrain", tmp_path / "run", *SMALL[1:], f"data.tokens={tokens}", f"tokenizer.path={tokenizer}")
     with pytest.raises(UserError, match="<extra_id_0>"):

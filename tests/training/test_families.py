@@ -6,8 +6,6 @@ import pytest
 
 from tests.helpers import pipeline
 
-pytestmark = pytest.mark.slow
-
 MODELS = ("deepseek-tiny",)
 MORE = ("opt-tiny", "gemma3-tiny", "gpt1-tiny", "bloom-tiny", "mistral-tiny", "apertus-tiny", "mixtral-tiny")
 

@@ -26,7 +26,6 @@ def lines(run_dir):
     "model, kind",
     [("bert-tiny", "bert"), *(pytest.param(f"{name}-tiny", "roberta", marks=pytest.mark.long) for name in ("roberta", "modernbert"))],
 )
-@pytest.mark.slow
 def test_pretraining_learns_and_evaluates_alike(shards, tmp_path, model, kind):
     paths = (f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/tokens", f"data.shards={shards}")
     common = (*paths, f"tokenizer={kind}", f"run_dir={tmp_path}/run", f"model={model}", "model.vocab_size=520", "model.hidden=64")

@@ -266,7 +266,6 @@ def test_what_is_refused(two, words, said):
         assert text in str(raised.value)
 
 
-@pytest.mark.slow
 def test_ranks_meet_again_in_a_phase_of_another_layout(two, tmp_path):
     """Two ranks started by torchrun, on the data axis and then on the tensor axis, equal one process."""
     words = [word for word in (*TINY, *LLAMA) if not word.startswith(("data.verify", "checkpoint."))]

@@ -29,7 +29,6 @@ class Synchronizations(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero", one_in(2, [0, 1, 3]))
 @pytest.mark.parametrize("model, dtype", [("llama-tiny", "bf16"), ("gpt-tiny", "fp32")])
 def test_the_step_does_not_synchronize(model, dtype, zero):
