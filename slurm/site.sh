@@ -8,6 +8,7 @@ export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}" # sbatch --export=NONE can l
 export OMP_NUM_THREADS="${SLURM_CPUS_PER_TASK:-1}"
 export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # since Slurm 22.05 srun no longer inherits it from sbatch
 export PYTHONUNBUFFERED=1                             # unbuffered log output
+if [ -n "${SLURM_MEM_PER_NODE:-}" ]; then unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU; fi # of the salloc that submitted this job: srun refuses both
 # srun passes these limits on to the ranks: the store of rank 0 and gloo need a file for each rank they talk to (1,024 are usual), and RDMA locks the
 # memory that it sends from.
 ulimit -S -n "$(ulimit -H -n)"

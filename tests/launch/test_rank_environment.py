@@ -55,6 +55,14 @@ def test_soft_limits_are_raised_to_the_hard_ones():
     assert (soft, locked) == (hard, most), said.stderr
 
 
+def test_the_memory_of_an_interactive_job_is_not_that_of_a_job_it_submits():
+    variables = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PIPELINE_SLURM": "slurm", "PIPELINE_PYTHON": sys.executable}
+    variables |= {"SLURM_MEM_PER_NODE": "4000", "SLURM_MEM_PER_CPU": "100"}
+    script = "source slurm/site.sh >/dev/null; echo $SLURM_MEM_PER_NODE:$SLURM_MEM_PER_CPU"
+    said = subprocess.run(["bash", "-c", script], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
+    assert said.stdout == "4000:\n", said.stderr
+
+
 def test_a_python_without_the_packages_is_named():
     variables = {"PATH": "/usr/bin:/bin", "PIPELINE_SLURM": "slurm", "PIPELINE_PYTHON": "/none/python"}
     said = subprocess.run(["bash", "-c", "source slurm/site.sh"], cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
