@@ -62,6 +62,12 @@ def rows(config: RunConfig) -> Iterator[Row]:
     text += "; ".join(differences) or ", ".join(f"{name} ({each.get('max_time') or 'no limit'})" for name, each in known.items())
     bad = "failure" if missing else differences and "warning"
     yield row("partitions", text, bad, f"correct queues and partition of cluster={cluster.name}")
+    name = cluster.partition or next((queue.partition for queue in cluster.queues), None)
+    limits = slurm.parse_facts(ask("scontrol", "show", "partition", "--oneliner", name)) if name in known else {}
+    allowed = limits.get("AllowAccounts", "ALL").lower().split(",")
+    if cluster.account and allowed != ["all"]:
+        text = f"cluster.account={cluster.account}: the partition {name} takes {', '.join(allowed)}"
+        yield row("account", text, cluster.account.lower() not in allowed and "failure", "correct it, or choose another partition")
     down, names = [], {cluster.partition, *(queue.partition for queue in cluster.queues)} - {None}
     states = [line.split("|") for line in ask("sinfo", "--noheader", "--format=%R|%a|%T|%D").splitlines()]
     states = [each for each in states if not names or each[0] in names]
@@ -79,12 +85,13 @@ def rows(config: RunConfig) -> Iterator[Row]:
     text, fix = f"{fields.get('NodeName')} has {fields.get('Gres')}", "correct it, or set it to 0 with cluster.sbatch=[--gres=NAME:NUMBER]"
     if fields:
         yield row("GRES", f"{text}, cluster.gpus_per_node={wanted}", wanted not in (0, live.gpus(fields)) and "failure", fix)
-    numbers = {key: int(text) for key, text in {**settings(), **fields}.items() if text.isdecimal()}
+    numbers = {key: int(text) for key, text in {**settings(), **limits, **fields}.items() if text.isdecimal()}
     whole, of_core = numbers.get("RealMemory", 0), numbers.get("DefMemPerCPU", 0) * cluster.tasks_per_node * cluster.cpus_per_task
     given = cluster.memory or f"{numbers.get('DefMemPerNode') or of_core or whole} MB"
-    killed = settings().get("ConstrainRAMSpace") == "yes"
+    settled = settings()
+    killed = settled.get("ConstrainRAMSpace") == "yes" or "OverMemoryKill" in settled.get("JobAcctGatherParams", "")
     few = killed and not cluster.memory and int(given.split()[0]) < whole / 2
-    text = f"a job gets {given} of {whole} MB a node{', and is killed above (ConstrainRAMSpace)' if killed else ''}"
+    text = f"a job gets {given} of {whole} MB a node{', and is killed above' if killed else ''}"
     yield row("memory", text, few and "warning", f"set cluster.memory={whole}M")
     yield mpi(cluster)
 
@@ -92,7 +99,11 @@ def rows(config: RunConfig) -> Iterator[Row]:
 def mpi(cluster: ClusterConfig) -> Row:
     """The MPI of mpi4py, without MPI_Init, and the plugin that cluster.environment or slurm/sites/ names."""
     program = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.Get_library_version())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False)
+    try:
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        text = f"mpi4py is not imported within {SECONDS:.0f} s"
+        return row("MPI", text, "warning", "try again: the file system of the packages may be slow (tools/pack)")
     if done.returncode:
         return row("MPI", done.stderr.strip().splitlines()[-1], "failure", "tools/install, or build mpi4py with the MPI of the site")
     library, listed = done.stdout.splitlines()[0], ask("sh", "-c", "srun --mpi=list 2>&1")

@@ -108,7 +108,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_a_healthy_machine(machine: Machine) -> None:
     found = machine.doctor()
     assert faults(found) == {}
-    assert len(found["rows"]) == 26
+    assert len(found["rows"]) == 30
     assert found["site"] == ["cores: 32", "memory: 256000M", "architecture: x86_64"]
 
 
@@ -190,6 +190,31 @@ def test_what_a_job_would_start(machine: Machine) -> None:
     assert set(found) == {"programs", "variables"}
 
 
+def test_an_account_and_memory_of_a_partition(machine: Machine) -> None:
+    """A partition that takes other accounts, and whose small default of memory is enforced; a container has a torch of its own."""
+    machine.slurm(memory="4000", partition="gpu AllowAccounts=proj1,proj2 DefMemPerCPU=100")
+    found = faults(machine.doctor("cluster.account=prj1"))
+    assert set(found) == {"account", "memory"}
+    assert found["account"] == "cluster.account=prj1: the partition gpu takes proj1, proj2"
+    assert found["memory"].startswith("a job gets 3200 MB of 256000 MB a node, and is killed above")
+    machine.slurm(partition="gpu AllowAccounts=proj1")
+    assert faults(machine.doctor("cluster.account=PROJ1")) == {}
+
+
+def test_the_environment_of_ranks(machine: Machine) -> None:
+    """Libraries, variables, interfaces and a host name that fail in a job, and cluster.environment, which counts."""
+    (machine.folder / "python/torch.py").write_text("raise ImportError('libc10.so: undefined symbol')\n")
+    machine.variables |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "localhost", "CUDA_LAUNCH_BLOCKING": "1", "LD_LIBRARY_PATH": "/opt/gcc"}
+    machine.command("nvidia-smi", f"echo {shlex.quote(SMI.format('580.65.06'))}")
+    faulty = ("GLOO_SOCKET_IFNAME=ib0", "NCCL_SOCKET_IFNAME='^docker'", "NCCL_P2P_DISABLE='1'")
+    found = faults(machine.doctor("cluster.host_suffix=.nope.invalid", *(f"cluster.environment.{each}" for each in faulty)))
+    assert set(found) == {"imports", "debugging", "interfaces", "host name"}
+    assert found["imports"] == "import torch: ImportError: libc10.so: undefined symbol"
+    assert found["debugging"] == "CUDA_LAUNCH_BLOCKING"
+    assert found["interfaces"].startswith("GLOO_SOCKET_IFNAME=ib0: there is only ")
+    assert "NCCL" not in found["interfaces"]
+
+
 def test_a_build_of_torch_without_gpus_and_lustre(machine: Machine) -> None:
     """On a login node, for a site with GPUs; a container has a torch of its own."""
     (machine.folder / "python/version.py").write_text("cuda = None\nhip = None\n")
@@ -219,14 +244,15 @@ def test_faults_of_file_systems(machine: Machine) -> None:
     """/tmp that is small and in which nothing can be executed, a home directory that is full, a read-only run directory."""
     mounts = [
         "mount -t tmpfs -o size=1m,noexec x tmp",
-        "mount -t tmpfs -o size=64k x home",
+        "mount -t tmpfs -o size=64k,noexec x home",
+        "mount -t tmpfs -o size=8m x /dev/shm",
         "mount --bind run run",
         "mount -o remount,bind,ro run",
     ]
     script = f'cd {machine.folder} && {" && ".join(mounts)} && cd {ROOT} && exec "$@"'
     machine.prefix = ["unshare", "--mount", "sh", "-c", script, "sh"]
     found = faults(machine.doctor())
-    assert set(found) == {"run_dir, data.shards, data.tokens, tokenizer.path", "files", "caches", "tmp"}
+    assert set(found) == {"run_dir, data.shards, data.tokens, tokenizer.path", "files", "caches", "kernels", "shared memory", "tmp"}
     assert "Read-only file system" in found["run_dir, data.shards, data.tokens, tokenizer.path"]
     assert "noexec" in found["tmp"]
 
@@ -253,4 +279,4 @@ def test_a_wrong_argument_and_the_table(machine: Machine) -> None:
     done = subprocess.run([sys.executable, TOOL, *words], env=machine.variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "fix: choose another data.tokens" in done.stdout
-    assert "doctor: 1 failure and 1 warning in 27 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout
+    assert "doctor: 1 failure and 1 warning in 31 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout
