@@ -190,6 +190,13 @@ def test_what_a_job_would_start(machine: Machine) -> None:
     assert set(found) == {"programs", "variables"}
 
 
+@pytest.mark.long
+def test_a_check_that_hangs_is_named(machine: Machine) -> None:
+    for name in ("quota", "lfs"):
+        machine.command(name, "exec sleep 60")
+    assert faults(machine.doctor()) == {"time": "did not end within 25 s: folders"}
+
+
 def test_an_account_and_memory_of_a_partition(machine: Machine) -> None:
     """A partition that takes other accounts, and whose small default of memory is enforced; a container has a torch of its own."""
     machine.slurm(memory="4000", partition="gpu AllowAccounts=proj1,proj2 DefMemPerCPU=100")
