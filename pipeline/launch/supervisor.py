@@ -186,6 +186,9 @@ class Supervisor:
         counts = failed or (ended.code == CONTINUE and not (progress or stopped))
         self._failures = (0 if progress else self._failures) + (1 if counts else 0)
         lost = self._placement.lost(nodes) if failed and (ended.first is None or ended.first.may_pass) else ()
+        if failed and self._told is None and signal.SIGTERM in signals.received:  # it came after the answer
+            fields = self._facts()
+            preempted, requeued = slurm.is_preempted(fields), slurm.is_requeued(fields, self._granted.restarts)
         host = "" if ended.first is None or ended.first.follows else ended.first.host
         good = self._placement.good(without=(*lost, host))
         action = recovery.decide(
@@ -217,6 +220,7 @@ class Supervisor:
         self._exclude(set(action.exclude) & set(lost), "it does not answer")
         self._exclude(set(action.exclude) - set(lost), action.reason if first is None else f"rank {first.rank}: {first.reason}")
         named = {} if first is None else {"rank": first.rank, "host": first.host, "reason": first.reason, "where": first.where}
+        named |= {"follows": True} if first is not None and first.follows else {}
         named |= {"seconds": round(ended.ended - ended.started, 1), "lost": list(lost)}
         self._record("ranks_end", code=ended.code, step=step, progress=progress, failed=counts, **named)
         if failed:

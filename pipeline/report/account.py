@@ -73,7 +73,7 @@ def account_of(run: Run, columns: Columns, until: float, since: float = -math.in
     account, last, again = Account(), math.inf, list[tuple[float, str]]()
     jobs = [job for job in run.life.jobs if (until if job.end is None else job.end) > since]
     for job in jobs:
-        add(account.jobs, {job.id: job.nodes * max((until if job.end is None else job.end) - job.begin, 0.0)})
+        add(account.jobs, {job.id: job.node_seconds(until)})
     waiting = sum(account.jobs.values())
     for start in reversed(run.starts):
         spent, nodes = _spent(start, until, last, columns, again), max(len(start.nodes), 1)
@@ -116,6 +116,8 @@ def _spent(start: Start, until: float, last: float, columns: Columns, again: lis
         take((start.stepping or start.ready) - start.begin - start.loading, "start-up")
     elif not start.failed:
         take(left, "start-up")
+    if start.ready is None and start.failed:
+        columns = {}  # what the file has behind its checkpoint are steps of the start before
     if ended and not start.failed:
         take(end - (start.left or end), "start-up")
     known = start.end_step if last == math.inf and start.end is not None and start.end_step is not None else last
@@ -129,5 +131,5 @@ def _spent(start: Start, until: float, last: float, columns: Columns, again: lis
         again[place] = seconds - take(seconds, "lost", why, again=True), why
     if start.failed:
         take(left, "lost", cause)
-    take(left, "saving" if ended and start.stepping is not None else "unknown")
+    take(left, "saving" if ended and start.stepping is not None and any(columns.values()) else "unknown")
     return spent

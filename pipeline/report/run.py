@@ -205,7 +205,7 @@ def node_hours(life: Life, last_sign: float | None) -> float | None:
     if not life.starts and not life.jobs:
         return None
     until = last_sign or 0.0
-    seconds = sum(job.nodes * max((until if job.end is None else job.end) - job.begin, 0) for job in life.jobs)
+    seconds = sum(job.node_seconds(until) for job in life.jobs)
     alone = [start for start in life.starts if start.job is None]
     seconds += sum(max(len(start.nodes), 1) * max((until if start.end is None else start.end) - start.begin, 0) for start in alone)
     return seconds / 3600
@@ -235,7 +235,7 @@ def _state(life: Life, written: float | None, last_sign: float | None, now: floa
             return State.STARTING, "no step since the last start"
         return State.RUNNING, f"last written {duration(age)} ago"
     if job is not None and (start is None or start.job is not None or job.begin > start.begin):
-        if job.action in ("requeue", "chain"):
+        if job.action in ("requeue", "requeued", "chain"):
             return State.QUEUED, f"{job.reason}; not on {', '.join(job.exclude)}" if job.exclude else job.reason
         code, reason = job.code, job.reason
     else:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.common.errors import NEXT_PHASE
 from pipeline.report.run_files import is_finite
 
 #: Actions after which a job is over.
-_LAST_ACTIONS = ("end", "requeue", "chain")
+_LAST_ACTIONS = ("end", "requeue", "requeued", "chain")
 
 
 @dataclass
@@ -23,11 +23,12 @@ class RecordedJob:
         begin: seconds since 1970; Slurm's own time if it is known.
         end: seconds since 1970; None if no end is recorded.
         limit: end of its time limit, seconds since 1970.
-        action: what followed: end, requeue or chain; empty if no end is recorded.
+        action: what followed: end, requeue (requeued by Slurm) or chain; empty if no end is recorded.
         reason: of the action.
         next: id of the next job of a chain.
         exclude: nodes that it shall not get when it waits in the queue, or the next job of the chain.
         asked: reason for which Slurm was asked to put it back into the queue, without a recorded answer.
+        gone: for each node that it has lost, when that was found, seconds since 1970: Slurm takes it out of the job.
     """
 
     id: str
@@ -41,6 +42,12 @@ class RecordedJob:
     next: str | None = None
     exclude: tuple[str, ...] = ()
     asked: str = ""
+    gone: list[float] = field(default_factory=list)
+
+    def node_seconds(self, until: float) -> float:
+        """Return its node-seconds, up to a time if no end is recorded."""
+        end = until if self.end is None else self.end
+        return max(self.nodes * (end - self.begin) - sum(end - time for time in self.gone), 0.0)
 
 
 @dataclass
@@ -274,7 +281,10 @@ class _Reader:
         if (start := self._open()) is not None:
             self._close(start, event, int(_number(event, "code") or 0), failed=bool(event.get("failed")))
             start.place = " ".join(part for part in (_text(event, "host"), _text(event, "where")) if part)
-            start.blamed = tuple({_text(event, "host"), *_names(event, "lost")} - {""})
+            lost, is_of_node = _names(event, "lost"), not event.get("follows") and start.code != 2  # else a peer, or the settings
+            start.blamed = tuple({_text(event, "host") if is_of_node else "", *lost} - {""})
+            if start.job is not None:
+                start.job.gone += [event["time"]] * len(lost)
 
     def _close(self, start: Start, event: dict[str, Any], code: int, *, failed: bool) -> None:
         start.end = start.last = event["time"]
@@ -290,8 +300,9 @@ class _Reader:
         kind, reason = _text(event, "action"), _text(event, "reason")
         if (start := self._open()) is not None:  # decided by the deputy, when the first node was lost
             self._close(start, {**event, "step": None}, int(_number(event, "code") or 0), failed=True)
-        if kind != "restart" and self._starts and not self._starts[-1].failed:
+        if kind != "restart" and self._starts and not ((last := self._starts[-1]).failed and last.reason):
             self._cause = reason
+            last.reason = last.reason or reason  # as of a time limit during the start-up
         job = self._jobs[-1] if self._jobs else None
         if kind in _LAST_ACTIONS and job is not None and job.end is None:
             job.end, job.action, job.reason, job.code = event["time"], kind, reason, int(_number(event, "code") or 0)

@@ -46,13 +46,13 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Commands:
     return Commands(tmp_path / "bin")
 
 
-def supervised(commands: Commands, run: Path, *, python: str = "", code: int) -> str:
-    """Run slurm/pretrain.sbatch as job 7 on one node; returns standard error."""
+def supervised(commands: Commands, run: Path, *, python: str = "", code: int, nodes: str = "n1") -> str:
+    """Run slurm/pretrain.sbatch as job 7; returns standard error."""
     own = {
         "PATH": f"{commands.folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "7",
-        "SLURM_TASKS_PER_NODE": "1",
-        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_TASKS_PER_NODE": f"1(x{nodes.count(',') + 1})",
+        "SLURM_JOB_NODELIST": nodes,
         "PIPELINE_SLURM": str(ROOT / "slurm"),
         **({"PIPELINE_PYTHON": python} if python else {}),
     }
@@ -78,6 +78,18 @@ def test_preemption_is_asked_for_at_the_signal_and_a_refusal_is_recorded(command
     asked, action = actions(tmp_path / "run")
     assert (asked["event"], asked["reason"]) == ("requeue_asked", "preempted")
     assert (action["action"], action["reason"]) == ("end", "preempted; not requeued: scontrol requeue: no")
+
+
+def test_a_node_that_slurm_gives_up_while_the_nodes_are_asked_is_no_cancellation(commands: Commands, tmp_path: Path) -> None:
+    """Slurm puts the job back into the queue, and ends its script by SIGTERM, between the first answer and the decision."""
+    told = tmp_path / "told"
+    commands.write(
+        scontrol=f'[ -e {told} ] && restarts=1 || restarts=0; echo "JobId=7 JobState=RUNNING Requeue=1 Restarts=$restarts"',
+        srun=f'case "$*" in *answers*) touch {told}; kill -TERM $PPID; sleep 1; echo answers n1;; *) exit 137;; esac',
+    )
+    supervised(commands, tmp_path / "run", code=143, nodes="n1,n2")
+    (action,) = actions(tmp_path / "run")
+    assert (action["action"], action["reason"]) == ("requeued", "Slurm has put the job back into the queue")
 
 
 def test_an_extended_time_limit_is_read(commands: Commands, tmp_path: Path) -> None:

@@ -75,7 +75,8 @@ def restarted(run_dir: Path) -> Path:
     """A run of 100 steps on 2 of 3 nodes in Slurm: 40 steps, a node is lost, 60 more steps with the spare node, finished.
 
     The job lasts 300 s. First start: 100 s, of which 20 s start-up and 40 s steps that count. Then 10 s nothing. Second start: 100 s,
-    of which 15 s start-up and 60 s steps. The job began 80 s before its first start, and ended 10 s after the last one.
+    of which 15 s start-up and 60 s steps. The job began 80 s before its first start, and ended 10 s after the last one. From second
+    180 on it has two nodes: Slurm takes out the lost one.
     """
     blend = {"web": {"weight": 3.0}, "books": {"weight": 1.0}}
     write(run_dir, [*steps(1, 100), validation(100, 3.02)], blend=blend, done=100)

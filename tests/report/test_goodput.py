@@ -70,11 +70,11 @@ def test_a_supervised_run_that_is_killed_and_continues(tokens: Path, tmp_path: P
 
 
 def test_records_of_a_version_without_times_of_saves(tmp_path: Path) -> None:
-    """What builder.restarted describes: 900 node-seconds, and 25 s on two nodes of which no record tells what they were."""
+    """What builder.restarted describes: 780 node-seconds, and 25 s on two nodes of which no record tells what they were."""
     found = of_run(restarted(tmp_path / "run"))
-    assert bucket(found["total"]) == {"training": 200, "start-up": 2 * (20 + 15 + 2), "waiting": 500, "lost": 80, "unknown": 46}
+    assert bucket(found["total"]) == {"training": 200, "start-up": 2 * (20 + 15 + 2), "waiting": 380, "lost": 80, "unknown": 46}
     assert found["lost"] == [{"cause": "b lost: RuntimeError: peer", "node_hours": 80 / 3600, "made_again": 0, "starts": 1}]
-    assert found["jobs"] == {"7": 0.25}
+    assert found["jobs"] == {"7": 780 / 3600}
 
 
 def test_every_time_of_a_run_outside_of_slurm(tmp_path: Path) -> None:
@@ -132,7 +132,41 @@ def test_nodes_that_were_left_out(tmp_path: Path) -> None:
         assert tool("status", tmp_path, "--since", "2026-01-01", "--bad-nodes", times) == f"{nodes}\n"
 
 
-SACCT = "7|NODE_FAIL|200|3|36000000|2026-11-18T10:00:00|x\n7|COMPLETED|160|3|3600000|2026-11-18T11:00:00|x\n"
+def test_a_time_limit_during_the_start_up_and_a_rank_that_lost_its_peer(tmp_path: Path) -> None:
+    """What follows tells the cause; the node of the rank that followed is not blamed, and waiting in the queue is no time of the job."""
+    write(tmp_path, [])
+    peer = {"host": "a", "reason": "Connection closed by peer", "follows": True, "failed": True, "code": 1, "lost": ["b"]}
+    events(tmp_path, (0, "job_start", {"nodes": ["a", "b"]}), (0, "ranks_start", {"nodes": ["a", "b"]}))
+    events(tmp_path, (20, "ranks_end", {"code": 75, "failed": True}), (20, "action", {"action": "requeue", "reason": "the time limit"}))
+    events(tmp_path, (30, "job_start", {"nodes": ["a", "b"]}), (30, "ranks_start", {"nodes": ["a", "b"]}))
+    events(tmp_path, (60, "ranks_end", peer), (60, "action", {"action": "requeued", "reason": "Slurm", "code": 143}))
+    found = of_run(tmp_path, now=BEGIN + 90)
+    assert {one["cause"]: round(3600 * one["node_hours"]) for one in found["lost"]} == {
+        "b lost: Connection closed by peer": 60,
+        "the time limit": 40,
+    }
+    assert bucket(found["total"]) == {"lost": 100}
+    assert [one["node"] for one in found["nodes"]] == ["b"]
+
+
+def test_a_start_that_fails_before_its_first_step_has_made_none(tmp_path: Path) -> None:
+    """Steps 6 to 10 of the killed start are in the file; the next one finds no token shards."""
+    write(tmp_path, steps(1, 10))
+    events(tmp_path, (0, "job_start", {"nodes": ["a"]}), (0, "ranks_start", {"nodes": ["a"]}), (0, "run_start", {"step": 0}))
+    events(tmp_path, (12, "ranks_end", {"code": 137, "failed": True, "step": 5, "reason": "Killed"}), (12, "action", {"action": "restart"}))
+    missing = {"code": 2, "failed": True, "step": 5, "reason": "is missing", "host": "a"}
+    events(
+        tmp_path, (12, "ranks_start", {"nodes": ["a"], "step": 5}), (30, "ranks_end", missing), (30, "action", {"action": "end", "code": 2})
+    )
+    found = of_run(tmp_path)
+    assert {one["cause"]: (round(3600 * one["node_hours"]), one["made_again"]) for one in found["lost"]} == {
+        "is missing": (18, 0),
+        "Killed": (7, 0),
+    }
+    assert found["nodes"] == []
+
+
+SACCT = "7|RESIZING|200|3|36000000|2026-11-18T10:00:00|x\n7|COMPLETED|160|2|3600000|2026-11-18T11:00:00|x\n"
 
 
 @pytest.mark.parametrize(
@@ -140,10 +174,10 @@ SACCT = "7|NODE_FAIL|200|3|36000000|2026-11-18T10:00:00|x\n7|COMPLETED|160|3|360
     [
         (
             f"printf '{SACCT}'",
-            ["sacct: 0.300 node-hours of 1 job", "records: +0.050 node-hours (job 7: +0.050)", "energy: 11.000 kWh by Slurm"],
+            ["sacct: 0.256 node-hours of 1 job", "records: +0.039 node-hours (job 7: +0.039)", "energy: 11.000 kWh by Slurm"],
         ),
         ("echo Slurm accounting storage is disabled >&2; exit 1", ["sacct: not compared: sacct -a: Slurm accounting storage is disabled"]),
-        ("true", ["records: -0.250 node-hours (job 7: -0.250, unknown to sacct)", "energy: 0.250 node-hours of unknown power"]),
+        ("true", ["records: -0.217 node-hours (job 7: -0.217, unknown to sacct)", "energy: 0.217 node-hours of unknown power"]),
         ("echo 7 COMPLETED", ["sacct: not compared: sacct printed '7 COMPLETED', and not the fields"]),
     ],
 )
@@ -165,7 +199,7 @@ def test_planned_power_and_co2(tmp_path: Path) -> None:
     with open(tmp_path / "run/config.yaml", "a") as handle:
         handle.write("cluster:\n  hardware: h100\n  tasks_per_node: 4\n")
     found = json.loads(tool("status", tmp_path, "--since", "10000d", "--co2", 400, "--json", PATH="/usr/bin:/bin"))
-    kwh = 0.25 * 4 * (700 + 575) / 1000
+    kwh = 780 / 3600 * 4 * (700 + 575) / 1000
     assert (found["energy"]["planned_kwh"], found["energy"]["co2_kg"]) == (pytest.approx(kwh), pytest.approx(kwh * 0.4))
     assert [one["jobs"] for one in found["runs"]] == [["7"]]
 

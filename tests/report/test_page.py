@@ -30,7 +30,7 @@ QUESTIONS = {
     "When does it end?": "step 100 of 100 (100.0 %), ended ",
     "Is the loss healthy?": "3.0644 over the last 20 steps, falling (-0.0186 +- 0.0046 from the 25 steps before to the last 25); no spikes",
     "What changed at the last restart?": "because: b lost: RuntimeError: peer; without b; with c; layout data 4 -> tensor 2 x data 2",
-    "How many node-hours were lost, and to what?": ("0.18 of 0.25 (waiting: 0.14; b lost: RuntimeError: peer: 0.02; start-up: 0.02)"),
+    "How many node-hours were lost, and to what?": ("0.15 of 0.22 (waiting: 0.11; b lost: RuntimeError: peer: 0.02; start-up: 0.02)"),
     "Which corpus was seen how often?": "web 75.0 %, 0.6 epochs; books 25.0 %, 2 epochs",
     "Last validation": "3.0200 +- 0.0100 at step 100",
 }

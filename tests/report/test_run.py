@@ -31,7 +31,7 @@ def test_a_run_with_a_lost_node(tmp_path: Path) -> None:
         (0, "data 4", ""),
         (40, "tensor 2 x data 2", "b lost: RuntimeError: peer"),
     ]
-    assert one.node_hours == pytest.approx(3 * 300 / 3600)
+    assert one.node_hours == pytest.approx(780 / 3600)
     assert one.problems == ()
     spent = {kind.kind: (round(3600 * kind.node_hours), kind.lost) for kind in found.spent}
     assert spent == {
@@ -39,7 +39,7 @@ def test_a_run_with_a_lost_node(tmp_path: Path) -> None:
         "b lost: RuntimeError: peer": (2 * 40, True),  # 100 s without 20 s of start-up and 40 s of steps that count
         "start-up": (2 * (20 + 15 + 2), True),  # the other ranks end 2 s after rank 0
         "unknown": (2 * 23, False),
-        "waiting": (900 - 2 * 100 - 2 * 100, True),
+        "waiting": (780 - 2 * 100 - 2 * 100, True),
     }
     assert [(corpus.corpus, corpus.samples, corpus.epochs) for corpus in found.seen] == [("books", 200, 2.0), ("web", 600, 0.6)]
 
@@ -103,6 +103,12 @@ RANKS = (1, "ranks_start", {"nodes": ["a"], "step": -1, "layout": ""})
             400,
             State.SILENT,
             "Slurm was asked to put job 7 back into the queue (preempted), and no answer is recorded: squeue tells whether job 7 waits",
+        ),
+        (
+            [JOB, RANKS, (9, "ranks_end", {"code": 143}), (9, "action", {"action": "requeued", "reason": "Slurm"})],
+            99,
+            State.QUEUED,
+            "Slurm",
         ),
         ([JOB, (2, "something_new", {"of": "a later version"}), RANKS], 9, State.RUNNING, None),
     ],

@@ -120,7 +120,7 @@ def test_the_table(runs: Path) -> None:
     lines = tool("status", runs).splitlines()
     assert lines[0] == f"{runs}: 1 running, 1 finished, 1 silent"
     rows = {line[:11].rstrip(): re.split(r"  +", line) for line in lines[3:6]}
-    assert rows["done"][1:10] == ["finished", "100/100", "3.0644", "3.0200 +- 0.010", "128", "-", "1", "0.25", "7"]
+    assert rows["done"][1:10] == ["finished", "100/100", "3.0644", "3.0200 +- 0.010", "128", "-", "1", "0.22", "7"]
     assert rows["now"][1:8] == ["running", "30/90", rows["now"][3], "3.2500 +- 0.010", "64", "2 min", "0"]
     assert rows["lr sweep/10"][1] == "silent"
     assert "lr sweep/10: events.jsonl: the last line is incomplete" in lines
@@ -134,7 +134,7 @@ def test_csv_and_json_have_the_same_numbers(runs: Path) -> None:
     for row, one in zip(rows, content, strict=True):
         expected = {name: "" if value is None else str(value) for name, value in one.items() if name != "problems"}
         assert row | {"reason": ""} == expected | {"reason": ""}, "the reason says how long ago a run wrote"
-    assert (content[0]["node_hours"], content[0]["restarts"], content[1]["seconds_left"]) == (0.25, 1, 120.0)
+    assert (content[0]["node_hours"], content[0]["restarts"], content[1]["seconds_left"]) == (780 / 3600, 1, 120.0)
     assert content[2]["problems"]
 
 
