@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from pipeline.common import ends
 from pipeline.common.ends import End
-from pipeline.common.errors import TERMINATED
+from pipeline.common.errors import CONTINUE, TERMINATED
 
 log = logging.getLogger("pipeline")
 
@@ -41,6 +41,7 @@ _SIGNALS = {"Killed": 137, "Out Of Memory": 137, "Segmentation fault": 139, "Bus
 _TASK = re.compile(r"srun: error: (?P<host>\S+): tasks? (?P<task>\d+)\S*: (?P<cause>[A-Z][\w ]*)")
 #: What srun prints when a step is ended from outside.
 _ABORTED = re.compile("forcing job termination|Timed out waiting for job step|Job step aborted|CANCELLED AT")
+_CONTINUES = re.compile(rf"Exited with exit code {CONTINUE}$")
 #: A shell starts each rank, so that a signal before Python has its handlers does not end the process.
 SHELL = ("sh", "-c", 'trap "" USR1; exec "$@"', "sh")
 
@@ -139,14 +140,15 @@ def judge(code: int, failures: Sequence[End], rank_0: End | None, lines: Sequenc
         return (TERMINATED if aborted else 0), None
     if first is not None:
         return first.code, first
+    continues = any(_CONTINUES.search(line) for line in lines)  # a rank ended for the time limit, and srun ends the others by SIGTERM
     if rank_0 is not None and not failures:
-        return rank_0.code, None
+        return (CONTINUE if continues and rank_0.code == TERMINATED else rank_0.code), None
     killed = _killed(lines)
     if killed is not None:
         return killed.code, killed
     if failures:
         return failures[0].code, failures[0]
-    return (128 - code if code < 0 else code), None
+    return (CONTINUE if continues and code == TERMINATED else 128 - code if code < 0 else code), None
 
 
 def _killed(lines: Sequence[str]) -> End | None:

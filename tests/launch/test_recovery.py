@@ -108,6 +108,9 @@ LATE = ["srun: error: n1: task 0: Exited with exit code 1", *LINES[1:2], "srun: 
         (1, [LOST_PEER], LOST_PEER, [], (1, 0, "n1")),
         (-9, [], None, [], (137, None, None)),
         (12, [], None, ["srun: error: tasks 0-7: Exited with exit code 12"], (12, None, None)),
+        (75, [], End(0, "n1", 0.0, 143, ""), ["srun: error: n2: task 1: Exited with exit code 75", *LINES[1:2]], (75, None, None)),
+        (143, [], None, ["srun: error: n2: task 1: Exited with exit code 75", *LINES[1:]], (75, None, None)),
+        (143, [], End(0, "n1", 0.0, 143, ""), ["srun: error: n2: task 1: Exited with exit code 143"], (143, None, None)),
     ],
 )
 def test_the_exit_code_is_that_of_the_first_failure(
