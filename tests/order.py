@@ -21,7 +21,7 @@ import pytest
 #: File of tests -> seconds that its tests took: those of the default tier, and those marked `long`; and the functions that are too slow for
 #: --quick. Written by tools/test --record.
 DURATIONS = Path(__file__).with_name("durations.json")
-QUICK_SECONDS = 0.15
+QUICK_SECONDS = 0.1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -108,7 +108,9 @@ class Durations:
             for name, seconds in self.seconds.items():
                 known[name] = known.get(name, {}) | {tier: round(value, 1) for tier, value in sorted(seconds.items())}
                 means = {function: statistics.mean(tests.values()) for function, tests in self.functions[name].items()}
-                known[name]["slow"] = sorted(function.partition("::")[2] for function, mean in means.items() if mean > QUICK_SECONDS)
+                slow = {function.partition("::")[2] for function, mean in means.items() if mean > QUICK_SECONDS}
+                slow |= {function for function in known[name].get("slow", []) if f"{name}::{function}" not in means}
+                known[name]["slow"] = sorted(slow)
             lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(known[name])}" for name in sorted(known))
             DURATIONS.write_text(f"{{\n{lines}\n}}\n")
 

@@ -250,9 +250,13 @@ def test_a_lost_gpu_and_a_job_without_gpus(machine: Machine) -> None:
 def test_faults_of_file_systems(machine: Machine) -> None:
     """/tmp that is small and in which nothing can be executed, a home directory that is full, a read-only run directory."""
     mounts = [
+        "mount --bind . /mnt",
+        "mount -t tmpfs -o size=8m x /dev/shm",  # which may have the files of the tests
+        f"mkdir -p {machine.folder}",
+        f"mount --bind /mnt {machine.folder}",
+        f"cd {machine.folder}",
         "mount -t tmpfs -o size=1m,noexec x tmp",
         "mount -t tmpfs -o size=64k,noexec x home",
-        "mount -t tmpfs -o size=8m x /dev/shm",
         "mount --bind run run",
         "mount -o remount,bind,ro run",
     ]
