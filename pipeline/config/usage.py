@@ -157,7 +157,7 @@ def _print_rows(rows: Any) -> None:
     """Print one line per key: name, default, type, meaning, unit and range."""
     for key, kind, knob, default in rows:
         details = ", ".join(part for part in (knob.unit, knob.rule()) if part)
-        shown = re.sub("(Warmup|Rampup|Corpus|Phase)Config", "dict", kind)
+        shown = re.sub(r"\w+Config\b", "dict", kind)
         print(f"  {f'{key}={default}':<46} {shown:<12} {knob.meaning}{f' ({details})' if details else ''}")
 
 

@@ -10,6 +10,7 @@ from pipeline.common.ranks import Ranks
 from pipeline.config import compose, phases
 from pipeline.config.command_line import key_of, quoted
 from pipeline.config.layout import Layout, job_size
+from pipeline.config.rules import unread
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import TRAINING_STAGES
 from pipeline.data.load import blend
@@ -59,6 +60,7 @@ def run(config: RunConfig, ranks: Ranks) -> None:
             raise UserError([refused])
     submit = live.lines(config, world_size, arguments, has_weights=finetuning.has_weights(config))
     print("\n".join(["", "submit", *submit]))
-    if text := moldable.idle_text(config):
-        print(f"  {text}")
+    for text in (moldable.idle_text(config), *unread.beyond_the_end(config)):
+        if text:
+            print(f"  {text}")
     print(f"\nbuilt in {time.perf_counter() - started:.1f} s")

@@ -300,7 +300,10 @@ def test_warm_ups_beyond_the_end_are_named():
         "training.batch_rampup=[{until_step: 1000, value: 32}]",
         "training.sequence_warmup=[{until_step: 10, value: 64}, {until_step: 1020, value: 128}]",
         "training.z_loss_schedule=[{until_step: 10, value: 1}, {until_step: 20, value: 2}]",
+        "++data.blend={a: {}, b: {}}",
+        "data.phases=[{until_tokens: 1000, weights: {a: 1}}, {until_tokens: 1000000000, weights: {b: 1}}, {weights: {a: 1}}]",
     )
     config = configured("stage=pretrain", "model=mixtral-tiny", "training.steps=1000", *words)
-    assert [line.partition(" ")[0] for line in unread.beyond_the_end(config)] == ["training.batch_rampup", "training.sequence_warmup"]
+    named = [line.partition(" ")[0] for line in unread.beyond_the_end(config)]
+    assert named == ["training.batch_rampup", "training.sequence_warmup", "data.phases.2"]
     assert not check.violations(config, 1)

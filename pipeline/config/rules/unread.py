@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, cast
 
 from pipeline.common.errors import Violation
-from pipeline.config import loss_weights, phases
+from pipeline.config import loss_weights, phases, warmup
 from pipeline.config.cleaning import STEPS, CleanConfig
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import RunConfig
@@ -220,6 +220,10 @@ def beyond_the_end(config: RunConfig) -> Iterator[str]:
     for number, begin in enumerate(phases.starts(config)):
         if begin >= steps > 0:
             yield f"training.phases.{number} begins at step {begin}: it has no effect with training.steps={steps}"
+    tokens = warmup.samples(training, steps) * training.sample_length
+    for number, phase in enumerate(config.data.phases, 1):
+        if phase.until_tokens is not None and phase.until_tokens >= tokens > 0:
+            yield f"data.phases.{number} begins at token {phase.until_tokens:,}: it has no effect in a run of {tokens:,} tokens"
 
 
 def _value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
