@@ -230,9 +230,10 @@ class Model:
         )
         memory = 33 * mine + 16 * mine + slice_rows * 7 * BAND_ROW + (PAIR_ROW * 4) * c.pairs / ranks + 600 * c.edges / ranks + 40 * MIB
         samples_held = 3 * distributed.SAMPLES * 16 * ranks
+        looked_up = self.dedup.url + (self.dedup.exact or self.dedup.near) + bool(self.dedup.spans)  # records of searches, by rank 0
         return Counts(
-            opens=self.parts,
-            most_opens=math.ceil(self.parts / ranks),
+            opens=self.parts + looked_up,
+            most_opens=math.ceil(self.parts / ranks) + looked_up,
             bytes_read=read,
             messages=rounds * ranks * (ranks - 1) + 3 * (ranks - 1),
             bytes_sent=sent + samples,
@@ -276,10 +277,10 @@ class Model:
         mine = c.documents / ranks
         memory = 8 * mine + 5 * piece + 17 * dropped / ranks + 16 * self.bins + 350 * self.shards
         root = 2500 * self.shards
-        opens = self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops + 6 * self.shards + 12 + 2 * bool(self.dedup.spans)
+        of_parts, of_root = self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops, 12 + 2 * bool(self.dedup.spans)
         return Counts(
-            opens=opens,
-            most_opens=(self.parts * (2 if self.dedup.spans else 1) + 2 * with_drops) / ranks + 6 * math.ceil(self.shards / ranks) + 12,
+            opens=of_parts + 6 * self.shards + of_root,
+            most_opens=of_parts / ranks + 6 * math.ceil(self.shards / ranks) + of_root,
             inodes=with_drops + 2 * self.shards + 5 + bool(self.dedup.spans),
             bytes_read=read,
             bytes_written=tar + 17 * dropped + 600 * self.shards + entries + c.report_bytes,
