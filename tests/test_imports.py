@@ -204,7 +204,7 @@ def imported(*arguments: object) -> list[str]:
 @pytest.mark.parametrize(
     "arguments, unused",
     [
-        (("stage=pretrain", *SMALL), SLOW_TO_IMPORT),
+        pytest.param(("stage=pretrain", *SMALL), SLOW_TO_IMPORT, marks=pytest.mark.long),
         (("stage=pretrain", "parallel.zero_stage=0", *SMALL), SLOW_TO_IMPORT | {"deepspeed"}),
         pytest.param(("stage=pretrain", "dry_run=true", *SMALL), (SLOW_TO_IMPORT - RECORDING) | {"deepspeed"}, marks=pytest.mark.long),
     ],

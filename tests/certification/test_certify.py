@@ -137,7 +137,8 @@ def test_a_setting_that_stays_in_the_next_phase_is_not_certified(certify, fault:
 TWO_RANKS = ("parallel.tensor=2", "stage.world_size=2", "precision=fp32", "stage.skip=[validation,data,shapes]")
 
 
-@pytest.mark.parametrize("name", ["muon", *(pytest.param(name, marks=pytest.mark.long) for name in ("lion", "ademamix", "schedule_free"))])
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["muon", "lion", "ademamix", "schedule_free"])
 def test_another_optimizer_is_compared_with_its_plain_loop(certify, name: str) -> None:
     more = ("optimizer.schedule=constant",) if name == "schedule_free" else ()
     code, printed, written = certify(*JOB, *TWO_RANKS, f"optimizer={name}", *more)
@@ -183,7 +184,11 @@ def test_a_wrong_gradient_of_another_optimizer_is_not_certified(certify, name: s
             rf"copies: fp32: step 1: {NORM} \(.*exp_avg, .*\) differs along the tensor axis: ranks 0 and 1",
             marks=pytest.mark.long,
         ),
-        (faults.second_moments_are_not_loaded, r"state: fp32: step 2, loaded in the same layout: \S+ \(exp_avg_sq\)"),
+        pytest.param(
+            faults.second_moments_are_not_loaded,
+            r"state: fp32: step 2, loaded in the same layout: \S+ \(exp_avg_sq\)",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             faults.schedule_restarts_at_resume,
             r"state: fp32: step 3, continued from step 2: \S+ \(.*\) differs from the uninterrupted run",
@@ -243,6 +248,7 @@ def test_sums_of_gradients_that_are_rounded(certify) -> None:
     assert "differs by" not in printed
 
 
+@pytest.mark.long
 def test_a_wrong_backward_pass_of_a_layer_that_the_plain_loop_shares(certify) -> None:
     words = (*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", "stage.skip=[copies,validation,data,shapes]")
     with faults.half_a_gradient_in_a_shared_layer():

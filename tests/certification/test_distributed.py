@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from pipeline.certification.distributed import run_ranks
@@ -29,6 +30,7 @@ def start(folder: str) -> None:
     run_ranks(2, hold_lock, folder)
 
 
+@pytest.mark.long
 def test_a_killed_parent_leaves_no_ranks(tmp_path: Path) -> None:
     code = f"from tests.certification.test_distributed import start; start({str(tmp_path)!r})"
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment())

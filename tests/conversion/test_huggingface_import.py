@@ -138,6 +138,7 @@ def test_another_vocabulary_has_its_own_ids(run, tmp_path):
     assert original_of(tmp_path, other) is None
 
 
+@pytest.mark.long
 @pytest.mark.world
 def test_pretrain_continues_in_any_layout(run, tokens, tmp_path):
     """With the overrides that convert printed, in one process and in a parallel layout."""

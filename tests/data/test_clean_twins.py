@@ -206,6 +206,7 @@ def test_examples_are_those_with_the_lowest_hashes(batches):
         assert all(row[2] == f"BEFORE {row[1]}" for row in examples)
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 400), st.integers(1, 6), st.randoms(use_true_random=False))
 def test_examples_of_dropped_documents_are_of_every_corpus_and_language_in_any_division_into_parts(documents, parts, chance):

@@ -37,6 +37,7 @@ def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path, r
     assert same_files(cleaned, tmp_path / "s")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
 def test_limits_of_memory_and_open_files_change_nothing(library, tmp_path, ranks):
     """Runs, pieces, batches, slices and messages of a few kilobytes, and two open files."""

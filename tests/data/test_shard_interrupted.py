@@ -163,7 +163,7 @@ def ranks_of(process: subprocess.Popen, count: int) -> list[psutil.Process]:
 @pytest.mark.parametrize(
     "phases",
     [
-        {".unfinished/plan.json": 3},
+        pytest.param({".unfinished/plan.json": 3}, marks=pytest.mark.long),
         pytest.param(
             {".unfinished/part-000002.json": 2, ".unfinished/*.drop": 4, ".unfinished/plan.json": 2, "train-00001.tar": 3},
             marks=pytest.mark.long,

@@ -99,7 +99,7 @@ RULES = [Sampling(), Sampling(temperature=1.0, top_p=0.9, seed=4)]
 #: The axes beside the expert axis, each of two ranks.
 SHARED = [
     ("mixtral", (), RULES[0]),
-    ("mixtral", ("tensor",), RULES[1]),
+    pytest.param("mixtral", ("tensor",), RULES[1], marks=pytest.mark.long),
     pytest.param("deepseek-yarn", ("pipeline",), RULES[1], marks=pytest.mark.long),
     *(pytest.param(name, (), RULES[1], marks=pytest.mark.long) for name in ("mixtral", "gpt-oss", "deepseek-yarn")),
 ]

@@ -264,6 +264,7 @@ def test_the_planner_is_asked_once_for_a_number_of_nodes(tmp_path: Path) -> None
     assert moldable.choose(config, [*BASE, *words, "parallel.tensor=4"], 2).overrides[-1] == "parallel.pipeline=4"
 
 
+@pytest.mark.long
 def test_a_run_ends_where_the_next_phase_has_other_nodes(tokens: Path, tmp_path: Path) -> None:
     """In one process, which is one node: the second command goes on, and the losses are those of a run without a break."""
     words = (

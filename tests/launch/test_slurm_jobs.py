@@ -110,6 +110,7 @@ def training_steps(run: Path) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line]
 
 
+@pytest.mark.long
 def test_the_doctor_on_a_login_node() -> None:
     """It finds nothing wrong with this Slurm; what it prints for the file of the site is right."""
     found = json.loads(tool("doctor", "--json", "cluster=devcluster"))

@@ -131,6 +131,7 @@ def test_blocks_are_compiled_whole(worlds, checkpointing):
     assert again == pytest.approx(eager, rel=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.world
 def test_metrics_and_a_resumed_run_are_those_that_wait(tokens, tmp_path):
     settings = (

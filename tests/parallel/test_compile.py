@@ -90,6 +90,7 @@ def fusible_collectives() -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.long
 def test_collectives_can_be_fused_with_matrix_products(worlds):
     """Attention and feed-forward gather their input and reduce their output; so do their gradients.
 
@@ -264,6 +265,7 @@ def test_weights_have_no_gradient_of_another_dtype_when_blocks_are_compiled(worl
     assert not any("dtype mismatch" in reason for reason in reasons), reasons
 
 
+@pytest.mark.long
 def test_compilation_of_all_axes_together(worlds):
     """Tensor x context x recomputation, and the losses of the same run without compilation."""
     layout = ("parallel.tensor=2", "parallel.context=2", "training.activation_checkpointing=selective", "training.document_mask=true")

@@ -41,7 +41,8 @@ def bf16(worlds):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_loss_of_fifty_steps_is_near_that_of_bf16(worlds, bf16, recipe):
     fp8, layers = worlds(1).run(losses, 50, "precision=fp8", f"precision.fp8={recipe}", "training.micro_batch_size=8")[0]
     assert layers == 2 * 7, "all but the first and the last block"
@@ -85,17 +86,16 @@ def test_the_loss_of_experts_in_fp8_is_near_that_of_bf16(worlds, experts):
     assert fp8[1:3] != dense[1:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "layout",
     [
         ("parallel.expert=2", *PADDED, "parallel.expert_parts=2", "training.activation_checkpointing=full"),
-        pytest.param(("parallel.expert=2", "parallel.zero_stage=3", "training.activation_checkpointing=selective"), marks=pytest.mark.long),
-        pytest.param(
-            ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_padding=true", "parallel.expert_buffer=2"), marks=pytest.mark.long
-        ),
-        pytest.param(("parallel.tensor=2", "parallel.expert=2", *PADDED), marks=pytest.mark.long),
-        pytest.param(("parallel.tensor=2", "parallel.expert=2"), marks=pytest.mark.long),
-        pytest.param(("parallel.pipeline=2", "parallel.schedule=zbv"), marks=pytest.mark.long),
+        ("parallel.expert=2", "parallel.zero_stage=3", "training.activation_checkpointing=selective"),
+        ("parallel.tensor=2", "parallel.expert=2", "parallel.expert_padding=true", "parallel.expert_buffer=2"),
+        ("parallel.tensor=2", "parallel.expert=2", *PADDED),
+        ("parallel.tensor=2", "parallel.expert=2"),
+        ("parallel.pipeline=2", "parallel.schedule=zbv"),
     ],
     ids=" ".join,
 )

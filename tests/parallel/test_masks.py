@@ -75,9 +75,9 @@ def subtracts_positions(shapes: list[list[int]]) -> bool:
 #: inputs of convolutions and maps of states.
 CONTEXT = {"ring": (DOCUMENTS, 1, 0), "ulysses": ((*DOCUMENTS, "parallel.context_kind=ulysses"), 1, 0), "linear": (LINEAR, 2, 2)}
 CASES = [
+    ("linear", "none", "off"),
     ("ring", "selective", "on"),
     ("ulysses", "none", "on"),
-    ("linear", "none", "off"),
     ("ring", "none", "on"),
     ("linear", "none", "on"),
 ]

@@ -71,16 +71,16 @@ def cases() -> Iterator[Any]:
     """Families and recomputation."""
     for family in ("llama-tiny", "gpt1-tiny", "mixtral-tiny"):
         for mode in ("none", "selective", "full"):
-            default = (family, mode) in (("llama-tiny", "none"), ("gpt1-tiny", "full"), ("mixtral-tiny", "selective"))
+            default = (family, mode) in (("gpt1-tiny", "full"), ("mixtral-tiny", "selective"))
             yield pytest.param(family, mode, id=f"{family}-{mode}", marks=() if default else pytest.mark.long)
 
 
 @pytest.mark.parametrize(
     "words",
     [
-        pytest.param(("lora.rank=4",), marks=pytest.mark.long),
-        ("lora.rank=4", "lora.quantize=nf4"),
-        ("lora.rank=4", "training.objective=dpo"),
+        ("lora.rank=4",),
+        pytest.param(("lora.rank=4", "lora.quantize=nf4"), marks=pytest.mark.long),
+        pytest.param(("lora.rank=4", "training.objective=dpo"), marks=pytest.mark.long),
         pytest.param(("training.frozen=[embed.*,head.*]",), marks=pytest.mark.long),
     ],
     ids=["LoRA", "QLoRA", "DPO", "frozen"],
@@ -200,6 +200,7 @@ def peak_of_a_step(words: tuple[str, ...]) -> int:
     return peaks[-1]
 
 
+@pytest.mark.long
 def test_with_one_micro_batch_zero_1_holds_no_whole_gradient(worlds) -> None:
     """Each bucket is reduced to the rank's part as it is complete; several micro-batches are added first."""
     model = ("model=llama-tiny", "model.layers=6", "training.sequence_length=8", "training.micro_batch_size=1", "training.compile=off")

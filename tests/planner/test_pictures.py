@@ -47,6 +47,7 @@ def test_the_scaling_curve_is_a_table_a_picture_and_json(tmp_path):
     assert min(size_of(plot)) > 500
 
 
+@pytest.mark.long
 def test_the_search_is_a_table_a_picture_and_json(tmp_path):
     out, plot = tmp_path / "search.json", tmp_path / "search.png"
     text = pipeline("stage=plan", "stage.search=true", f"stage.out={out}", f"stage.plot={plot}", *SMALL, *NODES)

@@ -20,6 +20,7 @@ from tests.world import configured
 SMALL = ("stage=pretrain", "model=llama-tiny", "training.sequence_length=128", "training.global_batch_size=32")
 
 
+@pytest.mark.long
 def test_the_best_layout_is_legal_fits_and_is_the_fastest_simulated_one(caplog):
     caplog.set_level(logging.INFO, "pipeline")
     config, hardware = configured(*SMALL), with_node(load("a100-40"), gpus_per_node=2)

@@ -31,8 +31,8 @@ def sums(parts: list[Any]) -> tuple[float, int, Counter[tuple[str, str, float]]]
     return sum(part.flops for part in parts), sum(part.saved for part in parts), collectives
 
 
-#: The kinds of blocks: dense, with experts, of an encoder and a decoder, with latent attention, with linear attention.
-KINDS = {"mixtral-tiny", "t5-tiny", "qwen3-next-tiny"}
+#: The kinds of blocks: dense, with experts, of an encoder and a decoder.
+KINDS = {"mixtral-tiny", "t5-tiny"}
 
 
 @pytest.mark.parametrize("family", [name if name in KINDS else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])

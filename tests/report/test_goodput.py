@@ -38,6 +38,7 @@ def of_run(run_dir: Path, since: float = 0.0, now: float | None = None) -> dict[
     return goodput.summary([run_dir], since, time.time() if now is None else now, lambda _: {}, None)
 
 
+@pytest.mark.long
 def test_a_supervised_run_that_is_killed_and_continues(tokens: Path, tmp_path: Path) -> None:
     """Real records; only Slurm is played. Steps 6 and 7 are made again."""
     run = tmp_path / "run"

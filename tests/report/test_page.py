@@ -63,6 +63,7 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     assert set(re.findall(r"https?://[^\"' ]+", text)) == {"http://www.w3.org/2000/svg"}
 
 
+@pytest.mark.long
 def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
     lines = steps(1, 100_000)
     lines[56_788]["loss"] = 99.0

@@ -140,7 +140,11 @@ def test_errors_are_reported_together():
         (("model=gpt2-xl", "parallel.pipeline=5", "parallel.schedule=1f1b"), 1_557_611_200),
         (("model=gpt2", "parallel.tensor=4", "parallel.pipeline=3", "parallel.schedule=zbv"), 124_439_808),
         pytest.param(("model=gpt3-175b", "parallel.tensor=8", "parallel.pipeline=4"), 174_604_259_328, marks=pytest.mark.long),
-        (("model=llama2-70b", "parallel.tensor=4", "parallel.pipeline=2", "parallel.schedule=interleaved"), 68_976_648_192),
+        pytest.param(
+            ("model=llama2-70b", "parallel.tensor=4", "parallel.pipeline=2", "parallel.schedule=interleaved"),
+            68_976_648_192,
+            marks=pytest.mark.long,
+        ),
         pytest.param(("model=llama3-405b", "parallel.tensor=8", "parallel.pipeline=4"), 405_853_388_800, marks=pytest.mark.long),
     ],
 )

@@ -130,6 +130,7 @@ def test_two_thousand_samples_are_the_same_after_two_kills(run, tmp_path):
     assert len(read(run / "killed/completions.jsonl")) == 2000
 
 
+@pytest.mark.long
 def test_ranks_that_share_a_model_write_the_same(run):
     """Two tensor, then two pipeline ranks, with log-probabilities; a layout that does not fit the checkpoint is refused."""
     pipeline(*settings(run, "stage.logprobs=true", output="whole"))
@@ -188,6 +189,7 @@ def test_refusals(run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_cache_that_does_not_fit_is_refused_with_the_nearest_setting_that_does(run):
     """The setting that the message names works; no prompt of the batch is processed before."""
     (run / "lengths.jsonl").write_text("".join(json.dumps({"prompt": "ein " * count}) + "\n" for count in (1, 2, 9, 3, 4, 5)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import load_tool
+from tests.helpers import load_tool, one_in
 
 #: (framework, GPUs, arguments, files of it by name, settings that must follow, names that have no counterpart)
 GPT3 = """pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
@@ -299,7 +299,7 @@ CASES: dict[str, tuple[str, int, str, dict[str, str], dict[str, Any], set[str]]]
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_in(2, CASES))
 def test_an_argument_list(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The settings follow, what has no counterpart is named and nothing else, and the command composes (the tool checks it)."""
     framework, ranks, arguments, files, settings, lacks = CASES[name]

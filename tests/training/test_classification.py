@@ -111,14 +111,8 @@ def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
     return numbers, confusion
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "zero_stage=1 tensor=2",
-        pytest.param("zero_stage=3", marks=pytest.mark.long),
-        pytest.param("zero_stage=0 pipeline=2", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["zero_stage=1 tensor=2", "zero_stage=3", "zero_stage=0 pipeline=2"])
 def test_two_ranks_equal_a_plain_loop(worlds, layout):
     expected, confusion = reference()
     for found, counted in worlds(2).run(train, layout):

@@ -63,8 +63,9 @@ def _linear_functions():
 FAMILIES = ["t5", "bert", "mixtral", "deepseek", "qwen3-next-documents"]
 
 
-@pytest.mark.parametrize("name", [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES])
-@pytest.mark.parametrize("stage", [pytest.param(STAGES[2], marks=pytest.mark.long), STAGES[3]])
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("stage", STAGES[2:4])
 def test_other_families(world, name, stage):
     model = MODELS[name]
     ours, theirs = (world.run(_steps_of, name, stage, *engine)[0] for engine in ((), (DEEPSPEED,)))
@@ -134,6 +135,7 @@ def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
         assert all(torch.equal(average[name], same[name]) for name in average | same)
 
 
+@pytest.mark.long
 def test_a_run_changes_its_engine(world, tmp_path):
     first, second = ("precision=fp32", STAGES[2]), ("precision=fp32", STAGES[3], DEEPSPEED)
     for (straight, _), (loaded, _) in world.run(_save_and_continue, tmp_path, first, second):
@@ -189,7 +191,8 @@ def _plain_loop(document, steps):
     return found
 
 
-@pytest.mark.parametrize("steps", [12, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("steps", [12, 200])
 def test_a_file_trains_as_in_a_loop_of_deepspeed(worlds, tmp_path, steps):
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(FILE))

@@ -159,6 +159,7 @@ def test_an_interrupted_job_goes_on_and_the_files_are_those_of_one_job(taught):
     assert record(128_256, 64).itemsize / 64 < 6.04
 
 
+@pytest.mark.long
 def test_the_student_of_another_family_reads_what_the_teacher_predicts(taught, tokens, tmp_path):
     """The loss of the first step is that of plain PyTorch, and the files have what the teacher's weights predict."""
     settings = (f"data.tokens={tokens}", f"data.teacher={taught}/answers", f"training.teacher_weight={WEIGHT}")

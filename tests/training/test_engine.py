@@ -287,7 +287,8 @@ LOW = [("bf16", ENGINES[1]), ("fp16", ENGINES[2])]
 MORE_LOW = [("bf16", ENGINES[0]), ("fp16", ENGINES[0]), ("fp16", ENGINES[1]), ("bf16", ENGINES[2])]
 
 
-@pytest.mark.parametrize("cases", [LOW, pytest.param(MORE_LOW, marks=pytest.mark.long)], ids=["some", "others"])
+@pytest.mark.long
+@pytest.mark.parametrize("cases", [LOW, MORE_LOW], ids=["some", "others"])
 def test_16_bits_agree_between_engines_and_with_fp32(world, cases):
     plain = torch.tensor(world.run(_losses, ("precision=fp32", "parallel.zero_stage=0"))[0])
     for overrides in [(f"precision={dtype}", *layout) for dtype, layout in cases]:

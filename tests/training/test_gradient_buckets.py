@@ -108,6 +108,7 @@ def recorded(worlds):
     return {stage: worlds(RANKS).run(record, f"parallel.zero_stage={stage}")[0] for stage in (0, 1, 2, 3)}
 
 
+@pytest.mark.long
 def test_zero_0_reduces_each_gradient_once_in_fp32(recorded):
     assert recorded[0]["all-reduce"] == 4 * recorded[0]["elements"]
     assert recorded[0]["reduce-scatter"] == recorded[0]["all-gather"] == 0

@@ -34,7 +34,6 @@ LAYOUTS = {
     "llama": ["zero_stage=2 context=2 tensor=2 training.activation_checkpointing=selective"],
     "llama nf4": ["zero_stage=0 tensor=2 pipeline=2 schedule=zbv"],
     "llama long": ["zero_stage=1 tensor=2 pipeline=2"],
-    "mixtral experts": ["zero_stage=3 tensor=2 sequence_parallel=false"],
     "mixtral-padded experts": ["zero_stage=3 expert=2 tensor=2 expert_padding=true expert_parts=2"],
 }
 MORE_LAYOUTS = {
@@ -51,7 +50,7 @@ MORE_LAYOUTS = {
     "deepseek-grouped experts": ["zero_stage=2 expert=2 pipeline=2", "zero_stage=0 tensor=2 expert=2"],
     "mixtral experts": [
         *("zero_stage=0 expert=4 training.activation_checkpointing=full", "zero_stage=2 expert=2", "zero_stage=1 expert=2 tensor=2"),
-        "zero_stage=1 tensor=2 expert_tensor=1",
+        *("zero_stage=1 tensor=2 expert_tensor=1", "zero_stage=3 tensor=2 sequence_parallel=false"),
     ],
 }
 CASES = [(name, layout) for name, layouts in LAYOUTS.items() for layout in layouts]
@@ -177,14 +176,15 @@ DROPPED = (
 DROPPED_PADDED = ("tensor=2 zero_stage=0 training.activation_checkpointing=selective",)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name, layouts",
     [
         ("llama", DROPPED[2:]),
-        pytest.param("mixtral experts", DROPPED[1:2], marks=pytest.mark.long),
-        pytest.param("llama", DROPPED[:2], marks=pytest.mark.long),
-        pytest.param("mixtral experts", DROPPED[2:], marks=pytest.mark.long),
-        pytest.param("mixtral-padded experts", DROPPED_PADDED, marks=pytest.mark.long),
+        ("mixtral experts", DROPPED[1:2]),
+        ("llama", DROPPED[:2]),
+        ("mixtral experts", DROPPED[2:]),
+        ("mixtral-padded experts", DROPPED_PADDED),
     ],
 )
 def test_tensor_ranks_drop_the_elements_that_one_process_drops_also_when_they_are_recomputed(worlds, name, layouts):

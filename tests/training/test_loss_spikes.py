@@ -278,6 +278,7 @@ def kill_at(moment: int | str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(rewinds, "drop_abandoned", killed_after)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "moment", [30, *(pytest.param(later, marks=pytest.mark.long) for later in (28, 31, "listed", "half removed", "removed"))]
 )
@@ -293,6 +294,7 @@ def test_a_killed_run_skips_the_same_samples_and_ends_with_equal_bits(blend, und
     assert (entry.checkpoint, entry.first, entry.last) == (25, 25 * 16, 31 * 16)
 
 
+@pytest.mark.long
 def test_the_run_ends_after_max_rewinds_and_a_kept_checkpoint_is_renamed(blend, tmp_path):
     settings = (*blend, "training.spike_factor=1e-3", "training.spike_patience=1", "training.max_rewinds=1")
     with pytest.raises(UserError) as raised:

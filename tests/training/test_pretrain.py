@@ -87,6 +87,7 @@ def test_a_run_on_eight_ranks_writes_the_documented_files(eight):
     assert_plain(printed)
 
 
+@pytest.mark.long
 def test_another_layout_has_the_same_metrics(eight, tokens, tmp_path):
     """Started by torchrun, as users do."""
     arguments = ("parallel.zero_stage=3", "precision=fp32", f"data.tokens={tokens}", f"run_dir={tmp_path}/run", "training.steps=6")
