@@ -179,7 +179,7 @@ class DataConfig:
         at_least=0.001,
     )
     shard_megabytes: float = knob(128.0, "approximate text size of a shard", unit="MB", above=0, at_most=2000)
-    validation_fraction: float = knob(0.005, "fraction of the documents in the validation split", at_least=0, at_most=0.5)
+    validation_fraction: float = knob(0.005, "fraction of the documents in the validation split; 1: all but one", at_least=0, at_most=1)
     documents_per_member: int = knob(
         1, "documents per tar member of a text shard; values above 1 save space for short documents", at_least=1
     )

@@ -153,9 +153,10 @@ def batch_lines(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield f"  {'data':<16}{epoch['']:,} tokens, {epochs:.3g} epochs{repeated(epochs)}"
     if config.data.blend and config.data.blend_weights == "samples":  # epochs would require the corpus sizes
         yield "the blend"
+        width = max(16, 2 + max(map(len, config.data.blend)))
         for name, count in zip(
             sorted(config.data.blend), BlendSchedule(phases(config.data, training.sample_length)).counts(samples).tolist(), strict=True
         ):
             epochs = count * training.sample_length / epoch[name] if epoch.get(name) else 0.0
             of_corpus = f", {epochs:.3g} epochs of {epoch[name]:,}{repeated(epochs)}" if epochs else ""
-            yield f"  {name:<16}{count * training.sample_length:,} tokens, {100 * count / samples:.2f} %{of_corpus}"
+            yield f"  {name:<{width}}{count * training.sample_length:,} tokens, {100 * count / samples:.2f} %{of_corpus}"

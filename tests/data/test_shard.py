@@ -229,7 +229,7 @@ def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_pa
 def test_few_documents_fill_both_splits(tmp_path, documents):
     for number in range(documents):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
-    for fraction, validation in ((0.001, min(1, documents - 1)), (0, 0)):
+    for fraction, validation in ((0.001, min(1, documents - 1)), (0, 0), (1, documents - 1)):
         folder = tmp_path / f"shards-{fraction}"
         here("stage=shard", *RAW, f"data.input=[{tmp_path}/*.txt]", f"data.shards={folder}", f"data.validation_fraction={fraction}")
         assert len(samples(folder, "validation")) == validation
