@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,8 @@ SECONDS = 10.0  # for an answer
 PLUGINS = {"Open MPI": "pmix", "CRAY": "cray_shasta", "ParaStation": "pspmix", "Intel": "pmi2", "MVAPICH": "pmi2", "MPICH": "pmi2"}
 #: Beginnings of the states of nodes that take no jobs.
 DOWN = ("drain", "down", "fail", "inval", "maint", "power", "unknown")
+#: Limits of a shell that end a training job, which Slurm gives to jobs (PropagateResourceLimits).
+LIMITS = ("CPU", "AS", "DATA", "FSIZE")
 Row = dict[str, str]
 
 
@@ -93,6 +97,12 @@ def rows(config: RunConfig) -> Iterator[Row]:
     few = killed and not cluster.memory and int(given.split()[0]) < whole / 2
     text = f"a job gets {given} of {whole} MB a node{', and is killed above' if killed else ''}"
     yield row("memory", text, few and "warning", f"set cluster.memory={whole}M")
+    propagated, but = (settled.get(f"PropagateResourceLimits{more}", "").split(",") for more in ("", "Except"))
+    passed_on = [each for each in LIMITS if (propagated == ["ALL"] or each in propagated) and each not in but]
+    inherited = LIMITS if "SLURM_JOB_ID" in os.environ else passed_on
+    low = [each for each in inherited if resource.getrlimit(getattr(resource, f"RLIMIT_{each}"))[0] != resource.RLIM_INFINITY]
+    text = f"{', '.join(low)}: limited here (ulimit -a), and in jobs" if low else "none"
+    yield row("limits", text, low and "warning", "set cluster.sbatch=[--propagate=NONE]")
     yield mpi(cluster)
 
 
@@ -110,7 +120,7 @@ def mpi(cluster: ClusterConfig) -> Row:
     names = re.findall(r"^\s+(\w+)$", listed, re.MULTILINE) + re.findall(r"\bpmix_v\d+", listed)
     sites = [SLURM_DIR / f"sites/{name}.sh" for name in (settings()["ClusterName"], "local")]
     sourced = ask("bash", "-c", f"PIPELINE_SLURM={SLURM_DIR}; . {next(filter(Path.exists, sites))}; echo $SLURM_MPI_TYPE")
-    plugin = cluster.environment.get("SLURM_MPI_TYPE") or sourced.strip()
+    plugin = cluster.environment.get("SLURM_MPI_TYPE") or sourced.strip() or settings().get("MpiDefault", "none")
     usual = next((plugin for start, plugin in PLUGINS.items() if library.lower().startswith(start.lower())), plugin)
     bad = "failure" if plugin not in names else not plugin.startswith(usual) and "warning"
     fix = f"set cluster.environment.SLURM_MPI_TYPE={usual}" if usual in names else "build mpi4py with the MPI of the site"

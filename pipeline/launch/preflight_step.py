@@ -250,7 +250,7 @@ class _Steps:
         complete = judge.is_complete(results, nodes)
         if not complete:
             said = [line for line in text.splitlines() if line.startswith("srun: error:") and not _OF_TASK.search(line)]
-            lines = [line for line in text.splitlines() if line.strip() and node_result.MARK not in line]
+            lines = [line for line in text.splitlines() if line.strip() and node_result.MARK not in line and not _OF_TASK.search(line)]
             self.message = " ".join(said[:2] or lines[-1:])
             if len(nodes) == 1:
                 self._failures[nodes[0]] = results.get(nodes[0], {}).get("error") or self.message

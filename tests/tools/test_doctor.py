@@ -21,7 +21,8 @@ SLURM = {
     "sinfo": "gpu*|n[1-4]|{gres}",
     "sinfo --format=%P|%l": "gpu*|{longest}",
     "sinfo --noheader --format=%R|%a|%T|%D": "gpu|{up}|{state}|3\ngpu|{up}|down*|1",
-    "scontrol show config": "ClusterName             = pine\nDefMemPerCPU            = {memory}\nConstrainRAMSpace       = yes",
+    "scontrol show config": "ClusterName             = pine\nDefMemPerCPU            = {memory}\nConstrainRAMSpace       = yes\n"
+    "PropagateResourceLimits = ALL",
     "scontrol show reservation": "{maintenance}",
     "scontrol show node": "NodeName=n1 Arch=x86_64 CPUEfctv=32 CPUTot=32 Gres={gres} RealMemory=256000",
     "scontrol": "PartitionName={partition} MaxNodes=UNLIMITED MaxTime={longest} MinNodes=0 TotalNodes=4",
@@ -108,7 +109,7 @@ def machine(tmp_path: Path) -> Machine:
 def test_a_healthy_machine(machine: Machine) -> None:
     found = machine.doctor()
     assert faults(found) == {}
-    assert len(found["rows"]) == 30
+    assert len(found["rows"]) == 32
     assert found["site"] == ["cores: 32", "memory: 256000M", "architecture: x86_64"]
 
 
@@ -198,6 +199,17 @@ def test_what_a_job_would_start(machine: Machine) -> None:
     assert "Unable to locate a modulefile" in faults(machine.doctor())["modules"]
 
 
+def test_what_jobs_get_from_a_shell_and_what_a_container_lacks(machine: Machine) -> None:
+    machine.variables |= {"SBATCH_EXPORT": "NONE", "GOMP_CPU_AFFINITY": "0"}
+    machine.prefix = ["prlimit", "--cpu=3600", "--fsize=1000000000000"]
+    machine.command("apptainer", 'echo "[\\"${!#}\\"]"')  # the last file is not there
+    found = faults(machine.doctor("cluster.launch=[apptainer,exec]"))
+    assert set(found) == {"environment", "debugging", "limits", "container"}
+    assert found["debugging"] == "GOMP_CPU_AFFINITY"
+    assert found["limits"].startswith("CPU, FSIZE: ")
+    assert found["container"] == f"{machine.folder}/run: not there within apptainer"
+
+
 @pytest.mark.long
 def test_a_check_that_hangs_is_named(machine: Machine) -> None:
     for name in ("quota", "lfs"):
@@ -238,7 +250,7 @@ def test_a_build_of_torch_without_gpus_and_lustre(machine: Machine) -> None:
     assert set(found) == {"driver", "run_dir stripes"}
     assert found["driver"] == "torch is built for CPUs, 0 GPUs are here, and nodes of cluster=pine have GPUs"
     machine.command("lfs", "echo not on Lustre >&2; exit 1")
-    machine.command("apptainer", "")
+    machine.command("apptainer", 'shift; exec "$@"')
     assert faults(machine.doctor("cluster.launch=[apptainer,exec]")) == {}
 
 
@@ -298,4 +310,4 @@ def test_a_wrong_argument_and_the_table(machine: Machine) -> None:
     done = subprocess.run([sys.executable, TOOL, *words], env=machine.variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "fix: choose another data.tokens" in done.stdout
-    assert "doctor: 1 failure and 1 warning in 31 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout
+    assert "doctor: 1 failure and 1 warning in 33 checks\nThe file of cluster=local lacks:\nname: pine\n" in done.stdout
