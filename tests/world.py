@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import pickle
 import time
 import traceback
@@ -81,6 +82,7 @@ def serve(rank: int, size: int, store: str, pipe_fd: int) -> None:
     from pipeline.parallel import open_files
     from pipeline.parallel.serial_gloo import SERIAL_GLOO
 
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "0"  # groups of all tests share a thread, and do not take half of the machine while they wait
     open_files.allow_many_connections()
     dist.init_process_group(SERIAL_GLOO, init_method=store, rank=rank, world_size=size)
     linear = torch.nn.functional.linear
