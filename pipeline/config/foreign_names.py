@@ -146,7 +146,6 @@ OTHER = {
     "sample_packing": "set data.instructions.pack",
     "reset_position_ids": "leave it out: training.document_mask is enough for rotary positions, which only see differences",
     "save_strategy": "set checkpoint.every",
-    "split": "set data.validation_fraction of stage=shard; of .bin files, those named validation-NAME are for validation",
     "tie_word_embeddings": "set model.tie_embeddings",
     "tokenizer_model": "set tokenizer.path, a Hugging Face folder; tokenizer.source imports .tiktoken and SentencePiece",
     "train_samples": "set training.steps, the samples divided by training.global_batch_size",

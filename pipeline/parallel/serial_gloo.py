@@ -27,19 +27,19 @@ SERIAL_GLOO = "serial_gloo"
 def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """Create what torch creates for "gloo", with one thread."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined] # no stub
-    apart = size > 1 and os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
-    options._devices = (_devices if apart else _shared_devices)(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    apart = size > 1 and os.environ.get("TORCH_GLOO_LAZY_INIT", "0") != "0"
+    options._devices = (_of_interfaces if apart else _shared)(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     options._threads = 1
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)
 
 
-def _devices(names: str) -> list[Any]:
+def _of_interfaces(names: str) -> list[Any]:
     """The devices of network interfaces, whose names are separated by commas."""
     interfaces = [name for name in names.split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name) for name in interfaces] or [ProcessGroupGloo.create_default_device()]
 
 
-_shared_devices = cache(_devices)
+_shared = cache(_of_interfaces)
 
 dist.Backend.register_backend(SERIAL_GLOO, _create, devices=["cpu"])

@@ -248,6 +248,21 @@ def test_a_gloo_group_has_one_thread(world):
     assert world.run(_threads) == [[1] * 4] * 4
 
 
+def _further_loops():
+    def loops():
+        return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+    before = loops()
+    dist.new_group(list(range(dist.get_world_size())), backend=SERIAL_GLOO)
+    serial_gloo._create(dist.HashStore(), 0, 1, timedelta(seconds=5))
+    return before > 0, loops() - before
+
+
+def test_groups_share_the_thread_of_a_device(world):
+    """It wakes up a hundred times a second."""
+    assert world.run(_further_loops) == [(True, 0)] * 4
+
+
 def _devices():
     backend = serial_gloo._create(dist.HashStore(), 0, 1, timedelta(seconds=5))
     return len(backend.options._devices)
