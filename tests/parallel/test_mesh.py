@@ -1,5 +1,6 @@
 """The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
 
+import os
 import resource
 import signal
 import socket
@@ -49,8 +50,10 @@ def _files():
 
 def _files_of_a_new_group():
     """Files that the creation of a group of all ranks opens, and its first barrier."""
-    counts = [_files()]
+    counts, connected_at_once = [_files()], os.environ["TORCH_GLOO_LAZY_INIT"]
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"  # as in jobs
     group = dist.new_group(list(range(dist.get_world_size())), backend=SERIAL_GLOO)
+    os.environ["TORCH_GLOO_LAZY_INIT"] = connected_at_once
     counts.append(_files())
     dist.barrier(group=group)
     return counts[1] - counts[0], _files() - counts[0], resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -81,6 +84,7 @@ def test_what_a_rank_asks_the_store_for_and_opens_does_not_grow_with_the_job(mon
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")  # which is restored after the test
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     open_files.allow_many_connections()
+    _needs(Layout(1, 4, 1))  # opens the device that groups of one rank share
     found = [_needs(Layout(4, data, 4)) for data in (4, 16, 256)]
     assert found[0] == found[1] == found[2]
     assert found[0][0] == {"set": 6}
