@@ -239,7 +239,7 @@ def _use_cpu_kernels(small: RunConfig) -> RunConfig:
     """Select what a CPU supports: flex attention has no backward pass there, and compilation takes minutes. Lower the loss scale."""
     attention = "auto" if small.training.attention == "flex" else small.training.attention
     compiled = "off" if small.training.compile == "on" else small.training.compile
-    values: dict[str, Any] = {"training.attention": attention, "training.compile": compiled}
+    values: dict[str, Any] = {"training.attention": attention, "training.compile": compiled, "training.delta_rule": "auto"}
     if small.precision.dtype == "fp16":
         values["precision.initial_loss_scale"] = min(small.precision.initial_loss_scale, LOSS_SCALE)
     return knobs.changed(small, values)

@@ -125,6 +125,12 @@ class TrainingConfig:
         "(FlashAttention 3, cuDNN, FlashAttention 2, flex, memory-efficient) and logs the choice",
         choices=("auto", "sdpa", "flex", "plain"),
     )
+    delta_rule: str = knob(
+        "auto",
+        "linear attention (GatedDeltaNet, Kimi Delta Attention): the kernels of flash-linear-attention, a package of its own "
+        "(fla), or PyTorch's operators (plain); auto is fla on GPUs where it is installed, in 16 bits and without context parallelism",
+        choices=("auto", "fla", "plain"),
+    )
     attention_group: int = knob(
         0,
         "shifted sparse attention (LongLoRA): training has attention in groups of so many tokens, shifted by half a group in half of the "

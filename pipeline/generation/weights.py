@@ -34,6 +34,7 @@ def for_generation(config: RunConfig, model: ModelConfig) -> RunConfig:
     """Return the configuration with a checkpoint's model, and without what serves training only."""
     values: dict[str, Any] = {"model": model, "lora": LoraConfig(), "training.frozen": []}  # adapters are merged
     values |= {"training.activation_checkpointing": "none", "training.compile": "off", "training.attention_group": 0}
+    values |= {"training.delta_rule": "plain"}  # its kernels are for many tokens
     values |= {"parallel.zero_stage": 0, "parallel.zero_group": "job", "parallel.sequence_parallel": False, "parallel.schedule": "1f1b"}
     values |= {"parallel.expert_padding": False, "parallel.expert_parts": 1}
     values |= {"parallel.expert_tensor": None}  # whole experts require sequence parallelism

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.config.rules import trained_weights
 from pipeline.config.schema import RunConfig
 from pipeline.config.training import TrainingConfig
-from pipeline.layers import gpu
+from pipeline.layers import delta_kernels, gpu
 from pipeline.layers.attention import Core, plain, sdpa
 from pipeline.layers.attention_kernel import automatic
 from pipeline.layers.fake_quantization import fake_quantize_layers
 from pipeline.layers.flex import flex
+from pipeline.layers.gated_delta_net import DeltaRuleLayer
 from pipeline.layers.init import initial_tensor
 from pipeline.layers.linear import Linear
 from pipeline.layers.lora import LoraSpec, add_adapters
@@ -131,6 +133,10 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         kept = {} if budget is None else activation_checkpointing.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
             layer.core = core or attention_core(config.training, config.model.heads, mesh)
+        fused = delta_kernels.planned_delta_rule if mesh.device.type == "meta" else delta_kernels.fused_delta_rule
+        for module in stage.modules() if fuses_delta_rule(config, mesh.device) else ():
+            if isinstance(module, DeltaRuleLayer):
+                module.rule = partial(fused, dtype=dtype)
         if mesh.layout.context > 1:
             context_parallel.apply(stage, mesh.context, config.parallel.context_kind)
         compiled = compile_enabled(config.training, config.parallel, mesh.device)
@@ -153,6 +159,14 @@ def attention_core(training: TrainingConfig, heads: int, mesh: Mesh) -> Core:
     local = heads // mesh.layout.tensor
     plain_heads = min(max(heads // 2 - mesh.coordinates.tensor * local, 0), local)
     return ShiftedSparseAttention(core, training.attention_group, plain_heads)
+
+
+def fuses_delta_rule(config: RunConfig, device: torch.device) -> bool:
+    """Whether linear attention has the kernels of flash-linear-attention. Plans count on them, since they are made where no GPU is."""
+    chosen = config.training.delta_rule
+    if chosen != "auto" or config.precision.dtype == "fp32" or config.parallel.context > 1:
+        return chosen == "fla"
+    return device.type == "meta" or (device.type == "cuda" and delta_kernels.installed())
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

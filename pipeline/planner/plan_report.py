@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from pipeline.common.errors import UserError
 from pipeline.config.schema import RunConfig
+from pipeline.layers.delta_kernels import PACKAGE
+from pipeline.parallel.parallelize import fuses_delta_rule
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.peak_memory import fullest_moment, largest_activations
 from pipeline.planner.plan import JobPlan, OperationRow, hardware_of
@@ -50,6 +54,8 @@ def head_lines(result: JobPlan) -> Iterator[str]:
         yield f"  {'precision':<14}fp8: linear layers are planned with their time in bf16, which 8 bits should undercut"
     if result.config.parallel.engine == "deepspeed":
         yield f"  {'engine':<14}deepspeed: planned with the memory and the time of the native one"
+    if hasattr(result.config.model, "linear_key_heads") and fuses_delta_rule(result.config, torch.device("meta")):
+        yield f"  {'delta rule':<14}with the kernels of {PACKAGE}, where pip has installed them; training.delta_rule=plain plans without"
     if tuned := "; ".join(_tuning(result.config)):
         yield f"  {'trains':<14}{tuned}"
     batch = f"{layout.micro_batches:,} micro-batches of {training.micro_batch_size} x {training.sequence_length:,} tokens"

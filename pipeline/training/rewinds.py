@@ -216,6 +216,8 @@ def train(
         UserError: as of rewind. Other errors are those of an attempt.
     """
     skipped = on_rank_0(lambda: skipped_samples.read(Path(config.run_dir)))
+    for entry in skipped.rewinds if dist.get_rank() == 0 else ():
+        log.info("%s: without samples %d to %d (%s)", skipped_samples.FILE, entry.first, entry.last - 1, entry.reason)
     while True:
         try:
             return attempt(state, skipped)

@@ -1,15 +1,17 @@
-"""Section kernels: attention, norms, rotary embeddings, the loss, grouped and 8-bit products, each beside its plain formula."""
+"""Section kernels: attention, linear attention, norms, rotary embeddings, the loss, grouped and 8-bit products, beside plain formulas."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline.layers import gpu
+from pipeline.layers import delta_kernels, gpu
+from pipeline.layers.delta_rule import chunked_delta_rule
 from pipeline.layers.expert_products import grouped_mm, loop_mm
 from pipeline.layers.fp8_products import FP8_PRODUCTS
 from pipeline.layers.loss import linear_cross_entropy
@@ -33,6 +35,8 @@ def rows(setup: Setup) -> Iterator[Row]:
             for name, (kernel, formula, inputs) in layers(hidden, setup.device).items():
                 title = f"{name} {hidden} {dtype}{' compiled' if compiled else ''}"
                 yield guarded(title, _check, kernel, formula, inputs, dtype, compiled=compiled)
+    for title, decays in (("delta rule bf16", 1), ("delta rule with decays of rows bf16", 128)):
+        yield guarded(title, _delta_rule, setup, decays)
     yield guarded("grouped product bf16", _grouped, setup)
     for recipe in RECIPES:
         yield guarded(f"product fp8 {recipe}", _fp8, setup, recipe)
@@ -101,6 +105,23 @@ def _check(title: str, kernel: Function, formula: Function, inputs: dict[str, Te
     # PyTorch's kernel for CPUs adds the gradients of the bias in 16 bits.
     slack = 4.0 if device.type == "cpu" and title.startswith("layer norm") else 1.0
     found = compare(torch.compile(kernel) if compiled else kernel, formula, inputs, DTYPES[dtype], slack=slack)
+    return Row.bounded(title, found.error, found.bound, f"relative error of the {found.where}")
+
+
+def _delta_rule(title: str, setup: Setup, decays: int) -> Row:
+    """Compare the kernels of linear attention with the rule in chunks, for documents that begin within a chunk."""
+    if not (setup.cuda and delta_kernels.installed()):
+        return Row.skipped(title, f"needs a GPU, and {delta_kernels.PACKAGE}")
+    chance, shape = torch.Generator().manual_seed(0), (2, 4, 1000)
+    inputs = {name: torch.randn(*shape, 128, generator=chance) for name in ("queries", "keys", "values")}
+    inputs |= {"decays": -torch.rand(*shape, decays, generator=chance), "betas": torch.rand(*shape, generator=chance)}
+    segments = (torch.arange(shape[2], device=setup.device) // 150).expand(2, -1)
+
+    def of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+        return lambda q, k, *others: rule(q, F.normalize(k, dim=3), *others, segments=segments)[0]
+
+    fused = of(partial(delta_kernels.fused_delta_rule, dtype=torch.bfloat16))
+    found = compare(fused, of(chunked_delta_rule), {name: tensor.to(setup.device) for name, tensor in inputs.items()}, torch.bfloat16)
     return Row.bounded(title, found.error, found.bound, f"relative error of the {found.where}")
 
 

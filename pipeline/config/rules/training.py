@@ -18,6 +18,7 @@ def violations(config: RunConfig) -> Iterator[Violation]:
     yield from _activation_budget(config)
     yield from _attention_group(config)
     yield from _fused_attention(config)
+    yield from _delta_rule(config)
     yield from _loss_weights(config)
     yield from _loss_spikes(config)
     late = [step for step in config.training.profile if config.training.epochs is None and step > config.training.steps]
@@ -217,6 +218,17 @@ def _fused_attention(config: RunConfig) -> Iterator[Violation]:
         rules.append(f"has no kernel with attention sinks, which model.family={config.model.family} has")
     for rule in rules if config.training.attention == "sdpa" else ():
         yield Violation("training.attention", "sdpa", rule, "set it to auto or flex, or to plain for the unfused formula")
+
+
+def _delta_rule(config: RunConfig) -> Iterator[Violation]:
+    """The kernels of flash-linear-attention compute whole sequences in 16 bits."""
+    key, rules = "training.delta_rule", []
+    if config.precision.dtype == "fp32":
+        rules.append("computes in 16 bits, precision.dtype=fp32")
+    if config.parallel.context > 1:
+        rules.append(f"computes whole sequences, parallel.context={config.parallel.context} splits them")
+    for rule in rules if config.training.delta_rule == "fla" else ():
+        yield Violation(key, "fla", rule, f"set {key}=auto")
 
 
 def _attention_group(config: RunConfig) -> Iterator[Violation]:

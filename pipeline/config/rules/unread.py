@@ -99,6 +99,12 @@ ROWS = (
     _objective(("masked_diffusion",), ("training.diffusion_eps",), "set training.objective=masked_diffusion"),
     _objective(("causal",), ("training.goldfish_k",), "pretrain a decoder"),
     Row(
+        "model.family",
+        ("training.delta_rule",),
+        "train a model with linear attention (model=qwen3-next-tiny)",
+        lambda config: hasattr(config.model, "linear_key_heads"),
+    ),
+    Row(
         "training.preference_loss",
         ("training.simpo_margin",),
         "set training.preference_loss=simpo",
