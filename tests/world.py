@@ -1,6 +1,7 @@
 """A gloo process group that is started once and runs functions of many tests on all ranks."""
 
 import contextlib
+import dataclasses
 import functools
 import os
 import pickle
@@ -14,9 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import warm
-from tests.helpers import environment
+from tests.helpers import environment, run_directory
 
 
 class World:
@@ -136,6 +138,19 @@ def composition_of_groups(overrides: tuple[str, ...]) -> bytes:
         return pickle.dumps(hydra_compose("config", list(overrides)))
 
 
+class Observed(TorchDispatchMode):
+    """Calls a function with each operator that runs, its arguments and its result."""
+
+    def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], object]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
+        self.note(operator, args, result)
+        return result
+
+
 def causal(tokens: torch.Tensor, documents: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Split (sequences, sequence + 1) tokens into inputs and next-token targets, as the data loader does."""
     batch = {"targets": tokens[:, 1:]}
@@ -147,6 +162,11 @@ def tiny(*overrides: str) -> tuple[str, ...]:
     sizes = ("model.hidden=32", "model.heads=4", "model.vocab_size=67", "model.max_positions=16")
     batch = ("training.sequence_length=8", "training.global_batch_size=16", "training.micro_batch_size=2", "training.steps=8")
     return ("stage=pretrain", "precision=fp32", *sizes, *batch, "optimizer.warmup_steps=2", "optimizer.lr=0.01", *overrides)
+
+
+def in_layout(layout: str) -> list[str]:
+    """Return the settings of a layout, whose words are keys of parallel, or of training where they name it."""
+    return [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
 
 
 def composed(*overrides: str) -> Any:
@@ -185,6 +205,34 @@ def share(trainer: Any, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Return this rank's samples of tensors of the global batch."""
     layout = trainer.mesh.layout
     return [tensor.chunk(layout.batch_shards)[layout.batch_shard(trainer.mesh.coordinates)] for tensor in tensors]
+
+
+def share_of(trainer: Any, tokens: torch.Tensor, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return this rank's samples of a global batch and its fields."""
+    tokens, *values = share(trainer, tokens, *batch.values())
+    return tokens, dict(zip(batch, values, strict=True))
+
+
+def train_steps(trainer: Any, config: Any, batch_of: Callable[[Any, int], Any], steps: int) -> list[tuple[float, float]]:
+    """Train on the global batches `batch_of(config, step)`; return the loss and the gradient norm of each step. Collective."""
+    numbers = []
+    for step in range(steps):
+        loss, result = trainer.train(*share_of(trainer, *batch_of(config, step)), step=step)
+        numbers.append((float(loss), float(result.gradient_norm)))
+    return numbers
+
+
+def saved(folder: str | Path, config: Any, trainer: Any, state: Any = None, **options: Any) -> Path:
+    """Save the state of a trainer into a run directory; return the checkpoint. Collective.
+
+    Args:
+        state: the TrainState that the checkpoint records.
+    """
+    from pipeline.checkpoint import save
+    from pipeline.checkpoint.native import Index, TrainState
+
+    index = Index(state or TrainState(), dataclasses.asdict(config))
+    return save.save(run_directory(folder), index, trainer.engine.fragments(), keep=1, **options)
 
 
 def mean_loss(trainer: Any, tokens: torch.Tensor, batch: Any) -> torch.Tensor:

@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 import torch._dynamo
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.layers import attention_kernel, flex, partial_attention
 from pipeline.layers import gpu as gpus
 from pipeline.layers.attention import plain
 from pipeline.layers.attention_kernel import Case, automatic, case, choose, choose_partial, facts_of
 from pipeline.layers.mask import Mask
+from tests.world import Observed
 
 BF16, FP32 = torch.bfloat16, torch.float32
 AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER, VOLTA = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0), (7, 0)
@@ -135,19 +135,6 @@ def test_a_chosen_kernel_computes_attention(kernel, caplog, monkeypatch):
     assert ("scores are allocated" in line.message) == (kernel == "math")
 
 
-class Spy(TorchDispatchMode):
-    """Records the tensor arguments of every call of a flash attention kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if "flash" in function.name():
-            self.calls.append((function.name(), [x for x in arguments if isinstance(x, torch.Tensor)]))
-        return function(*arguments, **(options or {}))
-
-
 @pytest.mark.parametrize("kernel, device", [("flash", "meta"), ("flash_cpu", "cpu")])
 @pytest.mark.parametrize("value_dim", [16, 8])
 def test_contracts_of_the_flash_kernels(kernel, device, value_dim):
@@ -160,7 +147,8 @@ def test_contracts_of_the_flash_kernels(kernel, device, value_dim):
     out, grad = (torch.randn(batch, heads, tokens, value_dim, device=device, dtype=dtype) for _ in range(2))
     lse = torch.randn(batch, heads, tokens, device=device)
     rows = slice(half, tokens)
-    with Spy() as spy:
+    calls = []
+    with Observed(lambda operator, args, _: calls.append((operator.name(), args)) if "flash" in operator.name() else None):
         partial, partial_lse = partial_attention.flash_forward(kernel, q[:, :, rows], k, v, causal=False, scale=None)
         grads = partial_attention.flash_backward(
             kernel, grad[:, :, rows], q[:, :, rows], k, v, out[:, :, rows], lse[:, :, rows], causal=False, scale=None
@@ -168,7 +156,8 @@ def test_contracts_of_the_flash_kernels(kernel, device, value_dim):
     assert partial.shape == (batch, heads, half, value_dim)
     assert partial_lse.shape == (batch, heads, half)
     assert [g.shape for g in grads] == [q[:, :, rows].shape, k.shape, v.shape]
-    (forward, inputs), (backward, (passed_grad, *qkv, passed_out, passed_lse)) = ((name, x[:6]) for name, x in spy.calls)
+    tensors = [(name, [x for x in args if isinstance(x, torch.Tensor)][:6]) for name, args in calls]
+    (forward, inputs), (backward, (passed_grad, *qkv, passed_out, passed_lse)) = tensors
     assert ("for_cpu" in forward, "for_cpu" in backward) == (device == "cpu",) * 2
     for x in (*inputs[:3], *qkv):
         assert x.stride(3) == 1

@@ -9,9 +9,10 @@ import torch
 from pipeline.layers.token_permutation import buffer_slots, sorted_slots
 from tests.parallel.test_compile import BLOCKS, MICRO_BATCHES, compiled_run
 from tests.parallel.test_compile import MIXTRAL as COMPILED
-from tests.parallel.test_expert import DEEPSEEK, MIXTRAL
+from tests.parallel.test_expert import DEEPSEEK, MIXTRAL, host_reads
+from tests.training.layouts import text
 from tests.training.test_pretrain import EXACT, lines, run
-from tests.world import causal, share, tiny, trainer, unsharded
+from tests.world import share_of, tiny, trainer, unsharded
 
 TINY = tiny("model.layers=2", "model.ffn_hidden=24", "training.steps=3", "optimizer.gradient_clipping=0.5", "training.global_batch_size=8")
 BUFFERS = "parallel.expert_padding=true"
@@ -52,21 +53,13 @@ def _train(overrides, skewed=False):
     If skewed, all tokens are of the same experts.
     """
     config, mine = trainer(*TINY, *overrides)
-    reads, numbers = [], []
-    tolist = torch.Tensor.tolist
-
-    def counted(tensor):
-        if tensor.dtype in (torch.int32, torch.int64):
-            reads.append(len(tensor))
-        return tolist(tensor)
-
+    numbers = []
     grouped = mock.patch("pipeline.layers.expert_products.has_grouped_kernel", return_value=True)
     first = lambda router, scores: torch.arange(router.top_k).expand(len(scores), -1).contiguous()  # noqa: E731
     same = mock.patch("pipeline.layers.router.Router._select_experts", first) if skewed else nullcontext()
-    with mock.patch.object(torch.Tensor, "tolist", counted), grouped, same:
+    with host_reads() as reads, grouped, same:
         for step in range(3):
-            tokens = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-            loss, result = mine.train(*causal(*share(mine, tokens)), step=step)
+            loss, result = mine.train(*share_of(mine, *text(config, step)), step=step)
             numbers.append({"loss": float(loss), "norm": float(result.gradient_norm), **{k: float(v) for k, v in result.more.items()}})
     return numbers, unsharded(mine), len(reads)
 

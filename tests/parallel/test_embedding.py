@@ -7,29 +7,25 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.layers.embedding import Embedding
 from pipeline.models import registry
 from pipeline.models.registry import family_of
 from pipeline.parallel import tensor_parallel
 from pipeline.parallel.pieces import Piece, slice_weight
-from tests.world import configured, tiny
+from tests.world import Observed, configured, tiny
 
 RANKS, SEQUENCE = 2, 8
 
 
-class Communication(TorchDispatchMode):
-    """Counts the functional collectives, and the elements that they send."""
+def counting(found: Counter[str]) -> Observed:
+    """Count the functional collectives by name."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
+    def count(operator, *_):
+        if operator.namespace == "_c10d_functional" and "wait" not in str(operator):
+            found[operator._schema.name.rpartition("::")[2]] += 1
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.namespace == "_c10d_functional" and "wait" not in str(operation):
-            self.found[operation._schema.name.rpartition("::")[2]] += 1
-        return operation(*args, **(kwargs or {}))
+    return Observed(count)
 
 
 def embedded(model: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
@@ -51,10 +47,11 @@ def embedded(model: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
     whole = full(tokens)
     factor = torch.randn(whole.shape, generator=torch.Generator().manual_seed(2))
     (whole * factor).sum().backward()
-    with Communication() as forward:
+    forward, backward = Counter(), Counter()
+    with counting(forward):
         local = sharded(tokens)
     mine = slice(rank * SEQUENCE // RANKS, (rank + 1) * SEQUENCE // RANKS)
-    with Communication() as backward:
+    with counting(backward):
         (local * factor[:, mine]).sum().backward()
     gaps = [float((local - whole[:, mine]).abs().max())]
     gradients = dict(full.named_parameters())
@@ -65,7 +62,7 @@ def embedded(model: str) -> tuple[dict[str, int], dict[str, int], list[float]]:
         elif tensor_parallel.sums_over_tensor(Piece(f"embed.{name}", tuple(weight.shape)), sequence=True):
             dist.all_reduce(weight.grad)
         gaps.append(float((weight.grad - expected).abs().max()))
-    return dict(forward.found), dict(backward.found), gaps
+    return dict(forward), dict(backward), gaps
 
 
 @pytest.mark.parametrize("model", ["llama-tiny", "gpt-tiny", "bert-tiny", "transformer-tiny"])

@@ -1,8 +1,8 @@
 """Expert parallelism: dispatch to the experts and combination of their outputs. Training with it: tests/training/test_layouts.py."""
 
-import dataclasses
 import functools
 import math
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config.rules.check import violations
-from tests.helpers import run_directory
-from tests.world import causal, configured, queued, share, tiny, trainer
+from tests.training.layouts import text
+from tests.world import configured, queued, saved, tiny, train_steps, trainer
 
 MIXTRAL = ("model=mixtral-tiny", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1")
 DEEPSEEK = (
@@ -26,39 +26,54 @@ def make(*overrides):
     return trainer(*TINY, *overrides)
 
 
-def run(config, trainer):
-    """Train on random tokens."""
-    for step in range(3):
-        tokens = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-        trainer.train(*causal(*share(trainer, tokens)))
+@contextmanager
+def host_reads():
+    """Yields a list, to which each read of the values of integers by the host adds a shape."""
+    reads, tolist = [], torch.Tensor.tolist
+
+    def counted(tensor):
+        if tensor.dtype in (torch.int32, torch.int64):
+            reads.append(tensor.shape)
+        return tolist(tensor)
+
+    with mock.patch.object(torch.Tensor, "tolist", counted):
+        yield reads
+
+
+def reads_and_losses(*overrides):
+    """How often numbers of rows are read in three steps, and the losses."""
+    config, mine = trainer(*overrides)
+    with host_reads() as reads:
+        losses = [loss for loss, _ in train_steps(mine, config, text, 3)]
+    return len(reads), losses
 
 
 def _save_and_load(folder, first, second):
     """The biases of all routers, as saved in one layout and as loaded in another. They differ from the initial values."""
-    from pipeline.checkpoint import load_any_layout, save
-    from pipeline.checkpoint.native import Index, TrainState
+    from pipeline.checkpoint import load_any_layout
+    from pipeline.checkpoint.native import TrainState
     from pipeline.checkpoint.reader import Checkpoint
 
     config, trainer = make(*first)
-    run(config, trainer)
-    path = save.save(run_directory(folder), Index(TrainState(3, 48, 3), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
-    saved = {name: Checkpoint(path).tensor(name) for name in Checkpoint(path).names() if name.endswith("router.bias")}
+    train_steps(trainer, config, text, 3)
+    checkpoint = Checkpoint(saved(folder, config, trainer, TrainState(3, 48, 3)))
+    biases = {name: checkpoint.tensor(name) for name in checkpoint.names() if name.endswith("router.bias")}
     config, trainer = make(*second)
-    load_any_layout.load(Checkpoint(path), trainer.engine.fragments())
+    load_any_layout.load(checkpoint, trainer.engine.fragments())
     trainer.engine.loaded(3)
-    return saved, {piece.name: value for value, piece in trainer.model.fixed.items()}
+    return biases, {piece.name: value for value, piece in trainer.model.fixed.items()}
 
 
 def test_a_checkpoint_keeps_the_biases(world, tmp_path):
     first = (*DEEPSEEK, "parallel.expert=2", "parallel.zero_stage=3", "precision=bf16")
     second = (*DEEPSEEK, "parallel.pipeline=2", "parallel.tensor=2", "parallel.zero_stage=1")
     found = {}
-    for saved, loaded in world.run(_save_and_load, str(tmp_path), first, second):
-        assert len(saved) == 2
-        assert all(bias.abs().max() > 0.009 for bias in saved.values())
-        assert all(torch.equal(saved[name], bias) for name, bias in loaded.items()), "the biases are saved exactly, also in bf16"
+    for biases, loaded in world.run(_save_and_load, str(tmp_path), first, second):
+        assert len(biases) == 2
+        assert all(bias.abs().max() > 0.009 for bias in biases.values())
+        assert all(torch.equal(biases[name], bias) for name, bias in loaded.items()), "the biases are saved exactly, also in bf16"
         found |= loaded
-    assert found.keys() == saved.keys()
+    assert found.keys() == biases.keys()
 
 
 def _experts(expert, tensor, counts_of_rank, dropped):
@@ -154,31 +169,14 @@ def _events(layout):
     return events, sizes
 
 
-def _reads(recompute):
-    """How often the numbers of rows are read in three steps, and the losses."""
-    config, mine = make(*MIXTRAL, "parallel.expert=2", "parallel.zero_stage=1", f"training.activation_checkpointing={recompute}")
-    reads, losses = [], []
-    tolist = torch.Tensor.tolist
-
-    def counted(tensor):
-        if tensor.dtype == torch.int64:
-            reads.append(len(tensor))
-        return tolist(tensor)
-
-    with mock.patch.object(torch.Tensor, "tolist", counted):
-        for step in range(3):
-            tokens = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-            losses.append(float(mine.train(*causal(*share(mine, tokens)))[0]))
-    return len(reads), losses
-
-
 @pytest.mark.long
 def test_a_recomputation_does_not_wait_for_the_numbers_of_rows_again(world):
     """It has them from the forward pass; the losses are the same."""
-    kept, losses = world.run(_reads, "none")[0]
+    words = (*TINY, *MIXTRAL, "parallel.expert=2", "parallel.zero_stage=1")
+    kept, losses = world.run(reads_and_losses, *words, "training.activation_checkpointing=none")[0]
     assert kept > 0
     for recompute in ("full", "selective"):
-        assert world.run(_reads, recompute)[0] == (kept, losses)
+        assert world.run(reads_and_losses, *words, f"training.activation_checkpointing={recompute}")[0] == (kept, losses)
 
 
 def test_the_shared_expert_computes_while_tokens_travel(world):

@@ -1,15 +1,13 @@
 """Experts with as many rows as their capacity: numerics on several ranks, no wait for the device, and what runs beside the all-to-alls."""
 
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.rules.check import violations
-from tests.parallel.test_expert import _groups, _piece
-from tests.world import causal, configured, share, tiny, trainer
+from tests.parallel.test_expert import _groups, _piece, reads_and_losses
+from tests.world import configured, tiny
 
 EXPERTS, HIDDEN, FFN, ROWS = 8, 6, 12, 4
 #: Operators -> what an event is called.
@@ -120,26 +118,8 @@ def test_columns_of_a_part_are_gathered_and_reduced_beside_products_of_another_o
 
 MIXTRAL = tiny(
     *("model=mixtral-tiny", "model.kv_heads=2", "training.z_loss=0.05", "training.balance_loss=0.1", "model.layers=2", "training.steps=3"),
-    *("model.ffn_hidden=24", "parallel.zero_stage=1", "parallel.expert=2", "model.capacity_factor=1.0"),
+    *("model.ffn_hidden=24", "parallel.zero_stage=1", "parallel.expert=2", "model.capacity_factor=1.0", "training.global_batch_size=8"),
 )
-
-
-def _reads(*overrides):
-    """How often a step reads numbers of rows on the host, and the losses of three steps."""
-    config, mine = trainer(*MIXTRAL, *overrides)
-    reads, losses = [], []
-    tolist = torch.Tensor.tolist
-
-    def counted(tensor):
-        if tensor.dtype == torch.int64:
-            reads.append(len(tensor))
-        return tolist(tensor)
-
-    with mock.patch.object(torch.Tensor, "tolist", counted):
-        for step in range(3):
-            tokens = torch.randint(67, (config.training.global_batch_size, 9), generator=torch.Generator().manual_seed(step))
-            losses.append(float(mine.train(*causal(*share(mine, tokens)))[0]))
-    return len(reads), losses
 
 
 @pytest.mark.parametrize(
@@ -154,9 +134,9 @@ def _reads(*overrides):
 def test_no_pass_waits_for_numbers_of_rows(world, recompute, layout):
     """The losses are those of the same capacity without padding, which waits."""
     settings = (f"training.activation_checkpointing={recompute}", *layout)
-    reads, expected = world.run(_reads, *settings)[0]
+    reads, expected = world.run(reads_and_losses, *MIXTRAL, *settings)[0]
     assert reads > 0
-    found, losses = world.run(_reads, *settings, "parallel.expert_padding=true", "parallel.expert_parts=2")[0]
+    found, losses = world.run(reads_and_losses, *MIXTRAL, *settings, "parallel.expert_padding=true", "parallel.expert_parts=2")[0]
     assert found == 0
     assert losses == pytest.approx(expected, rel=1e-6)
 

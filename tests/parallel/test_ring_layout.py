@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.layers import document_attention, document_segments
 from pipeline.layers.attention import plain
 from pipeline.layers.mask import Mask
+from tests.world import Observed
 from tools.gpu.rings import DocumentRing, steps
 
 BATCH, HEADS, KV_HEADS, WIDTH = 2, 4, 2, 8
@@ -79,19 +80,6 @@ def test_the_limits_are_those_of_a_kernel_for_sequences_of_different_lengths(cas
                 assert torch.equal(computed, wanted)
 
 
-class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records the arguments of every call of a flash attention kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if "flash" in function.name():
-            self.calls.append((function.name(), arguments))
-        return function(*arguments, **(options or {}))
-
-
 def test_sixteen_bits_are_merged_in_fp32():
     """Long documents by the flash kernel and short ones by the formula, which accumulate in fp32."""
     chance = torch.Generator().manual_seed(0)
@@ -117,13 +105,14 @@ def test_contracts_of_the_kernels_for_segments(value_width):
     lse = empty(BATCH, HEADS, tokens)[:, :, half:]
     documents = empty(BATCH, half, dtype=torch.int32)
     limits = document_segments.shared_segments(documents, documents, causal=True)
-    with Spy() as spy:
+    calls = []
+    with Observed(lambda operator, args, _: calls.append((operator.name(), args)) if "flash" in operator.name() else None):
         found, found_lse = document_attention.segments_forward("flash", q, k, v, limits, causal=False, scale=None)
         grads = document_attention.segments_backward("flash", grad, q, k, v, out, lse, limits, causal=False, scale=None)
     assert found.shape == out.shape
     assert (found_lse.shape, found_lse.dtype) == (lse.shape, torch.float32)
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
-    (forward, given), (backward, (passed_grad, *given_back)) = spy.calls
+    (forward, given), (backward, (passed_grad, *given_back)) = calls
     assert (forward, backward) == ("aten::_flash_attention_forward", "aten::_flash_attention_backward")
     passed_q, passed_k, passed_v, *rest = given
     total = BATCH * half

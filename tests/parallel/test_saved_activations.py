@@ -1,6 +1,8 @@
 """The bytes that a block keeps for its backward pass with tensor and sequence parallelism, bounded by the shapes of what must be kept."""
 
 import gc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check as rules
 from pipeline.parallel.activation_checkpointing import Result, checkpoint_and_compile, fill, kind_of
-from tests.world import configured, tiny, trainer
+from tests.world import Observed, configured, tiny, trainer
 
 HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, SEQUENCE, RANKS = 32, 88, 4, 4, 67, 2, 8, 2
 TOKENS, KV = BATCH * SEQUENCE, HIDDEN // HEADS * KV_HEADS
@@ -93,6 +95,14 @@ def test_a_block_keeps_at_most_its_budget(worlds, share):
         assert gradients == pytest.approx(expected, rel=1e-5)
 
 
+def grouped_products(call: Callable[[], object]) -> int:
+    """How many grouped products a call computes."""
+    found = []
+    with Observed(lambda operator, *_: found.append(operator is torch.ops.aten._grouped_mm.default)):
+        call()
+    return sum(found)
+
+
 def expert_products(mode: str) -> int:
     """How often a backward pass with a checkpoint has computed grouped products that its forward pass computed."""
     from pipeline.layers.expert_products import grouped_mm
@@ -103,22 +113,11 @@ def expert_products(mode: str) -> int:
         def forward(self, x, first, second, counts):
             return grouped_mm(grouped_mm(x, first, counts).sigmoid(), second, counts)
 
-    class Counted(TorchDispatchMode):
-        """Counts grouped products."""
-
-        found = 0
-
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            self.found += function is torch.ops.aten._grouped_mm.default
-            return function(*arguments, **(options or {}))
-
     block = Products()
     checkpoint_and_compile(block, mode, compiled=False)
     x, first, second = (torch.randn(shape, dtype=torch.bfloat16, requires_grad=True) for shape in ((32, 16), (2, 24, 16), (2, 16, 24)))
     y = block(x, first, second, torch.tensor([20, 12]))
-    with Counted() as counted:
-        y.float().sum().backward()
-    return counted.found - 4  # the gradients of two inputs and two weights
+    return grouped_products(y.float().sum().backward) - 4  # the gradients of two inputs and two weights
 
 
 def padded_products(mode: str) -> int:
@@ -130,21 +129,10 @@ def padded_products(mode: str) -> int:
 
         forward = Experts.forward_padded
 
-    class Counted(TorchDispatchMode):
-        """Counts grouped products."""
-
-        found = 0
-
-        def __torch_dispatch__(self, function, types, arguments=(), options=None):
-            self.found += function is torch.ops.aten._grouped_mm.default
-            return function(*arguments, **(options or {}))
-
     block = Padded(2, 16, 24).to("meta", torch.bfloat16)
     checkpoint_and_compile(block, mode, compiled=False)
     y = block(torch.empty(2, 8, 16, dtype=torch.bfloat16, device="meta", requires_grad=True))
-    with Counted() as counted:
-        y.backward(torch.empty_like(y))
-    return counted.found - 6  # the gradients of three inputs and three weights
+    return grouped_products(partial(y.backward, torch.empty_like(y))) - 6  # the gradients of three inputs and three weights
 
 
 def test_selective_recomputation_keeps_grouped_products_and_flex_attention():

@@ -27,7 +27,7 @@ from tests.helpers import pipeline
 from tests.models.test_encoders import SIZES, drawn, pair
 from tests.training import one_rank
 from tests.training.expected import train_plain
-from tests.world import configured, share, tiny, trainer
+from tests.world import configured, in_layout, share_of, tiny, train_steps, trainer
 
 LABELS = ["bad", "fair", "good"]
 CONFIGS = {"bert": BertConfig(**SIZES).classifier(LABELS), "roberta": RobertaConfig(**SIZES).classifier(LABELS)}
@@ -96,19 +96,11 @@ def reference() -> tuple[list[tuple[float, ...]], torch.Tensor]:
 
 
 def train(layout: str) -> tuple[list[tuple[float, float]], torch.Tensor]:
-    config, mine = trainer(*tiny(*SETTINGS, *(f"parallel.{word}" for word in layout.split())))
-    numbers, confusion = [], torch.zeros(3, 3)
-    for step in range(STEPS):
-        tokens, batch = texts(config, step)
-        tokens, *values = share(mine, tokens, *batch.values())
-        batch = dict(zip(batch, values, strict=True))
-        if not step:
-            _, counts = mine.evaluate(tokens, batch)
-            confusion = mine.measured(9).view(3, 3)
-            assert int(counts.sum()) == config.training.global_batch_size - 1
-        loss, result = mine.train(tokens, batch)
-        numbers.append((float(loss), float(result.gradient_norm)))
-    return numbers, confusion
+    config, mine = trainer(*tiny(*SETTINGS, *in_layout(layout)))
+    _, counts = mine.evaluate(*share_of(mine, *texts(config, 0)))
+    confusion = mine.measured(9).view(3, 3)
+    assert int(counts.sum()) == config.training.global_batch_size - 1
+    return train_steps(mine, config, texts, STEPS), confusion
 
 
 @pytest.mark.long

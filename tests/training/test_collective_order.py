@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training.layouts import text
-from tests.world import share, trainer
+from tests.world import share_of, trainer
 
 MOE = ("model=mixtral-tiny", "model.layers=2", "training.sequence_length=16", "training.micro_batch_size=1", "training.global_batch_size=4")
 
@@ -27,12 +27,11 @@ def collectives(*words: str) -> list[tuple[str, bool]]:
 
     with pytest.MonkeyPatch.context() as patch:
         for step in range(2):
-            tokens, batch = text(config, step)
-            tokens, targets = share(mine, tokens, batch["targets"])
+            batch = share_of(mine, *text(config, step))
             if step:
                 for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor"):
                     patch.setattr(dist, name, partial(counted, name, getattr(dist, name)))
-            mine.train(tokens, {"targets": targets}, [False], step)
+            mine.train(*batch, [False], step)
     return seen
 
 
@@ -49,9 +48,7 @@ def test_the_last_collectives_of_a_step_gather_the_weights(worlds, stage: int) -
 def gatherings(*words: str) -> list[int]:
     """How many gatherings are in flight after a step, and when the weights are rounded again, as after loading a checkpoint."""
     config, mine = trainer(*MOE, *words)
-    tokens, batch = text(config, 0)
-    tokens, targets = share(mine, tokens, batch["targets"])
-    mine.train(tokens, {"targets": targets}, [False], 0)
+    mine.train(*share_of(mine, *text(config, 0)), [False], 0)
     found = []
 
     def count(*_: Any) -> None:

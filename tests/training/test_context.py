@@ -16,7 +16,7 @@ from pipeline.config.rules import check
 from pipeline.layers.loss import IGNORE
 from tests.training.expected import Batch, train_plain
 from tests.training.layouts import MODELS, STEPS
-from tests.world import configured, mean_loss, share, tiny, trainer
+from tests.world import configured, mean_loss, share_of, tiny, trainer
 
 TUNED = ("stage=finetune", "training.objective=supervised", "data.instructions.train=[unread.jsonl]", "optimizer.schedule=constant")
 
@@ -42,9 +42,7 @@ def train(name: str, words: tuple[str, ...]) -> list[tuple[float, float, float]]
     config, mine = trainer(*tiny(*MODELS[name].overrides, *TUNED, *words))
     numbers = []
     for step in range(STEPS):
-        tokens, batch = examples(config, step)
-        tokens, *values = share(mine, tokens, *batch.values())
-        batch = dict(zip(batch, values, strict=True))
+        tokens, batch = share_of(mine, *examples(config, step))
         validated = float(mean_loss(mine, tokens, batch))
         loss, result = mine.train(tokens, batch, step=step)
         numbers.append((validated, float(loss), float(result.gradient_norm)))

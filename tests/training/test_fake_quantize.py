@@ -20,7 +20,7 @@ from tests.models.small_decoders import CONFIGS
 from tests.quantization.built import build
 from tests.training.expected import Trained, train_plain
 from tests.training.layouts import MODELS
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import configured, in_layout, tiny, train_steps, trainer, unsharded
 
 SETTINGS = tiny(*MODELS["llama"].overrides, "training.fake_quantize=int8")
 STEPS = 3
@@ -35,14 +35,8 @@ def reference() -> Trained:
 
 
 def train(layout: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    config, mine = trainer(*SETTINGS, *(f"parallel.{word}" for word in layout.split()))
-    numbers = []
-    for step in range(STEPS):
-        tokens, batch = MODELS["llama"].batch(config, step)
-        tokens, *values = share(mine, tokens, *batch.values())
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)))
-        numbers.append((float(loss), float(result.gradient_norm)))
-    return numbers, unsharded(mine)
+    config, mine = trainer(*SETTINGS, *in_layout(layout))
+    return train_steps(mine, config, MODELS["llama"].batch, STEPS), unsharded(mine)
 
 
 @pytest.mark.parametrize("layout", one_in(3, ["zero_stage=1 tensor=2", "zero_stage=0 pipeline=2 tensor=2 schedule=zbv", "zero_stage=3"]))

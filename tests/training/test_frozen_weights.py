@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.training.layouts import MODELS
-from tests.world import mean_loss, share, tiny, trainer, unsharded
+from tests.world import mean_loss, share_of, tiny, trainer, unsharded
 
 RANKS = 2
 LORA = ("stage=finetune", "lora.rank=3", "lora.dropout=0.1")
@@ -35,9 +35,7 @@ CASES = {
 def batch_of(config: Any, mine: Any, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """This rank's part of a global batch."""
     model = "mixtral" if config.model.family == "mixtral" else "llama"
-    tokens, batch = MODELS[model].batch(config, step)
-    tokens, *values = share(mine, tokens, *batch.values())
-    return tokens, dict(zip(batch, values, strict=True))
+    return share_of(mine, *MODELS[model].batch(config, step))
 
 
 def trained(mine: Any, config: Any, steps: range) -> list[float]:

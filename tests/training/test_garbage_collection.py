@@ -10,7 +10,7 @@ import torch
 from pipeline.training import garbage_collection
 from tests.helpers import one_in
 from tests.training.layouts import MODELS
-from tests.world import share, tiny, trainer
+from tests.world import share_of, tiny, trainer
 
 STEPS = 3
 
@@ -21,9 +21,7 @@ def cyclic_tensors(name: str, *words: str) -> list[tuple[int, ...]]:
     config, mine = trainer(*tiny(*model.overrides, *words))
     with garbage_collection.at_fixed_steps():
         for step in range(STEPS):
-            tokens, batch = model.batch(config, step)
-            tokens, *values = share(mine, tokens, *batch.values())
-            mine.train(tokens, dict(zip(batch, values, strict=True)), [False], step)
+            mine.train(*share_of(mine, *model.batch(config, step)), [False], step)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         gc.set_debug(0)

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipeline.common import knobs
 from pipeline.common.errors import UserError
+from pipeline.config.layout import Layout
 from pipeline.config.lora import is_adapter
 from pipeline.layers.attention import sdpa
 from pipeline.layers.init import initial_tensor
@@ -18,11 +19,11 @@ from pipeline.layers.linear import Linear
 from pipeline.layers.nf4 import NF4Weight
 from pipeline.layers.shifted_attention import ShiftedSparseAttention
 from pipeline.models import registry
-from pipeline.parallel.parallelize import adapter_std, attention_layers, build_model
+from pipeline.parallel.parallelize import adapter_std, attention_layers, build_model, check_trained
 from pipeline.parallel.pieces import Piece
 from tests.training.expected import Trained, train_plain
 from tests.training.layouts import MODELS
-from tests.world import configured, mean_loss, share, tiny, trainer, unsharded
+from tests.world import configured, in_layout, mean_loss, tiny, train_steps, trainer, unsharded
 
 STEPS = 3
 LORA = (
@@ -106,14 +107,8 @@ def reference(name: str) -> Trained:
 
 def train(name: str, layout: str) -> tuple[Trained, set[str], int]:
     """Train in a layout; also the names with optimizer state and the number of elements that this rank's optimizer has."""
-    words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
-    config, mine = trainer(*settings(name, *words))
-    numbers = []
-    for step in range(STEPS):
-        tokens, batch = model_of(name).batch(config, step)
-        tokens, *values = share(mine, tokens, *batch.values())
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
-        numbers.append((float(loss), float(result.gradient_norm)))
+    config, mine = trainer(*settings(name, *in_layout(layout)))
+    numbers = train_steps(mine, config, model_of(name).batch, STEPS)
     fragments = mine.engine.fragments()
     state = {f.piece.name for f in fragments if "exp_avg" in f.tensors}
     without_gradient = all(p.grad is None and not p.requires_grad for p in mine.model.fixed)
@@ -157,9 +152,8 @@ def test_four_ranks_equal_a_plain_loop(world, name, layout):
 
 def dropped(name: str, layout: str) -> list[float]:
     """Losses with dropout of the inputs of all linear layers of the blocks, or of all experts; and of an evaluation."""
-    words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
     more = ("lora.dropout=0.5", "++lora.rank_pattern={}", "++lora.alpha_pattern={}")
-    config, mine = trainer(*settings(name, *more, *words))
+    config, mine = trainer(*settings(name, *more, *in_layout(layout)))
     numbers = []
     for step in (0, 1, 0):
         tokens, batch = model_of(name).batch(config, step)
@@ -201,52 +195,49 @@ def dropped_everywhere(numbers: list[float]) -> bool:
     return numbers[3] != numbers[5] and numbers[8] < numbers[2]
 
 
-def test_the_default_targets_fit_models_whose_feed_forwards_are_routed_experts():
-    from pipeline.config.layout import Layout
-    from pipeline.parallel.parallelize import check_trained
+MOE = ("stage=finetune", "model=mixtral-tiny")
+UP = (*MOE, "lora.targets=[*.attention.*,*.experts.up]")
 
-    config = configured("stage=finetune", "model=mixtral-tiny", "lora.rank=3")
+
+def test_the_default_targets_fit_models_whose_feed_forwards_are_routed_experts():
+    config = configured(*MOE, "lora.rank=3")
     check_trained(config, Layout.of(config, 1))
-    config = configured("stage=finetune", "model=mixtral-tiny", "lora.rank=3", "lora.targets=[*.attention.*,*.mlp.*]")
-    with pytest.raises(UserError, match=r"lora.targets=\*.mlp.\*: matches no linear layer of model.family=mixtral"):
-        check_trained(config, Layout.of(config, 1))
 
 
 def test_experts_are_adapted_where_they_are_named():
-    from pipeline.config.layout import Layout
-    from pipeline.parallel.parallelize import build_model, check_trained
-
-    words = ("stage=finetune", "model=mixtral-tiny", "lora.targets=[*.attention.*,*.experts.up]")
     with torch.device("meta"):
-        names = [name for name, _ in build_model(configured(*words, "lora.rank=8")).named_parameters()]
+        names = [name for name, _ in build_model(configured(*UP, "lora.rank=8")).named_parameters()]
     assert {name for name in names if ".lora." in name and "attention" not in name} == {
         f"blocks.{block}.mlp.experts.lora.up.{factor}" for block in range(4) for factor in "ab"
     }
-    config = configured(*words, "lora.rank=12", "precision=bf16")
-    with pytest.raises(UserError, match=r"lora.rank=12: is the rank of blocks.0.mlp.experts.up, and .* must be a multiple of 8"):
-        check_trained(config, Layout.of(config, 1))
-    config = configured(*words, "lora.rank=8", "lora.dropout=0.1", "parallel.tensor=2", "parallel.expert_tensor=1")
-    with pytest.raises(UserError, match=r"lora.dropout=0.1: would drop the same elements on all tensor ranks"):
-        check_trained(config, Layout.of(config, 2))
-    config = configured(*words, "lora.rank=8", "lora.modules_to_save=[*.experts]")
-    with pytest.raises(UserError, match=r"lora.modules_to_save=\*.experts: matches blocks.0.mlp.experts, which has an adapter"):
-        check_trained(config, Layout.of(config, 1))
+
+
+def refusal(ranks: int, *words: str) -> str:
+    """What is said of settings that are refused."""
+    config = configured(*words)
+    with pytest.raises(UserError) as raised:
+        check_trained(config, Layout.of(config, ranks))
+    return str(raised.value)
+
+
+def test_targets_and_ranks_that_do_not_fit_experts_are_refused():
+    said = refusal(1, *MOE, "lora.rank=3", "lora.targets=[*.attention.*,*.mlp.*]")
+    assert "lora.targets=*.mlp.*: matches no linear layer of model.family=mixtral" in said
+    said = refusal(1, *UP, "lora.rank=12", "precision=bf16")
+    assert "lora.rank=12: is the rank of blocks.0.mlp.experts.up, and " in said
+    assert "must be a multiple of 8" in said
+    said = refusal(2, *UP, "lora.rank=8", "lora.dropout=0.1", "parallel.tensor=2", "parallel.expert_tensor=1")
+    assert "lora.dropout=0.1: would drop the same elements on all tensor ranks" in said
+    said = refusal(1, *UP, "lora.rank=8", "lora.modules_to_save=[*.experts]")
+    assert "lora.modules_to_save=*.experts: matches blocks.0.mlp.experts, which has an adapter" in said
 
 
 def test_targets_that_match_nothing_are_refused():
-    from pipeline.config.layout import Layout
-    from pipeline.parallel.parallelize import check_trained
-
-    config = configured(*settings("llama", "lora.targets=[*.attention.*,*.querry]", "++lora.rank_pattern={*.mlp.*:2}"))
-    with pytest.raises(UserError) as error:
-        check_trained(config, Layout.of(config, 1))
-    assert "lora.targets=*.querry: matches no linear layer" in str(error.value)
-    assert "lora.rank_pattern=*.mlp.*: matches no linear layer of model.family=llama with an adapter" in str(error.value)
-    config = configured(*settings("llama", "lora.modules_to_save=[embed,*.query]"))
-    with pytest.raises(UserError) as error:
-        check_trained(config, Layout.of(config, 1))
-    assert "lora.modules_to_save=embed: matches no module of model.family=llama" in str(error.value)
-    assert "lora.modules_to_save=*.query: matches blocks.0.attention.query, which has an adapter" in str(error.value)
-    config = configured(*settings("llama", "lora.targets=[blocks.0.*]", "parallel.pipeline=2"))
-    with pytest.raises(UserError, match=r"leaves nothing to train in pipeline stage 1 of 2"):
-        check_trained(config, Layout.of(config, 2))
+    said = refusal(1, *settings("llama", "lora.targets=[*.attention.*,*.querry]", "++lora.rank_pattern={*.mlp.*:2}"))
+    assert "lora.targets=*.querry: matches no linear layer" in said
+    assert "lora.rank_pattern=*.mlp.*: matches no linear layer of model.family=llama with an adapter" in said
+    said = refusal(1, *settings("llama", "lora.modules_to_save=[embed,*.query]"))
+    assert "lora.modules_to_save=embed: matches no module of model.family=llama" in said
+    assert "lora.modules_to_save=*.query: matches blocks.0.attention.query, which has an adapter" in said
+    said = refusal(2, *settings("llama", "lora.targets=[blocks.0.*]", "parallel.pipeline=2"))
+    assert "leaves nothing to train in pipeline stage 1 of 2" in said

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.certification.reference import initialize
 from pipeline.models import registry
@@ -16,7 +16,7 @@ from pipeline.training import matrix_homes
 from pipeline.training.matrix_layout import LocalMatrix, Spread, choose_homes, work
 from tests.training.expected import train_plain
 from tests.training.layouts import LATENT, text
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import Observed, configured, share_of, tiny, trainer, unsharded
 
 MUON = "optimizer=muon"
 #: A layout differs from one process by at most so many times what other roundings do to one process.
@@ -26,9 +26,7 @@ FACTOR = 3
 def _layout(settings: tuple[str, ...]) -> tuple[dict[str, Tensor], list[tuple[str, Any, bytes]]]:
     """The weights after a step, and the bytes of this rank's pieces of the weights."""
     config, mine = trainer(*tiny(*settings))
-    tokens, batch = text(config, 0)
-    tokens, targets = share(mine, tokens, batch["targets"])
-    mine.train(tokens, {"targets": targets}, step=0)
+    mine.train(*share_of(mine, *text(config, 0)), step=0)
     held = [(piece.name, piece.box, weight.clone().numpy().tobytes()) for piece, weight in mine.engine.forward_weights()]
     return unsharded(mine), held
 
@@ -123,9 +121,7 @@ def _in_rounds(most: int, settings: tuple[str, ...]) -> tuple[int, dict[str, Ten
         config, mine = trainer(*tiny(*settings))
     finally:
         matrix_homes.ELEMENTS_AT_ONCE = before
-    tokens, batch = text(config, 0)
-    tokens, targets = share(mine, tokens, batch["targets"])
-    mine.train(tokens, {"targets": targets}, step=0)
+    mine.train(*share_of(mine, *text(config, 0)), step=0)
     return len(mine.engine.update.optimizer._rounds), unsharded(mine)
 
 
@@ -140,32 +136,25 @@ def test_rounds_change_nothing(worlds, layout):
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
 
 
-class _AllToAll(TorchDispatchMode):
-    """Counts the bytes that this rank gives to all-to-all exchanges, and to the collectives of ZeRO."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.exchanged = self.zero = 0
-
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operation is torch.ops.c10d.alltoall_base_.default:
-            self.exchanged += args[1].nbytes
-        elif operation is torch.ops.c10d._reduce_scatter_base_.default:
-            self.zero += args[1].nbytes
-        elif operation is torch.ops.c10d._allgather_base_.default:
-            self.zero += args[0].nbytes
-        return operation(*args, **(kwargs or {}))
-
-
 def _bytes(settings: tuple[str, ...]) -> tuple[int, int, int, int]:
+    """What this rank gives to all-to-all exchanges and to the collectives of ZeRO; elements of the hidden matrices, and of the padding."""
     config, mine = trainer(*tiny(*settings))
-    tokens, batch = text(config, 0)
-    tokens, targets = share(mine, tokens, batch["targets"])
-    with _AllToAll() as counted:
-        mine.train(tokens, {"targets": targets}, step=0)
+    batch = share_of(mine, *text(config, 0))
+    sent: Counter[str] = Counter()
+
+    def count(operator: Any, args: Any, _result: Any) -> None:
+        if operator is torch.ops.c10d.alltoall_base_.default:
+            sent["exchanges"] += args[1].nbytes
+        elif operator is torch.ops.c10d._reduce_scatter_base_.default:
+            sent["ZeRO"] += args[1].nbytes
+        elif operator is torch.ops.c10d._allgather_base_.default:
+            sent["ZeRO"] += args[0].nbytes
+
+    with Observed(count):
+        mine.train(*batch, step=0)
     hidden = sum(bucket.elements for bucket in mine.engine._reducer.buckets if bucket.muon)
     padding = sum(bucket.elements - sum(piece.elements for piece in bucket.pieces.values()) for bucket in mine.engine._reducer.buckets)
-    return counted.exchanged, counted.zero, hidden, padding
+    return sent["exchanges"], sent["ZeRO"], hidden, padding
 
 
 @pytest.mark.parametrize("dtype, size", [pytest.param("fp32", 4, marks=pytest.mark.long), ("bf16", 2)])

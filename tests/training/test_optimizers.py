@@ -28,7 +28,7 @@ from tests.training.one_rank import run
 from tests.training.test_engine import _load_in_another, _poison, _save_and_continue
 from tests.training.test_lora import initialized
 from tests.training.test_offload import OFFLOAD, _trained
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import configured, share_of, tiny, train_steps, trainer, unsharded
 
 STEPS = 3
 SMALL = ("model=gpt-tiny", "model.layers=2", "model.ffn_hidden=64", "training.micro_batch_size=4", "optimizer.gradient_clipping=0.5")
@@ -109,12 +109,7 @@ def test_the_update_is_that_of_the_paper(settings):
 
 def _train(*overrides):
     config, mine = trainer(*tiny(*SMALL), *overrides)
-    numbers = []
-    for step in range(STEPS):
-        tokens, batch = text(config, step)
-        tokens, targets = share(mine, tokens, batch["targets"])
-        loss, result = mine.train(tokens, {"targets": targets}, step=step)
-        numbers.append((float(loss), float(result.gradient_norm)))
+    numbers = train_steps(mine, config, text, STEPS)
     return numbers, unsharded(mine), {kind: unsharded(mine, kind) for kind in OPTIMIZERS[config.optimizer.name].state}
 
 
@@ -155,17 +150,16 @@ def _validate(*overrides):
     (config, straight), (_, other) = (trainer(*tiny(*SMALL), *SCHEDULE_FREE, *overrides) for _ in range(2))
     numbers, problems, losses = [], [], []
     for step in range(STEPS):
-        tokens, batch = text(config, step)
-        tokens, targets = share(straight, tokens, batch["targets"])
-        results = [mine.train(tokens, {"targets": targets}, step=step) for mine in (straight, other)]
+        batch = share_of(straight, *text(config, step))
+        results = [mine.train(*batch, step=step) for mine in (straight, other)]
         numbers.append([(float(loss), float(result.gradient_norm)) for loss, result in results])
         problems += ranks_work.validation_report(config, other, unsharded(other)).failures
         ranks = [None, None]
         dist.all_gather_object(ranks, on_host(parts_of(other.engine)))
         problems += disagreements(other.mesh.layout, ranks)
-        at_gradient = other.evaluate(tokens, {"targets": targets})[0].mean()
+        at_gradient = other.evaluate(*batch)[0].mean()
         with other.engine.trained_weights():
-            losses.append((float(at_gradient), float(other.evaluate(tokens, {"targets": targets})[0].mean())))
+            losses.append((float(at_gradient), float(other.evaluate(*batch)[0].mean())))
     return numbers, problems, losses
 
 
@@ -267,9 +261,7 @@ def test_settings_of_another_optimizer_are_refused(settings, message):
 def _bytes(*overrides):
     """Bytes of weights, master weights and optimizer state of a rank after a step."""
     config, mine = trainer(*tiny(*SMALL), *SCHEDULE_FREE, *overrides)
-    tokens, batch = text(config, 0)
-    tokens, targets = share(mine, tokens, batch["targets"])
-    mine.train(tokens, {"targets": targets})
+    mine.train(*share_of(mine, *text(config, 0)))
     kept = [*mine.model.parameters(), *mine.engine.partitions(), *(t for f in mine.engine.fragments() for t in f.tensors.values())]
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
 

@@ -11,7 +11,7 @@ from pipeline.layers.largest_logits import BLOCK, largest_logits
 from pipeline.layers.mask import Mask
 from tests.training.expected import train_plain
 from tests.training.layouts import EPS, text
-from tests.world import configured, share, tiny, trainer, unsharded
+from tests.world import configured, in_layout, share_of, tiny, trainer, unsharded
 
 STEPS = 3
 #: More than two blocks of queries, and a remainder.
@@ -37,17 +37,12 @@ def _train(*overrides):
     config, mine = trainer(*tiny(*overrides))
     numbers, largest = [], []
     for step in range(STEPS):
-        tokens, batch = text(config, step)
-        tokens, targets = share(mine, tokens, batch["targets"])
-        mine.evaluate(tokens, {"targets": targets})  # not measured
-        loss, result = mine.train(tokens, {"targets": targets}, step=step)
+        batch = share_of(mine, *text(config, step))
+        mine.evaluate(*batch)  # not measured
+        loss, result = mine.train(*batch, step=step)
         numbers.append((float(loss), float(result.gradient_norm)))
         largest.append(float(result.more.get("attention_logit_max", torch.zeros(()))))
     return numbers, largest, unsharded(mine)
-
-
-def _words(layout):
-    return [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
 
 
 def _largest(worlds, words):
@@ -74,7 +69,7 @@ def test_a_layout_equals_a_plain_loop(worlds, model, layouts):
     config = configured(*tiny(*words))
     expected = train_plain(config, [text(config, step) for step in range(STEPS)])
     for layout in layouts:
-        numbers, largest, weights = worlds(2).run(_train, *words, *_words(layout))[0]
+        numbers, largest, weights = worlds(2).run(_train, *words, *in_layout(layout))[0]
         assert largest[0] == pytest.approx(without, rel=1e-5)
         torch.testing.assert_close(torch.tensor(numbers), torch.tensor([each[:2] for each in expected.numbers]), rtol=1e-5, atol=0)
         for name in weights.keys() - {name for name in weights if name.endswith("key.bias")}:  # its gradient is rounding

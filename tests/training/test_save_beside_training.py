@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.training import layouts, test_lora
-from tests.world import share, tiny, trainer
+from tests.world import share_of, tiny, trainer
 
 MODELS = {
     "gpt": (*layouts.MODELS["gpt"].overrides, "precision=fp16", "precision.initial_loss_scale=1024", "precision.loss_scale_window=2"),
@@ -46,8 +46,7 @@ def _save_beside_training(folder: str, model: str, layout: tuple[str, ...]) -> t
         losses = []
         for step in steps:
             tokens, batch = layouts.packed(config, step) if model == "gpt" else layouts.text(config, step)
-            tokens, *values = share(mine, tokens, *batch.values())
-            loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
+            loss, result = mine.train(*share_of(mine, tokens, batch), step=step)
             losses += [float(loss), float(result.gradient_norm)]
         return losses
 
