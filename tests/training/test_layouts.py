@@ -11,19 +11,16 @@ from pipeline.layers.recipes import Constant
 from pipeline.models.registry import family_of
 from tests.training.expected import STATISTICS, Trained, train_plain
 from tests.training.layouts import CASES, MODELS, STEPS, TIERS, combinations, packed
-from tests.world import configured, mean_loss, share, tiny, trainer, unsharded
+from tests.world import configured, in_layout, mean_loss, share_of, tiny, trainer, unsharded
 
 
 def train(name: str, layout: str) -> Trained:
     """Train a model in a layout of the world. Rank 0 returns all weights and moments, the others the biases of their routers."""
     model = MODELS[name]
-    words = [word if word.startswith("training.") else f"parallel.{word}" for word in layout.split()]
-    config, mine = trainer(*tiny(*model.overrides, *words))
+    config, mine = trainer(*tiny(*model.overrides, *in_layout(layout)))
     numbers, validated = [], []
     for step in range(STEPS):
-        tokens, batch = model.batch(config, step)
-        tokens, *values = share(mine, tokens, *batch.values())
-        batch = dict(zip(batch, values, strict=True))
+        tokens, batch = share_of(mine, *model.batch(config, step))
         if step == STEPS - 1 and not getattr(config.model, "experts", 0):  # in training their loss has more terms
             validated.append(float(mean_loss(mine, tokens, batch)))
         loss, result = mine.train(tokens, batch, step=step)
@@ -90,14 +87,13 @@ def test_the_references_exercise_what_they_should():
     config, gpt = configured(*tiny(*MODELS["gpt"].overrides)), reference("gpt")
     unmasked = [(tokens, {"targets": batch["targets"]}) for tokens, batch in (packed(config, step) for step in range(3))]
     assert train_plain(config, unmasked).numbers[0][0] != pytest.approx(gpt.numbers[0][0], rel=1e-5), "the mask changes the loss"
-    mixtral, deepseek, grouped = reference("mixtral"), reference("deepseek"), reference("deepseek-grouped")
+    mixtral, deepseek = reference("mixtral"), reference("deepseek")
     assert max(norm for _, norm, *_ in mixtral.numbers) > 0.5, "clipping is active"
     assert all(aux > 0.2 for *_, aux in mixtral.numbers), "two layers, each at least 0.1"
     assert all(dropped > 0.05 for *_, dropped, _ in reference("mixtral-padded").numbers), "some experts are full"
     biases = [weight for name, weight in deepseek.weights.items() if name.endswith("router.bias")]
     assert len(biases) == 2, "of a block and of the prediction of a second token"
     assert all(0.01 - 1e-6 <= bias.abs().max() <= 0.03 + 1e-6 for bias in biases), "three steps of 0.01"
-    assert any(weight.any() for name, weight in grouped.weights.items() if name.endswith("router.bias"))
 
 
 def test_every_combination_is_trained_in_the_default_tier():
