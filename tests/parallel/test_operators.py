@@ -82,5 +82,5 @@ def _rings(numbers: tuple[int, ...], sinks: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("masks, sinks", [((2,), True), pytest.param((0, 1, 3, 4), False, marks=pytest.mark.long)])
-def test_operators_of_the_ring(world, masks, sinks) -> None:
-    assert world.run(_rings, masks, sinks) == [[]] * world.size
+def test_operators_of_the_ring(worlds, masks, sinks) -> None:
+    assert worlds(2).run(_rings, masks, sinks) == [[]] * 2
