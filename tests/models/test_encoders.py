@@ -47,6 +47,13 @@ def drawn(config, rows=3, length=40):
     return torch.randint(PADDING + 1, config.vocab_size, (rows, length), generator=torch.Generator().manual_seed(7))
 
 
+def assert_equal_gradients(config, ours, theirs):
+    gradients, stock = {name: parameter.grad for name, parameter in ours.named_parameters()}, dict(theirs.named_parameters())
+    for row in registry.stock_tensors(config)[0]:
+        joined = row.to_hf([gradients[name] for name in row.names])
+        torch.testing.assert_close(joined, stock[row.hf_name].grad, rtol=1e-4, atol=1e-6, msg=row.hf_name)
+
+
 def logits_of(output):
     return output.prediction_logits if hasattr(output, "prediction_logits") else output.logits
 
@@ -89,11 +96,7 @@ def test_both_losses_and_their_gradients_are_those_of_the_stock_class():
     loss.backward()
     expected = theirs(tokens, labels=targets, next_sentence_label=labels).loss
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    stock = dict(theirs.named_parameters())
-    for row in registry.stock_tensors(CONFIGS["bert"])[0]:
-        joined = row.to_hf([gradients[name] for name in row.names])
-        torch.testing.assert_close(joined, stock[row.hf_name].grad, rtol=1e-4, atol=1e-6, msg=row.hf_name)
+    assert_equal_gradients(CONFIGS["bert"], ours, theirs)
 
 
 def test_next_sentence_prediction_of_roberta_is_refused():

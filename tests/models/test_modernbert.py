@@ -1,19 +1,17 @@
-"""ModernBERT: random configurations compared with the Hugging Face class, what is refused, windows on both sides, FLOPs."""
+"""ModernBERT: its config.json, gradients, what is refused, windows on both sides, FLOPs. Logits: test_encoders.py."""
 
 import json
-import random
 from dataclasses import replace
 
 import pytest
 import torch
-import transformers
 
 from pipeline.common.errors import UserError
 from pipeline.config.rules import objectives
 from pipeline.layers.loss import IGNORE
 from pipeline.models import config_json, registry
 from pipeline.models.families.modernbert import ModernBertConfig
-from tests.models.test_encoders import CONFIGS, drawn, pair
+from tests.models.test_encoders import CONFIGS, assert_equal_gradients, drawn, pair
 from tests.world import configured
 
 #: config.json of the released base model, without its ids of tokens.
@@ -38,55 +36,6 @@ def read(content):
 def test_the_released_configuration():
     assert read(BASE) == ModernBertConfig()
     assert read(registry.mapping_of(ModernBertConfig()).config_json(ModernBertConfig())) == ModernBertConfig()
-
-
-def random_content(draw):
-    """Return a config.json that is supported, in keys of transformers 4 or 5."""
-    heads, layers, interval = draw.randint(1, 4), draw.randint(1, 6), draw.randint(1, 4)
-    content = {
-        "architectures": ["ModernBertForMaskedLM"],
-        "model_type": "modernbert",
-        "vocab_size": draw.randint(20, 120),
-        "hidden_size": heads * draw.choice((2, 4, 6, 16)),
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "intermediate_size": draw.randint(3, 50),
-        "max_position_embeddings": 64,
-        "local_attention": draw.choice((2, 3, 5, 8, 33, 128)),
-        "norm_eps": draw.choice((1e-3, 1e-5)),
-        "tie_word_embeddings": draw.random() < 0.5,
-        "pad_token_id": draw.choice((None, 0, 5)),
-    }
-    bases = draw.choice((10.0, 1.6e5)), draw.choice((10.0, 1e4))
-    if draw.random() < 0.5:
-        return {**content, "global_attn_every_n_layers": interval, "global_rope_theta": bases[0], "local_rope_theta": bases[1]}
-    parameters = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in zip((GLOBAL, LOCAL), bases, strict=True)}
-    kinds = [LOCAL if layer % interval else GLOBAL for layer in range(layers)]
-    return {**content, "layer_types": kinds, "rope_parameters": parameters}
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_random_configurations_compute_the_stock_logits(seed):
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    content = random_content(draw)
-    kind = transformers.ModernBertConfig(**{key: value for key, value in content.items() if key != "architectures"})
-    theirs = transformers.ModernBertForMaskedLM(kind).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.dim() == 1))
-    config = read(content)
-    ours, stored = registry.build(config), theirs.state_dict()
-    weights, (rows, copies) = dict(ours.named_parameters()), registry.stock_tensors(config)
-    assert {row.hf_name for row in rows} | copies.keys() == stored.keys()
-    with torch.no_grad():
-        for row in rows:
-            for name, value in zip(row.names, row.from_hf(stored[row.hf_name], [weights[name].shape for name in row.names]), strict=True):
-                weights.pop(name).copy_(value)
-    assert not weights
-    tokens = torch.randint(config.vocab_size, (2, 40), generator=generator)
-    with torch.no_grad():
-        expected, found = theirs(tokens).logits, ours(tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +67,7 @@ def test_gradients_are_those_of_the_stock_class():
     targets = torch.where(torch.rand(3, 40, generator=torch.Generator().manual_seed(1)) < 0.2, tokens, IGNORE)
     theirs(tokens, labels=targets).loss.backward()
     ours(tokens, targets=targets).backward()
-    gradients, stock = {name: parameter.grad for name, parameter in ours.named_parameters()}, dict(theirs.named_parameters())
-    for row in registry.stock_tensors(config)[0]:
-        joined = row.to_hf([gradients[name] for name in row.names])
-        torch.testing.assert_close(joined, stock[row.hf_name].grad, rtol=1e-4, atol=1e-6, msg=row.hf_name)
+    assert_equal_gradients(config, ours, theirs)
 
 
 def test_a_local_layer_sees_half_of_the_window_on_each_side():
