@@ -31,6 +31,20 @@ def test_regions_equal_the_unsharded_function(world):
         assert sequence_gradient < 1e-12
 
 
+def _heads() -> tuple[bool, bool]:
+    """Whether a rank gets its heads of a replicated tensor, and the gradient has those of all ranks."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x, factors = torch.randn(2, 2 * size, 3, generator=torch.Generator().manual_seed(0)).unbind()
+    own = slice(2 * rank, 2 * rank + 2)
+    heads = collectives.scatter_heads(x.requires_grad_(), group)
+    (grad,) = torch.autograd.grad((heads * factors[own]).sum(), x)
+    return torch.equal(heads, x[own]), torch.equal(grad, factors)
+
+
+def test_heads_of_a_replicated_tensor_have_the_gradients_of_all_ranks(world):
+    assert world.run(_heads) == [(True, True)] * 4
+
+
 class _OwnRow(torch.autograd.Function):
     """Selects this rank's input from those of all ranks; the backward pass gathers the gradients, so that the world is one function."""
 
