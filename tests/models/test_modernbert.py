@@ -34,8 +34,12 @@ def read(content):
 
 
 def test_the_released_configuration():
-    assert read(BASE) == ModernBertConfig()
-    assert read(registry.mapping_of(ModernBertConfig()).config_json(ModernBertConfig())) == ModernBertConfig()
+    """In the keys of transformers 4, and in those that an export writes; also with other values."""
+    other = {"global_attn_every_n_layers": 2, "global_rope_theta": 5.0, "local_rope_theta": 7.0, "local_attention": 9}
+    changed = ModernBertConfig(global_attn_every_n_layers=2, rope_theta=5.0, rope_local_theta=7.0, local_attention=9)
+    for content, config in ((BASE, ModernBertConfig()), ({**BASE, **other}, changed)):
+        assert read(content) == config
+        assert read(registry.mapping_of(config).config_json(config)) == config
 
 
 @pytest.mark.parametrize(
