@@ -81,12 +81,3 @@ def test_a_driver_that_is_too_old_is_named_beside_the_cuda_of_pytorch(monkeypatc
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(UserError, match=r"is built for CUDA 13\.0, which the driver 565\.57\.01 may be too old for"):
         device.check_gpus(configured("stage=pretrain", "model=llama-tiny", "cluster=isambard-ai", "cluster.account=a").cluster)
-
-
-def test_ranks_that_see_one_gpu_each_do_not_fuse_by_default(monkeypatch):
-    """Symmetric memory would take the GPUs of all ranks, which have number 0, for one."""
-    monkeypatch.setattr(gpu, "of", lambda _: gpu.Gpu("NVIDIA H100", (9, 0)))
-    config = configured("stage=pretrain", "model=llama-tiny", "parallel.tensor=4")
-    for visible, fused in ((1, False), (4, True)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=visible: count)
-        assert async_tensor_enabled(config.training, config.parallel, mesh_of(config)) == fused

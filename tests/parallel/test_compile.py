@@ -286,52 +286,14 @@ def test_fusion_requires_sharded_sequences_and_compiled_blocks(override):
 
 
 @pytest.mark.parametrize(
-    "node_ranks, tensor, setting, fused", [(8, 8, "auto", True), (4, 8, "auto", False), (4, 8, "on", True), (8, 2, "off", False)]
+    "node_ranks, visible, tensor, setting, fused",
+    [(8, 8, 8, "auto", True), (4, 8, 8, "auto", False), (4, 8, 8, "on", True), (8, 8, 2, "off", False), (8, 1, 4, "auto", False)],
 )
-def test_fusion_by_default_requires_that_the_tensor_ranks_are_on_one_node(node_ranks, tensor, setting, fused, monkeypatch):
+def test_fusion_by_default_requires_that_the_tensor_ranks_are_on_one_node(node_ranks, visible, tensor, setting, fused, monkeypatch):
+    """And see its GPUs: symmetric memory would take those of ranks that see one each, which have number 0, for one."""
     monkeypatch.setattr(gpu, "of", lambda _: gpu.Gpu("NVIDIA H100", (9, 0)))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     config = configured("stage=pretrain", "model=llama-tiny", f"parallel.tensor={tensor}", f"parallel.async_tensor={setting}")
     layout = Layout(tensor=tensor, pipeline=1, data=2)
     mesh = Mesh(layout, 0, torch.device("cuda"), *7 * [None], node_ranks=node_ranks)
     assert async_tensor_enabled(config.training, config.parallel, mesh) == fused
-
-
-def masks_of_documents(recompute: str) -> tuple[int, int, list[float]]:
-    """How many masks of documents compiled blocks and all else compute in a step of one micro-batch; graphs after two steps; the losses."""
-    import torch._dynamo
-    from torch._dynamo.backends.debugging import aot_eager
-    from torch._dynamo.utils import counters
-
-    from pipeline.layers.mask import Mask
-
-    computed = 0
-    visible = Mask._visible
-
-    def counted(*arguments):
-        nonlocal computed
-        computed += 1
-        return visible(*arguments)
-
-    torch._dynamo.reset()
-    counters.clear()
-    with mock.patch.object(torch, "compile", partial(torch.compile, backend=aot_eager)), mock.patch.object(Mask, "_visible", counted):
-        config, mine = trainer(
-            *MODEL, "training.document_mask=true", f"training.activation_checkpointing={recompute}", "training.global_batch_size=4"
-        )
-        losses, found = [], []
-        for step in range(2):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(config.model.vocab_size, (4, config.training.sequence_length + 1), generator=generator)
-            documents = (torch.rand(tokens[:, 1:].shape, generator=generator) < 0.2).int().cumsum(1, dtype=torch.int32)
-            losses.append(float(mine.train(*causal(tokens, documents))[0]))
-            found.append(computed)
-    return found[1] - found[0], counters["stats"]["unique_graphs"], losses
-
-
-@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.long), "selective"])
-def test_the_mask_of_documents_is_computed_once_outside_of_compiled_blocks(worlds, recompute):
-    ((masks, graphs, losses),) = worlds(1).run(masks_of_documents, recompute)
-    assert masks == 1
-    assert graphs == 1
-    assert all(0 < loss < 10 for loss in losses)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import one_in
-from tests.world import causal, configured, share, tiny, trainer
+from tests.world import causal, configured, share_of, tiny, trainer
 
 STEPS, MICRO_BATCHES = 2, 2
 SIZES = ("model.layers=4", "model.ffn_hidden=48", "training.micro_batch_size=4", "training.sequence_length=16", "training.compile=on")
@@ -57,10 +57,9 @@ def computations(overrides: tuple[str, ...]) -> tuple[int, int, int, list[float]
         config, mine = trainer(*overrides)
         losses: list[float] = []
         for step in range(STEPS):
-            tokens, batch = batch_of(config, step)
-            local = dict(zip(["tokens", *batch], share(mine, tokens, *batch.values()), strict=True))
+            local = share_of(mine, *batch_of(config, step))
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
-                losses.append(float(mine.train(local.pop("tokens"), local)[0]))
+                losses.append(float(mine.train(*local)[0]))
     events = profile.events()
     masks = sum(event.name == "aten::sub" and subtracts_positions(event.input_shapes) for event in events)
     return masks, sum(event.name == GATHERING for event in events), counters["stats"]["unique_graphs"], losses
@@ -74,24 +73,27 @@ def subtracts_positions(shapes: list[list[int]]) -> bool:
 #: Kind -> settings, gatherings of a micro-batch, and in each pass. Linear attention has the ring's, and in each pass of each of its layers
 #: inputs of convolutions and maps of states.
 CONTEXT = {"ring": (DOCUMENTS, 1, 0), "ulysses": ((*DOCUMENTS, "parallel.context_kind=ulysses"), 1, 0), "linear": (LINEAR, 2, 2)}
+CONTEXT["alone"] = (*LLAMA, "training.document_mask=true"), 0, 0  # on one rank
 CASES = [
     ("linear", "none", "off"),
     ("ring", "selective", "on"),
     ("ulysses", "none", "on"),
     ("ring", "none", "on"),
+    ("alone", "selective", "on"),
     ("linear", "none", "on"),
 ]
-CASES += [(kind, "full", "on") for kind in CONTEXT]
+CASES += [(kind, "full", "on") for kind in ("ring", "ulysses", "linear")]
 
 
-@pytest.mark.parametrize("kind, recompute, compiled", one_in(8, CASES))
+@pytest.mark.parametrize("kind, recompute, compiled", [*one_in(4, CASES[:8]), pytest.param(*CASES[8], marks=pytest.mark.long)])
 def test_ranks_gather_documents_and_compute_their_mask_once_for_a_micro_batch(worlds, kind, recompute, compiled):
     overrides, once, in_each_pass = CONTEXT[kind]
     expected = MICRO_BATCHES * (once + in_each_pass * (2 if recompute == "full" else 1))
     overrides += (f"training.activation_checkpointing={recompute}", f"training.compile={compiled}")
-    for masks, gatherings, _, losses in worlds(2).run(computations, overrides):
+    for masks, gatherings, graphs, losses in worlds(1 if kind == "alone" else 2).run(computations, overrides):
         assert gatherings == expected
-        assert masks == MICRO_BATCHES or kind != "ulysses", "the ring computes those of its parts"
+        assert masks == MICRO_BATCHES or kind in ("ring", "linear"), "the ring computes those of its parts"
+        assert graphs == 1 or kind != "alone"
         assert all(0 < loss < 10 for loss in losses)
 
 
