@@ -56,7 +56,8 @@ def spoil(trained: Trainer, rank: int, name: str, kind: str, amount: float) -> N
 def spoiled(settings: tuple[str, ...], name: str, rank: int, run_dir: str) -> list[str]:
     """Train, and return what the checks say of the intact state and of three spoiled ones."""
     config, trained = trainer(
-        *tiny("model=llama-tiny", "training.global_batch_size=8", *settings, "training.check_replicas_every=2", f"run_dir={run_dir}")
+        *tiny("model=llama-tiny", "model.layers=2", "training.global_batch_size=8", *settings),
+        *("training.check_replicas_every=2", f"run_dir={run_dir}"),
     )
     checks, tokens = ReplicaChecks(config, trained, HOSTS), torch.randint(67, (8, 9), generator=torch.Generator().manual_seed(1))
     said = []
