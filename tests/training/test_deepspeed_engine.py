@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.training.layouts import MODELS
 from tests.training.test_engine import TINY, _load_in_another, _save_and_continue, make, train
-from tests.world import causal, configured, share, tiny, trainer
+from tests.world import causal, configured, share, tiny, train_steps, trainer
 
 DEEPSPEED = "parallel.engine=deepspeed"
 STAGES = [f"parallel.zero_stage={stage}" for stage in range(4)]
@@ -74,13 +74,7 @@ def test_other_families(world, name, stage):
 
 def _steps_of(name, *words):
     config, mine = trainer(*tiny(*MODELS[name].overrides, "precision=fp32", *words))
-    numbers = []
-    for step in range(3):
-        tokens, batch = MODELS[name].batch(config, step)
-        tokens, *values = share(mine, tokens, *batch.values())
-        loss, result = mine.train(tokens, dict(zip(batch, values, strict=True)), step=step)
-        numbers.append((float(loss), float(result.gradient_norm)))
-    return numbers
+    return train_steps(mine, config, MODELS[name].batch, 3)
 
 
 @pytest.mark.long
@@ -133,13 +127,6 @@ def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
     for (straight, average), (loaded, same) in world.run(_save_and_continue, tmp_path, layout, layout):
         assert straight == loaded
         assert all(torch.equal(average[name], same[name]) for name in average | same)
-
-
-@pytest.mark.long
-def test_a_run_changes_its_engine(world, tmp_path):
-    first, second = ("precision=fp32", STAGES[2]), ("precision=fp32", STAGES[3], DEEPSPEED)
-    for (straight, _), (loaded, _) in world.run(_save_and_continue, tmp_path, first, second):
-        assert torch.allclose(torch.tensor(straight), torch.tensor(loaded), rtol=2e-6)
 
 
 #: As of a guide: ZeRO 2, CPU offload, a schedule. DeepSpeed would compile an optimizer for the CPU.

@@ -1,18 +1,24 @@
 """Engines on four ranks: exact resume, resume in another layout, and skipped steps on non-finite gradients."""
 
 import contextlib
-import dataclasses
+import os
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_directory
-from tests.world import causal, configured, share, tiny, trainer, unsharded
+from pipeline.checkpoint import load_any_layout
+from pipeline.checkpoint.native import TrainState
+from pipeline.checkpoint.reader import Checkpoint
+from pipeline.common.errors import UserError
+from pipeline.training import resume
+from pipeline.training.lr_schedule import learning_rate
+from tests.world import causal, configured, saved, share, tiny, trainer, unsharded
 
-TINY = tiny("model=gpt-tiny", "model.layers=4", "model.ffn_hidden=64", "training.micro_batch_size=4", "training.ema=0.9")
+TINY = tiny("model=gpt-tiny", "model.layers=2", "model.ffn_hidden=64", "training.micro_batch_size=4", "training.ema=0.9")
 
 
 def make(*overrides):
@@ -33,15 +39,11 @@ def train(config, trainer, steps):
 
 def _save_and_continue(folder, first, second):
     """Train four steps in a layout and save; continue there, and from the checkpoint in another layout."""
-    from pipeline.checkpoint import save
-    from pipeline.checkpoint.native import Index, TrainState
-    from pipeline.checkpoint.reader import Checkpoint
-    from pipeline.training import resume
 
     config, trainer = make(*first)
     train(config, trainer, range(4))
     state = TrainState(4, 64, trainer.engine.updates(), *trainer.engine.loss_scale.state())
-    path = save.save(run_directory(folder), Index(state, dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = saved(folder, config, trainer, state)
     straight = train(config, trainer, range(4, 7)), unsharded(trainer, "ema")
     config, trainer = make(*second, "training.seed=99")  # other initial weights: all state must come from the checkpoint
     checkpoint = Checkpoint(path)
@@ -76,11 +78,14 @@ def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
 
 
 OTHER = [
-    (("parallel.zero_stage=1", "parallel.tensor=2"), ("parallel.zero_stage=2", "parallel.pipeline=2", "parallel.layers_per_stage=[1,3]")),
+    (
+        ("model.layers=3", "parallel.zero_stage=1", "parallel.tensor=2"),
+        ("model.layers=3", "parallel.zero_stage=2", "parallel.pipeline=2", "parallel.layers_per_stage=[1,2]"),
+    ),
     (("parallel.zero_stage=3",), ("parallel.zero_stage=0", "parallel.tensor=2", "parallel.pipeline=2")),
     (
-        ("parallel.zero_stage=0", "parallel.pipeline=2", "parallel.schedule=zbv", "training.micro_batch_size=2"),
-        ("parallel.zero_stage=3", "parallel.tensor=4"),
+        ("model.layers=4", "parallel.zero_stage=0", "parallel.pipeline=2", "parallel.schedule=zbv", "training.micro_batch_size=2"),
+        ("model.layers=4", "parallel.zero_stage=3", "parallel.tensor=4"),
     ),
 ]
 
@@ -94,15 +99,11 @@ GROUPS = [
 
 def _load_in_another(folder, first, second):
     """Save in a layout and load in another one: whether all state is the same, and the bytes of every rank's file."""
-    from pipeline.checkpoint import load_any_layout, save
-    from pipeline.checkpoint.native import Index, TrainState
-    from pipeline.checkpoint.reader import Checkpoint
 
     config, trainer = make("precision=bf16", *first)
     train(config, trainer, range(2))
     before = {kind: unsharded(trainer, kind) for kind in ("weight", "exp_avg", "exp_avg_sq", "ema")}
-    index = Index(TrainState(2, 32, 2), dataclasses.asdict(config))
-    path = save.save(run_directory(folder), index, trainer.engine.fragments(), keep=1)
+    path = saved(folder, config, trainer, TrainState(2, 32, 2))
     _, other = make("precision=bf16", *second, "training.seed=99")
     load_any_layout.load(Checkpoint(path), other.engine.fragments())
     other.engine.loaded(2)
@@ -132,17 +133,11 @@ def test_a_state_continues_in_another_layout(world, tmp_path, first, second):
 
 def _save_by_node(folder):
     """Save in a file for each of two nodes, load into another layout: the names of the files, and whether the weights are the same."""
-    from unittest import mock
-
-    from pipeline.checkpoint import load_any_layout, save
-    from pipeline.checkpoint.native import Index, TrainState
-    from pipeline.checkpoint.reader import Checkpoint
 
     config, trainer = make("precision=fp32", "parallel.zero_stage=1", "parallel.tensor=2")
     before = unsharded(trainer)
     with mock.patch("socket.gethostname", return_value=f"node{dist.get_rank() % 2}"):
-        index = Index(TrainState(), dataclasses.asdict(config))
-        path = save.save(run_directory(folder), index, trainer.engine.fragments(), keep=1, files="node")
+        path = saved(folder, config, trainer, files="node")
     _, other = make("precision=fp32", "parallel.zero_stage=0", "training.seed=99")
     load_any_layout.load(Checkpoint(path), other.engine.fragments())
     after = unsharded(other)
@@ -161,12 +156,6 @@ FULL = [(2, "record-00002.json"), (0, "parts.npy"), (0, "index.json"), (0, "cata
 
 def _save_on_a_full_disk(folder):
     """Save where one rank cannot write one of FULL: the messages on this rank, and what is left."""
-    import os
-    from unittest import mock
-
-    from pipeline.checkpoint import save
-    from pipeline.checkpoint.native import Index, TrainState
-    from pipeline.common.errors import UserError
 
     config, trainer = make("precision=fp32", "parallel.zero_stage=0")
     replace, found = os.replace, []
@@ -177,10 +166,10 @@ def _save_on_a_full_disk(folder):
                 raise OSError(28, "No space left on device")
             replace(source, target)
 
-        run_dir = run_directory(Path(folder) / str(number))
+        run_dir = Path(folder) / str(number)
         patch = mock.patch("os.replace", full) if dist.get_rank() == rank else contextlib.nullcontext()
         with pytest.raises(UserError) as raised, patch:
-            save.save(run_dir, Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+            saved(run_dir, config, trainer)
         found.append((str(raised.value), sorted(path.name for path in (run_dir / "checkpoints").iterdir())))
     return found
 
@@ -194,13 +183,9 @@ def test_every_rank_reports_a_record_index_or_catalog_that_cannot_be_written(wor
 
 def _load_damaged(folder):
     """Save, damage the last rank's file, load: the message on this rank."""
-    from pipeline.checkpoint import load_any_layout, save
-    from pipeline.checkpoint.native import Index, TrainState
-    from pipeline.checkpoint.reader import Checkpoint
-    from pipeline.common.errors import UserError
 
     config, trainer = make("precision=fp32", "parallel.zero_stage=2")
-    path = save.save(run_directory(folder), Index(TrainState(), dataclasses.asdict(config)), trainer.engine.fragments(), keep=1)
+    path = saved(folder, config, trainer)
     if dist.get_rank() == 0:
         file = path / "rank-00003.safetensors"
         content = bytearray(file.read_bytes())
@@ -242,7 +227,6 @@ def _poison(overrides):
     ],
 )
 def test_a_non_finite_gradient_skips_the_step(world, zero, precision):
-    from pipeline.training.lr_schedule import learning_rate
 
     overrides = (f"precision={precision}", f"parallel.zero_stage={zero}")
     config = configured(*TINY, *overrides)
@@ -302,7 +286,7 @@ def test_compiled_tensor_parallel_blocks_train_alike(worlds):
     """Requires a C++ compiler; on a GPU the blocks are compiled by default."""
     if shutil.which("g++") is None:
         pytest.skip("needs a C++ compiler")
-    settings = ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2", "model.layers=2")
+    settings = ("precision=fp32", "parallel.zero_stage=0", "parallel.tensor=2")
     plain = worlds(2).run(_losses, settings)
     compiled = worlds(2).run(_losses, (*settings, "training.compile=on"))
     assert torch.allclose(torch.tensor(compiled), torch.tensor(plain), rtol=1e-4)
