@@ -1,13 +1,11 @@
 """Training with blends, phases and warm-ups: resume after an interruption, and equal metrics in every layout."""
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.common.artifact import MANIFEST
 from pipeline.common.errors import UserError
 from tests.helpers import pipeline
 from tests.training import one_rank
@@ -34,54 +32,39 @@ WARMUPS = (
     "training.batch_rampup=[{until_step: 2, value: 4}, {until_step: 5, value: 8}]",
     "training.sequence_warmup=[{until_step: 3, value: 8}, {until_step: 4, value: 16}]",
 )
-BLEND = "data.blend={en: {}, de: {}}"
+BLEND = "data.blend={web: {}, books: {}}"
 #: What one_rank.run changes besides.
 SAME = ("model.heads=8", "optimizer.lr=0.0003", "training.validation_batches=20")
 
 
-@pytest.fixture(scope="module")
-def folder(tokens, tmp_path_factory):
-    """The token shards as two corpora."""
-    copy = tmp_path_factory.mktemp("two") / "tokens"
-    shutil.copytree(tokens, copy)
-    manifest = json.loads((copy / MANIFEST).read_text())
-    for shard, entry in manifest["files"].items():
-        entry["corpus"] = "de" if shard == "train-00001.tar" else "en"
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    return copy
-
-
 def phases(first: int, late: str) -> str:
     """One phase for the first `first` samples, then one with the weights `late`."""
-    return f"data.phases=[{{until_tokens: {32 * first}, weights: {{en: 3, de: 1}}}}, {{weights: {{{late}}}}}]"
-
-
-def lines(run_dir: Path) -> list[dict]:
-    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    return f"data.phases=[{{until_tokens: {32 * first}, weights: {{web: 3, books: 1}}}}, {{weights: {{{late}}}}}]"
 
 
 def exact(run_dir: Path) -> list[tuple]:
-    return [tuple(line[key] for key in ("step", "samples", "tokens", "loss", "grad_norm")) for line in lines(run_dir)]
+    keys = ("step", "samples", "tokens", "loss", "grad_norm")
+    return [tuple(line[key] for key in keys) for line in one_rank.lines(run_dir).values()]
 
 
 @pytest.mark.long
-def test_interrupted_within_warm_ups_and_continued_with_a_later_phase(folder, tmp_path):
-    common = (*TINY, *WARMUPS, f"data.tokens={folder}", BLEND)
-    pipeline(*common, phases(40, "de: 1"), "training.steps=7", f"run_dir={tmp_path}/straight")
-    steps = lines(tmp_path / "straight")
+def test_interrupted_within_warm_ups_and_continued_with_a_later_phase(two, tmp_path):
+    common = (*TINY, *WARMUPS, f"data.tokens={two}", BLEND)
+    pipeline(*common, phases(40, "books: 1"), "training.steps=7", f"run_dir={tmp_path}/straight")
+    steps = one_rank.lines(tmp_path / "straight").values()
     assert [line["samples"] for line in steps] == [4, 8, 16, 24, 32, 48, 64]
     assert [line["tokens"] for line in steps] == [32 * line["samples"] for line in steps]
     assert all({"data_seconds", "data_stalls"} <= line.keys() for line in steps)
     interrupted = ("pretrain", tmp_path / "continued", *common[1:], *SAME)
-    one_rank.run(*interrupted, phases(1000, "en: 1"), "training.steps=3")
-    one_rank.run(*interrupted, phases(40, "de: 1"), "training.steps=7", "data.prefetch=1")
+    one_rank.run(*interrupted, phases(1000, "web: 1"), "training.steps=3")
+    one_rank.run(*interrupted, phases(40, "books: 1"), "training.steps=7", "data.prefetch=1")
     assert exact(tmp_path / "continued") == exact(tmp_path / "straight")
     with pytest.raises(UserError, match=r"data.phases=.*was made with"):
-        one_rank.run(*interrupted, phases(20, "de: 1"), "training.steps=9")
+        one_rank.run(*interrupted, phases(20, "books: 1"), "training.steps=9")
 
 
-def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "tokens")
+def test_a_corrupt_shard_is_refused_before_the_start_when_all_are_verified(two, tmp_path):
+    shutil.copytree(two, tmp_path / "tokens")
     shard = tmp_path / "tokens" / "train-00002.tar"
     raw = bytearray(shard.read_bytes())
     raw[-3000] ^= 1

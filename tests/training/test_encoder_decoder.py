@@ -36,7 +36,7 @@ NUMBERS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five"
 
 
 def losses(run_dir: Path) -> list[float]:
-    return [line["loss"] for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "loss" in line]
+    return [line["loss"] for line in one_rank.lines(run_dir).values()]
 
 
 def numbers(path: Path, seed: int) -> Path:

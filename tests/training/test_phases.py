@@ -270,9 +270,9 @@ def test_ranks_meet_again_in_a_phase_of_another_layout(two, tmp_path):
     """Two ranks started by torchrun, on the data axis and then on the tensor axis, equal one process."""
     words = [word for word in (*TINY, *LLAMA) if not word.startswith(("data.verify", "checkpoint."))]
     plan = "training.phases=[{until_step: 2}, {sequence_length: 64, overrides: [%s]}]"
-    common = ("stage=pretrain", *words, "model.kv_heads=2", f"data.tokens={two}", "training.steps=4", "training.micro_batch_size=2")
+    common = (*words, "model.kv_heads=2", f"data.tokens={two}", "training.steps=4", "training.micro_batch_size=2")
     pipeline(*common, plan % '"parallel.tensor=2"', f"run_dir={tmp_path}/ranks", prefix=torchrun(2))
-    pipeline(*common, plan % "", f"run_dir={tmp_path}/one")
+    run("pretrain", tmp_path / "one", *common, plan % "")
     for step, line in numbers(tmp_path / "one").items():
         assert numbers(tmp_path / "ranks")[step] == pytest.approx(line, rel=1e-5)
 
