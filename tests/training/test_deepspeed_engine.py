@@ -129,6 +129,13 @@ def test_a_loaded_state_continues_bit_for_bit(world, tmp_path, layout):
         assert all(torch.equal(average[name], same[name]) for name in average | same)
 
 
+@pytest.mark.long
+def test_a_run_changes_its_engine(world, tmp_path):
+    first, second = ("precision=fp32", STAGES[2]), ("precision=fp32", STAGES[3], DEEPSPEED)
+    for (straight, _), (loaded, _) in world.run(_save_and_continue, tmp_path, first, second):
+        assert torch.allclose(torch.tensor(straight), torch.tensor(loaded), rtol=2e-6)
+
+
 #: As of a guide: ZeRO 2, CPU offload, a schedule. DeepSpeed would compile an optimizer for the CPU.
 FILE = {
     "train_batch_size": 16,

@@ -56,10 +56,10 @@ def test_training_and_checkpoints_are_the_same_bit_for_bit(world, tmp_path, layo
         assert {skipped for *_, skipped in plain[0][0]} == {0.0, 1.0}, "steps must have been skipped, but not all"
 
 
-def test_a_checkpoint_of_a_run_without_it_continues_with_it(worlds, tmp_path):
-    """That of a run with it has the same tensors, as the test above says."""
+@pytest.mark.parametrize("first, second", [((), (OFFLOAD,)), pytest.param((OFFLOAD,), (), marks=pytest.mark.long)], ids=str)
+def test_a_checkpoint_continues_with_and_without_it(worlds, tmp_path, first, second):
     layout = ("precision=bf16", "parallel.zero_stage=3")
-    for (straight, average), (loaded, same) in worlds(2).run(_save_and_continue, tmp_path, layout, (*layout, OFFLOAD)):
+    for (straight, average), (loaded, same) in worlds(2).run(_save_and_continue, tmp_path, (*layout, *first), (*layout, *second)):
         assert straight == loaded
         assert all(torch.equal(average[name], same[name]) for name in average | same)
 
