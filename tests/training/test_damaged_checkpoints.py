@@ -56,7 +56,11 @@ def names(run_dir: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     "damage, kept",
-    [(cut, 1), *((damage, 3) for damage in DAMAGES), *(pytest.param(damage, 1, marks=pytest.mark.long) for damage in DAMAGES[1:])],
+    [
+        *((cut, 1), (cut, 3), (no_index, 3)),
+        *(pytest.param(damage, 3, marks=pytest.mark.long) for damage in (empty_index, no_parts)),
+        *(pytest.param(damage, 1, marks=pytest.mark.long) for damage in DAMAGES[1:]),
+    ],
 )
 def test_a_run_without_a_whole_checkpoint_is_refused_every_time(tokens, run_dir, damage, kept, caplog):
     for folder in native.complete(run_dir)[:-kept]:
