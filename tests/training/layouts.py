@@ -386,21 +386,8 @@ KINDS = {
 #: Models of which others have all layers and losses, and which only tools/test --all trains in a layout of their own.
 VARIANTS = {
     *("llama-nope", "roberta", "modernbert-diffusion", "t5-1.1", "mixtral-4", "mixtral-roomy", "mixtral-documents", "bert-diffusion"),
-    *(
-        "qwen2.5",
-        "qwen3.5",
-        "granite",
-        "nemotron",
-        "exaone4",
-        "smollm3",
-        "apertus",
-        "gpt-neox",
-        "gemma3",
-        "mistral",
-        "olmo2",
-        "olmo-hybrid",
-    ),
-    *("olmoe", "qwen3-moe", "granite-hybrid", "glm4-moe", "deepseek-grouped", "gpt-oss-sinks", "qwen3-next-documents"),
+    *("qwen2.5", "qwen3.5", "granite", "nemotron", "exaone4", "smollm3", "apertus", "gpt-neox", "gemma3", "olmo2", "olmo-hybrid"),
+    *("mistral", "olmoe", "qwen3-moe", "granite-hybrid", "glm4-moe", "deepseek-grouped", "gpt-oss-sinks", "qwen3-next-documents"),
 }
 
 
