@@ -27,8 +27,17 @@ def run(tmp_path):
     found.saver.close()
 
 
-def test_a_save_holds_the_state_at_its_beginning(run):
+@pytest.fixture(scope="module")
+def lasting(tmp_path_factory):
+    """A run of several tests, each of which leaves it able to save."""
+    found = Run(tmp_path_factory.mktemp("lasting"))
+    yield found
+    found.saver.close()
+
+
+def test_a_save_holds_the_state_at_its_beginning(lasting):
     """Also the second one, in the same buffers, while the next step goes on."""
+    run, saved = lasting, []
     for _ in range(2):
         run.update()
         expected = run.state["blocks.0.weight"]["weight"].clone()
@@ -38,11 +47,13 @@ def test_a_save_holds_the_state_at_its_beginning(run):
         outcome = run.end()
         assert (outcome.reason, outcome.folder) == ("", catalog.folder_of(run.run_dir, outcome.step))
         assert np.array_equal(run.stored(outcome.step), expected.numpy())
-    assert complete(run) == [1, 4]
+        saved.append(outcome.step)
+    assert complete(run)[-2:] == saved
     assert not list(run.run_dir.glob("checkpoints/.*")), "no partial folder is left"
 
 
-def test_the_update_waits_for_the_copy(run, monkeypatch):
+def test_the_update_waits_for_the_copy(lasting, monkeypatch):
+    run = lasting
     begun, may_copy = threading.Event(), threading.Event()
 
     def slow(live, target, copy=staging.copy):
@@ -62,8 +73,9 @@ def test_the_update_waits_for_the_copy(run, monkeypatch):
     assert torch.equal(run.state["blocks.0.weight"]["weight"], before)
     may_copy.set()
     updating.join(60)
-    assert run.end().reason == ""
-    assert np.array_equal(run.stored(1), before.numpy())
+    outcome = run.end()
+    assert outcome.reason == ""
+    assert np.array_equal(run.stored(outcome.step), before.numpy())
 
 
 def planted_without_copy(_run, monkeypatch):
@@ -137,13 +149,12 @@ def test_a_stale_or_torn_copy_is_refused_by_name(run, monkeypatch, plant, reason
 @pytest.mark.parametrize(
     "case", ["lr=0", "skipped step", *(pytest.param(case, marks=pytest.mark.long) for case in ("tiny lr", "no moments", "one part moves"))]
 )
-def test_a_weight_may_stay_the_same(run, case):
-    if case == "no moments":
-        for tensors in run.state.values():
-            tensors["exp_avg"].zero_()
-    run.lr = {"lr=0": 0.0, "tiny lr": 1e-12}.get(case, 0.01)
-    if case == "one part moves":  # like an expert without tokens
-        run.state["norm.weight"]["exp_avg"].zero_()
+def test_a_weight_may_stay_the_same(lasting, monkeypatch, case):
+    run = lasting
+    monkeypatch.setattr(run, "lr", {"lr=0": 0.0, "tiny lr": 1e-12}.get(case, 0.01))
+    still = {"no moments": run.state, "one part moves": ["norm.weight"]}.get(case, [])  # like an expert without tokens
+    for name in still:
+        monkeypatch.setitem(run.state[name], "exp_avg", torch.zeros_like(run.state[name]["exp_avg"]))
     run.update()
     assert run.save().reason == ""
     if case == "skipped step":
@@ -153,11 +164,14 @@ def test_a_weight_may_stay_the_same(run, case):
     assert run.save().reason == ""
 
 
-def test_weights_that_are_not_finite_are_named_and_not_saved(run):
-    run.update()
-    run.state["norm.weight"]["weight"][3] = torch.inf
-    assert run.save().not_finite == "norm.weight"
-    assert complete(run) == []
+def test_weights_that_are_not_finite_are_named_and_not_saved(lasting):
+    lasting.update()
+    weight, before = lasting.state["norm.weight"]["weight"], complete(lasting)
+    finite = weight.clone()
+    weight[3] = torch.inf
+    assert lasting.save().not_finite == "norm.weight"
+    assert complete(lasting) == before
+    weight.copy_(finite)
 
 
 def test_a_dead_writer_fails_a_save_and_is_started_again(run):
@@ -208,12 +222,13 @@ def test_a_save_that_takes_too_long_is_given_up_when_the_next_one_is_due(tmp_pat
     run.saver.close()
 
 
-def test_signals_that_end_a_job_do_not_end_the_writer(run):
+def test_signals_that_end_a_job_do_not_end_the_writer(lasting):
+    writer = lasting.process.pid
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
-        os.kill(run.process.pid, number)
-    run.update()
-    assert run.save().reason == ""
-    assert os.getsid(run.process.pid) == run.process.pid
+        os.kill(writer, number)
+    lasting.update()
+    assert lasting.save().reason == ""
+    assert os.getsid(writer) == lasting.process.pid == writer
 
 
 def test_a_failed_save_says_why_and_leaves_nothing(run):
@@ -277,9 +292,10 @@ def test_the_writer_loads_no_torch():
     assert done.stdout.strip() == ""
 
 
-def test_a_commit_leaves_what_a_rank_that_is_ahead_writes_of_the_next_checkpoint(run):
-    run.update()
-    early = run.run_dir / "checkpoints" / ".step-00000002.job-2.partial"
+def test_a_commit_leaves_what_a_rank_that_is_ahead_writes_of_the_next_checkpoint(lasting):
+    lasting.update()
+    early = lasting.run_dir / "checkpoints" / f".step-{lasting.step + 1:08d}.job-{lasting.step + 1}.partial"
     early.mkdir()
-    assert run.save().reason == ""
+    assert lasting.save().reason == ""
     assert early.is_dir()
+    early.rmdir()
