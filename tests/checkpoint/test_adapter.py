@@ -54,6 +54,12 @@ def adapted(config: Any) -> tuple[torch.nn.Module, Adapter]:
     return model.eval(), Adapter(layers, base_hash(InMemory(random_model(config)), config, saved), Path(), saved)
 
 
+def merge(weights: dict[str, torch.Tensor], adapter: Adapter) -> None:
+    """Add an adapter to the weights of a model."""
+    for layer, factors in adapter.layers.items():
+        weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+
+
 def tokens(config: Any) -> torch.Tensor:
     return torch.randint(config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(7))
 
@@ -82,8 +88,7 @@ def test_peft_computes_our_logits(name, pair, tmp_path):  # noqa: F811 - the fix
         weights = InMemory(plain).weights
         for name, value in found.saved.items():
             weights[name].copy_(value)
-        for layer, factors in found.layers.items():
-            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+        merge(weights, found)
         torch.testing.assert_close(plain(batch), expected, rtol=1e-4, atol=1e-5)
         plain.load_state_dict(random_model(config).state_dict())
 
@@ -120,8 +125,7 @@ def test_we_compute_the_logits_of_an_adapter_of_peft(name, rslora, pair, tmp_pat
     weights = dict(model.named_parameters())
     with torch.no_grad():
         assert (model(batch) - expected).abs().max() > 0.01
-        for layer, factors in found.layers.items():
-            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+        merge(weights, found)
         torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-5)
     lora = peft_format.configured(LoraConfig(), found)
     assert {layer: lora.rank_of(layer) for layer in found.layers} == {layer: factors.rank for layer, factors in found.layers.items()}
@@ -155,8 +159,7 @@ def test_an_adapter_that_changed_its_base(kind, pair, tmp_path):  # noqa: F811 -
     model = random_model(config).eval()
     weights = dict(model.named_parameters())
     with torch.no_grad():
-        for layer, factors in found.layers.items():
-            weights[f"{layer}.weight"].copy_(merged(weights[f"{layer}.weight"], factors.a, factors.b, factors.scale))
+        merge(weights, found)
         torch.testing.assert_close(model(batch), expected, rtol=1e-4, atol=1e-4)
 
 
