@@ -167,6 +167,7 @@ def test_odd_rows_get_a_finite_prediction(cells, traces):
         ({"gpus": "inf"}, "not a positive number"),
         ({"gpus": "-16"}, "not a positive number"),
         ({"layers": "4.5"}, "not a positive whole number"),
+        ({"layers": "eighty"}, "is not a number"),
         ({"micro_batch": "1e400"}, "not a positive number"),
         ({"model_name": "Mamba-2 8B"}, "not one stack of transformer blocks"),
         ({"model_name": "T5-11B"}, "not one stack of transformer blocks"),
