@@ -1,16 +1,18 @@
 """Shared test helpers: running the command line, and generating a small corpus."""
 
 import contextlib
+import functools
 import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -19,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.common.artifact import MANIFEST
 from tests import warm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,6 +167,7 @@ def run_directory(folder: str | Path) -> Path:
     return Path(folder)
 
 
+@functools.cache
 def words(seed: int, count: int) -> str:
     """Generate random words; the text depends only on the seed and the count."""
     rng = random.Random(seed)
@@ -197,6 +201,7 @@ THINGS = [
 KINDS = ["old", "silent", "distant", "narrow", "golden", "empty", "crowded", "frozen", "gentle", "curious", "wooden", "hidden"]
 
 
+@functools.cache
 def prose(seed: int, sentences: int = 12) -> str:
     """Generate English sentences that pass the cleaning steps; the text depends only on the seed and the number of sentences."""
     rng = random.Random(seed)
@@ -218,6 +223,15 @@ def write_corpus(folder: Path, documents: int = 200) -> None:
             for n in range(documents // 2)
         ]
         (folder / f"part-{part}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def with_manifest(source: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Copy a folder of shards, and change its manifest."""
+    shutil.copytree(source, folder)
+    manifest = json.loads((folder / MANIFEST).read_text())
+    change(manifest)
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
 
 
 def same_files(first: Path, second: Path) -> bool:

@@ -1,7 +1,6 @@
 """Blends by configuration: which samples come, what is refused, what identifies them, and how batches and warm-ups share them out."""
 
 import json
-import shutil
 import threading
 import time
 from itertools import pairwise
@@ -28,7 +27,7 @@ from pipeline.data.load.token_stream import TokenStream
 from pipeline.parallel.mesh import Mesh
 from pipeline.planner import rank_report
 from pipeline.training.batch_loader import BatchLoader
-from tests.helpers import pipeline
+from tests.helpers import pipeline, with_manifest
 from tests.world import configured
 from tools.bench.token_dataset import TokenDataset
 
@@ -40,11 +39,12 @@ def corpora(tokens, tmp_path_factory):
     """The token shards as two corpora, and a second folder with a third one."""
     folder = tmp_path_factory.mktemp("corpora")
     for name, changes in (("both", {"train-00001.tar": "de", "train-00002.tar": "de"}), ("more", {"train-00000.tar": "code"})):
-        shutil.copytree(tokens, folder / name)
-        manifest = json.loads((folder / name / MANIFEST).read_text())
-        for shard, entry in manifest["files"].items():
-            entry["corpus"] = changes.get(shard, "en")
-        (folder / name / MANIFEST).write_text(json.dumps(manifest))
+
+        def rename(manifest, changes=changes):
+            for shard, entry in manifest["files"].items():
+                entry["corpus"] = changes.get(shard, "en")
+
+        with_manifest(tokens, folder / name, rename)
     return folder
 
 
@@ -193,10 +193,7 @@ def test_refused_before_work(corpora, overrides, said):
 
 @pytest.mark.parametrize("name, value", [("tokenizer", "other"), ("bos", 7)])
 def test_another_tokenizer_is_refused(corpora, tmp_path, name, value):
-    shutil.copytree(corpora / "more", tmp_path / "more")
-    manifest = json.loads((tmp_path / "more" / MANIFEST).read_text())
-    manifest["totals"][name] = value
-    (tmp_path / "more" / MANIFEST).write_text(json.dumps(manifest))
+    with_manifest(corpora / "more", tmp_path / "more", lambda manifest: manifest["totals"].update({name: value}))
     with pytest.raises(UserError, match=r"data\.blend\.x=.*\n?.*another tokenizer or tokenizer.bos than en"):
         blend.open_training(config_of(corpora, f"++data.blend={{en:{{}},x:{{tokens:{tmp_path}/more,corpus:code}}}}"))
 
@@ -243,7 +240,7 @@ def batches(config, samples, ranks, rank):
 steps = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(sizes=steps, lengths=steps, start=st.integers(0, 12), ranks=st.sampled_from([1, 2, 4]), prefetch=st.integers(1, 5))
 def test_batches_do_not_depend_on_ranks_threads_or_where_a_run_began(corpora, sizes, lengths, start, ranks, prefetch):
     def ramp(entries, value):

@@ -1,17 +1,15 @@
 """Which samples of a validation split a validation reads."""
 
-import json
 import logging
-import shutil
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.common.artifact import MANIFEST
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.validation_split import choose
+from tests.helpers import with_manifest
 from tests.world import configured
 
 
@@ -41,11 +39,7 @@ def test_every_window_is_chosen_with_the_same_probability():
 
 @pytest.mark.parametrize(("documents", "warned"), [(1, "1 document:"), (2, "2 documents:"), (30, None)])
 def test_a_split_of_few_documents_is_warned_of(tokens, tmp_path, caplog, documents, warned):
-    shutil.copytree(tokens, tmp_path / "tokens")
-    manifest = json.loads((tmp_path / "tokens" / MANIFEST).read_text())
-    entry = next(entry for entry in manifest["files"].values() if entry.get("split") == "validation")
-    entry["documents"] = documents
-    (tmp_path / "tokens" / MANIFEST).write_text(json.dumps(manifest))
+    with_manifest(tokens, tmp_path / "tokens", lambda manifest: manifest["files"]["validation-00000.tar"].update(documents=documents))
     config = configured("stage=pretrain", "model=llama-tiny", f"data.tokens={tmp_path}/tokens", "training.sequence_length=32")
     with caplog.at_level(logging.WARNING, "pipeline"):
         registry.open_data(config, (0, 1))
@@ -54,10 +48,7 @@ def test_a_split_of_few_documents_is_warned_of(tokens, tmp_path, caplog, documen
 
 
 def test_validations_without_a_split_are_warned_of(tokens, tmp_path, caplog):
-    shutil.copytree(tokens, tmp_path / "tokens")
-    manifest = json.loads((tmp_path / "tokens" / MANIFEST).read_text())
-    manifest["files"] = {name: entry for name, entry in manifest["files"].items() if entry.get("split") == "train"}
-    (tmp_path / "tokens" / MANIFEST).write_text(json.dumps(manifest))
+    with_manifest(tokens, tmp_path / "tokens", lambda manifest: manifest["files"].pop("validation-00000.tar"))
     config = configured("stage=pretrain", "model=llama-tiny", f"data.tokens={tmp_path}/tokens", "training.validate_every=5")
     with caplog.at_level(logging.WARNING, "pipeline"):
         registry.open_data(config, (0, 1))
