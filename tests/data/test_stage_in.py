@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -34,26 +33,6 @@ def test_a_run_reads_the_copy_and_ends_with_the_same_bits(tokens: Path, tmp_path
     before, after = (one_rank.lines(tmp_path / name) for name in ("plain", "staged"))
     assert [line["loss"] for line in before.values()] == [line["loss"] for line in after.values()][:3]
     assert f"tokens: {shared}" in (tmp_path / "staged" / "config.yaml").read_text(), "the run can continue elsewhere"
-
-
-def test_ranks_of_a_node_make_one_copy(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    copies, copyfile = [], shutil.copyfile
-
-    def counted(*arguments):
-        copies.append(arguments)
-        return copyfile(*arguments)
-
-    monkeypatch.setattr(shutil, "copyfile", counted)
-    found: list[str] = []
-    own = data(tokens, tmp_path)
-    threads = [threading.Thread(target=lambda: found.append(stage_in.staged(own).tokens)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(copies) == len(list(tokens.glob("*.tar")))
-    assert len(set(found)) == 1
-    assert Path(found[0]).parent == tmp_path
 
 
 def test_only_the_shards_of_examples_are_copied_for_fine_tuning(tokens: Path, tmp_path: Path) -> None:

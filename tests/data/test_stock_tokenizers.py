@@ -15,8 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from pipeline.common.errors import UserError
 from pipeline.data.tokenize.encoders import HARD_TEXTS
 from pipeline.data.tokenize.tokenizer import TextEncoder
-from tests.data.library import here
-from tests.data.test_tokenize import shard_of, texts_of
 from tests.helpers import prose, words
 
 TEXTS = [
@@ -154,17 +152,6 @@ def test_text_that_spells_a_token_is_divided_into_the_pieces_of_sentencepiece(tm
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     found = tokenizer.convert_ids_to_tokens(TextEncoder(tmp_path, end).encode(["as</s>as \ue123<extra_id_0>"])[0].tolist())
     assert found == ["▁", "as", *"<", "/s", ">", "as", "▁", "<unk>", "<", *"extra_id_0", ">"]
-
-
-def test_the_stage_tokenizes_with_a_stock_tokenizer(shards, tmp_path):
-    build, end = STOCK["XLM-R"]
-    build().save_pretrained(tmp_path / "tokenizer")
-    settings = (f"data.shards={shards}", f"tokenizer.path={tmp_path}/tokenizer", f"data.tokens={tmp_path}/t")
-    here("stage=tokenize", *settings, f'tokenizer.end_of_document="{end}"')
-    stock = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
-    _, lengths, ids = shard_of(tmp_path / "t", "train-00000.tar")
-    expected = [[*stock(text, add_special_tokens=False)["input_ids"], 2] for text in texts_of(shards, "train-00000.tar")]
-    assert split(ids, lengths) == expected
 
 
 def test_an_entry_that_is_no_special_token_is_still_refused(tmp_path):
