@@ -30,15 +30,14 @@ def line_offsets(path: Path) -> list[int]:
     return [sum(map(len, lines[:number])) for number in range(len(lines))]
 
 
-@pytest.mark.parametrize("ranks", [4, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2))])
-def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path, ranks):
+def test_any_number_of_ranks_writes_the_same_bytes(library, cleaned, tmp_path):
     assert len(list(cleaned.glob("train-*.tar"))) >= 3
-    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s", ranks=ranks)
+    pipeline(*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s", ranks=4)
     assert same_files(cleaned, tmp_path / "s")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [3, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [3, 1])
 def test_limits_of_memory_and_open_files_change_nothing(library, tmp_path, ranks):
     """Runs, pieces, batches, slices and messages of a few kilobytes, and two open files."""
     removed = ("dedup.paragraphs=true", "dedup.paragraph_characters=30", "dedup.spans=8", "dedup.span_megabytes=1")
@@ -148,43 +147,34 @@ def test_corpora_keep_their_names_and_are_deduplicated_together(library, tmp_pat
     assert manifest["totals"]["exact_duplicates"] == 6
 
 
-def test_urls_and_lines_can_be_deduplicated_and_a_corpus_against_another(tmp_path):
+def test_urls_lines_and_spans_are_deduplicated_in_a_corpus_and_against_another(tmp_path):
     line = "Subscribe to our letter from the harbour, and read of it first."
-    pages = [json_line(prose(n) + "\n" + line, url=f"https://example.org/{n}/") for n in range(20)]
-    pages += [json_line(prose(30, 20) + " And a longer text, which is the better one.", url="http://www.example.org/7")]
+    passage, longer = " ".join(words(1, 40).split()), prose(30, 40) + " And a longer text, which is the better one."
+
+    def text(n: int, more: str = "") -> str:
+        return f"{prose(n, 20)}{more} {n}. {prose(n + 100)}"
+
+    pages = [json_line(f"{text(n, f' {passage}' * (n in (3, 7)))}\n{line}", url=f"https://example.org/{n}/") for n in range(10)]
+    pages += [json_line(longer, url="http://www.example.org/5"), json_line(passage)]
     (tmp_path / "pages.jsonl").write_text("".join(pages))
-    settings = ("stage=shard", f"data.input=[{tmp_path}/pages.jsonl]", "clean=none", "dedup.url=true", "dedup.paragraphs=true")
-    for ranks in (0, 2):
-        pipeline(*settings, f"data.shards={tmp_path}/s{ranks}", "dedup.save_signatures=true", ranks=ranks)
-    assert same_files(tmp_path / "s0", tmp_path / "s2")
-    texts = [sample["txt"] for sample in samples(tmp_path / "s0")]
-    assert len(texts) == 20
-    assert sum(line in text for text in texts) == 1
-    assert not any(prose(7) in text for text in texts)
-
-    (tmp_path / "more.jsonl").write_text(json_line(prose(3)) + json_line(prose(99)))
-    more = ("stage=shard", f"data.input=[{tmp_path}/more.jsonl]", "clean=none", f"dedup.against=[{tmp_path}/s0]", "dedup.threshold=0.7")
-    here(*more, f"data.shards={tmp_path}/more")
-    assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(99)]
-
-
-def test_repeated_spans_are_cut_in_a_corpus_and_against_another(tmp_path):
-    passage = words(1, 30)
-    pages = [prose(n, 20) + f"\n\n{passage}\n\n" * (n in (3, 7)) + f"{n}. {prose(n + 100)}" for n in range(10)] + [passage]
-    (tmp_path / "pages.jsonl").write_text("".join(map(json_line, pages)))
     settings = ("stage=shard", "clean=none", "dedup.spans=25", "dedup.save_signatures=true")
-    for ranks in (0, 2):
-        pipeline(*settings, f"data.input=[{tmp_path}/pages.jsonl]", f"data.shards={tmp_path}/s{ranks}", ranks=ranks)
+    first = (f"data.input=[{tmp_path}/pages.jsonl]", "dedup.url=true", "dedup.paragraphs=true")
+    here(*settings, *first, f"data.shards={tmp_path}/s0")
+    pipeline(*settings, *first, f"data.shards={tmp_path}/s2", ranks=2)
     assert same_files(tmp_path / "s0", tmp_path / "s2")
-    cut = prose(7, 20) + "\n\n7. " + prose(107)
-    assert sorted(sample["txt"] for sample in samples(tmp_path / "s0")) == sorted([*pages[:7], cut, *pages[8:10]])
-    assert read_json(tmp_path / "s0/manifest.json")["totals"]["repeated_spans"] == {"documents": 2, "spans": 2, "words": 58}
-    assert read_json(tmp_path / "s0/report.json")["lost"] == {"default": {"dedup: all text repeated": [1, len(passage.encode())]}}
-    assert "cut from 2 documents: 2 with 58 words" in (tmp_path / "s0/report.html").read_text()
-    (tmp_path / "more.jsonl").write_text(json_line(f"{prose(50)} {passage}") + json_line(prose(3, 20)))
-    more = (f"data.input=[{tmp_path}/more.jsonl]", f"dedup.against=[{tmp_path}/s0]", f"data.shards={tmp_path}/more")
-    pipeline(*settings, *more, ranks=2)
+    kept = [f"{text(0)}\n{line}", text(3, f" {passage}"), longer, *map(text, (1, 2, 4, 6, 7, 8, 9))]
+    assert sorted(sample["txt"] for sample in samples(tmp_path / "s0")) == sorted(kept)
+    cut = {"documents": 2, "spans": 2, "words": 2 * len(passage.split())}
+    assert read_json(tmp_path / "s0/manifest.json")["totals"]["repeated_spans"] == cut
+    lost = read_json(tmp_path / "s0/report.json")["lost"]["default"]
+    assert lost == {"dedup: same URL": [1, len(text(5).encode()) + 1 + len(line)], "dedup: all text repeated": [1, len(passage.encode())]}
+    assert f"cut from 2 documents: 2 with {cut['words']} words" in (tmp_path / "s0/report.html").read_text()
+
+    (tmp_path / "more.jsonl").write_text("".join(map(json_line, (f"{prose(50)} {passage}", prose(3, 20), f"{text(4)} Fin."))))
+    against = (f"data.input=[{tmp_path}/more.jsonl]", f"dedup.against=[{tmp_path}/s0]", f"data.shards={tmp_path}/more")
+    pipeline(*settings, *against, ranks=2)
     assert [sample["txt"] for sample in samples(tmp_path / "more")] == [prose(50)]
+    assert set(read_json(tmp_path / "more/report.json")["lost"]["default"]) == {"dedup: near duplicate", "dedup: all text repeated"}
 
 
 def test_another_seed_changes_the_order_and_the_split(corpus, shards, tmp_path):
@@ -225,7 +215,7 @@ def test_documents_keep_their_split_when_the_corpus_grows(corpus, shards, tmp_pa
     assert before <= after
 
 
-@pytest.mark.parametrize("documents", [1, 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("documents", [1, 2])
 def test_few_documents_fill_both_splits(tmp_path, documents):
     for number in range(documents):
         (tmp_path / f"{number}.txt").write_text(f"document {number}")
