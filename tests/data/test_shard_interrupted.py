@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.common import locks
+from pipeline.common import locks, ranks
+from pipeline.common.errors import UserError
 from pipeline.data.dedup import duplicates
 from pipeline.data.shard import passes, shards, span_search
 from pipeline.data.shard.spilled_documents import SpillPool
@@ -31,37 +32,25 @@ runpy.run_module("pipeline", run_name="__main__", alter_sys=True)
 """
 
 
-def test_a_full_disk_ends_clearly_and_the_rerun_completes(tmp_path):
+def test_a_full_disk_ends_clearly_and_the_rerun_keeps_complete_shards(tmp_path):
     """A file-size limit emulates a full disk: the same writes fail, and no root is required."""
-    (tmp_path / "x.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(400)))
-    settings = ("stage=shard", *RAW, f"data.input=[{tmp_path}/x.jsonl]")
-    here(*settings, f"data.shards={tmp_path}/complete")
-    folder = tmp_path / "limited"
-    for kilobytes in (50, 200):  # too small for the spill; large enough for it, but not for the shard
-        code, printed = python("-c", LIMITED, kilobytes << 10, *settings, f"data.shards={folder}")
-        assert code == 2, printed
-        assert f"{folder}: cannot be written" in printed
-        assert "Traceback" not in printed
-        assert [path.name for path in folder.iterdir()] == [".unfinished"]
-    here(*settings, f"data.shards={folder}")
-    assert same_files(tmp_path / "complete", folder)
-
-
-def test_a_disk_that_is_full_between_shards_keeps_those_before(tmp_path):
     for corpus, documents in (("a", 20), ("b", 400)):
         (tmp_path / f"{corpus}.jsonl").write_text("".join(json_line(words(n, 40)) for n in range(documents)))
     corpora = f"data.corpora={{a: [{tmp_path}/a.jsonl], b: [{tmp_path}/b.jsonl]}}"
     settings = ("stage=shard", *RAW, "data.input=[]", corpora)
     here(*settings, f"data.shards={tmp_path}/complete")
-    folder = tmp_path / "limited"
-    code, printed = python("-c", LIMITED, 200 << 10, *settings, f"data.shards={folder}")
-    assert code == 2, printed
-    kept = {path.name: path.stat().st_ino for path in folder.glob("*.tar")}
-    assert kept.keys() == {"train-a-00000.tar", "validation-a-00000.tar"}
+    folder, of_a = tmp_path / "limited", {"train-a-00000.tar", "validation-a-00000.tar"}
+    for kilobytes, left in ((50, set()), (200, of_a)):  # too small for the spill; large enough for it, but not for the shard of b
+        code, printed = python("-c", LIMITED, kilobytes << 10, *settings, f"data.shards={folder}")
+        assert code == 2, printed
+        assert f"{folder}: cannot be written" in printed
+        assert "Traceback" not in printed
+        assert {path.name for path in folder.iterdir()} == {".unfinished", *left}
+    kept = {name: (folder / name).stat().st_ino for name in of_a}
     planned = len(json.loads((folder / ".unfinished" / "plan.json").read_text())["shards"])
     assert f"wrote {planned - 2} of {planned} shards; 2 were written before" in here(*settings, f"data.shards={folder}")
     assert same_files(tmp_path / "complete", folder)
-    assert all((folder / name).stat().st_ino == inode for name, inode in kept.items())
+    assert {name: (folder / name).stat().st_ino for name in of_a} == kept
 
 
 def test_searches_for_duplicates_are_kept(library, tmp_path, monkeypatch):
@@ -103,18 +92,12 @@ def wait_for(folder: Path, mark: str, process: warm.Process | subprocess.Popen) 
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    "marks",
-    [
-        ("train-00001.tar",),  # writing
-        pytest.param((".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"), marks=pytest.mark.long),
-    ],
-    ids=["once", "in every phase"],
-)
-def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path, marks):
+@pytest.mark.long
+def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
+    """In every phase; the default tier kills a task of an array."""
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    for mark in marks:
+    for mark in (".unfinished/part-000001.json", ".unfinished/plan.json", "train-00001.tar"):
         process = start(*settings)
         wait_for(folder, mark, process)
         process.send_signal(signal.SIGKILL)
@@ -128,7 +111,7 @@ def test_killed_runs_write_no_manifest_and_the_rerun_equals_an_uninterrupted_one
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items()), "finished shards were written again"
 
 
-def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
+def test_ctrl_c_ends_a_stage_without_a_traceback_and_other_ranks_continue(library, cleaned, tmp_path):
     for attempt in range(10):
         folder = tmp_path / f"s{attempt}"
         settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
@@ -144,7 +127,7 @@ def test_ctrl_c_ends_a_stage_without_a_traceback(library, cleaned, tmp_path):
     printed = (tmp_path / "printed").read_text()
     assert printed.endswith("interrupted; run the same command again to continue\n")
     assert "Traceback" not in printed
-    here(*settings)
+    pipeline(*settings, ranks=2)
     assert same_files(cleaned, folder)
 
 
@@ -160,25 +143,16 @@ def ranks_of(process: subprocess.Popen, count: int) -> list[psutil.Process]:
     return found
 
 
-@pytest.mark.parametrize(
-    "phases",
-    [
-        pytest.param({".unfinished/plan.json": 3}, marks=pytest.mark.long),
-        pytest.param(
-            {".unfinished/part-000002.json": 2, ".unfinished/*.drop": 4, ".unfinished/plan.json": 2, "train-00001.tar": 3},
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["once", "in every phase"],
-)
-def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path, phases):
+@pytest.mark.long
+def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(library, cleaned, tmp_path):
     """Once parts are read, drops saved, shards planned or written, and continued on another number of ranks."""
     folder = tmp_path / "killed"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    for mark, ranks in phases.items():
-        command = [program("mpirun"), "-n", str(ranks), sys.executable, "-m", "pipeline", *settings]
+    phases = {".unfinished/part-000002.json": 2, ".unfinished/*.drop": 4, ".unfinished/plan.json": 2, "train-00001.tar": 3}
+    for mark, count in phases.items():
+        command = [program("mpirun"), "-n", str(count), sys.executable, "-m", "pipeline", *settings]
         process = subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        started = ranks_of(process, ranks)
+        started = ranks_of(process, count)
         wait_for(folder, mark, process)
         started[-1].kill()
         assert process.wait(timeout=60) != 0, f"it ended before it could be killed at {mark}"
@@ -197,9 +171,7 @@ def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
         time.sleep(0.001)
     first.send_signal(signal.SIGSTOP)
     try:
-        for ranks in (0, 2):
-            refused = pipeline(*settings, ranks=ranks, expect=2)
-            assert f"data.shards={folder}: is being written by another job" in refused
+        assert f"data.shards={folder}: is being written by another job" in pipeline(*settings, ranks=2, expect=2)
     finally:
         first.send_signal(signal.SIGCONT)
     assert first.wait(timeout=120) == 0
@@ -207,34 +179,22 @@ def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
     assert not (folder / ".lock").exists()
 
 
-def test_the_tasks_of_a_job_array_share_the_work_without_mpi(library, cleaned, tmp_path):
-    settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "3"}
-    for task in ("3", "1"):
-        assert "this task has read its parts" in pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": task})
-        assert not (tmp_path / "s" / "manifest.json").exists()
-    pipeline(*settings, env={**array, "SLURM_ARRAY_TASK_ID": "2"})
-    assert same_files(cleaned, tmp_path / "s")
-    gaps = {**array, "SLURM_ARRAY_TASK_MAX": "9", "SLURM_ARRAY_TASK_ID": "9"}
-    assert "not numbered with a constant step" in pipeline(*settings, env=gaps, expect=2)
-
-
-def array_task(job: int, task: int) -> dict[str, str]:
-    """The environment of a task of an array of two."""
-    names = ("JOB_ID", "TASK_ID", "TASK_COUNT", "TASK_MIN", "TASK_MAX")
-    return {f"SLURM_ARRAY_{name}": str(value) for name, value in zip(names, (job, task, 2, 0, 1), strict=True)}
+def array_task(job: int, task: int, last: int = 3) -> dict[str, str]:
+    """The environment of a task of an array of two, which are numbered 1 and 3."""
+    names = ("JOB_ID", "TASK_ID", "TASK_COUNT", "TASK_MIN", "TASK_MAX", "TASK_STEP")
+    return {f"SLURM_ARRAY_{name}": str(value) for name, value in zip(names, (job, task, 2, 1, last, 2), strict=True)}
 
 
 def test_the_tasks_of_a_job_array_share_the_shards_and_a_killed_one_loses_only_its_own(library, cleaned, tmp_path):
     folder = tmp_path / "s"
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={folder}")
-    pipeline(*settings, "stage.until=read", env=array_task(7, 0))
-    assert "this task has read its parts" in pipeline(*settings, "stage.until=duplicates", env=array_task(7, 0))
-    pipeline(*settings, "stage.until=duplicates", env=array_task(7, 1))
+    pipeline(*settings, "stage.until=read", env=array_task(7, 1))
+    assert "this task has read its parts" in pipeline(*settings, "stage.until=duplicates", env=array_task(7, 1))
+    pipeline(*settings, "stage.until=duplicates", env=array_task(7, 3))
     assert not list(folder.glob("*.tar"))
     names = [shard["name"] for shard in json.loads((folder / ".unfinished" / "plan.json").read_text())["shards"]]
     assert len(names) > 3
-    killed = warm.start("-m", "pipeline", *settings, environment=environment(**array_task(8, 0)))
+    killed = warm.start("-m", "pipeline", *settings, environment=environment(**array_task(8, 1)))
     wait_for(folder, ".unfinished/*.tar.json", killed)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait() == -signal.SIGKILL, "it ended before it could be killed"
@@ -243,19 +203,24 @@ def test_the_tasks_of_a_job_array_share_the_shards_and_a_killed_one_loses_only_i
     done = {name: (folder / name).stat().st_ino for name in set(names) - set(left)}
 
     with locks.claimed(folder / ".unfinished", "data.shards", file=f"{left[0]}.lock"):  # as another task does that writes this shard
-        printed = pipeline(*settings, env=array_task(9, 1))
+        printed = pipeline(*settings, env=array_task(9, 3))
     assert f"wrote {len(left) - 1} of {len(names)} shards; {len(done)} were written before" in printed
     assert not (folder / "manifest.json").exists()
-    printed = pipeline(*settings, env=array_task(9, 0))
+    printed = pipeline(*settings, env=array_task(9, 1))
     assert f"wrote 1 of {len(names)} shards; {len(names) - 1} were written before" in printed
     assert same_files(cleaned, folder)
     assert all((folder / name).stat().st_ino == inode for name, inode in done.items())
     assert not list(folder.glob(".*"))
 
 
+def test_tasks_without_a_constant_step_are_refused():
+    with pytest.raises(UserError, match="2 tasks are not numbered with a constant step"):
+        ranks.array_task(array_task(7, 1, last=9))
+
+
 def test_the_tasks_of_a_job_array_run_at_the_same_time_and_one_completes_the_stage(library, cleaned, tmp_path):
     settings = (*LIBRARY, f"data.input=[{library}]", f"data.shards={tmp_path}/s")
-    tasks = [warm.start("-m", "pipeline", *settings, environment=environment(**array_task(7, task))) for task in (0, 1)]
+    tasks = [warm.start("-m", "pipeline", *settings, environment=environment(**array_task(7, task))) for task in (1, 3)]
     assert [task.wait(120) for task in tasks] == [0, 0]
     assert same_files(cleaned, tmp_path / "s")
     assert not list((tmp_path / "s").glob(".*"))
