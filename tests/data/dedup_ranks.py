@@ -117,8 +117,8 @@ def check_clusters(comm: mpi.Comm) -> None:
         chance = np.random.default_rng(seed)
         pairs = chance.integers(-5, 200, (chance.integers(1, 250), 2))
         if seed == 5:
-            pairs = np.stack([order := chance.permutation(700), np.roll(order, 1)], axis=1)[1:]
-        lengths = {number: int(chance.integers(3)) if number >= 0 else duplicates.ALWAYS_KEPT for number in range(-5, 700)}
+            pairs = np.stack([order := chance.permutation(450), np.roll(order, 1)], axis=1)[1:]
+        lengths = {number: int(chance.integers(3)) if number >= 0 else duplicates.ALWAYS_KEPT for number in range(-5, 450)}
         order = sorted(lengths, key=lambda number: (-lengths[number], number))
         place = {number: rank for rank, number in enumerate(order)}
         distinct = sorted({tuple(sorted(pair, key=place.__getitem__)) for pair in pairs.tolist() if max(pair) >= 0 and pair[0] != pair[1]})
