@@ -3,7 +3,8 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,77 @@ def _shuffled(model: Any) -> Any:
 def samples(vocabulary: int = 64) -> Tensor:
     """Return tokens, (2, 24)."""
     return torch.randint(0, vocabulary, (2, 24), generator=torch.Generator().manual_seed(2))
+
+
+def of_rank(value: Tensor, rank: int, dim: int = 0) -> Tensor:
+    """Return the share of one of two tensor-parallel ranks."""
+    return value.chunk(2, dim)[rank]
+
+
+def by_group(*parts: Tensor, groups: int) -> Tensor:
+    """Return the rows of a rank: for each group of heads its queries, keys and values."""
+    return torch.cat([part.chunk(groups)[group] for group in range(groups) for part in parts])
+
+
+def gpt_block(state: dict[str, Tensor], block: int, rank: int) -> dict[str, Tensor]:
+    """Return the tensors of a block of GPT-2 on a rank, as GPT-NeoX and early Megatron-LM have them; linear layers are transposed."""
+    theirs = {name.split(f"h.{block}.")[1]: value.t() for name, value in state.items() if f"h.{block}." in name}
+    found = {}
+    for leaf in ("weight", "bias"):
+        found[f"input_layernorm.{leaf}"] = theirs[f"ln_1.{leaf}"]
+        found[f"post_attention_layernorm.{leaf}"] = theirs[f"ln_2.{leaf}"]
+        qkv = [of_rank(part, rank) for part in theirs[f"attn.c_attn.{leaf}"].chunk(3)]
+        found[f"attention.query_key_value.{leaf}"] = by_group(*qkv, groups=2)
+        found[f"mlp.dense_h_to_4h.{leaf}"] = of_rank(theirs[f"mlp.c_fc.{leaf}"], rank)
+    for name, of_class in (("attention.dense", "attn.c_proj"), ("mlp.dense_4h_to_h", "mlp.c_proj")):
+        found |= {f"{name}.weight": of_rank(theirs[f"{of_class}.weight"], rank, 1), f"{name}.bias": theirs[f"{of_class}.bias"]}
+    return found
+
+
+class Code:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+#: Changes a folder so that it is refused.
+Damage = Callable[[Path], object]
+
+
+def removed(pattern: str) -> Damage:
+    """Return a damage: files or folders are missing."""
+    return lambda folder: [shutil.rmtree(path) if path.is_dir() else path.unlink() for path in list(folder.glob(pattern))]
+
+
+def shortened(name: str, count: int) -> Damage:
+    """Return a damage: a file lacks its last bytes."""
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-count])
+
+
+def copied(name: str, copy: str) -> Damage:
+    """Return a damage: a file or folder is there twice."""
+    return lambda folder: (shutil.copytree if (folder / name).is_dir() else shutil.copyfile)(folder / name, folder / copy)
+
+
+def edited(pattern: str, change: Callable[[Any], object]) -> Damage:
+    """Return a damage: files of torch.save have another content."""
+
+    def damage(folder: Path) -> None:
+        for path in folder.glob(pattern):
+            state = torch.load(path, weights_only=False)
+            change(state)
+            torch.save(state, path)
+
+    return damage
+
+
+def with_code(name: str, key: str) -> Damage:
+    """Return a damage: a file of torch.save runs code, which leaves a file `executed`."""
+    return lambda folder: edited(name, lambda state: state.update({key: Code(folder / "executed")}))(folder)
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from pipeline.common.errors import CheckFailed, UserError
 from pipeline.models.families import llama as family
-from tests.conversion.foreign_folders import OVERRIDES, llama, samples
-from tests.conversion.test_deepspeed_import import Code, imported, logits
+from tests.conversion.foreign_folders import OVERRIDES, Code, Damage, copied, llama, removed, samples, shortened
+from tests.conversion.test_deepspeed_import import assert_refused, imported, logits
 from tests.conversion.test_huggingface_export import random_model
 from tests.world import configured
 
@@ -147,41 +147,22 @@ def test_other_logits_fail_and_nothing_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-def half(folder: Path) -> str:
-    (folder / "__0_0.distcp").unlink()
-    return r"__0_0\.distcp: is missing"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "half": (removed("step-3/__0_0.distcp"), r"__0_0\.distcp: is missing"),
+    "truncated": (shortened("step-3/__0_0.distcp", 100), r"__0_0\.distcp: is truncated: it has \d+ bytes, and the index names \d+"),
+    "truncated index": (shortened("step-3/.metadata", 100), r"\.metadata: is not readable"),
+    "code": (
+        lambda folder: (folder / "step-3" / ".metadata").write_bytes(pickle.dumps(Code(folder / "executed"))),
+        r"\.metadata: contains .*: unpickling it may run code",
+    ),
+    "several steps": (copied("step-3", "step-4"), "has the checkpoints step-3, step-4"),
+}
 
 
-def truncated(folder: Path) -> str:
-    path = folder / "__0_0.distcp"
-    path.write_bytes(path.read_bytes()[:-100])
-    return r"__0_0\.distcp: is truncated: it has \d+ bytes, and the index names \d+"
-
-
-def truncated_index(folder: Path) -> str:
-    path = folder / ".metadata"
-    path.write_bytes(path.read_bytes()[:-100])
-    return r"\.metadata: is not readable"
-
-
-def code(folder: Path) -> str:
-    (folder / ".metadata").write_bytes(pickle.dumps(Code(folder.parent / "executed")))
-    return r"\.metadata: contains .*: unpickling it may run code"
-
-
-def several_steps(folder: Path) -> str:
-    shutil.copytree(folder, folder.parent / "step-4")
-    return "has the checkpoints step-3, step-4"
-
-
-@pytest.mark.parametrize("damage", [half, truncated, truncated_index, code, several_steps])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_folders_are_refused_by_name(titan, damage, tmp_path):
     shutil.copytree(titan[0], tmp_path / "source")
-    message = damage(tmp_path / "source" / "step-3")
-    with pytest.raises(UserError, match=message):
-        imported(tmp_path / "source", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert not (tmp_path / "source" / "executed").exists()
+    assert_refused(*DAMAGES[damage], tmp_path / "source")
 
 
 def test_another_model_is_refused_with_every_weight(titan, tmp_path):

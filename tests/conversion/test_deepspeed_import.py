@@ -14,7 +14,19 @@ from pipeline.conversion.deepspeed_import import _zero2
 from pipeline.conversion.import_model import import_model
 from pipeline.models import config_classes, registry
 from tests.conversion import foreign_folders
-from tests.conversion.foreign_folders import LLAMA, OVERRIDES, ZERO, llama, samples
+from tests.conversion.foreign_folders import (
+    LLAMA,
+    OVERRIDES,
+    ZERO,
+    Damage,
+    copied,
+    edited,
+    llama,
+    removed,
+    samples,
+    shortened,
+    with_code,
+)
 from tests.world import configured
 
 
@@ -30,13 +42,13 @@ def imported(source: Path, run_dir: Path, *overrides: str) -> Checkpoint:
     return Checkpoint(find(run_dir, "latest"))
 
 
-def logits(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of our model with the weights of a checkpoint, computed in a dtype."""
+def logits(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, tokens: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits of our model with the weights of a checkpoint, computed in a dtype; default: of samples()."""
     model = registry.build(config_classes.from_dict(checkpoint.config["model"])).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(checkpoint.tensor(name))
-        return model.eval()(samples())
+        return model.eval()(samples() if tokens is None else tokens)
 
 
 def stock_logits(state: dict[str, torch.Tensor], **changes) -> torch.Tensor:
@@ -87,79 +99,49 @@ def test_the_model_is_that_of_config_json(folders, tmp_path):
     assert all(torch.equal(first.tensor(name), second.tensor(name)) for name in first.names())
 
 
-def half(folder: Path) -> str:
-    (folder / "global_step1" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    return r"Expected 2 of '\*_optim_states\.pt'.* but found 1"
+def assert_refused(damage: Damage, message: str, source: Path, *overrides: str) -> None:
+    """Damage a folder, and assert that its import is refused with a message, and that nothing was written or executed."""
+    damage(source)
+    with pytest.raises(UserError, match=message):
+        imported(source, source.parent / "run", *overrides)
+    assert not (source.parent / "run").exists()
+    assert not list(source.rglob("executed"))
 
 
-def no_masters(folder: Path) -> str:
-    for path in (folder / "global_step1").glob("*_optim_states.pt"):
-        path.unlink()
-    return r"was written with ZeRO, and its files \*_optim_states\.pt are missing"
-
-
-def half_of_the_model(folder: Path) -> str:
-    (folder / "global_step1" / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
-    return "2 files .* are expected and 1 are there"
-
-
-def truncated(folder: Path) -> str:
-    path = folder / "global_step1" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    path.write_bytes(path.read_bytes()[:-1000])
-    return "zero_pp_rank_1_mp_rank_00_optim_states.pt: is not readable"
-
-
-def other_tag(folder: Path) -> str:
-    (folder / "latest").write_text("global_step7")
-    return r"latest: names 'global_step7', which is not there; there are global_step1"
-
-
-def two_tags(folder: Path) -> str:
-    shutil.copytree(folder / "global_step1", folder / "global_step2")
-    (folder / "latest").unlink()
-    return "has no file latest, and the checkpoints global_step1, global_step2"
-
-
-def mixed_steps(folder: Path) -> str:
-    path = folder / "global_step1" / "zero_pp_rank_1_mp_rank_00_model_states.pt"
-    state = torch.load(path, weights_only=False)
-    torch.save({**state, "global_steps": 9}, path)
-    return "mixes files of several steps: .*rank_0.* of step 1, .*rank_1.* of step 9"
-
-
-def tensor_parallel(folder: Path) -> str:
-    step = folder / "global_step1"
-    shutil.copyfile(step / "zero_pp_rank_0_mp_rank_00_model_states.pt", step / "zero_pp_rank_0_mp_rank_01_model_states.pt")
-    return "has the shards of 2 tensor-parallel ranks, which DeepSpeed's reader does not join"
-
-
-class Code:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
-def code(folder: Path) -> str:
-    path = folder / "global_step1" / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    torch.save({**torch.load(path, weights_only=False), "lr_scheduler": Code(folder / "executed")}, path)
-    return r"zero_pp_rank_0_mp_rank_00_model_states\.pt: contains .*pathlib\.Path: unpickling it may run code"
+RANK_0, RANK_1 = ("global_step1/zero_pp_rank_0_mp_rank_00", "global_step1/zero_pp_rank_1_mp_rank_00")
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "half": (removed(f"{RANK_1}_optim_states.pt"), r"Expected 2 of '\*_optim_states\.pt'.* but found 1"),
+    "no masters": (removed("*/*_optim_states.pt"), r"was written with ZeRO, and its files \*_optim_states\.pt are missing"),
+    "half of the model": (removed(f"{RANK_1}_model_states.pt"), "2 files .* are expected and 1 are there"),
+    "truncated": (shortened(f"{RANK_1}_optim_states.pt", 1000), "zero_pp_rank_1_mp_rank_00_optim_states.pt: is not readable"),
+    "other tag": (
+        lambda folder: (folder / "latest").write_text("global_step7"),
+        r"latest: names 'global_step7', which is not there; there are global_step1",
+    ),
+    "two tags": (
+        lambda folder: (copied("global_step1", "global_step2")(folder), removed("latest")(folder)),
+        "has no file latest, and the checkpoints global_step1, global_step2",
+    ),
+    "mixed steps": (
+        edited(f"{RANK_1}_model_states.pt", lambda state: state.update(global_steps=9)),
+        "mixes files of several steps: .*rank_0.* of step 1, .*rank_1.* of step 9",
+    ),
+    "tensor parallel": (
+        copied(f"{RANK_0}_model_states.pt", "global_step1/zero_pp_rank_0_mp_rank_01_model_states.pt"),
+        "has the shards of 2 tensor-parallel ranks, which DeepSpeed's reader does not join",
+    ),
+    "code": (
+        with_code(f"{RANK_0}_model_states.pt", "lr_scheduler"),
+        r"zero_pp_rank_0_mp_rank_00_model_states\.pt: contains .*pathlib\.Path: unpickling it may run code",
+    ),
+}
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    "damage", [half, no_masters, half_of_the_model, truncated, other_tag, two_tags, mixed_steps, tensor_parallel, code]
-)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_folders_are_refused_by_name(folders, damage, tmp_path):
     shutil.copytree(folders / "zero3-frozen", tmp_path / "source")
-    message = damage(tmp_path / "source")
-    with pytest.raises(UserError, match=message):
-        imported(tmp_path / "source", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert not (tmp_path / "source" / "executed").exists()
+    assert_refused(*DAMAGES[damage], tmp_path / "source")
 
 
 @pytest.mark.world

@@ -9,8 +9,7 @@ from torch import Tensor
 from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
 from pipeline.common.errors import UserError
-from pipeline.models import config_classes, registry
-from tests.conversion.test_deepspeed_import import imported
+from tests.conversion.test_deepspeed_import import imported, logits
 from tools.audit.small_models import randomize
 
 KEYS, VALUES = 24, 40
@@ -46,12 +45,9 @@ def test_it_has_the_logits_of_the_model(stock, form, tmp_path):
     assert form is not dict or len(tensors[NAMES[0]]) == -(-(2 * KEYS + VALUES) // 3), "transformers saves equal parts"
     save_file({name: value.clone() for name, value in tensors.items()}, tmp_path / "model.safetensors", {"format": "pt"})
     checkpoint = imported(tmp_path, tmp_path / "run", "model=gpt-tiny")
-    ours = registry.build(config_classes.from_dict(checkpoint.config["model"]))
     tokens = torch.randint(5, 100, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            parameter.copy_(checkpoint.tensor(name))
-        torch.testing.assert_close(ours.eval()(tokens), model(input_ids=tokens).logits, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(logits(checkpoint, tokens=tokens), model(input_ids=tokens).logits, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_that_are_missing_are_named(stock, tmp_path):

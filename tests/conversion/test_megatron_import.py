@@ -19,8 +19,22 @@ from pipeline.conversion import foreign_configs, megatron_export
 from pipeline.conversion.export_files import ExportWriter
 from pipeline.models import config_classes
 from tests.conversion import foreign_folders
-from tests.conversion.foreign_folders import ARGUMENTS, LLAMA, gpt, llama, samples
-from tests.conversion.test_deepspeed_import import Code, imported, logits
+from tests.conversion.foreign_folders import (
+    ARGUMENTS,
+    LLAMA,
+    Damage,
+    by_group,
+    edited,
+    gpt,
+    gpt_block,
+    llama,
+    of_rank,
+    removed,
+    samples,
+    shortened,
+    with_code,
+)
+from tests.conversion.test_deepspeed_import import assert_refused, imported, logits
 from tests.conversion.test_huggingface_export import InMemory, random_model
 from tests.conversion.test_megatron_export import MODELS
 
@@ -38,16 +52,6 @@ def test_the_imported_model_has_the_logits_of_megatron_core(written, kind, tmp_p
     folder, expected = written
     checkpoint = imported(folder / kind, tmp_path, "model=gpt-tiny")
     torch.testing.assert_close(logits(checkpoint), expected)  # Megatron-Core sums in another order
-
-
-def of_rank(value: Tensor, rank: int, dim: int = 0) -> Tensor:
-    """The share of one of two tensor-parallel ranks."""
-    return value.chunk(2, dim)[rank]
-
-
-def by_group(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
-    """The rows of a rank: for each key head its query heads, the key head and the value head."""
-    return torch.cat([part.chunk(groups)[group] for group in range(groups) for part in (query, key, value)])
 
 
 def llama_layer(state: dict[str, Tensor], block: int, rank: int, *, fused: bool) -> dict[str, Tensor]:
@@ -127,18 +131,10 @@ def test_pipeline_stages(tmp_path, virtual, tied):
 
 def test_a_tied_head_that_differs(tmp_path):
     source, _ = pipeline_parallel(tmp_path / "source", virtual=1, tied=True)
-    change(source, "mp_rank_00_001", lambda state: state["model"]["output_layer.weight"].add_(1))
+    edited(of_file("00_001"), lambda state: state["model"]["output_layer.weight"].add_(1))(source)
     rule = r"output_layer\.weight differs from embedding\.word_embeddings\.weight; in the model both are embed\.tokens\.weight"
     with pytest.raises(UserError, match=rule):
         imported(source, tmp_path / "run", "model=t5-small")
-
-
-def change(folder: Path, rank: str, edit: Any) -> None:
-    """Edit the file of a rank."""
-    path = folder / "iter_0000005" / rank / "model_optim_rng.pt"
-    state = torch.load(path, weights_only=False)
-    edit(state)
-    torch.save(state, path)
 
 
 def test_experts(tmp_path):
@@ -189,18 +185,7 @@ def test_gpt_2_with_the_names_of_earlier_releases(tmp_path):
     for rank in range(2):
         layers: dict[str, Tensor] = {f"final_layernorm.{leaf}": state[f"transformer.ln_f.{leaf}"] for leaf in ("weight", "bias")}
         for block in range(4):
-            theirs = {name.split(f"h.{block}.")[1]: value.t() for name, value in state.items() if f"h.{block}." in name}
-            layer = {}
-            for leaf in ("weight", "bias"):
-                layer[f"input_layernorm.{leaf}"] = theirs[f"ln_1.{leaf}"]
-                layer[f"post_attention_layernorm.{leaf}"] = theirs[f"ln_2.{leaf}"]
-                parts = [of_rank(part, rank) for part in theirs[f"attn.c_attn.{leaf}"].chunk(3)]
-                layer[f"attention.query_key_value.{leaf}"] = by_group(*parts, groups=2)
-                layer[f"mlp.dense_h_to_4h.{leaf}"] = of_rank(theirs[f"mlp.c_fc.{leaf}"], rank)
-            layer["attention.dense.weight"] = of_rank(theirs["attn.c_proj.weight"], rank, 1)
-            layer["mlp.dense_4h_to_h.weight"] = of_rank(theirs["mlp.c_proj.weight"], rank, 1)
-            layer["attention.dense.bias"], layer["mlp.dense_4h_to_h.bias"] = theirs["attn.c_proj.bias"], theirs["mlp.c_proj.bias"]
-            layers |= {f"layers.{block}.{name}": value for name, value in layer.items()}
+            layers |= {f"layers.{block}.{name}": value for name, value in gpt_block(state, block, rank).items()}
         words = {"weight": of_rank(state["transformer.wte.weight"], rank)}
         embedding = {"word_embeddings": words, "position_embeddings": {"weight": state["transformer.wpe.weight"]}}
         ranks[f"mp_rank_{rank:02d}"] = {"model": {"language_model": {"embedding": embedding, "encoder": layers}}}
@@ -221,61 +206,48 @@ def test_gpt_2_with_the_names_of_earlier_releases(tmp_path):
     with torch.no_grad():
         expected = stock.double()(samples()).logits
     torch.testing.assert_close(logits(checkpoint, torch.float64), expected, rtol=1e-6, atol=1e-6)
-    change(source, "mp_rank_01", lambda state: state.update(checkpoint_version=1.0))
+    edited(of_file("01"), lambda state: state.update(checkpoint_version=1.0))(source)
     with pytest.raises(UserError, match="has checkpoint_version 1, in which the rows of queries, keys and values have another order"):
         imported(source, tmp_path / "other", "model=t5-small")
 
 
-def half(folder: Path) -> str:
-    shutil.rmtree(folder / "iter_0000005" / "mp_rank_01_001")
-    return r"mp_rank_01_001: is missing"
+def of_file(rank: str) -> str:
+    return f"iter_0000005/mp_rank_{rank}/model_optim_rng.pt"
 
 
-def truncated(folder: Path) -> str:
-    path = folder / "iter_0000005" / "mp_rank_01_001" / "model_optim_rng.pt"
-    path.write_bytes(path.read_bytes()[:-1000])
-    return r"mp_rank_01_001/model_optim_rng\.pt: is not readable"
+OTHER_SIZES = r"decoder\.layers\.0\.mlp\.linear_fc1\.weight \(mp_rank_00_000/model_optim_rng\.pt\) is \[48, 32\] \+ \[48, 32\]"
+OTHER_SIZES += r", and the model has blocks\.0\.mlp\.gate\.weight \[64, 32\] there, not \[48, 32\]"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "half": (removed("*/mp_rank_01_001"), r"mp_rank_01_001: is missing"),
+    "truncated": (shortened(of_file("01_001"), 1000), r"mp_rank_01_001/model_optim_rng\.pt: is not readable"),
+    "other tag": (
+        lambda folder: (folder / "latest_checkpointed_iteration.txt").write_text("6"),
+        r"names '6', and there is no iter_0000006; there are iter_0000005",
+    ),
+    "mixed steps": (
+        edited(of_file("01_000"), lambda state: state.update(iteration=4)),
+        r"mixes files of several steps: .*mp_rank_00_000/model_optim_rng\.pt of 5.*mp_rank_01_000/model_optim_rng\.pt of 4",
+    ),
+    "code": (with_code(of_file("00_000"), "more"), r"model_optim_rng\.pt: contains .*pathlib\.Path: unpickling it may run code"),
+    "other sizes": (edited(of_file("*"), lambda state: setattr(state["args"], "ffn_hidden_size", 64)), OTHER_SIZES),
+    "no family": (
+        edited(of_file("*"), lambda state: vars(state["args"]).update(rotary_percent=0.5, multi_latent_attention=True)),
+        r"(?s)multi_latent_attention=True: is not supported by the families here.*rotary_percent=0\.5: is not supported",
+    ),
+}
 
 
-def other_tag(folder: Path) -> str:
-    (folder / "latest_checkpointed_iteration.txt").write_text("6")
-    return r"names '6', and there is no iter_0000006; there are iter_0000005"
-
-
-def mixed_steps(folder: Path) -> str:
-    change(folder, "mp_rank_01_000", lambda state: state.update(iteration=4))
-    return r"mixes files of several steps: .*mp_rank_00_000/model_optim_rng\.pt of 5.*mp_rank_01_000/model_optim_rng\.pt of 4"
-
-
-def code(folder: Path) -> str:
-    change(folder, "mp_rank_00_000", lambda state: state.update(more=Code(folder / "executed")))
-    return r"model_optim_rng\.pt: contains .*pathlib\.Path: unpickling it may run code"
-
-
-def other_sizes(folder: Path) -> str:
-    for path in (folder / "iter_0000005").iterdir():
-        change(folder, path.name, lambda state: setattr(state["args"], "ffn_hidden_size", 64))
-    found = r"decoder\.layers\.0\.mlp\.linear_fc1\.weight \(mp_rank_00_000/model_optim_rng\.pt\) is \[48, 32\] \+ \[48, 32\]"
-    return found + r", and the model has blocks\.0\.mlp\.gate\.weight \[64, 32\] there, not \[48, 32\]"
-
-
-def no_family(folder: Path) -> str:
-    for path in (folder / "iter_0000005").iterdir():
-        change(folder, path.name, lambda state: vars(state["args"]).update(rotary_percent=0.5, multi_latent_attention=True))
-    return r"(?s)multi_latent_attention=True: is not supported by the families here.*rotary_percent=0\.5: is not supported"
-
-
-@pytest.mark.parametrize("damage", [half, truncated, other_tag, mixed_steps, code, other_sizes, no_family])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_folders_are_refused_by_name(tmp_path, damage):
     source, _ = pipeline_parallel(tmp_path / "source", virtual=1, tied=False)
-    message = damage(source)
-    with pytest.raises(UserError, match=message):
-        imported(source, tmp_path / "run", "model=t5-small")
-    assert not (tmp_path / "run").exists()
-    assert not (source / "executed").exists()
+    assert_refused(*DAMAGES[damage], source, "model=t5-small")
 
 
-@pytest.mark.parametrize("name", MODELS)
+#: Those of other tensors or settings than the stock Llama of test_pipeline_stages.
+OTHERS = ("qwen2.5", "qwen3", "llama3", "mixtral")
+
+
+@pytest.mark.parametrize("name", [name if name in OTHERS else pytest.param(name, marks=pytest.mark.long) for name in MODELS])
 def test_an_export_is_imported_again(name, tmp_path, tokenizer):
     """stage.format=megatron, whose layers and experts are stacked; bit for bit, with the same configuration."""
     ours = random_model(MODELS[name])

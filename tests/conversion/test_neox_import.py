@@ -9,8 +9,8 @@ import yaml
 from torch import Tensor
 
 from pipeline.common.errors import UserError
-from tests.conversion.foreign_folders import gpt, llama, samples
-from tests.conversion.test_deepspeed_import import imported, logits
+from tests.conversion.foreign_folders import by_group, gpt, gpt_block, llama, of_rank, removed, samples
+from tests.conversion.test_deepspeed_import import assert_refused, imported, logits
 
 RANKS = 2
 SIZES = {"num-layers": 4, "hidden-size": 32, "num-attention-heads": 4, "max-position-embeddings": 32, "model-parallel-size": RANKS}
@@ -25,18 +25,6 @@ SETTINGS = SIZES | {
     "gpt_j_residual": False,
 }
 GPT_SETTINGS = SIZES | {"activation": "gelu", "bias-gelu-fusion": True, "pos-emb": "learned"}
-
-
-def of_rank(value: Tensor, rank: int, dim: int = 0) -> Tensor:
-    """The rank's share of a tensor."""
-    size = value.shape[dim] // RANKS
-    return value.narrow(dim, rank * size, size)
-
-
-def head_by_head(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The rows of a rank: those of its first query head, then a share of those of its keys and values, then the next query head."""
-    heads = query.shape[0] // 8
-    return torch.cat([part.chunk(heads)[head] for head in range(heads) for part in (query, key, value)])
 
 
 def llama_layers(kind: str, *, kv_heads: int = 2) -> tuple[list[dict[int, dict[str, Tensor]]], Tensor]:
@@ -57,7 +45,7 @@ def llama_layers(kind: str, *, kv_heads: int = 2) -> tuple[list[dict[int, dict[s
             layers[block + 2] = {
                 "input_layernorm.scale": theirs["input_layernorm.weight"],
                 "post_attention_layernorm.scale": theirs["post_attention_layernorm.weight"],
-                "attention.query_key_value.weight": torch.cat(qkv) if grouped else head_by_head(*qkv),
+                "attention.query_key_value.weight": torch.cat(qkv) if grouped else by_group(*qkv, groups=2),
                 "attention.dense.weight": of_rank(theirs["self_attn.o_proj.weight"], rank, 1),
                 "attention.rotary_emb.inv_freq": torch.ones(4),
             }
@@ -83,18 +71,7 @@ def gpt_layers() -> tuple[list[dict[int, dict[str, Tensor]]], Tensor]:
             },
             7: {f"norm.{leaf}": state[f"transformer.ln_f.{leaf}"] for leaf in ("weight", "bias")},
         }
-        for block in range(4):
-            theirs = {name.split(f"h.{block}.")[1]: value.t() for name, value in state.items() if f"h.{block}." in name}
-            layer = layers[block + 2] = {}
-            for leaf in ("weight", "bias"):
-                layer[f"input_layernorm.{leaf}"] = theirs[f"ln_1.{leaf}"]
-                layer[f"post_attention_layernorm.{leaf}"] = theirs[f"ln_2.{leaf}"]
-                parts = [of_rank(part, rank) for part in theirs[f"attn.c_attn.{leaf}"].chunk(3)]
-                layer[f"attention.query_key_value.{leaf}"] = head_by_head(*parts)
-                layer[f"mlp.dense_h_to_4h.{leaf}"] = of_rank(theirs[f"mlp.c_fc.{leaf}"], rank)
-            layer["attention.dense.weight"] = of_rank(theirs["attn.c_proj.weight"], rank, 1)
-            layer["mlp.dense_4h_to_h.weight"] = of_rank(theirs["mlp.c_proj.weight"], rank, 1)
-            layer["attention.dense.bias"], layer["mlp.dense_4h_to_h.bias"] = theirs["attn.c_proj.bias"], theirs["mlp.c_proj.bias"]
+        layers |= {block + 2: gpt_block(state, block, rank) for block in range(4)}
         ranks.append(layers)
     with torch.no_grad():
         return ranks, stock.double()(samples()).logits
@@ -169,10 +146,7 @@ def test_norms_that_differ_between_ranks_are_averaged(tmp_path, caplog):
 def test_half_a_folder_is_refused_by_name(tmp_path, name, message):
     ranks, _ = llama_layers("current")
     source = write_layers(tmp_path / "source", ranks, {**SETTINGS, "activation": "swiglu", "num_kv_heads": 2})
-    for path in (source / "global_step9").glob(name):
-        path.unlink()
-    with pytest.raises(UserError, match=message):
-        imported(source, tmp_path / "run", "model=t5-small")
+    assert_refused(removed(f"global_step9/{name}"), message, source, "model=t5-small")
 
 
 def test_a_model_without_a_family_is_refused_by_its_settings(tmp_path):

@@ -1,7 +1,7 @@
 """Universal checkpoints of DeepSpeed: stage=convert reads and writes them, and the next steps of DeepSpeed and of our trainer are equal."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,13 +18,12 @@ from pipeline.common.errors import UserError
 from pipeline.config.rules import convert as rules
 from pipeline.conversion import universal_export, universal_format
 from pipeline.conversion.export_files import ExportWriter
-from pipeline.conversion.import_model import import_model
 from pipeline.models import registry
 from pipeline.parallel.pieces import Piece
 from pipeline.training.lr_schedule import next_rate
 from tests.conversion import universal_folders
-from tests.conversion.foreign_folders import OVERRIDES
-from tests.conversion.test_deepspeed_import import Code
+from tests.conversion.foreign_folders import OVERRIDES, Damage, copied, edited, removed, shortened, with_code
+from tests.conversion.test_deepspeed_import import assert_refused, imported
 from tests.helpers import one_in, run_directory
 from tests.models.small_decoders import CONFIGS
 from tests.world import World, configured
@@ -61,11 +60,6 @@ def exported(run: Path, output: Path, model=MODEL) -> Path:
     return output
 
 
-def imported(source: Path, run_dir: Path, *overrides: str) -> Checkpoint:
-    import_model(configured("stage=convert", f"run_dir={run_dir}", *(overrides or OVERRIDES)), source, file_bytes=20_000)
-    return Checkpoint(find(run_dir, "latest"))
-
-
 def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], model=MODEL) -> None:
     """Compare our weights with those of the Hugging Face class; a step changes each by about 0.01."""
     for entry in registry.stock_tensors(model)[0]:
@@ -85,8 +79,9 @@ def ranks(tmp_path_factory) -> Iterator[World]:
     ("stage", "kernel", "tied", "later"),
     [*(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False, False, 3), (2, True, True, 1))), (3, True, False, 2)],
 )
-def test_deepspeed_continues_our_training_and_we_continue_its(ranks, stage, kernel, tied, later, tmp_path):
+def test_deepspeed_continues_our_training_and_we_continue_its(ranks, stage, kernel, tied, later, tmp_path, caplog):
     """DeepSpeed trains 3 steps, we 2, and both go on for 2: with torch's AdamW and with a step that is a number, as in its kernels."""
+    caplog.set_level("INFO", "pipeline")
     overrides = (*OVERRIDES, f"model.tie_embeddings={tied}")
     source, run, model = tmp_path / "source", tmp_path / "run", replace(MODEL, tie_embeddings=tied)
     theirs, *_ = ranks.run(universal_folders.write_universal, source, stage, kernel, tied)
@@ -98,18 +93,14 @@ def test_deepspeed_continues_our_training_and_we_continue_its(ranks, stage, kern
         assert torch.equal(start.tensor("blocks.1.mlp.up.weight", kind).flatten(), written.flatten())
     (ours, last), *_ = ranks.run(universal_folders.continue_here, run, 3, 5, 7, f"parallel.zero_stage={stage}", overrides[-1])
     assert_near(ours, theirs, model)
+    before = source / "global_step3"  # the folder that ds_to_universal reads
+    weights_alone = imported(before, tmp_path / "weights", *overrides)
+    assert (weights_alone.step, weights_alone.has("blocks.1.mlp.up.weight", "exp_avg")) == (0, False)
+    convert = f"ds_to_universal --inject_missing_state --input_folder {before} --output_folder {before}_universal"
+    assert f"run first: python -m deepspeed.checkpoint.{convert}" in caplog.text
     folder = exported(run, tmp_path / "output", model)
     back, *_ = ranks.run(universal_folders.continue_in_deepspeed, folder, later, kernel or later == 3, tied, 5, 7)
     assert_near(last, back, model)
-
-
-@pytest.mark.world
-def test_the_folder_before_ds_to_universal_has_weights_alone(ranks, tmp_path, caplog):
-    caplog.set_level("INFO", "pipeline")
-    ranks.run(universal_folders.write_universal, tmp_path / "source", 2, False, False)
-    start = imported(tmp_path / "source" / "global_step3", tmp_path / "run")
-    assert (start.step, start.has("blocks.1.mlp.up.weight", "exp_avg")) == (0, False)
-    assert f"run first: {universal_import_command(tmp_path / 'source' / 'global_step3')}" in caplog.text
 
 
 @pytest.mark.world
@@ -118,10 +109,6 @@ def test_adapters_do_not_begin_at_the_step_of_an_import(ranks, tmp_path):
     (text, *_) = ranks.run(universal_folders.adapters, run)
     assert "continues at step 5, with moments of the imported weights, and adapters or a new head begin at step 0" in text
     assert f"fix: set checkpoint.initialize_from={run / 'checkpoints' / 'step-00000005'}, and another run_dir" in text
-
-
-def universal_import_command(step: Path) -> str:
-    return f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {step} --output_folder {step}_universal"
 
 
 @pytest.mark.parametrize("name", one_in(4, FAMILIES.values()))
@@ -166,115 +153,59 @@ def test_the_scheduler_continues_at_the_updates_and_not_at_the_steps_of_the_engi
     assert (engine["global_steps"], engine["skipped_steps"], engine["lr_scheduler"]["last_epoch"]) == (9, 2, 7)
 
 
-def test_the_constants_are_those_of_deepspeed():
-    from deepspeed.checkpoint import constants
-
-    assert universal_format.PARAM == constants.PARAM
-    assert universal_format.CAT_DIM == constants.CAT_DIM
-    assert universal_format.PARAM_SHAPES == constants.PARAM_SHAPES
-    assert universal_format.PARAM_GROUPS == constants.PARAM_GROUPS
-    assert universal_format.OPTIMIZER_STATE == constants.OPTIMIZER_STATE_DICT
-    assert universal_format.DS_VERSION == constants.DS_VERSION
-    assert universal_format.INFO == constants.UNIVERSAL_CHECKPOINT_INFO
-    assert universal_format.INFO_VERSION == constants.UNIVERSAL_CHECKPOINT_VERSION_KEY
-    assert universal_format.VERSION == constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE
-    assert constants.MODEL_FILE_SUFFIX.lstrip("_") == universal_format.MODEL_SUFFIX
-
-
 @pytest.fixture(scope="module")
 def universal(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("universal")
     return exported(stored(folder / "run"), folder / "output")
 
 
-def change(folder: Path, name: str, file: str, value: Callable[[torch.Tensor], object]) -> None:
-    path = folder / "global_step5_universal" / "zero" / name / file
-    torch.save({"param": value(torch.load(path)["param"]), "cat_dim": 0}, path)
-
-
-def not_converted(folder: Path) -> str:
-    shutil.rmtree(folder / "global_step5_universal" / "zero")
-    return r"latest_universal: names 'global_step5_universal', which is not a universal checkpoint.*\n.*ds_to_universal --inject"
-
-
-def no_weight(folder: Path) -> str:
-    shutil.rmtree(folder / "global_step5_universal" / "zero" / UP)
-    return rf"{UP} \[48, 32\] is missing"
-
-
-def other_shape(folder: Path) -> str:
-    change(folder, UP, "fp32.pt", lambda value: value.t().contiguous())
-    return rf"{UP} is \[32, 48\], not \[48, 32\]"
-
-
-def no_moment(folder: Path) -> str:
-    (folder / "global_step5_universal" / "zero" / UP / "exp_avg_sq.pt").unlink()
-    return rf"zero/\*/exp_avg_sq.pt: {UP} \[48, 32\] is missing\n.*a frozen parameter has no moments"
-
-
-def other_moment(folder: Path) -> str:
-    change(folder, UP, "exp_avg.pt", lambda value: value[:5].clone())
-    return rf"zero/\*/exp_avg.pt: {UP} is \[5, 32\], and the weight \[48, 32\]"
-
-
-def no_tensor(folder: Path) -> str:
-    change(folder, UP, "exp_avg.pt", lambda _: 3)
-    return "exp_avg.pt: has no tensor param"
-
-
-def two_steps(folder: Path) -> str:
-    torch.save(torch.tensor(3.0), folder / "global_step5_universal" / "zero" / UP / "step.pt")
-    return rf"needs one step of the optimizer.*it has 3 \({UP}\), 4 \("
-
-
-def more_updates(folder: Path) -> str:
-    for path in folder.glob("*/zero/*/step.pt"):
-        torch.save(9, path)
-    return "has 9 updates of the optimizer after 5 steps"
-
-
-def no_optimizer(folder: Path) -> str:
-    (folder / "global_step5_universal" / "zero" / "optimizer_state.pt").unlink()
-    return "optimizer_state.pt: is missing, without which the universal checkpoint is incomplete"
-
-
-def no_engine(folder: Path) -> str:
-    for path in folder.glob("*/*model_states.pt"):
-        path.unlink()
-    return "mp_rank_00_model_states.pt: is missing, without which"
-
-
-def several(folder: Path) -> str:
-    shutil.copytree(folder / "global_step5_universal", folder / "global_step6_universal")
-    (folder / "latest_universal").unlink()
-    return "has no file latest_universal, and the universal checkpoints global_step5_universal, global_step6_universal"
-
-
-def truncated(folder: Path) -> str:
-    path = folder / "global_step5_universal" / "zero" / UP / "exp_avg.pt"
-    path.write_bytes(path.read_bytes()[:-500])
-    return "exp_avg.pt: is not readable"
-
-
-def code(folder: Path) -> str:
-    torch.save({"param": Code(folder / "executed")}, folder / "global_step5_universal" / "zero" / UP / "exp_avg.pt")
-    return r"exp_avg\.pt: contains .*pathlib\.Path: unpickling it may run code"
-
-
-DAMAGES = [
-    *(not_converted, no_weight, other_shape, no_moment, other_moment, no_tensor, two_steps, more_updates, no_optimizer, no_engine),
-    *(several, truncated, code),
-]
+ZERO = "global_step5_universal/zero"
+OF_UP = f"{ZERO}/{UP}"
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "not converted": (
+        removed(ZERO),
+        r"latest_universal: names 'global_step5_universal', which is not a universal checkpoint.*\n.*ds_to_universal --inject",
+    ),
+    "no weight": (removed(OF_UP), rf"{UP} \[48, 32\] is missing"),
+    "other shape": (
+        edited(f"{OF_UP}/fp32.pt", lambda state: state.update(param=state["param"].t().contiguous())),
+        rf"{UP} is \[32, 48\], not \[48, 32\]",
+    ),
+    "no moment": (
+        removed(f"{OF_UP}/exp_avg_sq.pt"),
+        rf"zero/\*/exp_avg_sq.pt: {UP} \[48, 32\] is missing\n.*a frozen parameter has no moments",
+    ),
+    "other moment": (
+        edited(f"{OF_UP}/exp_avg.pt", lambda state: state.update(param=state["param"][:5].clone())),
+        rf"zero/\*/exp_avg.pt: {UP} is \[5, 32\], and the weight \[48, 32\]",
+    ),
+    "no tensor": (edited(f"{OF_UP}/exp_avg.pt", lambda state: state.update(param=3)), "exp_avg.pt: has no tensor param"),
+    "two steps": (
+        lambda folder: torch.save(torch.tensor(3.0), folder / OF_UP / "step.pt"),
+        rf"needs one step of the optimizer.*it has 3 \({UP}\), 4 \(",
+    ),
+    "more updates": (
+        lambda folder: [torch.save(9, path) for path in folder.glob(f"{ZERO}/*/step.pt")],
+        "has 9 updates of the optimizer after 5 steps",
+    ),
+    "no optimizer": (
+        removed(f"{ZERO}/optimizer_state.pt"),
+        "optimizer_state.pt: is missing, without which the universal checkpoint is incomplete",
+    ),
+    "no engine": (removed("*/*model_states.pt"), "mp_rank_00_model_states.pt: is missing, without which"),
+    "several": (
+        lambda folder: (copied("global_step5_universal", "global_step6_universal")(folder), removed("latest_universal")(folder)),
+        "has no file latest_universal, and the universal checkpoints global_step5_universal, global_step6_universal",
+    ),
+    "truncated": (shortened(f"{OF_UP}/exp_avg.pt", 500), "exp_avg.pt: is not readable"),
+    "code": (with_code(f"{OF_UP}/exp_avg.pt", "param"), r"exp_avg\.pt: contains .*pathlib\.Path: unpickling it may run code"),
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_folders_are_refused_by_name(universal, damage, tmp_path):
     shutil.copytree(universal, tmp_path / "source")
-    message = damage(tmp_path / "source")
-    with pytest.raises(UserError, match=message):
-        imported(tmp_path / "source", tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    assert not (tmp_path / "source" / "executed").exists()
+    assert_refused(*DAMAGES[damage], tmp_path / "source")
 
 
 def test_another_model_is_refused(universal, tmp_path):
