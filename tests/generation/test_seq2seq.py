@@ -54,10 +54,10 @@ def test_greedy_completions_are_those_of_transformers(name, stock_of):
     """Three prompts in two rows: a row takes the third one."""
     model, stock = stock_of(name)
     runner = Seq2SeqRunner(model, POSITIONS, start=2)
-    generator = Generator(runner, Sampling(), Stopping(64), batch_size=2, logprobs=True)
+    generator = Generator(runner, Sampling(), Stopping(24), batch_size=2, logprobs=True)
     found = {completion.index: completion for completion in generator.run(enumerate(GIVEN))}
     runner.detach()
-    assert [found[index].tokens for index in range(3)] == by_stock(stock, 64)
+    assert [found[index].tokens for index in range(3)] == by_stock(stock, 24)
     for completion in found.values():
         decoder = torch.tensor([[2, *completion.tokens[:-1]]])
         with torch.no_grad():
