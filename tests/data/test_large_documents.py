@@ -86,70 +86,17 @@ def test_the_memory_for_a_large_document_is_that_of_its_words(tmp_path, steps):
         assert found < most, f"{kind}: {found:.2f} times its size"
 
 
-PIECES = st.lists(
-    st.sampled_from(
-        [
-            *(
-                "\n",
-                "\n",
-                "\n\n",
-                " ",
-                "word ",
-                "the ",
-                "of ",
-                "a. ",
-                "B! ",
-                "…",
-                "...",
-                "#",
-                "# ",
-                "\n# x",
-                "\n- item",
-                "•",
-                "漢字",
-                "，",
-                "。",
-                "ไทย",
-                "😀 ",
-                "İ",
-            ),
-            *(
-                "e\u0301",
-                "\u200b",
-                "\u00ad",
-                "\r\n",
-                "\x08",
-                "\x1b[0m",
-                "\x85",
-                "\t\n",
-                "\u00a0\n",
-                "Ã¤",
-                "&amp;",
-                "<b>",
-                "</b>",
-                "`a`",
-                "\n```\n",
-                "\n    x",
-            ),
-            *(
-                "a@b.com ",
-                "iban:\n",
-                "DE89 3704 0044 0532 0130 00",
-                "4111 1111 1111 1111",
-                "SSN: 536-90-4399",
-                "tel\n",
-                "+49 30 1234567",
-                "8.8.8.8 ",
-            ),
-            *("privacy policy", "lorem ipsum", "one two three four five six. ", "seven eight nine ten\n", "{", "12345"),
-        ]
-    ),
-    max_size=120,
-).map("".join)
+PIECES = [
+    *("\n", "\n", "\n\n", " ", "word ", "the ", "of ", "a. ", "B! ", "…", "...", "#", "# ", "\n# x", "\n- item", "•", "漢字", "，", "。"),
+    *("ไทย", "😀 ", "İ", "e\u0301", "\u200b", "\u00ad", "\r\n", "\x08", "\x1b[0m", "\x85", "\t\n", "\u00a0\n", "Ã¤", "&amp;"),
+    *("<b>", "</b>", "`a`", "\n```\n", "\n    x", "privacy policy", "lorem ipsum", "{", "12345", "tel\n", "+49 30 1234567", "8.8.8.8 "),
+    *("a@b.com ", "iban:\n", "DE89 3704 0044 0532 0130 00", "4111 1111 1111 1111", "SSN: 536-90-4399", "seven eight nine ten\n"),
+    "one two three four five six. ",
+]
 
 
-@settings(max_examples=150, deadline=None)
-@given(PIECES, st.integers(1, 4), st.integers(24, 200))
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from(PIECES), max_size=120).map("".join), st.integers(1, 4), st.integers(24, 200))
 @example("word " * 400, 2, 24)
 @example("漢字，" * 300, 1, 24)
 def test_slices_of_a_document_give_what_the_whole_gives(text, times, piece):
