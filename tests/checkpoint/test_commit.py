@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -350,22 +349,6 @@ def test_which_checkpoints_are_kept(tmp_path: Path) -> None:
     assert catalog.read(tmp_path).complete == catalog.listed(tmp_path) == [2, 4, 5, 8, 9]
     catalog.prune(tmp_path, keep=2)
     assert catalog.listed(tmp_path) == [2, 8, 9]
-
-
-def test_rows_and_bytes_of_a_large_checkpoint() -> None:
-    """What is stored beside the state of 400M parameters on 16 ranks is less than 2 % of its bytes."""
-    from pipeline.checkpoint.parts import block_bytes, count_blocks, row_dtype
-
-    layers, hidden, inner, vocab = 24, 1024, 4096, 50304
-    shapes = [(vocab, hidden), (vocab, hidden), *[(hidden, hidden)] * 4 * layers, *[(inner, hidden)] * layers, *[(hidden, inner)] * layers]
-    sliced = [0, 0, *[0, 0, 0, 1] * layers, *[0] * layers, *[1] * layers]
-    elements = sum(int(np.prod(shape)) for shape in shapes)
-    assert elements > 400e6
-    state, parts = 12 * elements, len(shapes) + 16
-    blocks = sum(3 * count_blocks(int(np.prod(s)) * 4, block_bytes(s, d, 4)) for s, d in zip(shapes, sliced, strict=True)) + 3 * parts
-    header = 3 * parts * 220  # the entry of a tensor
-    entries = len(shapes) * 600 + 16 * 120 + 5000  # of index.json
-    assert (8 * blocks + header + parts * row_dtype(3).itemsize + entries) / state < 0.02
 
 
 def test_a_failure_is_known_without_space_for_its_reason(tmp_path: Path) -> None:
