@@ -296,7 +296,7 @@ def test_a_prompt_has_the_tokens_of_generate_whatever_the_answer_begins_with(fol
     compiled = chat_template.load(folder, template if shipped else None)
     examples = ExampleReader(folder, 0, 1000, template=compiled)
     prompts = PromptReader(folder, max_positions=1000, vocab_size=1000, end_of_document=0, chats=compiled)
-    for _ in range(30):
+    for _ in range(10):
         texts = ["".join(chance.choice(WORDS) for _ in range(chance.randint(1, 5))) + "x" for _ in range(4)]
         messages = [message(("user", "assistant")[number % 2], text) for number, text in enumerate(texts)]
         (example,) = examples.read([json.dumps(chat(*messages)).encode()])

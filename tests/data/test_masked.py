@@ -42,7 +42,7 @@ def test_both_sides_mean_the_same_by_a_missing_target():
     assert loss.IGNORE == IGNORE
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.integers(1, 6),
     length=st.integers(1, 40),

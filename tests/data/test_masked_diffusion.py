@@ -15,6 +15,7 @@ from pipeline.config.rules import check
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.models import registry as models
+from tests.data.test_masked import ids, whole
 from tests.helpers import pipeline
 from tests.training.one_rank import lines, run
 from tests.world import configured
@@ -28,20 +29,10 @@ def config_of(text, *more):
     return configured("stage=pretrain", "model=roberta-tiny", f"training.sequence_length={LENGTH}", *paths, DIFFUSION, *more)
 
 
-def special_ids(text):
-    added = json.loads((text / "tokenizer" / "tokenizer.json").read_text())["added_tokens"]
-    return {token["content"]: token["id"] for token in added}
-
-
-def whole(found):
-    """The sequences as they were before tokens were masked."""
-    return np.where(found["targets"] == IGNORE, found["tokens"], found["targets"])
-
-
 @pytest.mark.parametrize("eps", [1e-3, 0.4])
 def test_rates_masks_and_weights(text, eps):
     """Rates are uniform in (eps, 1]; given its rate, every text token of a sequence is masked with that probability."""
-    found, special = registry.open_training(config_of(text, f"training.diffusion_eps={eps}")).arrays(np.arange(4000)), special_ids(text)
+    found, special = registry.open_training(config_of(text, f"training.diffusion_eps={eps}")).arrays(np.arange(4000)), ids(text)
     sequences, masked, weights = whole(found), found["targets"] != IGNORE, found["loss_weights"]
     is_text = ~np.isin(sequences, list(special.values()))
     assert np.array_equal(weights > 0, is_text)
