@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import fcntl
 import gc
-import json
 import logging
 import os
 import resource
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 
-from pipeline.common.artifact import MANIFEST
 from tests import warm
-from tests.helpers import SHARDS, pipeline, write_corpus
+from tests.helpers import SHARDS, pipeline, with_manifest, write_corpus
 
 if TYPE_CHECKING:
     from tests.world import World  # which loads torch
@@ -130,13 +127,12 @@ def tokens(once, shards, tokenizer) -> Path:
 @pytest.fixture(scope="session")
 def two(tokens, tmp_path_factory) -> Path:
     """The token shards as two corpora, web and books."""
-    folder = tmp_path_factory.mktemp("two") / "tokens"
-    shutil.copytree(tokens, folder)
-    manifest = json.loads((folder / MANIFEST).read_text())
-    for shard, entry in manifest["files"].items():
-        entry["corpus"] = "books" if shard == "train-00001.tar" else "web"
-    (folder / MANIFEST).write_text(json.dumps(manifest))
-    return folder
+
+    def divide(manifest: dict[str, Any]) -> None:
+        for shard, entry in manifest["files"].items():
+            entry["corpus"] = "books" if shard == "train-00001.tar" else "web"
+
+    return with_manifest(tokens, tmp_path_factory.mktemp("two") / "tokens", divide)
 
 
 @pytest.fixture(scope="session")

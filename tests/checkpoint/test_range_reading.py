@@ -129,7 +129,7 @@ def divisions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[list[Held]]:
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_division_is_read_exactly_into_any_other(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     shapes = {f"w{n}": tuple(data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))) for n in range(data.draw(st.integers(1, 3)))}
     weights = {name: random_weight(shape, ("weight",) if name == "w2" else ("weight", "exp_avg")) for name, shape in shapes.items()}

@@ -49,7 +49,6 @@ def restored(encoder: list[int], written: list[int]) -> list[int]:
 
 
 @given(encoder=st.integers(4, 2000), rates=RATES)
-@settings(deadline=None)
 def test_the_longest_text_fills_the_encoder(encoder, rates):
     found = longest(encoder, rates)
     assert found.encoder == encoder
@@ -64,7 +63,7 @@ def test_the_lengths_of_t5():
 
 
 @given(encoder=st.integers(4, 300), rates=RATES, first=st.integers(0, 1000), seed=st.integers(0, 9), extra=st.integers(0, 3))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_what_the_decoder_writes_restores_the_text(encoder, rates, first, seed, extra):
     sizes = longest(encoder, rates)
     objective = SpanCorruption(Text(sizes.text), sizes, SENTINELS, START, seed, sizes.decoder + extra)
@@ -84,7 +83,6 @@ def test_what_the_decoder_writes_restores_the_text(encoder, rates, first, seed, 
 
 
 @given(items=st.integers(1, 200), parts=st.integers(1, 50), seed=st.integers(0, 99))
-@settings(deadline=None)
 def test_partitions_add_up(items, parts, seed):
     parts = min(items, parts)
     found = partitions(items, parts, np.arange(20), seed)

@@ -66,7 +66,7 @@ def test_fuzz(reference, engine):
 
 
 @given(st.lists(st.text(max_size=60), max_size=8))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text(reference, engine, texts):
     assert encoders.first_mismatch(engine, reference, texts) is None
 

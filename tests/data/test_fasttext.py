@@ -69,7 +69,7 @@ def write(path, words, counts, rows, output, *, loss=3, minn=0, maxn=0, word_ngr
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_its_probabilities_are_those_of_fasttext(tmp_path_factory, data):
     draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
     loss, (minn, maxn), word_ngrams = draw(*LOSSES), draw((0, 0), (1, 2), (2, 4), (3, 6), (4, 2)), draw(1, 2, 3)

@@ -518,7 +518,7 @@ def test_all_missing_inputs_are_named_at_once(tmp_path):
     assert "empty: contains no file with suffix .jsonl" in nothing
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@settings(max_examples=150)
 @given(st.sampled_from(list(FORMATS)), st.sampled_from(list(PACKED)), st.data())
 def test_no_kind_of_damage_stops_the_reader(tmp_path_factory, ending, packing, data):
     packing = "" if ending in suffixes.INTERNAL else packing

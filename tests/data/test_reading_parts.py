@@ -15,7 +15,6 @@ LINE_OR_FAULT = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(LINE_OR_FAULT, max_size=20), st.integers(1, 200))
 def test_byte_ranges_of_a_file_contain_each_document_once(tmp_path_factory, lines, size):
     path = tmp_path_factory.mktemp("ranges") / "x.jsonl"
@@ -26,7 +25,7 @@ def test_byte_ranges_of_a_file_contain_each_document_once(tmp_path_factory, line
     assert len(split) == len(full)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.text("aä", max_size=9), min_size=1, max_size=30), st.integers(1, 9), st.integers(100, 3000))
 def test_byte_ranges_of_a_parquet_file_contain_each_row_once(tmp_path_factory, rows, group, size):
     path = tmp_path_factory.mktemp("groups") / "x.parquet"
@@ -38,7 +37,7 @@ def test_byte_ranges_of_a_parquet_file_contain_each_row_once(tmp_path_factory, r
 NAMES = st.sampled_from(["x.jsonl", "x.txt", "x.parquet", "x.jsonl.gz"])
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(NAMES, st.integers(0, 1_000_000)), max_size=30), st.integers(1, 7))
 def test_parts_cover_the_input_once_and_every_rank_gets_its_share(files, ranks):
     found = [input_files.InputFile(f"{n}/{name}", f"{n}/{name}", size) for n, (name, size) in enumerate(files)]
