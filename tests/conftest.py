@@ -20,7 +20,7 @@ import hypothesis
 import pytest
 
 from tests import warm
-from tests.helpers import SHARDS, pipeline, with_manifest, write_corpus
+from tests.helpers import SHARDS, loaded, pipeline, with_manifest, write_corpus
 
 if TYPE_CHECKING:
     from tests.world import World  # which loads torch
@@ -96,6 +96,56 @@ def once(tmp_path_factory, worker_id) -> Callable[[str, Callable[[Path], object]
         return root / name
 
     return folder
+
+
+@pytest.fixture
+def call_main(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """Run a command line in this process; returns the exit code and what it printed."""
+
+    def call(*words: object) -> tuple[int, str]:
+        from hydra.core.global_hydra import GlobalHydra
+
+        from pipeline import __main__
+
+        monkeypatch.setattr(sys, "argv", ["pipeline", *map(str, words)])
+        code = 0
+        try:
+            __main__.main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        GlobalHydra.instance().clear()
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return call
+
+
+@pytest.fixture
+def call_tool(monkeypatch, capsys) -> Callable[..., tuple[int, str]]:
+    """Call a script of tools/ by its name, with arguments, in this process; returns the exit code and what it printed."""
+
+    def call(name: str, *arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        try:
+            code = loaded(name).main()
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return call
+
+
+@pytest.fixture
+def called(call_tool) -> Callable[..., str]:
+    """As call_tool; returns what a script printed, after a check of its exit code."""
+
+    def call(name: str, *arguments: object, expect: int = 0) -> str:
+        code, printed = call_tool(name, *arguments)
+        assert code == expect, printed
+        return printed
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -41,6 +41,9 @@ def load_tool(name: str) -> ModuleType:
     return module
 
 
+loaded = functools.cache(load_tool)  # of tests that change nothing in it, but by monkeypatch
+
+
 def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
     """The cases of a test, tuples if it has several parameters: one of so many is in the default tier, tools/test --all has all of them."""
     return [

@@ -35,8 +35,8 @@ def test_a_calibrated_machine_can_be_planned_on(tmp_path, monkeypatch):
         (("a/b",), "must consist of letters"),
     ],
 )
-def test_refusals_before_anything_is_measured(arguments, message):
-    code, printed = python(ROOT / "tools" / "calibrate", *arguments)
+def test_refusals_before_anything_is_measured(call_tool, arguments, message):
+    code, printed = call_tool("calibrate", *arguments)
     assert code == 2
     assert message in printed
 

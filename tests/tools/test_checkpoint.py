@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +15,12 @@ import pytest
 
 from pipeline.checkpoint import catalog, commit, inspection, native, stored_runs
 from tests.checkpoint import small_checkpoints
-from tests.helpers import ROOT, load_tool
-
-
-@pytest.fixture(scope="module")
-def main() -> Callable[[list[str]], int]:
-    return load_tool("checkpoint").main
+from tests.helpers import ROOT
 
 
 @pytest.fixture
-def tool(main, capsys) -> Callable[..., tuple[int, str]]:
-    """The exit code and what it printed."""
-
-    def run(*arguments: object) -> tuple[int, str]:
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as end:
-            code = int(str(end.code))
-        said = capsys.readouterr()
-        return code, said.out + said.err * (code == 2)
-
-    return run
+def tool(call_tool) -> Callable[..., tuple[int, str]]:
+    return partial(call_tool, "checkpoint")
 
 
 WRITERS = {"format 1": small_checkpoints.write_format_1, "format 2": small_checkpoints.write}

@@ -31,8 +31,8 @@ def test_slopes_and_the_minimum_of_a_parabola():
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_measured_is_refused(words, message):
-    code, printed = python(TOOL, *words)
+def test_what_cannot_be_measured_is_refused(call_tool, words, message):
+    code, printed = call_tool("coordinate_check", *words)
     assert code == 2
     assert message in printed
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.helpers import load_tool, one_in
+from tests.helpers import loaded, one_in
 
 #: (framework, GPUs, arguments, files of it by name, settings that must follow, names that have no counterpart)
 GPT3 = """pretrain_gpt.py --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --max-position-embeddings 2048
@@ -300,53 +300,46 @@ CASES: dict[str, tuple[str, int, str, dict[str, str], dict[str, Any], set[str]]]
 
 
 @pytest.mark.parametrize("name", one_in(2, CASES))
-def test_an_argument_list(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_argument_list(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call_tool: Callable[..., tuple[int, str]]) -> None:
     """The settings follow, what has no counterpart is named and nothing else, and the command composes (the tool checks it)."""
     framework, ranks, arguments, files, settings, lacks = CASES[name]
     monkeypatch.chdir(tmp_path)
     for file, text in files.items():
         Path(file).write_text(text)
-    tool = load_tool("translate")
-    made = tool.Translation(framework, tool.read(arguments.split()), ranks)
-    assert {key: made.settings.get(key) for key in settings} == settings
-    assert set(made.lacks) == lacks
-    monkeypatch.setattr(sys, "argv", ["translate", "--ranks", str(ranks), "--from", framework, *arguments.split()])
-    assert tool.main() == 0, capsys.readouterr().err
-    printed = capsys.readouterr().out
+    translation, made = loaded("translate").Translation, []
+    monkeypatch.setattr(loaded("translate"), "Translation", lambda *words: made.append(translation(*words)) or made[0])
+    code, printed = call_tool("translate", "--ranks", ranks, "--from", framework, *arguments.split())
+    assert code == 0, printed
+    assert {key: made[0].settings.get(key) for key in settings} == settings
+    assert set(made[0].lacks) == lacks
     for key, value in settings.items():
         assert value is None or f"{key}={str(value).lower() if isinstance(value, bool) else value}" in printed
     for word in lacks:
         assert f"\n  {word} " in printed
 
 
-def test_a_global_batch_needs_the_number_of_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_global_batch_needs_the_number_of_gpus(call_tool: Callable[..., tuple[int, str]]) -> None:
     """Nothing is assumed; torchrun's options say it as well."""
-    tool = load_tool("translate")
-    words = [*SMALL.split(), "--train-iters", "10"]
-    monkeypatch.setattr(sys, "argv", ["translate", "--from", "megatron", *words])
-    assert tool.main() == 2
-    assert "--ranks" in capsys.readouterr().err
-    assert (
-        tool.Translation("megatron", tool.read([*words, "--nnodes", "2", "--nproc_per_node", "4"]), None).settings[
-            "training.global_batch_size"
-        ]
-        == 64
-    )
+    tool, words = loaded("translate"), [*SMALL.split(), "--train-iters", "10"]
+    code, printed = call_tool("translate", "--from", "megatron", *words)
+    assert code == 2
+    assert "--ranks" in printed
+    made = tool.Translation("megatron", tool.read([*words, "--nnodes", "2", "--nproc_per_node", "4"]), None)
+    assert made.settings["training.global_batch_size"] == 64
 
 
-def test_what_is_refused_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_refused_here(call_tool: Callable[..., tuple[int, str]]) -> None:
     """The command is printed, with the rule that it violates."""
-    tool = load_tool("translate")
-    monkeypatch.setattr(sys, "argv", ["translate", "--ranks", "8", "--from", "megatron", *SMALL.split(), "--context-parallel-size", "3"])
-    assert tool.main() == 2
-    printed = capsys.readouterr()
-    assert "python -m pipeline stage=pretrain" in printed.out
-    assert "parallel.context=3" in printed.err or "world size" in printed.err
+    words = ("--ranks", "8", "--from", "megatron", *SMALL.split(), "--context-parallel-size", "3")
+    code, printed = call_tool("translate", *words)
+    assert code == 2
+    assert "python -m pipeline stage=pretrain" in printed
+    assert "parallel.context=3: " in printed or "world size" in printed
 
 
 def test_what_could_be_taken_for_something_else() -> None:
     """Steps of a validation, a file for DeepSpeed's engine, and GPT-NeoX's GELU, which is exact unless it is fused with the biases."""
-    tool = load_tool("translate")
+    tool = loaded("translate")
     made = tool.Translation("torchtitan", tool.read(["--model.name", "llama3", "--model.flavor", "8B", "--validation.steps", "1200"]), 8)
     assert (made.settings["training.steps"], "validation.steps" in made.lacks) == (10000, True)
     made = tool.Translation("trainer", tool.read(["--deepspeed", "ds.json", "--model_name_or_path", "base"]), 8)
