@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,6 @@ from pipeline.common import events as written
 from pipeline.report import account, goodput, run_files
 from tests.helpers import ROOT, environment
 from tests.report.builder import BEGIN, events, restarted, steps, write
-from tests.tools.test_status import tool
 from tests.training.test_blend import TINY
 
 #: Plays srun on this machine: the ranks are one process, which is killed the first time, once step 7 is written.
@@ -36,6 +37,12 @@ def bucket(found: dict[str, Any]) -> dict[str, float]:
 
 def of_run(run_dir: Path, since: float = 0.0, now: float | None = None) -> dict[str, Any]:
     return goodput.summary([run_dir], since, time.time() if now is None else now, lambda _: {}, None)
+
+
+@pytest.fixture
+def status(called: Callable[..., str]) -> Callable[..., str]:
+    """`status(*arguments)`: what tools/status prints."""
+    return partial(called, "status")
 
 
 @pytest.mark.long
@@ -120,7 +127,7 @@ def test_phases_of_one_process_and_a_job_that_runs(tmp_path: Path) -> None:
     assert sum(silent.values()) == 2 * 32, "it was killed: up to what it wrote last"
 
 
-def test_nodes_that_were_left_out(tmp_path: Path) -> None:
+def test_nodes_that_were_left_out(status: Callable[..., str], tmp_path: Path) -> None:
     restarted(tmp_path)
     for seconds, reason in ((70, "preflight: slow"), (180, "it does not answer")):
         events(tmp_path, (seconds, "exclude", {"nodes": ["b"], "reason": reason}))
@@ -130,7 +137,7 @@ def test_nodes_that_were_left_out(tmp_path: Path) -> None:
     assert found[1:3] == [("a", 1, account.FIRST), ("b", 1, account.FIRST)]
     assert found[3:] == [("b", 1, "left out: preflight: slow"), ("c", 1, "left out: it does not answer")]
     for times, nodes in ((1, "b,c"), (3, "b"), (4, "")):  # a failed first, which the program may have caused
-        assert tool("status", tmp_path, "--since", "2026-01-01", "--bad-nodes", times) == f"{nodes}\n"
+        assert status(tmp_path, "--since", "2026-01-01", "--bad-nodes", times) == f"{nodes}\n"
 
 
 def test_a_time_limit_during_the_start_up_and_a_rank_that_lost_its_peer(tmp_path: Path) -> None:
@@ -182,12 +189,13 @@ SACCT = "7|RESIZING|200|3|36000000|2026-11-18T10:00:00|x\n7|COMPLETED|160|2|3600
         ("echo 7 COMPLETED", ["sacct: not compared: sacct printed '7 COMPLETED', and not the fields"]),
     ],
 )
-def test_beside_sacct(tmp_path: Path, script: str, said: list[str]) -> None:
+def test_beside_sacct(status: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: list[str]) -> None:
     restarted(tmp_path / "runs/a b")
     (tmp_path / "sacct").write_text(f'#!/bin/bash\necho "$@" > {tmp_path}/asked\n{script}\n')
     (tmp_path / "sacct").chmod(0o755)
     page = tmp_path / "page.html"
-    printed = tool("status", tmp_path / "runs", "--since", "2026-01-01", "--page", page, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    printed = status(tmp_path / "runs", "--since", "2026-01-01", "--page", page)
     for text in said:
         assert text in printed
         assert text.replace("'", "&#39;") in page.read_text()
@@ -195,22 +203,23 @@ def test_beside_sacct(tmp_path: Path, script: str, said: list[str]) -> None:
     assert "b lost: RuntimeError: peer" in printed
 
 
-def test_planned_power_and_co2(tmp_path: Path) -> None:
+def test_planned_power_and_co2(status: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     restarted(tmp_path / "run")
     with open(tmp_path / "run/config.yaml", "a") as handle:
         handle.write("cluster:\n  hardware: h100\n  tasks_per_node: 4\n")
-    found = json.loads(tool("status", tmp_path, "--since", "10000d", "--co2", 400, "--json", PATH="/usr/bin:/bin"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    found = json.loads(status(tmp_path, "--since", "10000d", "--co2", 400, "--json"))
     kwh = 780 / 3600 * 4 * (700 + 575) / 1000
     assert (found["energy"]["planned_kwh"], found["energy"]["co2_kg"]) == (pytest.approx(kwh), pytest.approx(kwh * 0.4))
     assert [one["jobs"] for one in found["runs"]] == [["7"]]
 
 
-def test_runs_without_time_and_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_runs_without_time_and_damaged_ones_are_named(status: Callable[..., str], tmp_path: Path) -> None:
     restarted(tmp_path / "old")
     write(tmp_path / "none", steps(1, 30))
     write(tmp_path / "damaged", steps(1, 30))
     (tmp_path / "damaged/events.jsonl").write_text('{"time": 1, "event": "run_st')
-    printed = tool("status", tmp_path, "--since", "1m")
+    printed = status(tmp_path, "--since", "1m")
     assert f"0 node-hours of 0 runs and 0 Slurm jobs, - of them in steps that count; none of {tmp_path}/old" in printed
     assert "damaged: events.jsonl: the last line is incomplete" in printed
     assert "none: events.jsonl has no start of this run: starts, reasons and node-hours are not known" in printed
@@ -229,6 +238,6 @@ def test_runs_without_time_and_damaged_ones_are_named(tmp_path: Path) -> None:
         (("--since", "1d", "--page", "/nowhere/page.html"), "--page=/nowhere/page.html: cannot be written: No such file or directory"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, options: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_named(status: Callable[..., str], tmp_path: Path, options: tuple[str, ...], said: str) -> None:
     write(tmp_path / "run", steps(1, 3))
-    assert said in tool("status", tmp_path, *options, expect=2)
+    assert said in status(tmp_path, *options, expect=2)

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_alerts(tmp_path: Path) -> None:
+def test_alerts(tmp_path: Path, called: Callable[..., str]) -> None:
     folder, told, now = tmp_path / "runs", tmp_path / "told", time.time() - BEGIN
     write(folder / "failed", steps(1, 30))
     events(folder / "failed", (now - 60, "run_start", {"nodes": ["a"], "step": 0}))
@@ -73,7 +74,7 @@ def test_alerts(tmp_path: Path) -> None:
 
     def call(command: str = f'printf \'%s|%s|%s\\n\' "$1" "$2" "$3" >> {told}', expect: int = 0) -> list[str]:
         told.write_text("")
-        tool("alert", folder, "--command", command, expect=expect)
+        called("alert", folder, "--command", command, expect=expect)
         return sorted(told.read_text().replace(f"{folder}/", "").splitlines())
 
     assert call("exit 3", expect=1) == []
@@ -87,8 +88,8 @@ def test_alerts(tmp_path: Path) -> None:
     events(folder / "failed", (now + 1, "run_end", {"code": 1, "reason": "again", "step": 30}), (now + 2, "job_end", {"code": 1}))
     assert [line.rpartition("|")[0] for line in call()] == ["failed|failed"]
     (folder / ".alerts.json").write_text("{")
-    assert "remove it" in tool("alert", folder, "--command", "true", expect=2)
-    assert "--command is empty" in tool("alert", folder, "--command", " ", expect=2)
+    assert "remove it" in called("alert", folder, "--command", "true", expect=2)
+    assert "--command is empty" in called("alert", folder, "--command", " ", expect=2)
 
 
 def test_alerts_of_several_calls_and_folders(tmp_path: Path) -> None:
@@ -108,10 +109,10 @@ def test_alerts_of_several_calls_and_folders(tmp_path: Path) -> None:
     assert "gone: there is no such folder" in printed
 
 
-def test_a_loop_of_links_and_a_loss_that_is_no_number(runs: Path) -> None:
+def test_a_loop_of_links_and_a_loss_that_is_no_number(runs: Path, called: Callable[..., str]) -> None:
     (runs / "lr sweep/all").symlink_to(runs)
     write(runs / "nan", [*steps(1, 30), validation(30, float("nan"))], total=90)
-    names = [row["run_dir"].rpartition("/")[2] for row in json.loads(tool("status", runs, "--json", "--sort", "validation_loss"))]
+    names = [row["run_dir"].rpartition("/")[2] for row in json.loads(called("status", runs, "--json", "--sort", "validation_loss"))]
     assert names[:2] == ["done", "now"]
     assert sorted(names[2:]) == ["10", "nan"]
 
@@ -127,9 +128,9 @@ def test_the_table(runs: Path) -> None:
     assert "lr sweep/10: config.yaml is missing or damaged: the number of steps is not known" in lines
 
 
-def test_csv_and_json_have_the_same_numbers(runs: Path) -> None:
-    content = json.loads(tool("status", runs, "--json", "--sort", "loss"))
-    rows = list(csv.DictReader(io.StringIO(tool("status", runs, "--csv", "--sort", "loss"))))
+def test_csv_and_json_have_the_same_numbers(runs: Path, called: Callable[..., str]) -> None:
+    content = json.loads(called("status", runs, "--json", "--sort", "loss"))
+    rows = list(csv.DictReader(io.StringIO(called("status", runs, "--csv", "--sort", "loss"))))
     assert [Path(row["run_dir"]).name for row in content] == ["done", "now", "10"]
     for row, one in zip(rows, content, strict=True):
         expected = {name: "" if value is None else str(value) for name, value in one.items() if name != "problems"}
@@ -138,13 +139,23 @@ def test_csv_and_json_have_the_same_numbers(runs: Path) -> None:
     assert content[2]["problems"]
 
 
-def test_mistakes_are_named(runs: Path) -> None:
-    assert "there is no such folder" in tool("status", runs / "nowhere", expect=2)
-    assert "no training run within 3 levels" in tool("status", runs / "lr sweep/9", expect=2)
-    assert "no training run within 0 levels" in tool("status", runs, "--depth", 0, expect=2)
-    assert "is no run directory" in tool("watch", runs, expect=2)
-    assert "is no run directory" in tool("watch", runs / "nowhere", "--once", expect=2)
-    assert "must be above 0" in tool("watch", runs / "now", "--every", 0, expect=2)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("status", "nowhere"), "there is no such folder"),
+        (("status", "lr sweep/9"), "no training run within 3 levels"),
+        (("status", ".", "--depth", 0), "no training run within 0 levels"),
+        (("watch", "."), "is no run directory"),
+        (("watch", "nowhere", "--once"), "is no run directory"),
+        (("watch", "now", "--every", 0), "must be above 0"),
+        (("watch", "now", "--page", "no/page.html"), "there is no folder"),
+    ],
+)
+def test_mistakes_are_named(
+    runs: Path, called: Callable[..., str], monkeypatch: pytest.MonkeyPatch, words: tuple[object, ...], said: str
+) -> None:
+    monkeypatch.chdir(runs)
+    assert said in called(*words, expect=2)
 
 
 def test_no_checkpoint_is_listed_and_no_torch_is_loaded(runs: Path) -> None:
@@ -165,7 +176,6 @@ assert not {{"torch", "numpy", "hydra", "omegaconf"}} & sys.modules.keys()
 
 
 def test_watch_once(runs: Path) -> None:
-    assert "there is no folder" in tool("watch", runs / "now", "--page", runs / "no/page.html", expect=2)
     printed = tool("watch", runs / "now", "--once", COLUMNS="100")
     assert f"{runs}/now  [##########....................]" in printed
     assert "step 30 of 90 (33.3 %), 2 min left at 2 s a step" in printed
