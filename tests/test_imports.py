@@ -47,18 +47,17 @@ def module_name(path: Path) -> str:
 SOURCES = {module_name(path): path for path in sorted((ROOT / "pipeline").rglob("*.py"))}
 
 
-def parse(module: str) -> ast.Module:
-    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
-
-
-tree = functools.cache(parse)
-
-
-class ForTypesAlone(ast.NodeTransformer):
-    """Takes out `if TYPE_CHECKING:`, which runs nothing."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | None:
-        return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+@functools.cache
+def nodes(module: str) -> list[tuple[ast.AST, bool]]:
+    """The nodes of a module that import, or name something, and whether only the type checker sees them (`if TYPE_CHECKING:`)."""
+    found: list[tuple[ast.AST, bool]] = []
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(SOURCES[module].read_text(encoding="utf-8")), False)]
+    for node, for_types in waiting:
+        for_types |= isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        waiting += [(child, for_types) for child in ast.iter_child_nodes(node)]
+        if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute | ast.Name):
+            found.append((node, for_types))
+    return found
 
 
 @functools.cache
@@ -69,7 +68,9 @@ def imports(module: str, *, run: bool = False) -> list[str]:
         run: leave out what only the type checker sees.
     """
     names: list[str] = []
-    for node in ast.walk(ForTypesAlone().visit(parse(module)) if run else tree(module)):
+    for node, for_types in nodes(module):
+        if run and for_types:
+            continue
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -118,7 +119,7 @@ def test_process_groups_are_made_in_parallel_alone() -> None:
     found = {
         module
         for module in SOURCES
-        for node in ast.walk(tree(module))
+        for node, _ in nodes(module)
         if isinstance(node, ast.Attribute | ast.Name) and (node.attr if isinstance(node, ast.Attribute) else node.id) in makers
     }
     assert {package(module) for module in found} == {"parallel"}
@@ -172,20 +173,8 @@ RECORDING = {"torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torc
 #: What start-up does without, by the first part of its name or the whole of it: compilers, and what other stages or settings need.
 SLOW_TO_IMPORT = {
     *RECORDING,
-    *(
-        "onnx",
-        "transformers",
-        "pandas",
-        "matplotlib",
-        "scipy",
-        "numba",
-        "wandb",
-        "setuptools",
-        "distutils",
-        "pyarrow",
-        "sacrebleu",
-        "lm_eval",
-    ),
+    *("onnx", "transformers", "pandas", "matplotlib", "scipy", "numba", "wandb"),
+    *("setuptools", "distutils", "pyarrow", "sacrebleu", "lm_eval"),
 }
 SMALL = (
     *("model.layers=1", "model.hidden=32", "model.heads=2", "model.kv_heads=2", "model.ffn_hidden=32", "model.vocab_size=512"),
