@@ -106,11 +106,22 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_healthy_machine(machine: Machine) -> None:
+def test_a_healthy_machine_and_a_new_site(machine: Machine) -> None:
+    """What the file of a site lacks is written, and then nothing is lacking; nor in a container, which has a torch of its own."""
+    file = machine.folder / "sites/cluster/pine.yaml"
+    file.write_text("partition: gpu\n")
+    machine.doctor(f"--write={file}")
+    assert {
+        'queues: [{"partition": "gpu", "max_time": "1-00:00:00", "max_nodes": 4}]',
+        *("name: pine", "gpus_per_node: 4", "cpus_per_task: 8", "cores: 32", "memory: 256000M", "architecture: x86_64"),
+    } <= set(file.read_text().splitlines())
     found = machine.doctor()
-    assert faults(found) == {}
-    assert len(found["rows"]) == 32
-    assert found["site"] == ["cores: 32", "memory: 256000M", "architecture: x86_64"]
+    assert (faults(found), found["site"], len(found["rows"])) == ({}, [], 32)
+    (machine.folder / "python/version.py").write_text("cuda = None\nhip = None\n")
+    machine.command("lfs", "echo not on Lustre >&2; exit 1")
+    machine.command("apptainer", 'shift; exec "$@"')
+    machine.slurm(partition="gpu AllowAccounts=proj1")
+    assert faults(machine.doctor("cluster.launch=[apptainer,exec]", "cluster.account=PROJ1")) == {}
 
 
 def test_faults_of_slurm(machine: Machine) -> None:
@@ -118,8 +129,9 @@ def test_faults_of_slurm(machine: Machine) -> None:
     faulty["maintenance"] = "ReservationName=upgrade StartTime=2020-01-01T00:00:00 EndTime=2099-01-01T00:00:00 Nodes=n[1-4] Flags=MAINT"
     machine.slurm(**faulty, sacct="error: Slurm accounting storage is disabled", sbatch="error: Invalid account")
     machine.site("modules: [nccl/2.28]\n")
-    found = faults(machine.doctor())
-    assert set(found) == {"Slurm", "partitions", "sbatch", "GRES", "memory", "MPI", "modules", "maintenance"}
+    found = faults(machine.doctor("cluster.python=/nope/python"))
+    assert set(found) == {"Slurm", "partitions", "sbatch", "GRES", "memory", "MPI", "modules", "maintenance", "programs"}
+    assert found["programs"] == "cluster.python=/nope/python: not here"
     assert "max_time is 12:00:00 in Slurm, and 24:00:00" in found["partitions"]
     assert "SLURM_MPI_TYPE=pmi2, srun has none, pmix" in found["MPI"]
 
@@ -185,18 +197,27 @@ def test_faults_of_the_machine(machine: Machine) -> None:
 
 
 def test_what_a_job_would_start(machine: Machine) -> None:
-    """Programs that are not there, and variables of another launcher."""
+    """Programs and a module that are not there, and variables of another launcher."""
     machine.variables |= {"RANK": "3", "WORLD_SIZE": "8"}
-    assert faults(machine.doctor("cluster.launch=[apptainer,exec]"))["programs"] == "cluster.launch=apptainer: not here"
-    image = "cluster.launch=[env,--bind,/nope/env.sqsh:/opt/env,docker://a/b.sif,/nope/a.sif]"
-    assert faults(machine.doctor(image))["programs"] == "cluster.launch=/nope/env.sqsh, cluster.launch=/nope/a.sif: not here"
-    found = faults(machine.doctor("cluster.python=/nope/python"))
-    assert found["programs"] == "cluster.python=/nope/python: not here"
-    assert found["variables"] == "RANK, WORLD_SIZE of another launcher"
-    assert set(found) == {"programs", "variables"}
     machine.command("module", "echo 'nccl/2.28:ERROR:105: Unable to locate a modulefile' >&2")  # and returns 0, as version 3 does
     machine.site("modules: [nccl/2.28]\n")
-    assert "Unable to locate a modulefile" in faults(machine.doctor())["modules"]
+    found = faults(machine.doctor("cluster.launch=[apptainer,--bind,/nope/env.sqsh:/opt/env,docker://a/b.sif,/nope/a.sif]"))
+    assert set(found) == {"programs", "variables", "modules"}
+    assert found["programs"] == "cluster.launch=apptainer, cluster.launch=/nope/env.sqsh, cluster.launch=/nope/a.sif: not here"
+    assert found["variables"] == "RANK, WORLD_SIZE of another launcher"
+    assert "Unable to locate a modulefile" in found["modules"]
+
+
+def test_an_account_a_partition_lustre_and_a_build_of_torch_without_gpus(machine: Machine) -> None:
+    """A partition that takes other accounts, and whose small default of memory is enforced; a login node of a site with GPUs."""
+    machine.slurm(memory="4000", partition="gpu AllowAccounts=proj1,proj2 DefMemPerCPU=100")
+    (machine.folder / "python/version.py").write_text("cuda = None\nhip = None\n")
+    machine.command("lfs", 'case "$*" in *--directory*/run) echo 1;; *) echo 8;; esac')
+    found = faults(machine.doctor("cluster.account=prj1"))
+    assert set(found) == {"account", "memory", "driver", "run_dir stripes"}
+    assert found["account"] == "cluster.account=prj1: the partition gpu takes proj1, proj2"
+    assert found["memory"].startswith("a job gets 3200 MB of 256000 MB a node, and is killed above")
+    assert found["driver"] == "torch is built for CPUs, 0 GPUs are here, and nodes of cluster=pine have GPUs"
 
 
 def test_what_jobs_get_from_a_shell_and_what_a_container_lacks(machine: Machine) -> None:
@@ -217,17 +238,6 @@ def test_a_check_that_hangs_is_named(machine: Machine) -> None:
     assert faults(machine.doctor()) == {"time": "did not end within 25 s: folders"}
 
 
-def test_an_account_and_memory_of_a_partition(machine: Machine) -> None:
-    """A partition that takes other accounts, and whose small default of memory is enforced; a container has a torch of its own."""
-    machine.slurm(memory="4000", partition="gpu AllowAccounts=proj1,proj2 DefMemPerCPU=100")
-    found = faults(machine.doctor("cluster.account=prj1"))
-    assert set(found) == {"account", "memory"}
-    assert found["account"] == "cluster.account=prj1: the partition gpu takes proj1, proj2"
-    assert found["memory"].startswith("a job gets 3200 MB of 256000 MB a node, and is killed above")
-    machine.slurm(partition="gpu AllowAccounts=proj1")
-    assert faults(machine.doctor("cluster.account=PROJ1")) == {}
-
-
 def test_the_environment_of_ranks(machine: Machine) -> None:
     """Libraries, variables, interfaces and a host name that fail in a job, and cluster.environment, which counts."""
     (machine.folder / "python/torch.py").write_text("raise ImportError('libc10.so: undefined symbol')\n")
@@ -240,18 +250,6 @@ def test_the_environment_of_ranks(machine: Machine) -> None:
     assert found["debugging"] == "CUDA_LAUNCH_BLOCKING"
     assert found["interfaces"].startswith("GLOO_SOCKET_IFNAME=ib0: there is only ")
     assert "NCCL" not in found["interfaces"]
-
-
-def test_a_build_of_torch_without_gpus_and_lustre(machine: Machine) -> None:
-    """On a login node, for a site with GPUs; a container has a torch of its own."""
-    (machine.folder / "python/version.py").write_text("cuda = None\nhip = None\n")
-    machine.command("lfs", 'case "$*" in *--directory*/run) echo 1;; *) echo 8;; esac')
-    found = faults(machine.doctor())
-    assert set(found) == {"driver", "run_dir stripes"}
-    assert found["driver"] == "torch is built for CPUs, 0 GPUs are here, and nodes of cluster=pine have GPUs"
-    machine.command("lfs", "echo not on Lustre >&2; exit 1")
-    machine.command("apptainer", 'shift; exec "$@"')
-    assert faults(machine.doctor("cluster.launch=[apptainer,exec]")) == {}
 
 
 @pytest.mark.long
@@ -286,17 +284,6 @@ def test_faults_of_file_systems(machine: Machine) -> None:
     assert set(found) == {"run_dir, data.shards, data.tokens, tokenizer.path", "files", "caches", "kernels", "shared memory", "tmp"}
     assert "Read-only file system" in found["run_dir, data.shards, data.tokens, tokenizer.path"]
     assert "noexec" in found["tmp"]
-
-
-def test_what_a_site_file_lacks_is_written(machine: Machine) -> None:
-    """A file of a new site, which then lacks nothing."""
-    (machine.folder / "sites/cluster/pine.yaml").write_text("partition: gpu\n")
-    file = machine.folder / "sites/cluster/pine.yaml"
-    machine.doctor(f"--write={file}")
-    assert 'queues: [{"partition": "gpu", "max_time": "1-00:00:00", "max_nodes": 4}]' in file.read_text().splitlines()
-    assert {"gpus_per_node: 4", "cpus_per_task: 8", "name: pine"} <= set(file.read_text().splitlines())
-    found = machine.doctor()
-    assert (faults(found), found["site"]) == ({}, [])
 
 
 @pytest.mark.long
