@@ -1,40 +1,17 @@
 """Random command lines: each is accepted, or refused with one message and exit code 2, without a traceback."""
 
 import random
-import sys
 
 import pytest
 
 import pipeline.stages
-from pipeline import __main__
 from pipeline.common import knobs
 from pipeline.config.schema import RunConfig
 
 KEYS = [key for key, _, _ in knobs.walk(RunConfig())] + ["model.layers", "model.hidden", "model.norm_eps"]
 GROUPS = ["stage", "model", "data", "clean", "optimizer", "parallel", "precision", "cluster", "tracking", "experiment"]
-VALUES = [
-    "",
-    "1",
-    "-1",
-    "0",
-    "nan",
-    "-inf",
-    "1e400",
-    "1e20",
-    "null",
-    "true",
-    "x",
-    "[]",
-    "[1,2]",
-    "{a:1}",
-    "${nope}",
-    "'a b'",
-    "[",
-    "{",
-    '"',
-    "\t",
-]
-VALUES += ["pretrain", "llama-tiny", "bf16", "none", "auto", "/tmp/x", "a=b", "1,2", "..", "\\", "ä", "*", "9" * 40, "a" * 300]
+VALUES = ["", "1", "-1", "0", "nan", "-inf", "1e400", "1e20", "null", "true", "x", "[]", "[1,2]", "{a:1}", "${nope}", "'a b'", "[", "{"]
+VALUES += ['"', "\t", "pretrain", "llama-tiny", "bf16", "none", "auto", "/tmp/x", "a=b", "1,2", "..", "\\", "ä", "*", "9" * 40, "a" * 300]
 
 
 def command(choose: random.Random) -> list[str]:
@@ -50,7 +27,7 @@ def command(choose: random.Random) -> list[str]:
 
 
 @pytest.mark.long
-def test_random_command_lines(monkeypatch, capsys):
+def test_random_command_lines(monkeypatch, call_main):
     monkeypatch.setattr(pipeline.stages, "run", lambda *_: None)
     choose = random.Random(8)
     codes = []
@@ -58,17 +35,13 @@ def test_random_command_lines(monkeypatch, capsys):
         *(command(choose) for _ in range(30)),
         ["stage=pretrain", "optimizer.lr=1e-4"],
     ]:  # the last one is legal, whatever keys there are
-        monkeypatch.setattr(sys, "argv", ["pipeline", *words])
         try:
-            __main__.main()
-            codes.append(0)
-        except SystemExit as end:
-            codes.append(end.code)
+            code, printed = call_main(*words)
         except BaseException as error:
             pytest.fail(f"{words}: {error!r}")
-        said = capsys.readouterr()
-        assert codes[-1] in (0, 2), (words, said.err)
-        assert "Traceback" not in said.err + said.out, words
-        assert (codes[-1] == 2) == ("problem" in said.err), words
+        codes.append(code)
+        assert code in (0, 2), (words, printed)
+        assert "Traceback" not in printed, words
+        assert (code == 2) == ("problem" in printed), words
     assert codes.count(2) > 20
     assert codes[-1] == 0
