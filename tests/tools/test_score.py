@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,20 +91,44 @@ def test_a_decoder_gives_bits_per_byte(tmp_path, monkeypatch):
 
 
 def test_stage_shard_starts_it(tmp_path):
-    """More text than a pipe holds; what is no line with a text ends it."""
+    """More text than a pipe holds."""
     folder = exported(tmp_path / "hf", CLASSIFIER)
-    command = [sys.executable, str(ROOT / "tools/score"), str(folder), "--label", "good"]
-    texts = [" ".join(WORDS[number % 7 :][: number % 5 + 1] * 40) for number in range(2_000)]
+    texts = [" ".join(WORDS[number % 7 :][: number % 5 + 1] * 40) for number in range(500)]
     expected = load_tool("score").Scorer(folder, "good")(texts)
-    median = sorted(expected)[1_000]
-    kept, _ = clean(texts, config("score", score={"command": " ".join(command), "least": median}))
+    median = sorted(expected)[250]
+    command = f"{sys.executable} {ROOT}/tools/score {folder} --label good"
+    kept, _ = clean(texts, config("score", score={"command": command, "least": median}))
     assert [text is not None for text in kept] == [score >= median for score in expected]
-    lines = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts[:3])
-    found = subprocess.run(command, input=lines[:-1], capture_output=True, check=True).stdout
-    assert [json.loads(line)["score"] for line in found.splitlines()] == pytest.approx(expected[:3], abs=1e-6)
-    cut = subprocess.run([*command, "--characters=4"], input=b'{"text": "film boring"}\n{"text": "film"}', capture_output=True, check=True)
-    first, second = cut.stdout.splitlines()
-    assert first == second
-    wrong = subprocess.run(command, input='{"txt": "a"}\n', capture_output=True, text=True)
-    assert wrong.returncode == 2
-    assert 'standard input=b\'{"txt": "a"}\': is no line with a text' in wrong.stderr
+
+
+@pytest.fixture
+def standard_input() -> Iterator[None]:
+    """A test may replace file descriptor 0."""
+    own = os.dup(0)
+    yield
+    os.dup2(own, 0)
+    os.close(own)
+
+
+@pytest.mark.usefixtures("standard_input")
+def test_lines_of_standard_input(tmp_path, capsys):
+    """A last line without an end, and texts that are cut; what is no line with a text ends it."""
+    tool, folder = load_tool("score"), exported(tmp_path / "hf", CLASSIFIER)
+
+    def scored(lines: str, *more: str) -> tuple[int, list[float], str]:
+        """The exit code, the scores, and what is said of lines on standard input."""
+        (tmp_path / "lines").write_text(lines)
+        with open(tmp_path / "lines") as file:
+            os.dup2(file.fileno(), 0)
+            code = tool.main([str(folder), "--label", "good", *more])
+        said = capsys.readouterr()
+        return code, [json.loads(line)["score"] for line in said.out.splitlines()], said.err
+
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:3])
+    code, scores, _ = scored(lines[:-1])
+    assert (code, scores) == (0, pytest.approx(tool.Scorer(folder, "good")(TEXTS[:3]), abs=1e-6))
+    code, (first, second), _ = scored('{"text": "film boring"}\n{"text": "film"}', "--characters=4")
+    assert (code, first) == (0, second)
+    code, _, said = scored('{"txt": "a"}\n')
+    assert code == 2
+    assert 'standard input=b\'{"txt": "a"}\': is no line with a text' in said
