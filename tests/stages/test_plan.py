@@ -18,11 +18,12 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import UserError
 from pipeline.common.ranks import detect
-from pipeline.config import command_line, compose, hardware, layout
+from pipeline.config import command_line, compose, hardware, layout, warmup
 from pipeline.config.paths import CONF_DIR
-from pipeline.config.planned import job_stage
+from pipeline.config.planned import job_stage, planned_job
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
+from pipeline.launch import live
 from pipeline.planner import run_cost, site_correction
 from pipeline.planner.plan import hardware_of, plan
 from pipeline.planner.plan_report import head_lines
@@ -103,27 +104,32 @@ SETTINGS = (
 )
 
 
-@settings(
-    deadline=None,
-    max_examples=4,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    words=st.lists(st.sampled_from(SETTINGS), unique_by=lambda word: word.partition("=")[0].lstrip("+"), max_size=8),
-    tokens=st.none() | st.integers(20_000_000, 10**11),
-)
-def test_the_printed_command_starts_the_planned_job(printed, words, tokens):
-    adapters = ["lora.rank=8"] if any("rank_pattern" in word for word in words) else []
-    command = [*TINY, *words, *adapters, *([] if tokens is None else [f"stage.tokens={tokens}"])]
+def check_command(printed, words: Sequence[str], tokens: int | None) -> None:
+    """The printed command starts the job of these settings."""
+    command = [*TINY, *words, *([] if tokens is None else [f"stage.tokens={tokens}"])]
     wanted, found = configured_as(command), submitted(printed(*command))
-    batch = wanted.training.global_batch_size * wanted.training.sequence_length
     changed = differences(wanted, found)
     if tokens is not None:
         changed.pop("training.steps", None)
         changed.pop("tracking.name", None)  # shows the number of steps
-        assert found.training.steps * batch >= tokens or "batch_rampup" in str(words)
+        assert warmup.samples(found.training, found.training.steps) * found.training.sample_length >= tokens
     assert not changed
+
+
+@pytest.mark.parametrize("tokens", [10**10, pytest.param(None, marks=pytest.mark.long)])
+def test_the_printed_command_starts_the_planned_job(printed, tokens):
+    check_command(printed, ["lora.rank=8", SETTINGS[0], *SETTINGS[2:]], tokens)
+
+
+@pytest.mark.long
+@settings(deadline=None, max_examples=4, phases=[Phase.generate], suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    words=st.lists(st.sampled_from(SETTINGS), unique_by=lambda word: word.partition("=")[0].lstrip("+"), max_size=8),
+    tokens=st.none() | st.integers(20_000_000, 10**11),
+)
+def test_commands_of_some_settings_start_the_planned_job(printed, words, tokens):
+    adapters = ["lora.rank=8"] if any("rank_pattern" in word for word in words) else []
+    check_command(printed, [*words, *adapters], tokens)
 
 
 @pytest.mark.long
@@ -174,17 +180,19 @@ def test_a_job_that_does_not_fit_has_no_command_and_no_cost(printed, capsys, tmp
     assert "sbatch" in text
 
 
-def test_what_a_command_lacks_is_named(printed):
-    juwels = ("stage=plan", "model=llama-tiny", "cluster=juwels")
-    text = printed(*juwels)
+def test_what_a_command_lacks_is_named():
+    def said(*words: str) -> str:
+        config = configured_as(["stage=plan", "model=llama-tiny", *words])
+        return "\n".join(live.lines(planned_job(config), layout.job_size(config, 1), words, has_weights=True))
+
+    text = said("cluster=juwels")
     assert "cluster.account is not set, and cluster=juwels requires it" in text
     assert "--nodes=4 --ntasks-per-node=4 --partition=booster --cpus-per-task=12 --gpus-per-node=4" in text
     for given_by in ("cluster.account=fir", "cluster.sbatch=['--account=fir']"):
-        assert "requires it" not in printed(*juwels, given_by)
-    plain = ("stage=plan", "model=llama-tiny", "cluster.hardware=a100-80")
-    assert "no GPUs are requested: add cluster.gpus_per_node=8" in printed(*plain, "cluster.tasks_per_node=8")
-    assert "cluster.gpus_per_node=4 and cluster.tasks_per_node=1 differ" in printed(*plain, "cluster.gpus_per_node=4")
-    assert "one rank a node" in printed(*plain, "cluster.sbatch=['--gres=gpu:1']")
+        assert "requires it" not in said("cluster=juwels", given_by)
+    assert "no GPUs are requested: add cluster.gpus_per_node=8" in said("cluster.hardware=a100-80", "cluster.tasks_per_node=8")
+    assert "cluster.gpus_per_node=4 and cluster.tasks_per_node=1 differ" in said("cluster.hardware=a100-80", "cluster.gpus_per_node=4")
+    assert "one rank a node" in said("cluster.hardware=a100-80", "cluster.sbatch=['--gres=gpu:1']")
 
 
 @pytest.mark.long
@@ -276,7 +284,8 @@ def test_every_time_and_memory_has_a_range(printed, tmp_path):
     assert low < found["memory_bytes"]["total"] < high
     assert f"{low / 1e9:9.2f} to {high / 1e9:.2f} GB" in text
     assert re.search(r"the run: .*\n.*node-hours.*\n  \S+ \w+ to \S+ \w+, .* contain 80% of unseen runs", text)
-    assert "ranges that contain 80% of unseen runs" in printed(*TINY, "stage.search=true", "training.global_batch_size=64")
+    one_rank = ("cluster.tasks_per_node=1", "cluster.gpus_per_node=1", "training.global_batch_size=8")
+    assert "ranges that contain 80% of unseen runs" in printed(*TINY, "stage.search=true", *one_rank)
     site_correction.write(tmp_path / "site.yaml", site_correction.SiteCorrection("a100-40", 1.25, 1.25))
     text = printed(*TINY, f"stage.out={tmp_path}/site.json", f"cluster.correction={tmp_path}/site.yaml")
     corrected = json.loads((tmp_path / "site.json").read_text())
