@@ -17,7 +17,7 @@ from pipeline.common import locks, ranks
 from pipeline.common.errors import UserError
 from pipeline.config import command_line, compose
 from pipeline.config.stages import Certify
-from pipeline.launch import snapshot, stage_chain, submission
+from pipeline.launch import in_use, snapshot, stage_chain, submission
 from tests.helpers import ROOT, pipeline
 from tests.world import configured
 
@@ -141,7 +141,7 @@ def test_data_stages_on_the_nodes_of_the_training_are_named(monkeypatch: pytest.
 
 def test_evaluations_on_more_nodes_than_the_model_needs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = ("submit.stages=[pretrain,evaluate]", "cluster.nodes=4", "cluster.tasks_per_node=2", "model=llama-tiny", "run_dir=runs/x")
+    words = ("submit.stages=[evaluate]", "cluster.nodes=4", "cluster.tasks_per_node=2", "model=llama-tiny", "run_dir=runs/x")
     (said,) = stage_chain.idle_gpus(composed(*words, "parallel.tensor=2"))
     assert said == (
         "evaluate gets 4 nodes, and one holds the model in this layout; 'submit.overrides.evaluate=[cluster.nodes=1]' asks for one"
@@ -152,18 +152,19 @@ def test_evaluations_on_more_nodes_than_the_model_needs_are_named(monkeypatch: p
 
 def test_a_range_of_nodes_in_a_chain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    words = ["submit.stages=[pretrain,convert]", "model=llama-tiny", "cluster.nodes=4", "cluster.spares=1", "run_dir=runs/range"]
-    texts = stage_chain.rendered(composed(*words, "cluster.min_nodes=2"), Path("runs/range"))
+    words = ["model=llama-tiny", "cluster.nodes=4", "cluster.spares=1", "run_dir=runs/range"]
+    texts = stage_chain.rendered(composed("submit.stages=[pretrain,convert]", *words, "cluster.min_nodes=2"), Path("runs/range"))
     assert "#SBATCH --nodes=3-5\n" in texts[0]
     assert "#SBATCH --nodes=1\n" in texts[1]
     with pytest.raises(UserError, match=r"cluster.min_nodes=3: has no legal layout on 3 nodes .* \(in stage pretrain\)"):
-        composed(*words, "cluster.min_nodes=3")
+        composed("submit.stages=[pretrain]", *words, "cluster.min_nodes=3")
 
 
 def test_problems_of_all_stages_are_reported_at_once(slurm: Path, tmp_path: Path) -> None:
     message = pipeline(
-        "stage=submit", STAGES, f"run_dir={tmp_path}/run", "stage.world_size=7", "training.stpes=3", "data.seed=-1", "cluster.nodes=3",
-        "submit.overrides.evaluate=[optimzier.lr=1]", "submit.overrides.convert=[stage.format=zip]", expect=2,
+        "stage=submit", "submit.stages=[certify,evaluate,convert]", f"run_dir={tmp_path}/run", "stage.world_size=7", "training.stpes=3",
+        "data.seed=-1", "cluster.nodes=3", "submit.overrides.evaluate=[optimzier.lr=1]", "submit.overrides.convert=[stage.format=zip]",
+        expect=2,
     )  # fmt: skip
     assert message.startswith("5 problems"), message
     assert "fix: write 'submit.overrides.certify=[stage.world_size=7]'" in message
@@ -195,19 +196,22 @@ def test_problems_of_all_stages_are_reported_at_once(slurm: Path, tmp_path: Path
             ],
         ),
         (
-            ("submit.stages=[tokenize,shard]", "cluster.time=soon"),
-            ["is read by tokenize before shard writes it .in stage tokenize.", "cluster.time=soon: must have the form"],
-        ),
-        (
-            ("submit.stages=[finetune,tokenize]", "data.instructions.tokens=no/tokens", "data.instructions.train=[x.jsonl]"),
-            ["no/tokens: is read by finetune before tokenize writes it"],
+            (
+                *("submit.stages=[finetune,tokenize,train_tokenizer,shard]", "cluster.time=soon"),
+                *("data.instructions.tokens=no/tokens", "data.instructions.train=[x.jsonl]"),
+            ),
+            [
+                "is read by train_tokenizer before shard writes it .in stage train_tokenizer.",
+                "cluster.time=soon: must have the form",
+                "no/tokens: is read by finetune before tokenize writes it",
+            ],
         ),
         (
             ("submit.stages=[shard]", "submit.stagse=1", "+data.sede=1"),
             ["did you mean submit.stages", "data.sede=1: no such key .in stage shard.\n    fix: did you mean data.seed"],
         ),
     ],
-    ids=["nothing", "stages", "order", "order of examples", "keys"],
+    ids=["nothing", "stages", "order", "keys"],
 )
 def test_what_is_refused(slurm: Path, tmp_path: Path, words: tuple[str, ...], said: list[str]) -> None:
     message = pipeline("stage=submit", f"run_dir={tmp_path}/run", f"data.shards={tmp_path}/shards", *words, expect=2)
@@ -270,14 +274,17 @@ def test_a_rejected_chain_leaves_nothing(slurm: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "run" / "snapshots").glob("[0-9]*"))
 
 
-def test_a_run_directory_in_use_is_refused(slurm: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with locks.claimed(run, "run_dir"):
-        assert "is being written by another job: job without a scheduler" in pipeline(*CHAIN, f"run_dir={run}", expect=2)
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    """By a job that runs, or by one in the queue, whose command names it relatively to its folder."""
+    run, stages = tmp_path / "run", ["shard", "train_tokenizer"]
     words = f"{ROOT}/slurm/shard.sbatch data.seed=1 run_dir=run"
-    (slurm / "queue").write_text(f"5\x1fshard\x1f{tmp_path}\x1f{words}\n6\x1fother\x1f{tmp_path}\x1f{words}2\n")
-    assert "is that of jobs in the queue: 5 (shard)\n" in pipeline(*CHAIN, f"run_dir={run}", expect=2)
-    assert not submitted(slurm)
+    queued = [submission.QueuedJob(5, "shard", str(tmp_path), words), submission.QueuedJob(6, "other", str(tmp_path), f"{words}2")]
+    with locks.claimed(run, "run_dir"):
+        (locked,) = in_use.violations(run, stages, queued[1:])
+        (waits,) = in_use.violations(run, stages, queued)
+    assert "is being written by another job: job without a scheduler" in locked.rule
+    assert waits.rule == "is that of jobs in the queue: 5 (shard)"
+    assert list(in_use.violations(run, stages, queued[1:])) == []
 
 
 @pytest.mark.usefixtures("slurm")
@@ -316,24 +323,24 @@ def test_times_of_slurm(time: str, seconds: float) -> None:
     assert ranks.slurm_seconds(time) == seconds
 
 
-def test_a_job_may_wait_for_nodes_that_are_drained(slurm: Path, tmp_path: Path) -> None:
+JOB = "#!/bin/bash\n#SBATCH --partition=batch\n#SBATCH --time=1:00:00\n"
+
+
+def test_a_job_may_wait_for_nodes_that_are_drained(slurm: Path) -> None:
     """Slurm's test of a job, but not its submission, refuses one for which too few nodes are up."""
     refused = "echo Requested node configuration is not available >&2; exit 1"
     (slurm / "sbatch").write_text(re.sub("--test-only .*", f"--test-only ] || {{ {refused}; }}", (slurm / "sbatch").read_text(), count=1))
-    words = ("stage=submit", "submit.stages=[pretrain]", "model=llama-tiny", f"run_dir={tmp_path}/run")
-    assert "Requested node configuration is not available" in pipeline(*words, expect=2)
+    assert "Requested node configuration is not available" in submission.rejected([JOB])[0].rule
     (slurm / "sinfo").write_text("#!/bin/bash\n[[ $* != *--states=drain* ]] || echo 3\n")
-    assert "job 7" in pipeline(*words)
+    assert submission.rejected([JOB]) == {}
 
 
-def test_a_job_that_would_never_start_is_refused(slurm: Path, tmp_path: Path) -> None:
+def test_a_job_that_would_never_start_is_refused(slurm: Path) -> None:
     (slurm / "sinfo").write_text("#!/bin/bash\necho 'batch*|5:00'\necho 'long|1-00:00:00'\n")
-    (slurm / "sinfo").chmod(0o755)
-    words = (f"run_dir={tmp_path}/run", "cluster.time=1:00:00")
-    said = "cluster.time=1:00:00: exceeds the time limit of the partition batch, 5:00: the job would wait for ever (in stages shard, "
-    assert said in pipeline(*CHAIN, *words, expect=2)
-    assert not submitted(slurm)
-    assert "job 8" in pipeline(*CHAIN, *words, "cluster.partition=long")
+    found = submission.rejected([JOB, JOB.replace("batch", "long")])
+    assert found.keys() == {0}
+    said = "cluster.time=1:00:00: exceeds the time limit of the partition batch, 5:00: the job would wait for ever"
+    assert str(found[0]).startswith(said)
 
 
 def test_an_interrupted_submission_cancels_its_jobs(slurm: Path) -> None:
