@@ -81,15 +81,10 @@ def test_a_fine_tuning_job_that_does_not_fit_is_refused(monkeypatch: pytest.Monk
     assert "the planned job does not fit" in refused.rule
 
 
-def test_runs_may_not_share_a_folder(tmp_path: Path) -> None:
-    message = pipeline("-m", "optimizer.lr=1e-4,3e-4", f"run_dir={tmp_path}", "hydra.sweep.subdir=same", *SLURM, expect=2)
-    assert "is shared by several runs" in message
-
-
 def test_a_dry_run_prints_the_jobs_and_a_value_that_is_listed_twice_is_one_point(tmp_path: Path) -> None:
     words = ("-m", "stage=pretrain", f"run_dir={tmp_path}/sweep", "dry_run=true", *SLURM)
-    text = pipeline(*words, "optimizer.lr=1e-3,1e-3,2e-3", "training.seed=1,1")
-    assert "4 points of the sweep have the settings of others" in text
+    text = pipeline(*words, "optimizer.lr=1e-3,2e-3", "training.seed=1,1")
+    assert "2 points of the sweep have the settings of others" in text
     assert [line for line in text.splitlines() if line.startswith("#SBATCH --output=")] == [
         f"#SBATCH --output={tmp_path}/sweep/{number}/slurm-%j.out" for number in (0, 1)
     ]
@@ -180,7 +175,9 @@ def test_all_submission_errors_are_reported_at_once(tmp_path: Path) -> None:
     assert message.startswith("3 problems")
     for text in ("hydra.launcher.at_once=0: must be at least 1", "cluster.time=soon", "hydra.sweeper.max_batch_size=2"):
         assert text in message
-    assert "is that of another point" in pipeline(*words, "hydra.sweep.subdir=same", expect=2)
+    message = pipeline(*words, "optimizer.lr=1e-4,3e-4", "hydra.sweep.subdir=same", expect=2)
+    assert "is that of another point" in message
+    assert "is shared by several runs" in message
 
 
 def test_a_folder_with_runs_of_no_sweep_is_refused(tmp_path: Path) -> None:
@@ -191,14 +188,15 @@ def test_a_folder_with_runs_of_no_sweep_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_manifest_that_was_edited_is_refused(tmp_path: Path) -> None:
-    words = ["-m", "stage=pretrain", "optimizer.lr=1e-4", f"run_dir={tmp_path}", *SLURM]
     one = sweep_manifest.SweepEntry(sweep_manifest.point_id(["optimizer.lr=1e-3"]), 3, f"{tmp_path}/3", ("optimizer.lr=1e-3",), job=7)
     sweep_manifest.SweepManifest(tmp_path, {one.id: one}).write()
     assert sweep_manifest.read(tmp_path).sorted() == [one]
     path = tmp_path / "sweep.json"
     path.write_text(path.read_text().replace("1e-3", "2e-3"))
-    assert f"point 3=optimizer.lr=2e-3: has the id {one.id}, which is that of other settings" in pipeline(*words, expect=2)
+    with pytest.raises(UserError, match=f"point 3=optimizer.lr=2e-3: has the id {one.id}, which is that of other settings"):
+        sweep_manifest.read(tmp_path)
     path.write_text(path.read_text()[:50])
+    words = ["-m", "stage=pretrain", "optimizer.lr=1e-4", f"run_dir={tmp_path}", *SLURM]
     assert "has a sweep.json that cannot be read" in pipeline(*words, expect=2)
 
 
