@@ -93,7 +93,10 @@ def test_a_node_that_slurm_gives_up_while_the_nodes_are_asked_is_no_cancellation
 
 
 def test_an_extended_time_limit_is_read(commands: Commands, tmp_path: Path) -> None:
-    """The ranks would be asked for a checkpoint 30 s before the first end."""
+    """The ranks would be asked for a checkpoint 30 s before the first end. What a rank of a canceled job wrote last is removed."""
+    left = tmp_path / "run" / ".job-5-0-ranks-0"
+    left.mkdir(parents=True)
+    (left / "rank-0.json").write_text("{}")
     second = datetime.fromtimestamp(time.time() + 900).isoformat(timespec="seconds")
     first = "$(date -d '+28 seconds' +%FT%T)"  # of the first question
     commands.write(
@@ -102,6 +105,7 @@ def test_an_extended_time_limit_is_read(commands: Commands, tmp_path: Path) -> N
     )
     supervised(commands, tmp_path / "run", code=0)
     assert not (tmp_path / "asked").exists()
+    assert not left.exists()
     limit, action = actions(tmp_path / "run")
     assert limit["limit"] == datetime.fromisoformat(second).timestamp()
     assert action["code"] == 0
@@ -161,15 +165,6 @@ def test_an_exclusion_ends(
     noted = {node: {"reason": "killed", "time": time.time() - 3600 * age} for node in failed}
     (tmp_path / allocation.EXCLUDED).write_text(json.dumps(noted))
     assert allocation.excluded_in_queue(tmp_path, {"ExcNodeList": listed, "Partition": "batch"}, fewest) == excluded
-
-
-def test_a_job_removes_what_a_rank_of_a_canceled_one_wrote_last(commands: Commands, tmp_path: Path) -> None:
-    commands.write(scontrol="echo JobId=7 JobState=RUNNING", srun="exit 0")
-    left = tmp_path / "run" / ".job-5-0-ranks-0"
-    left.mkdir(parents=True)
-    (left / "rank-0.json").write_text("{}")
-    supervised(commands, tmp_path / "run", code=0)
-    assert not left.exists()
 
 
 def test_refused_settings_are_no_failures_of_a_run(tmp_path: Path) -> None:
