@@ -66,8 +66,3 @@ def test_models_that_a_format_does_not_hold_are_refused(tmp_path, tokenizer_fold
     assert "stage.format=gguf: is supported for model.family=llama, mistral" in convert(run, "stage.format=gguf", expect=2)
     assert sorted(path.name for path in run.iterdir()) == ["checkpoints", "imported"]
     convert(run, "stage.format=consolidated")
-
-
-def test_integer_weights_have_their_formats(run):
-    refused = convert(run, "stage.format=megatron", "stage.quantize=int8", expect=2)
-    assert "stage.quantize=int8: is not supported by stage.format=megatron" in refused

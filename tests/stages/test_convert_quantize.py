@@ -33,33 +33,39 @@ def convert(run: Path, *more: str, expect: int = 0) -> str:
     return pipeline("stage=convert", f"run_dir={run}", f"tokenizer.path={run / 'imported'}", *more, expect=expect)
 
 
-def test_int4_is_reported_and_loads(run):
-    quantize = ("stage.quantize=int4", "stage.group_size=32", f"stage.held_out=[{run / 'held_out.jsonl'}]", "stage.dtype=bf16")
-    printed = convert(run, *quantize)
-    assert "stage.held_out: skipped held_out.jsonl line 11" in printed
-    assert "line 12" not in printed
-    assert "stage.held_out: skipped 7 records" in printed
-    assert "bits per quantized weight" in printed
-    assert "nothing to do" in convert(run, *quantize)
+def int4(run: Path) -> tuple[str, ...]:
+    return ("stage.quantize=int4", "stage.group_size=32", f"stage.held_out=[{run / 'held_out.jsonl'}]", "stage.dtype=bf16")
+
+
+@pytest.fixture(scope="module")
+def rounded(run) -> str:
+    """What is printed of an export in 4 bits."""
+    return convert(run, *int4(run))
+
+
+def test_int4_is_reported_and_loads(run, rounded):
+    assert "stage.held_out: skipped held_out.jsonl line 11" in rounded
+    assert "line 12" not in rounded
+    assert "stage.held_out: skipped 7 records" in rounded
+    assert "bits per quantized weight" in rounded
+    assert "GPTQ" not in rounded
+    assert "nothing to do" in convert(run, *int4(run))
     report = json.loads((run / "hf-int4/quantization.json").read_text())
     assert 4.5 < report["bits"] < 4.55  # a scale of 16 bits for 32 weights, and the shapes
     assert report["bytes_after"] < 0.6 * report["bytes_before"]
     assert report["perplexity_before"] != report["perplexity_after"] == pytest.approx(report["perplexity_before"], rel=0.5)
     stock = AutoModelForCausalLM.from_pretrained(run / "hf-int4")
     assert stock.dtype == torch.bfloat16
-    assert "stage.group_size=16" in convert(run, *quantize[:1], "stage.group_size=16", expect=2)
+    assert "stage.group_size=16" in convert(run, "stage.quantize=int4", "stage.group_size=16", expect=2)
 
 
+@pytest.mark.usefixtures("rounded")
 def test_gptq_reads_calibration_documents(run):
     """On documents like those of the calibration, its perplexity is closer to the original one."""
-    common = ("stage.quantize=int4", "stage.group_size=32", f"stage.held_out=[{run / 'held_out.jsonl'}]")
-    gaps = []
-    for rounding in (("stage.rounding=gptq", f"stage.calibration=[{run / 'calibration.jsonl'}]"), ()):
-        output = run / f"rounded-{len(rounding)}"
-        printed = convert(run, *common, *rounding, f"stage.output={output}")
-        assert ("GPTQ calibrates with" in printed) == bool(rounding)
-        report = json.loads((output / "quantization.json").read_text())
-        gaps.append(abs(math.log(report["perplexity_after"] / report["perplexity_before"])))
+    gptq = ("stage.rounding=gptq", f"stage.calibration=[{run / 'calibration.jsonl'}]", f"stage.output={run / 'gptq'}")
+    assert "GPTQ calibrates with" in convert(run, *int4(run), *gptq)
+    reports = [json.loads((run / folder / "quantization.json").read_text()) for folder in ("gptq", "hf-int4")]
+    gaps = [abs(math.log(report["perplexity_after"] / report["perplexity_before"])) for report in reports]
     assert gaps[0] < gaps[1]
 
 
@@ -80,6 +86,7 @@ def test_gguf_is_reported(run):
         ({"quantize": "int4", "granularity": "tensor"}, "stage.granularity=tensor: applies to int8"),
         ({"quantize": "int8_dynamic", "symmetric": False}, "stage.symmetric=False: is not supported by int8_dynamic"),
         ({"quantize": "int8", "format": "peft"}, "stage.quantize=int8: is not supported by stage.format=peft"),
+        ({"quantize": "int8", "format": "megatron"}, "stage.quantize=int8: is not supported by stage.format=megatron"),
         ({"quantize": "int8", "format": "gguf"}, "stage.quantize=int8: is not a type of stage.format=gguf"),
         ({"quantize": "q8_0"}, "stage.quantize=q8_0: requires stage.format=gguf"),
         ({"quantize": "int4", "rounding": "gptq"}, "stage.calibration=[]: is required by stage.rounding=gptq"),

@@ -92,22 +92,20 @@ def test_offloaded_state_is_named(tmp_path):
     assert float(shown["optimizer"]) == 0
 
 
-def test_the_default_world_size_is_that_of_the_cluster():
-    text = pipeline(*LARGE[:3], "parallel.tensor=4", "training.global_batch_size=64", "cluster.nodes=4", "cluster.tasks_per_node=4")
-    assert "\nrank 0 of 16\n" in f"\n{text}"
-
-
 def test_tokens_of_a_blend_and_a_batch_rampup():
+    """The default world size is that of the cluster."""
     text = pipeline(
         *LARGE[:3],
         "parallel.tensor=4",
-        "dry_run.world_size=4",
+        "cluster.nodes=4",
+        "cluster.tasks_per_node=4",
         "training.sequence_length=2048",
         "training.steps=100",
         "training.batch_rampup=[{until_step:10,value:32}]",
         "training.token_budget=13_000_000",
         "data.blend={web:{weight:3},code:{weight:1}}",
     )
+    assert "\nrank 0 of 16\n" in f"\n{text}"
     shown = dict(re.findall(r"^  (\w[\w ]*?)  +(.*)$", text, re.MULTILINE))
     assert shown["steps"] == f"100 = {(10 * 32 + 90 * 64) * 2048:,} tokens"
     assert shown["token budget"] == "13,000,000 tokens = training.steps=105"
