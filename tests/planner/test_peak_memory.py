@@ -90,12 +90,11 @@ def test_the_traced_peak_of_fine_tuning_is_that_of_a_real_pass(words):
     assert planned(*settings) == pytest.approx(real(*settings), rel=BAND)
 
 
-@pytest.mark.parametrize("layout", [("parallel.tensor=2",), ("parallel.pipeline=2",)])
 @pytest.mark.parametrize("quantize", ["none", "nf4"])
-def test_frozen_weights_take_the_bytes_that_a_run_allocates(layout, quantize):
-    """Those of every pipeline rank: the weights of a run are parallelize's."""
-    words = ("stage=finetune", "precision=bf16", "lora.rank=4", f"lora.quantize={quantize}", "lora.modules_to_save=[embed.*]", *layout)
-    config = configured("model=llama-tiny", *words)
+def test_frozen_weights_take_the_bytes_that_a_run_allocates(quantize):
+    """Those of every pipeline rank: the weights of a run are parallelize's. Tensor ranks: tests/stages/test_dry_run.py."""
+    words = ("stage=finetune", "precision=bf16", "lora.rank=4", f"lora.quantize={quantize}", "lora.modules_to_save=[embed.*]")
+    config = configured("model=llama-tiny", *words, "parallel.pipeline=2")
     sizes, traced = Layout.of(config, 4), trace(config)
     for rank in range(sizes.pipeline):
         real = partition_model(config, sizes, rank * sizes.world_size // sizes.pipeline)

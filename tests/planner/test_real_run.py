@@ -44,6 +44,14 @@ LAYOUTS = {
             ),
         )
     ],
+    "tensor": [
+        (2, f"model={family}", "model.layers=2", "parallel.tensor=2", "parallel.zero_stage=0", *words, "training.global_batch_size=2")
+        for family, words in (
+            ("llama-tiny", ("training.activation_checkpointing=full", "parallel.sequence_parallel=false")),
+            ("bloom-tiny", ("training.activation_checkpointing=full",)),
+            ("bloom-tiny", ("parallel.sequence_parallel=false",)),
+        )
+    ],
     "ZeRO": [
         (2, "model=llama-tiny", "model.layers=3", f"parallel.zero_stage={stage}", "training.global_batch_size=4", *more)
         for stage, more in ((0, ()), (1, ()), (2, ()), (3, ()), (2, ("precision.dtype=bf16", "precision.reduce_dtype=bf16")))

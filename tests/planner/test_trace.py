@@ -1,4 +1,4 @@
-"""The trace of the planner: equal to the whole model, to the model's parameters, and to the collectives of a real run."""
+"""The trace of the planner: equal to the whole model, and to the model's parameters. Collectives of a real run: test_real_run.py."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.layout import Layout
 from pipeline.planner.flops import count_model_parameters
 from pipeline.planner.operations import AttentionCall, Collective, Product
 from pipeline.planner.trace import trace
 from tests.helpers import one_in
-from tests.world import causal, configured
+from tests.world import configured
 
 FAMILIES = (
     *("gpt-tiny", "llama-tiny", "mixtral-tiny", "bert-tiny", "t5-tiny", "bloom-tiny", "gemma3-tiny", "deepseek-tiny", "olmo2-tiny"),
@@ -149,61 +147,3 @@ def test_padded_experts_are_planned_with_the_rows_of_their_capacity():
     assert sent(one) == sent(two) / 2 == sent(even)
     assert two.saved > one.saved
     assert "elementwise (silu)" not in two.producers
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of a real run by operator and bytes, and the FLOPs of its products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[tuple[str, int]] = Counter()
-        self.flops = 0.0
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        name = operator.name().partition("::")[2].partition(".")[0]
-        kinds = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-        if operator.namespace == "_c10d_functional" and name in kinds:
-            self.seen[kinds[name], max(t.numel() * t.element_size() for t in (args[0], result))] += 1
-        if name == "mm":
-            self.flops += 2 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-        if name == "addmm":
-            self.flops += 2 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
-        return result
-
-
-def one_micro_batch(*settings: str) -> tuple[Counter[tuple[str, int]], float]:
-    """Forward and backward pass of rank 0 on gloo: its collectives and the FLOPs of its products."""
-    from pipeline.parallel.mesh import build_mesh
-    from pipeline.parallel.parallelize import parallelize
-
-    config = configured(*settings)
-    mesh = build_mesh(Layout.of(config, torch.distributed.get_world_size()), torch.device("cpu"))
-    model = parallelize(config, mesh)
-    tokens, batch = causal(
-        torch.randint(0, config.model.vocab_size, (config.training.micro_batch_size, config.training.sequence_length + 1))
-    )
-    counter = CollectiveCounter()
-    with counter:
-        next(model.stage_modules())(tokens, **batch).backward()
-    return counter.seen, counter.flops
-
-
-@pytest.mark.world
-@pytest.mark.parametrize(
-    "family, more",
-    [
-        ("gpt-tiny", ()),
-        ("llama-tiny", ("parallel.sequence_parallel=false",)),
-        ("bloom-tiny", ("training.activation_checkpointing=full",)),
-        pytest.param("llama-tiny", ("training.activation_checkpointing=full",), marks=pytest.mark.long),
-        pytest.param("bloom-tiny", ("parallel.sequence_parallel=false",), marks=pytest.mark.long),
-    ],
-)
-def test_tensor_parallel_collectives_and_products_are_those_of_a_real_run(worlds, family, more):
-    settings = (f"model={family}", *ONE, "parallel.tensor=2", "precision=fp32", "training.compile=off", *more)
-    seen, flops = worlds(2).run(one_micro_batch, *settings)[0]
-    traced = trace(configured(*settings))
-    operations = [o for part in traced.stage_parts(Layout.of(configured(*settings), 2), 0) for o in part.operations]
-    assert Counter((o.kind, o.bytes) for o in operations if isinstance(o, Collective)) == seen
-    assert sum(o.flops for o in operations if isinstance(o, Product)) == flops
