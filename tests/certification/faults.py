@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -427,6 +427,15 @@ def partitions_are_too_short() -> Any:
     from pipeline.training import buckets
 
     return replaced(buckets, "padded_elements", lambda _: lambda elements, ranks: elements // ranks * ranks)
+
+
+@contextmanager
+def together(*planted: Callable[[], Any]) -> Iterator[None]:
+    """Several faults at once."""
+    with ExitStack() as stack:
+        for fault in planted:
+            stack.enter_context(fault())
+        yield
 
 
 def with_fault(fault: Callable[[], Any], function: Callable[..., Any], *arguments: Any) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import math
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import __main__
 from pipeline.certification import certificate, tolerances
 from pipeline.certification.comparison import QUANTITIES, Difference, Outcome, differences
 from pipeline.certification.distributed import RanksFailedError
 from tests.certification import faults
 from tests.certification.faults import with_fault
+from tests.helpers import one_in
 from tests.test_imports import SOURCES, imports
 
 #: A job of 16 ranks whose small version has four.
@@ -31,7 +30,7 @@ NORM = "blocks.0.mlp_norm.weight"
 
 
 @pytest.fixture
-def certify(worlds, monkeypatch, tmp_path, capsys):
+def certify(worlds, monkeypatch, tmp_path, call_main):
     """`certify(*overrides)`: the exit code of the command line, what it printed, and the certificate. Ranks are those of the tests."""
 
     planted: Any = None
@@ -46,15 +45,8 @@ def certify(worlds, monkeypatch, tmp_path, capsys):
         planted = fault
         monkeypatch.setattr(certificate, "preload", lambda: None)
         monkeypatch.setattr(certificate, "run_ranks", ranks)
-        monkeypatch.setattr(sys, "argv", ["pipeline", *overrides, f"run_dir={tmp_path}"])
-        code = 0
-        try:
-            __main__.main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
         path = tmp_path / "certificate.json"
-        return code, said.out + said.err, json.loads(path.read_text()) if path.exists() else {}
+        return *call_main(*overrides, f"run_dir={tmp_path}"), json.loads(path.read_text()) if path.exists() else {}
 
     return run
 
@@ -167,40 +159,27 @@ def test_a_wrong_gradient_of_another_optimizer_is_not_certified(certify, name: s
     assert "begins at step 1, backward, blocks.1.attention.query.weight, tensor rank 0" in printed
 
 
-@pytest.mark.parametrize(
-    "fault, expected",
-    [
-        (
-            faults.wrong_gradient,
-            rf"- begins at step 1, backward, {NORM}: \d.\de-0[23]\n(.*\n)*.*gradient in fp32: differs by \d.\de-0[23] \({NORM}\)",
+#: Faults that are planted together -> what is said of each; the first row is in the default tier.
+PLANTED = [
+    {
+        faults.wrong_gradient: (
+            rf"- begins at step 1, backward, {NORM}: \d.\de-0[23]\n(.*\n)*.*gradient in fp32: differs by \d.\de-0[23] \({NORM}\)"
         ),
-        pytest.param(
-            faults.wrong_gradient_of_one_piece,
-            r"- begins at step 1, backward, blocks.1.attention.query.weight, tensor rank 0: 1.0e-02\n",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            faults.clipped_on_one_tensor_rank,
-            rf"copies: fp32: step 1: {NORM} \(.*exp_avg, .*\) differs along the tensor axis: ranks 0 and 1",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            faults.second_moments_are_not_loaded,
-            r"state: fp32: step 2, loaded in the same layout: \S+ \(exp_avg_sq\)",
-            marks=pytest.mark.long,
-        ),
-        pytest.param(
-            faults.schedule_restarts_at_resume,
-            r"state: fp32: step 3, continued from step 2: \S+ \(.*\) differs from the uninterrupted run",
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_fault_is_not_certified(certify, tmp_path: Path, fault: Callable[[], Any], expected: str) -> None:
-    code, printed, written = certify(*JOB, "parallel.tensor=2", "stage.world_size=4", "precision=fp32", fault=fault)
+        faults.validation_averages_sequences: r"validation: fp32: the loss of the split is \d.\d+ in the layout, \d.\d+ over all",
+    },
+    {faults.wrong_gradient_of_one_piece: (r"- begins at step 1, backward, blocks.1.attention.query.weight, tensor rank 0: 1.0e-02\n")},
+    {faults.clipped_on_one_tensor_rank: rf"copies: fp32: step 1: {NORM} \(.*exp_avg, .*\) differs along the tensor axis: ranks 0 and 1"},
+    {faults.second_moments_are_not_loaded: r"state: fp32: step 2, loaded in the same layout: \S+ \(exp_avg_sq\)"},
+    {faults.schedule_restarts_at_resume: (r"state: fp32: step 3, continued from step 2: \S+ \(.*\) differs from the uninterrupted run")},
+]
+
+
+@pytest.mark.parametrize("planted", one_in(len(PLANTED), PLANTED), ids=lambda planted: next(iter(planted)).__name__)
+def test_a_fault_is_not_certified(certify, tmp_path: Path, planted: dict[Callable[[], Any], str]) -> None:
+    words = ("parallel.tensor=2", "stage.world_size=4", "precision=fp32")
+    code, printed, written = certify(*JOB, *words, fault=functools.partial(faults.together, *planted))
     assert code == 1, printed
-    assert re.search(expected, printed), printed
+    assert [expected for expected in planted.values() if not re.search(expected, printed)] == [], printed
     assert "Traceback" not in printed
     assert written["certified"] is False
     assert [path.name for path in tmp_path.iterdir()] == ["certificate.json"]
@@ -219,7 +198,6 @@ def test_a_fault_in_the_precision_of_the_job(certify) -> None:
 @pytest.mark.parametrize(
     "fault, words, expected",
     [
-        (faults.validation_averages_sequences, (), r"validation: fp32: the loss of the split is \d.\d+ in the layout, \d.\d+ over all"),
         (faults.loss_of_last_chunk, (), r"begins at step 1, backward, head.weight"),
         pytest.param(
             faults.further_targets_wrap_around,
@@ -348,9 +326,7 @@ def test_an_encoder_is_compared_with_the_stock_class(certify) -> None:
 )
 def test_faults_at_the_size_of_the_job(certify, tokens: Path, planted: dict[Callable[[], Any], str]) -> None:
     """They are planted in this process, which has the parts that need no ranks."""
-    with contextlib.ExitStack() as stack:
-        for fault in planted:
-            stack.enter_context(fault())
+    with faults.together(*planted):
         code, printed, _ = certify(*JOB, "stage.skip=[copies,state,validation,precision]", f"data.tokens={tokens}")
     assert code == 1, printed
     assert [expected for expected in planted.values() if expected not in printed] == [], printed

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import __main__
 from pipeline.checkpoint import native
 from pipeline.checkpoint.saver import SyncSaver
 from pipeline.config.layout import Layout
@@ -23,7 +22,7 @@ from pipeline.rehearsal import start
 from pipeline.rehearsal.observed import RECORDED
 from pipeline.rehearsal.rehearse import RandomTokens
 from pipeline.training.trainer import Trainer
-from tests.helpers import python
+from tests.helpers import one_in, python
 from tests.world import configured
 
 JOB = (
@@ -33,20 +32,9 @@ JOB = (
 
 
 @pytest.fixture
-def rehearse(monkeypatch, tmp_path, capsys):
+def rehearse(call_main, tmp_path):
     """`rehearse(*overrides)`: the exit code of the command line, and what it printed."""
-
-    def run(*overrides: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["pipeline", *overrides, f"run_dir={tmp_path}"])
-        code = 0
-        try:
-            __main__.main()
-        except SystemExit as end:
-            code = end.code
-        said = capsys.readouterr()
-        return code, said.out + said.err
-
-    return run
+    return lambda *overrides: call_main(*overrides, f"run_dir={tmp_path}")
 
 
 @pytest.mark.parametrize(
@@ -95,7 +83,7 @@ def test_random_tokens_are_those_of_the_objective(model: str) -> None:
     assert 0 <= arrays["tokens"].min() <= arrays["tokens"].max() < config.model.vocab_size
 
 
-@pytest.mark.parametrize("model", ["llama-tiny", "bert-tiny", "t5-tiny"])
+@pytest.mark.parametrize("model", one_in(3, ["llama-tiny", "bert-tiny", "t5-tiny"]))
 def test_the_loop_of_a_rehearsal_trains_validates_and_saves_on_a_cpu(model: str, tmp_path: Path) -> None:
     meshes.init_distributed(0, 1, 0, "")
     try:
