@@ -15,7 +15,7 @@ from pipeline.checkpoint.range_reader import RangeReader
 from pipeline.checkpoint.reader import Checkpoint
 from pipeline.common.errors import UserError
 from tests.checkpoint import small_checkpoints
-from tests.tools.test_checkpoint import main, tool  # noqa: F401 (fixtures)
+from tests.tools.test_checkpoint import tool  # noqa: F401 (a fixture)
 
 
 def save(run_dir: Path, step: int) -> Path:

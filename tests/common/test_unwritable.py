@@ -11,7 +11,7 @@ import pytest
 from pipeline.common.atomic_files import atomic_file, atomic_folder, make_folder, report_disk_full
 from pipeline.common.errors import UserError
 from tests.checkpoint import small_checkpoints
-from tests.tools.test_checkpoint import main, tool  # noqa: F401 - fixtures
+from tests.tools.test_checkpoint import tool  # noqa: F401 - a fixture
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])

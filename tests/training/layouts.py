@@ -205,8 +205,7 @@ MODELS = {
     "deepseek": Model(
         (
             *("model=deepseek-tiny", "model.layers=2", "model.expert_ffn_hidden=12", "training.balance_loss=0.1"),
-            *("training.bias_update_speed=0.01", "training.bias_update_speed_schedule=[{until_step:1,value:0.02}]", *LATENT),
-            *(HALF, *EXPERTS),
+            *("training.bias_update_speed=0.01", "training.bias_update_speed_schedule=[{until_step:1,value:0.02}]", *LATENT, *EXPERTS),
         ),
         compared=("weights",),
     ),
