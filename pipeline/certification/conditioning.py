@@ -22,6 +22,8 @@ from pipeline.common import knobs
 from pipeline.common.progress import Progress
 from pipeline.config.optimizer import OPTIMIZERS
 from pipeline.config.schema import PrecisionConfig, RunConfig
+from pipeline.layers.delta_kernels import PACKAGE
+from pipeline.parallel.parallelize import fuses_delta_rule
 
 #: Seeds that are tried for one with which the plain loop's own rounding errors are below the floor and no token has equally likely experts;
 #: among so many seeds for one without a tied input of an activation, which changes gradients by more.
@@ -99,6 +101,8 @@ def with_active_bounds(planned: RunConfig, small: Shrunk) -> tuple[Shrunk, PartR
         report.not_covered.append("model.capacity_factor: the plain loop drops tokens by the same layer, and stock classes drop none")
     if config.training.spike_factor:
         report.not_covered.append("training.spike_factor: returns to a checkpoint after loss spikes")
+    if fuses_delta_rule(planned, torch.device("meta")):
+        report.not_covered.append(f"training.delta_rule: the kernels of {PACKAGE}; layout and plain loop train with PyTorch's operators")
     scaled = ", and changes of the loss scale" if config.precision.dtype == "fp16" else ""
     report.not_covered.append(f"training.max_skipped_steps: steps whose gradients are not finite, which are skipped{scaled}")
     return Shrunk(config, small.world_size, shrinking.changes(planned, config)), report

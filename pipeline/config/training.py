@@ -128,7 +128,8 @@ class TrainingConfig:
     delta_rule: str = knob(
         "auto",
         "linear attention (GatedDeltaNet, Kimi Delta Attention): the kernels of flash-linear-attention, a package of its own "
-        "(fla), or PyTorch's operators (plain); auto is fla on GPUs where it is installed, in 16 bits and without context parallelism",
+        "(fla), or PyTorch's operators (plain); auto is fla on GPUs where it is installed, in 16 bits and without context parallelism, "
+        "and logs the choice",
         choices=("auto", "fla", "plain"),
     )
     attention_group: int = knob(

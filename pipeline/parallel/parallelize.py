@@ -133,10 +133,7 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         kept = {} if budget is None else activation_checkpointing.choose(stage, config, mesh, dtype)
         for layer in attention_layers(stage):
             layer.core = core or attention_core(config.training, config.model.heads, mesh)
-        fused = delta_kernels.planned_delta_rule if mesh.device.type == "meta" else delta_kernels.fused_delta_rule
-        for module in stage.modules() if fuses_delta_rule(config, mesh.device) else ():
-            if isinstance(module, DeltaRuleLayer):
-                module.rule = partial(fused, dtype=dtype)
+        choose_delta_rule(stage, config, mesh.device)
         if mesh.layout.context > 1:
             context_parallel.apply(stage, mesh.context, config.parallel.context_kind)
         compiled = compile_enabled(config.training, config.parallel, mesh.device)
@@ -162,11 +159,28 @@ def attention_core(training: TrainingConfig, heads: int, mesh: Mesh) -> Core:
 
 
 def fuses_delta_rule(config: RunConfig, device: torch.device) -> bool:
-    """Whether linear attention has the kernels of flash-linear-attention. Plans count on them, since they are made where no GPU is."""
-    chosen = config.training.delta_rule
-    if chosen != "auto" or config.precision.dtype == "fp32" or config.parallel.context > 1:
-        return chosen == "fla"
-    return device.type == "meta" or (device.type == "cuda" and delta_kernels.installed())
+    """Whether the model has linear attention, by the kernels of flash-linear-attention. Plans, made where no GPU is, count on them.
+
+    Raises:
+        UserError: training.delta_rule=fla on a CPU, or without the package.
+    """
+    chosen, there = config.training.delta_rule, device.type == "meta" or (device.type == "cuda" and delta_kernels.installed())
+    if chosen == "fla" and not there:
+        rule = f"requires a GPU and the package {delta_kernels.PACKAGE}; this rank lacks one of them"
+        raise UserError.of("training.delta_rule", "fla", rule, f"pip install {delta_kernels.PACKAGE}, or set training.delta_rule=auto")
+    supported = config.precision.dtype != "fp32" and config.parallel.context == 1
+    return hasattr(config.model, "linear_key_heads") and supported and there and chosen != "plain"
+
+
+def choose_delta_rule(stage: nn.Module, config: RunConfig, device: torch.device) -> None:
+    """Give linear attention its kernels, and log the choice."""
+    layers, fuses = [module for module in stage.modules() if isinstance(module, DeltaRuleLayer)], fuses_delta_rule(config, device)
+    kernels = delta_kernels.planned_delta_rule if device.type == "meta" else delta_kernels.fused_delta_rule
+    for layer in layers if fuses else ():
+        layer.rule = partial(kernels, dtype=DTYPES[config.precision.dtype])
+    if layers and device.type == "cuda":
+        by = f"the kernels of {delta_kernels.PACKAGE}" if fuses else f"PyTorch's operators; {delta_kernels.PACKAGE} has faster kernels"
+        log.info("linear attention (training.delta_rule=%s): %s", config.training.delta_rule, by)
 
 
 def attention_layers(model: nn.Module) -> list[Any]:

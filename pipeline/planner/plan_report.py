@@ -54,7 +54,7 @@ def head_lines(result: JobPlan) -> Iterator[str]:
         yield f"  {'precision':<14}fp8: linear layers are planned with their time in bf16, which 8 bits should undercut"
     if result.config.parallel.engine == "deepspeed":
         yield f"  {'engine':<14}deepspeed: planned with the memory and the time of the native one"
-    if hasattr(result.config.model, "linear_key_heads") and fuses_delta_rule(result.config, torch.device("meta")):
+    if fuses_delta_rule(result.config, torch.device("meta")):
         yield f"  {'delta rule':<14}with the kernels of {PACKAGE}, where pip has installed them; training.delta_rule=plain plans without"
     if tuned := "; ".join(_tuning(result.config)):
         yield f"  {'trains':<14}{tuned}"

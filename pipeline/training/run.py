@@ -32,10 +32,9 @@ from pipeline.data.load import blend, removal, stage_in
 from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import Objective, TokenShardObjective
-from pipeline.layers import delta_kernels
 from pipeline.models.registry import family_of
 from pipeline.parallel import mesh as meshes
-from pipeline.parallel.parallelize import check_trained
+from pipeline.parallel.parallelize import check_trained, fuses_delta_rule
 from pipeline.training import (
     choose_saver,
     determinism,
@@ -282,9 +281,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
     """
     if config.training.attention == "flex" and device.type == "cpu":
         raise UserError.of("training.attention", "flex", "requires a GPU; this rank has none", "set training.attention=auto")
-    if config.training.delta_rule == "fla" and not (device.type == "cuda" and delta_kernels.installed()):
-        rule = f"requires a GPU and the package {delta_kernels.PACKAGE}; this rank lacks one of them"
-        raise UserError.of("training.delta_rule", "fla", rule, f"pip install {delta_kernels.PACKAGE}, or set training.delta_rule=auto")
+    fuses_delta_rule(config, device)
     if config.parallel.async_tensor == "on" and device.type == "cpu":
         raise UserError.of("parallel.async_tensor", "on", "requires a GPU; this rank has none", "set parallel.async_tensor=auto")
 

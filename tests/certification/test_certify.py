@@ -283,10 +283,11 @@ def test_a_bound_that_the_activations_of_a_small_model_do_not_reach(
 
 
 def test_what_a_few_steps_do_not_reach_is_named(certify) -> None:
-    words = ("precision=fp16", "training.spike_factor=6", "stage.skip=[copies,state,validation,data,shapes,precision]")
-    _, printed, written = certify(*JOB, "parallel.tensor=2", "stage.world_size=2", *words)
+    job = ("model=qwen3-next-tiny", "parallel.tensor=2", "stage.world_size=2", "precision=fp16", "training.spike_factor=6")
+    _, printed, written = certify(*JOB, *job, "stage.skip=[copies,state,validation,data,shapes,precision]")
     assert [line.partition(":")[0] for line in written["parts"]["bounds"]["not_covered"]] == [
         "training.spike_factor",
+        "training.delta_rule",
         "training.max_skipped_steps",
     ], printed
     assert "loss scale" in written["parts"]["bounds"]["not_covered"][-1]

@@ -6,9 +6,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from pipeline.common.errors import UserError
 from pipeline.layers import delta_kernels
 from pipeline.layers.delta_rule import chunked_delta_rule
-from pipeline.parallel.parallelize import fuses_delta_rule
+from pipeline.parallel.parallelize import build_model, choose_delta_rule, fuses_delta_rule
 from pipeline.planner.trace import trace
 from tests.layers.test_gated_delta_net import DECAYS, inputs
 from tests.world import composed
@@ -81,6 +82,23 @@ def test_where_the_kernels_are_used(monkeypatch, overrides, device, installed, f
     monkeypatch.setattr(delta_kernels, "installed", lambda: installed)
     config = composed("stage=plan", "model=qwen3-next-tiny", "precision=bf16", *overrides)
     assert fuses_delta_rule(config, torch.device(device)) == fuses
+
+
+@pytest.mark.parametrize("device, installed", [("cpu", True), ("cuda", False)])
+def test_kernels_that_are_asked_for_are_there(monkeypatch, device, installed):
+    monkeypatch.setattr(delta_kernels, "installed", lambda: installed)
+    config = composed("stage=evaluate", "model=qwen3-next-tiny", "precision=bf16", "training.delta_rule=fla")
+    with pytest.raises(UserError, match=r"training\.delta_rule=fla: requires a GPU and the package flash-linear-attention"):
+        choose_delta_rule(torch.nn.Module(), config, torch.device(device))
+
+
+@pytest.mark.parametrize("installed, by", [(True, "the kernels of flash"), (False, "PyTorch's operators; flash-linear-attention has")])
+def test_the_choice_is_logged(monkeypatch, caplog, installed, by):
+    monkeypatch.setattr(delta_kernels, "installed", lambda: installed)
+    config = composed("model=qwen3-next-tiny", "precision=bf16")
+    with torch.device("meta"), caplog.at_level("INFO"):
+        choose_delta_rule(build_model(config), config, torch.device("cuda"))
+    assert f"linear attention (training.delta_rule=auto): {by}" in caplog.text
 
 
 @pytest.mark.parametrize("model", ["qwen3-next-tiny", "kimi-linear-tiny"])

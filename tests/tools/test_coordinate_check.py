@@ -52,8 +52,11 @@ def test_the_standard_parametrization_has_slopes_and_mup_has_fewer():
 
 
 def test_rates_are_measured():
-    code, printed = python(
-        TOOL, "--rates", "--widths", "16", "32", "--steps", "3", "--lr", "0.001", "0.01", "1", "--parametrization", "mup"
-    )
+    words = ("--rates", "--widths", "16", "32", "--steps", "3", "--lr", "0.001", "1", "10", "--parametrization", "mup")
+    code, printed = python(TOOL, *words)
     assert code == 0, printed
-    assert "outside" in printed or "0.01" in printed
+    (*_, best, first), (*losses, _, ratio) = [list(map(float, line.split()[1:])) for line in printed.splitlines()[-2:]]
+    assert first == 1
+    assert 0.001 < best < 10
+    assert losses[1] < losses[0] - 0.1, "the run learns more with a usual rate than with a small one"
+    assert 0.2 < ratio < 5
