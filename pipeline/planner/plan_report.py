@@ -124,12 +124,18 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
 
 def time_lines(result: JobPlan) -> Iterator[str]:
     """Yield the time of a step by cause."""
-    estimate, training = result.estimate, result.config.training
-    tokens = training.global_batch_size * training.sequence_length
+    estimate = result.estimate
     yield "time of a step"
     for cause, seconds in sorted(estimate.causes.items(), key=lambda item: -item[1]):
         if seconds > 0:
             yield f"  {cause:<22}{seconds:10.4f} s {seconds / estimate.step_time:7.1%}"
+    yield from step_lines(result)
+
+
+def step_lines(result: JobPlan) -> Iterator[str]:
+    """Yield the time of a step with its range, tokens, FLOP/s and the share of the peak."""
+    estimate, training = result.estimate, result.config.training
+    tokens = training.global_batch_size * training.sequence_length
     rate = estimate.flops / estimate.step_time / result.layout.world_size / 1e12
     speed = f"{tokens / estimate.step_time / result.layout.world_size:,.0f} tokens/s and {rate:.0f} TFLOP/s a GPU"
     peak = result.hardware.peak(result.config.precision)
@@ -261,6 +267,7 @@ def search_lines(result: SearchResult) -> Iterator[str]:
     for choice in result.front[:SEARCH_LINES]:
         yield f"  {_figures(choice)}  {' '.join(choice.settings)}"
     yield "the best layout"
+    yield from step_lines(best.plan)
     yield from cost_lines(cost(best.plan), best.plan.config)
 
 

@@ -285,7 +285,9 @@ def test_every_time_and_memory_has_a_range(printed, tmp_path):
     assert f"{low / 1e9:9.2f} to {high / 1e9:.2f} GB" in text
     assert re.search(r"the run: .*\n.*node-hours.*\n  \S+ \w+ to \S+ \w+, .* contain 80% of unseen runs", text)
     one_rank = ("cluster.tasks_per_node=1", "cluster.gpus_per_node=1", "training.global_batch_size=8")
-    assert "ranges that contain 80% of unseen runs" in printed(*TINY, "stage.search=true", *one_rank)
+    text = printed(*TINY, "stage.search=true", *one_rank)
+    assert "ranges that contain 80% of unseen runs" in text
+    assert re.search(r"the best layout\n  step +\d.* tokens/s and .* TFLOP/s a GPU \(.*% of the bf16 peak\)\n", text)
     site_correction.write(tmp_path / "site.yaml", site_correction.SiteCorrection("a100-40", 1.25, 1.25))
     text = printed(*TINY, f"stage.out={tmp_path}/site.json", f"cluster.correction={tmp_path}/site.yaml")
     corrected = json.loads((tmp_path / "site.json").read_text())
