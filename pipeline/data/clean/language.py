@@ -98,6 +98,10 @@ class Detector:
             (code, code if label in known and _language(code) != label else label) for code, label in zip(codes, labels, strict=True)
         ]
         self._labels = sorted({label for _, label in self._codes})
+        self._labels_of: dict[str, set[str]] = {}  # of each code, and of the language of codes with a script
+        for name, label in self._codes:
+            for code in (name.lower(), _language(name)):
+                self._labels_of.setdefault(code, set()).add(label)
         columns = np.array([self._labels.index(label) for _, label in self._codes])
         self._order = np.argsort(columns, kind="stable")
         self._starts = np.searchsorted(columns[self._order], np.arange(len(self._labels)))
@@ -143,8 +147,7 @@ class Detector:
     def covered(self, code: str) -> tuple[str, ...]:
         """Return the labels that a code names, those of its own language first: of `ckb` not `ku`."""
         general = languages.covered(code)
-        named = {label for name, label in self._codes if code.lower() in (name.lower(), _language(name))}
-        labels = set(general) if len(general) > 1 else named or set(general)
+        labels = set(general) if len(general) > 1 else self._labels_of.get(code.lower()) or set(general)
         return tuple(sorted(labels & set(self._labels)))
 
     def nearest(self, code: str) -> str:
