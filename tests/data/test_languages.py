@@ -124,7 +124,7 @@ def test_the_label_of_a_document_is_the_one_of_cleaning():
     for given, label in {"iw": "he", "deu_Latn": "de", "zh-TW": "zh-Hant", "en-US": "en", "own label": "own label"}.items():
         assert text_shards.language({"lang": given}) == label
         assert text_shards.language({"lang": "und", "meta": {"lang": given}}) == label
-        assert DocumentBatch([Document("x", 0, "", {"lang": given})]).label(0) == label
+        assert DocumentBatch([Document("x", 0, "", {"lang": given})]).labels([0]) == [label]
     assert text_shards.language({"lang": "un", "meta": {}, "corpus": "web"}) == "web"
 
 

@@ -189,7 +189,8 @@ class Cleaner:
             step_counts.documents += int(batch.alive.sum())
             step_counts.bytes += sum(compress(sizes, batch.alive.tolist()))
             verdicts = list(step(batch)) if batch.alive.any() else []
-            labels = [batch.label(index, identify=self._identify and text is None and not self._tag) for index, _, text in verdicts]
+            drops = [verdict.document for verdict in verdicts if verdict.text is None and self._identify and not self._tag]
+            labels = batch.labels([verdict.document for verdict in verdicts], identify=drops)
             changes = (
                 Change(reason, batch.documents[index].id, batch.texts[index], text, batch.documents[index].corpus, label)
                 for (index, reason, text), label in zip(verdicts, labels, strict=True)

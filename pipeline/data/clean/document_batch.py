@@ -138,11 +138,20 @@ class DocumentBatch:
     def _identified(self, indices: Sequence[int]) -> list[Language]:
         return self.detector.identify([code_detection.prose(self.texts[index]) for index in indices])
 
-    def label(self, index: int, *, identify: bool = False) -> str:
-        """The language as a step identified it, or as `identify` does now, else as the metadata has it; "" if none is known."""
-        label = self.languages[index][0] if "languages" in vars(self) else self._identified([index])[0][0] if identify else ""
-        given = self.documents[index].meta.get("lang")
-        return languages.normalized(given) if label in ("", languages.UNKNOWN) and given and isinstance(given, str) else label
+    def labels(self, indices: Sequence[int], identify: Sequence[int] = ()) -> list[str]:
+        """The languages as a step identified them, of `identify` as this call does, else as the metadata has them; "" if none is known."""
+        found: dict[int, str] = {}
+        if "languages" in vars(self):
+            found = {index: self.languages[index][0] for index in indices}
+        elif identify:
+            found = {index: label for index, (label, _) in zip(identify, self._identified(identify), strict=True)}
+        labels = []
+        for index in indices:
+            label, given = found.get(index, ""), self.documents[index].meta.get("lang")
+            if label in ("", languages.UNKNOWN) and given and isinstance(given, str):
+                label = languages.normalized(given)
+            labels.append(label)
+        return labels
 
     def apply(self, verdicts: Iterable[Verdict]) -> DocumentBatch:
         """Apply verdicts: return this batch if documents were only dropped, or a new one if texts changed."""

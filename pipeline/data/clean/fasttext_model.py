@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import repeat
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO
 
@@ -58,7 +59,7 @@ class FastText:
             if model != SUPERVISED:
                 raise ValueError("it has vectors of words, and no labels")
             count, self._words, labels, _, pruned = _numbers(file, "<3i2q")
-            entries = [_entry(file) for _ in range(count)]
+            entries = _entries(file, count)
             self._ids = {word: number for number, (word, _) in enumerate(entries[: self._words])}
             self.labels = [word.decode().removeprefix(LABEL) for word, _ in entries[self._words :]]
             if len(self.labels) != labels or not labels:
@@ -244,15 +245,18 @@ def _read(file: IO[bytes], size: int) -> bytes:
     return content
 
 
-def _entry(file: IO[bytes]) -> tuple[bytes, int]:
-    """Read a word or label, and how often it was counted."""
-    characters = bytearray()
-    while (character := file.read(1)) != b"\0":
-        if not character:
-            raise ValueError("it is cut")
-        characters += character
-    times, _ = _numbers(file, "<qb")
-    return bytes(characters), times
+def _entries(file: IO[bytes], count: int) -> list[tuple[bytes, int]]:
+    """Read words and labels, and how often each was counted."""
+    entries, place = [], file.tell()
+    with mmap(file.fileno(), 0, access=ACCESS_READ) as content:
+        for _ in range(count):
+            end = content.find(b"\0", place)
+            if end < 0 or len(content) < end + 10:
+                raise ValueError("it is cut")
+            entries.append((content[place:end], int.from_bytes(content[end + 1 : end + 9], "little")))
+            place = end + 10  # behind the count, and a byte that says whether it is a label
+    file.seek(place)
+    return entries
 
 
 def _array(file: IO[bytes], dtype: str, shape: tuple[int, ...]) -> np.ndarray:

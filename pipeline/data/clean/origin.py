@@ -135,8 +135,9 @@ def fields(knobs: FieldsStep) -> Step:
     condition = Condition(knobs.keep)
 
     def step(batch: DocumentBatch) -> Iterable[Verdict]:
-        for index in np.flatnonzero(batch.alive).tolist():
-            record = documents.metadata(batch.documents[index], batch.label(index), score=float(batch.scores[index]))
+        alive = np.flatnonzero(batch.alive).tolist()
+        for index, label in zip(alive, batch.labels(alive), strict=True):
+            record = documents.metadata(batch.documents[index], label, score=float(batch.scores[index]))
             if fault := condition.fault(documents.fields(record)):
                 yield Verdict(index, fault)
 

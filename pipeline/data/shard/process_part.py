@@ -181,7 +181,7 @@ def _spill(batch: DocumentBatch, spill: Spill, kind: np.dtype, order: Order, ded
     if not alive:
         return
     documents = [batch.documents[index] for index in alive]
-    languages = [batch.label(index) for index in alive]
+    languages = batch.labels(alive)
     rows = np.zeros(len(alive), dtype=kind)
     rows["language"] = [language.encode() for language in languages]
     rows["length"], rows["score"] = [len(batch.texts[index]) for index in alive], batch.scores[alive]
