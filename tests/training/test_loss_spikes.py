@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import native
+from pipeline.checkpoint.native import TrainState
 from pipeline.common import events
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
@@ -24,6 +25,7 @@ from pipeline.training import rewinds, skipped_samples
 from pipeline.training.rewinds import LossSpikes, Spike
 from pipeline.training.skipped_samples import Rewind, SkippedSamples
 from pipeline.training.trainer import Trainer
+from tests.checkpoint import small_checkpoints
 from tests.helpers import RAW, load_tool, pipeline, prose, run_ranks
 from tests.training import one_rank
 from tests.world import configured
@@ -118,6 +120,16 @@ def test_a_damaged_file_is_refused(tmp_path):
     path.write_text(path.read_text().replace("160", "161"))
     with pytest.raises(UserError, match=r"skipped_samples.json=.*checksum.*decides which samples"):
         skipped_samples.read(tmp_path)
+
+
+@pytest.mark.parametrize("made", [10, 11, 13])
+def test_an_interrupted_run_skips_the_samples_of_an_uninterrupted_one(tmp_path, made):
+    """Which returns three steps after the last one of the spike."""
+    small_checkpoints.write(tmp_path, small_checkpoints.state(), 5)
+    config = configured("stage=pretrain", "model=llama-tiny", f"run_dir={tmp_path}", "training.global_batch_size=4")
+    error = rewinds.SpikeFoundError(TrainState(made, 4 * made), Spike(9, 10, "loss 9 above 2"))
+    (entry,) = rewinds.rewind(config, error, SkippedSamples())[1].rewinds
+    assert (entry.first, entry.last) == (4 * 5, 4 * 13)
 
 
 @pytest.fixture(scope="module")
