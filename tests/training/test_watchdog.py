@@ -109,6 +109,18 @@ def test_without_a_result_a_rank_compares_in_the_end(watching, caplog):
     assert "the run waits for rank 9" in caplog.text
 
 
+def test_a_phase_with_patience_may_take_longer_than_the_timeout(watching, monkeypatch):
+    """Ten minutes, and a patience of 6 for a checkpoint."""
+    watched, compared = watching(1), []
+    watched._state["reports"] = 0
+    for seconds in (700, 3700):
+        watched._waited, ended = seconds, iter([False, True])
+        monkeypatch.setattr(watched._ended, "wait", lambda _, ended=ended: next(ended))
+        monkeypatch.setattr(watched, "_find_slowest", lambda seconds=seconds: compared.append(seconds))
+        watched._watch()
+    assert compared == [3700]
+
+
 def test_a_run_that_the_watchdog_ends_has_written_its_collectives(watching, tmp_path, monkeypatch):
     """As PyTorch would when the collective times out, a minute later."""
     monkeypatch.setenv("TORCH_FR_DUMP_TEMP_FILE", f"{tmp_path}/run/flight_recorder/rank_")
