@@ -129,6 +129,17 @@ def test_a_disk_that_is_full_for_a_moment_does_not_end_a_fast_run():
     assert (run.saves.failures, run.complete) == (8, [9])
 
 
+def test_a_disk_that_stays_full_ends_the_run_in_the_end(monkeypatch):
+    seconds = [0.0]
+    monkeypatch.setattr("pipeline.training.saves.time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    run = Run(*["No space left on device"] * 8, minutes=10.0)
+    for number in range(1, 7):
+        seconds[0] += 150
+        run.step(number)
+    with pytest.raises(UserError, match="5 checkpoints in a row could not be written"):
+        run.step(7)
+
+
 @pytest.mark.parametrize(
     "reason, fix",
     [
