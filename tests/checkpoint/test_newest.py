@@ -60,7 +60,11 @@ def test_a_run_that_trains_on_is_read_at_its_newest_checkpoint(tmp_path):
 def test_one_that_is_always_removed_and_a_named_one_are_refused_with_advice(tmp_path):
     save(tmp_path, 1)
 
-    def read(folder: Path) -> None:
+    of_two: list[Path] = []
+
+    def read(folder: Path, *seen: list[Path]) -> None:
+        for folders in seen:
+            folders.append(folder)
         save(tmp_path, native.step_of(folder) + 1)
         native.read_index(folder)
 
@@ -69,7 +73,8 @@ def test_one_that_is_always_removed_and_a_named_one_are_refused_with_advice(tmp_
         with pytest.raises(UserError, match=r"step-\d+: does not exist; the job of a run removes .*\n.*tools/checkpoint keep"):
             read_newest(find, read)
     with pytest.raises(UserError, match="does not exist"):
-        read_newest(lambda: [native.find(tmp_path, "latest")], read, ranks=2)
+        read_newest(lambda: [native.find(tmp_path, "latest")], lambda folder: read(folder, of_two), ranks=2)
+    assert len(of_two) == 1, "the other rank does not begin again"
 
 
 def test_damage_is_no_removal(tmp_path):
