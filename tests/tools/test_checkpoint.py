@@ -113,7 +113,8 @@ def test_diff_refuses_files_that_are_missing_or_short(tool, tmp_path, name, miss
     assert write is small_checkpoints.write_format_1 or tool("diff", a, b, "--settings") == (0, "")
 
 
-def test_diff_names_settings_and_tensors(tool, tmp_path, write):
+def test_diff_names_settings_and_tensors(tool, tmp_path, write, monkeypatch):
+    monkeypatch.setattr("pipeline.checkpoint.difference._CHUNK", 16)
     other = small_checkpoints.state()
     a = write(tmp_path / "a", small_checkpoints.state(), 7)
     weight = other["a.weight"]["weight"]
@@ -131,6 +132,8 @@ def test_diff_names_settings_and_tensors(tool, tmp_path, write):
     gap = abs(float(weight[2, 3]) - float(before))
     assert (tensors["a.weight"]["differing"], tensors["a.weight"]["absolute"]) == (1, gap)
     assert tensors["a.weight"]["relative"] == pytest.approx(gap / max(abs(before), abs(weight[2, 3])))
+    whole = np.linalg.norm(small_checkpoints.state()["a.weight"]["weight"])
+    assert tensors["a.weight"]["norm"] == pytest.approx(gap / whole), "equal chunks are a part of the norm of A"
     code, text = tool("diff", a, b)
     assert code == 1
     assert "optimizer.lr" in text
