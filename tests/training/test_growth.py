@@ -165,6 +165,17 @@ def test_reinitialized_dims_and_noise(tmp_path):
     assert torch.corrcoef(noise.flatten(1)).fill_diagonal_(0).abs().max() < 0.02
 
 
+def test_new_dims_of_experts_are_those_of_a_run_from_scratch(tmp_path):
+    smaller, model = configs("wider experts")
+    experts = grown(write(tmp_path / "run", smaller), model).blocks["0"].mlp.experts
+    fresh = registry.build(model)
+    initialize(fresh, model, 0)
+    for name in ("gate", "up"):
+        added, drawn = (getattr(each, name)[:, 96:] for each in (experts, fresh.blocks["0"].mlp.experts))
+        assert torch.equal(added, drawn)
+        assert len(torch.unique(added[:, 0, 0])) == 5, "each expert has its own"
+
+
 REFUSED = [
     ("llama", {}, "llama", {"hidden": 64}, "model.hidden=64: PATH was made with 48|only layers, feed-forwards and experts grow"),
     ("llama", {}, "llama", {"layers": 1}, "model.layers=1: PATH has more: 2"),
