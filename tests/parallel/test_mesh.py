@@ -1,5 +1,6 @@
 """The process groups of a rank: their backend, number, timeout and creation; and the groups that a training step uses."""
 
+import itertools
 import os
 import resource
 import signal
@@ -139,6 +140,15 @@ def test_a_rank_says_for_which_ranks_it_waits_and_does_not_wait_for_ever(port, m
     with pytest.raises(RunFailed, match=f"have not started within 1 s .*: {missing.format(port)}"):
         meshes.init_distributed(rank, 3, 0, f"tcp://127.0.0.1:{port}", minutes=1 / 30)
     assert f" s for {missing.format(port)}" in caplog.text
+
+
+def test_ranks_that_start_again_do_not_meet_those_of_the_first_start(port, monkeypatch):
+    """In the store of torchrun's agent, which stays."""
+    for start, ranks in (("0", 1), ("1", 2)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        monkeypatch.setattr(rendezvous, "_MEETINGS", itertools.count())
+        with pytest.raises(RunFailed, match=r"ranks have not started .*: rank 1") if ranks == 2 else nullcontext():
+            rendezvous.meet(0, ranks, 0, f"tcp://127.0.0.1:{port}", 0.2)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
