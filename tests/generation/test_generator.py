@@ -2,10 +2,13 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from pipeline.config.stages import Generate
+from pipeline.generation import decoding
 from pipeline.generation import generator as generator_module
 from pipeline.generation.cache import KeyValueCache, detach
 from pipeline.generation.decoding import CacheRoom
@@ -104,6 +107,12 @@ def test_stop_strings():
     assert stopping.contains_string([*b"the end"])
     assert stopping.cut("one\n\ntwo end") == "one"
     assert stopping.cut("no stop") == "no stop"
+
+
+def test_the_ends_of_a_template_and_of_an_imported_model_both_end_a_completion(monkeypatch, tmp_path):
+    monkeypatch.setattr("pipeline.conversion.imported.original_of", lambda *_: SimpleNamespace(ends=[7, 8]))
+    for settings, expected in (({}, {5, 7, 8}), ({"ignore_eos": True}, set())):
+        assert decoding.stopping(Generate(name="generate", **settings), tmp_path, tmp_path, [5], str).end_tokens == expected
 
 
 def test_prompts_of_one_pass_are_limited():
