@@ -1,12 +1,15 @@
 """Records of checkpoints as a table and plots, and how jobs share the checkpoints."""
 
 import csv
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 from pipeline.checkpoint import native
 from pipeline.checkpoint.peft_format import WEIGHTS
 from pipeline.config.stages import Evaluate
-from pipeline.evaluation import checkpoint_selection, record
+from pipeline.evaluation import checkpoint_selection, record, validation_scores
+from tests.world import configured
 
 
 def test_table_and_plots_have_all_scores(tmp_path):
@@ -85,3 +88,15 @@ def test_scores_of_an_adapter_are_not_those_of_the_one_that_replaces_it(tmp_path
     assert checkpoint_selection.settings_of(checkpoint, stage, {}) == before
     (adapter / WEIGHTS).write_text("two")
     assert checkpoint_selection.settings_of(checkpoint, stage, {}) != before
+
+
+def test_scores_with_other_settings_are_not_recorded_yet():
+    stage, data = Evaluate(name="evaluate"), SimpleNamespace(samples=SimpleNamespace(corpora=[]))
+
+    def settings(*words: str) -> dict[str, Any]:
+        return validation_scores.settings_of(configured("stage=pretrain", "model=llama-tiny", *words), stage, data)
+
+    before = settings()
+    for words in ("training.document_mask=true", "training.sequence_length=16", "precision=fp32"):
+        assert settings(words) != before, words
+    assert settings("training.global_batch_size=4") == before, "all sequences are read"
