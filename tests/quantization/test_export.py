@@ -1,18 +1,23 @@
 """Quantized exports: stock transformers computes the logits of the dequantized weights."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.common.errors import UserError
+from pipeline.config.data import DataConfig
 from pipeline.conversion import huggingface_export
 from pipeline.layers.uniform_quantization import Scheme
 from pipeline.models.families.t5 import T5Config
 from pipeline.quantization import compressed_tensors
+from pipeline.quantization.calibration_text import read_sequences
 from pipeline.quantization.export import scores
 from pipeline.quantization.quantized_weights import QuantizedWeights, check_model
 from tests.conversion.test_huggingface_export import InMemory, load, random_model
@@ -87,3 +92,11 @@ def test_models_and_sizes_that_cannot_be_quantized_are_refused():
             check_model(CONFIGS[name], scheme, "int8")
     with pytest.raises(UserError, match=r"is supported for decoders; model.family=t5 is not one"):
         check_model(T5Config(), CHANNEL, "int8")
+
+
+@pytest.mark.parametrize("bos, expected", [(None, [[3, 4, 5, 2], [2, 6, 7, 2]]), (1, [[1, 3, 4, 5], [5, 2, 1, 6]])])
+def test_documents_are_joined_as_in_training(bos, expected, tmp_path):
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("345", "67")))
+    encoder: Any = SimpleNamespace(bos=bos, end_of_document=2, encode=lambda texts: [np.array([int(c) for c in text]) for text in texts])
+    found = read_sequences([str(tmp_path / "texts.jsonl")], "stage.held_out", DataConfig(), encoder, tokens=100, longest=3)
+    assert found.tolist() == expected
