@@ -92,6 +92,13 @@ def test_an_unsupported_feature_is_reported(mapping, key, value):
     assert "fix: " in text
 
 
+def test_a_default_of_the_class_that_is_not_supported_is_reported():
+    (mapping,) = (mapping for _, mapping in MAPPINGS if mapping.architecture == "MarianMTModel")
+    assert "config.json scale_embedding=False: is not supported by this family (the default of MarianMTModel, since the key" in refused(
+        {key: value for key, value in stock(mapping).items() if key != "scale_embedding"}
+    )
+
+
 @pytest.mark.parametrize("mapping", [mapping for _, mapping in MAPPINGS], ids=NAMES)
 def test_unsupported_keys_and_values_of_a_wrong_type_are_refused_together(mapping):
     key = next(iter(mapping.keys))
