@@ -20,7 +20,7 @@ from pipeline.data.load.objectives import registry
 from pipeline.data.load.objectives.causal import Sliding
 from pipeline.data.load.objectives.classification import Classification
 from pipeline.data.load.objectives.masked import PseudoLikelihood
-from pipeline.data.load.objectives.objective import Objective
+from pipeline.data.load.objectives.objective import Objective, TokenShardObjective
 from pipeline.evaluation import record
 from pipeline.training.trainer import Trainer
 from pipeline.training.validation import validate
@@ -90,6 +90,9 @@ def open_data(config: RunConfig, stage: Evaluate, share: tuple[int, int]) -> Val
 
 def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str, Any]:
     """Return what the scores of a checkpoint on the validation split depend on."""
+    kind = registry.objective_of(config)
+    samples = kind.sample_settings(config) if issubclass(kind, TokenShardObjective) else {}
+    of_loss = ("dpo_beta", "preference_loss", "simpo_margin") if config.objective == "dpo" else ()
     return {
         "stage.batches": stage.batches,
         **({"sample": "of all corpora"} if stage.batches else {}),  # earlier versions read the first batches
@@ -100,7 +103,8 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
         "training.document_mask": config.training.document_mask,
         "precision.dtype": config.precision.dtype,
         **({} if config.training.objective == "auto" else {"training.objective": config.training.objective}),
-        **({"training.dpo_beta": config.training.dpo_beta} if config.objective == "dpo" else {}),
+        **{f"training.{name}": getattr(config.training, name) for name in of_loss},
+        **({"samples": samples} if samples else {}),
         "data": [corpus.fingerprint for corpus in data.samples.corpora],
     }
 

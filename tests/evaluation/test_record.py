@@ -97,6 +97,14 @@ def test_scores_with_other_settings_are_not_recorded_yet():
         return validation_scores.settings_of(configured("stage=pretrain", "model=llama-tiny", *words), stage, data)
 
     before = settings()
-    for words in ("training.document_mask=true", "training.sequence_length=16", "precision=fp32"):
-        assert settings(words) != before, words
+    for word in ("training.document_mask=true", "training.sequence_length=16", "precision=fp32"):
+        assert settings(word) != before, word
+    for words, word in (
+        (("training.objective=dpo",), "training.preference_loss=simpo"),
+        (("training.objective=dpo", "training.preference_loss=simpo"), "training.simpo_margin=2"),
+        (("model=bert-tiny", "training.objective=masked_diffusion"), "training.diffusion_eps=0.1"),
+        (("model=bert-tiny",), "data.masking.rate=0.3"),
+        (("model=t5-tiny",), "data.spans.mean_length=5"),
+    ):
+        assert settings(*words, word) != settings(*words), word
     assert settings("training.global_batch_size=4") == before, "all sequences are read"
