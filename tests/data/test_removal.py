@@ -21,6 +21,7 @@ from pipeline.data.load.ledger import DocumentLedger
 from pipeline.data.load.objectives.causal import Causal
 from pipeline.data.load.objectives.objective import IGNORE
 from pipeline.data.load.removal import FILE, Removal
+from pipeline.data.load.shard_checksums import Shard
 from pipeline.report import training_content
 from pipeline.training import lineage
 from pipeline.training.content import Content
@@ -41,6 +42,12 @@ def test_ranges_are_read_without_removed_documents(documents, data):
     removal.apply(ranges, np.array(starts), np.array(stops) - starts)
     for content, start, stop in zip(ranges, starts, stops, strict=True):
         assert np.frombuffer(content, "<u2").tolist() == np.where(removed, 0, stream)[start:stop].tolist()
+
+
+def test_shards_with_the_same_content_lose_a_document_together():
+    shards = [Shard(Path(content), {"xxh3": content, "tokens": 10}) for content in ("same", "other", "same")]
+    removal = Removal.of([{"content": "same", "document": 1, "start": 2, "tokens": 3}], shards, b"")
+    assert (removal.starts.tolist(), removal.ends.tolist()) == ([2, 22], [5, 25])
 
 
 def written(ledger: DocumentLedger, path: Path, chosen: list[tuple[int, int]]) -> Path:
