@@ -85,6 +85,7 @@ REFUSED = [
     (["parallel.tensor=2", "training.sequence_length=24"], ["parallel.tensor=2", "multiple of 16"]),
     (["training.sequence_warmup=[{until_step: 2, value: 12}]"], ["training.sequence_warmup.0.value=12", "multiple of 8"]),
     (["parallel.context_kind=ulysses", "model.kv_heads=2"], ["parallel.context=4", "model.kv_heads=2", "context_kind=ring"]),
+    (["parallel.context_kind=ulysses", "parallel.tensor=2"], ["parallel.context=4", "model.kv_heads=4 / parallel.tensor=2"]),
     (["model=bert-tiny"], ["parallel.context=4", "model.family=bert"]),
 ]
 
