@@ -17,6 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from pipeline.common.errors import UserError
 from pipeline.conversion import foreign_configs, megatron_export
 from pipeline.conversion.export_files import ExportWriter
+from pipeline.conversion.megatron_import import MegatronFolder
 from pipeline.models import config_classes
 from tests.conversion import foreign_folders
 from tests.conversion.foreign_folders import (
@@ -127,6 +128,12 @@ def test_pipeline_stages(tmp_path, virtual, tied):
     source, expected = pipeline_parallel(tmp_path / "source", virtual=virtual, tied=tied)
     checkpoint = imported(source, tmp_path / "run", "model=t5-small")
     torch.testing.assert_close(logits(checkpoint), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_more_than_ten_virtual_stages(tmp_path):
+    stages = {f"model{stage}": {"decoder.layers.0.weight": torch.tensor([stage])} for stage in range(12)}
+    source = MegatronFolder(write(tmp_path, {"mp_rank_00": stages}) / "iter_0000005")
+    assert [source.shards(f"decoder.layers.{layer}.weight")[0].item() for layer in range(12)] == list(range(12))
 
 
 def test_a_tied_head_that_differs(tmp_path):
