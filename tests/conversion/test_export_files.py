@@ -99,6 +99,17 @@ def test_a_full_disk_is_reported_whichever_library_writes(write, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_truncated_file_is_written_again(tmp_path):
+    model = random_model(CONFIG)
+    export(tmp_path / "undisturbed", InMemory(model), {})
+    with pytest.raises(KeyboardInterrupt):
+        export(tmp_path / "hf", Counted(model, killed_at=12), {})
+    complete = next((tmp_path / ".hf.partial" / "files").glob("*.safetensors"))
+    complete.write_bytes(complete.read_bytes()[:-1])
+    export(tmp_path / "hf", InMemory(model), {})
+    assert contents(tmp_path / "hf") == contents(tmp_path / "undisturbed")
+
+
 def test_files_of_other_settings_are_not_kept(tmp_path):
     model = random_model(CONFIG)
     with pytest.raises(KeyboardInterrupt):
