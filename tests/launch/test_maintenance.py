@@ -54,6 +54,8 @@ def test_too_few_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     reserve(monkeypatch, 600, 9000, "n[1-2]")
     assert maintenance.notice(JOB) is not None
     assert maintenance.notice(replace(JOB, min_nodes=1)) is None
+    reserve(monkeypatch, 600, 9000, "n1")
+    assert maintenance.notice(replace(JOB, spares=1)) is not None, "two nodes and a spare one"
 
 
 def test_maintenance_that_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
