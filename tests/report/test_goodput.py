@@ -203,11 +203,15 @@ def test_beside_sacct(status: Callable[..., str], tmp_path: Path, monkeypatch: p
     assert "b lost: RuntimeError: peer" in printed
 
 
-def test_planned_power_and_co2(status: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("script", ["exit 1", "echo '7|COMPLETED|390|2||x|y'", "echo '7|COMPLETED|390|2|18446744073709551614|x|y'"])
+def test_planned_power_and_co2(status: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    """Without accounting, or where it measures no energy."""
     restarted(tmp_path / "run")
     with open(tmp_path / "run/config.yaml", "a") as handle:
         handle.write("cluster:\n  hardware: h100\n  tasks_per_node: 4\n")
-    monkeypatch.setenv("PATH", "/nowhere")
+    (tmp_path / "sacct").write_text(f"#!/bin/bash\n{script}\n")
+    (tmp_path / "sacct").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = json.loads(status(tmp_path, "--since", "10000d", "--co2", 400, "--json"))
     kwh = 780 / 3600 * 4 * (700 + 575) / 1000
     assert (found["energy"]["planned_kwh"], found["energy"]["co2_kg"]) == (pytest.approx(kwh), pytest.approx(kwh * 0.4))
