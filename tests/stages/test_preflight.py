@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline.common.ranks import Ranks
 from pipeline.launch import preflight_step
 from pipeline.preflight import file_system, node_result
+from pipeline.stages import preflight
 from tests.helpers import pipeline, run_ranks
 
 #: Ranks of a test share the cores with other tests: what they measure differs.
@@ -53,6 +56,19 @@ def test_results_of_another_step_do_not_count(tmp_path: Path) -> None:
     node_result.path_of(tmp_path, "n2").write_text("{torn")
     assert node_result.read(tmp_path, ["n1", "n2", "n3"]).keys() == {"n1"}
     assert node_result.read(tmp_path, ["n1"], "7.1.0") == {}
+    others = ({}, {"SLURM_STEP_ID": "1"}, {"SLURM_RESTART_COUNT": "1"})
+    assert len({node_result.step_id({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", **other}) for other in others}) == 3
+
+
+def test_a_rank_that_failed_has_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 judges the nodes; the others say by their exit code that they have failed."""
+    from pipeline.preflight import measure  # loads torch
+    from tests.world import configured
+
+    monkeypatch.setattr(preflight, "GRACE_SECONDS", 0)
+    monkeypatch.setattr(measure, "RankChecks", lambda *_: SimpleNamespace(run=lambda: False))
+    with pytest.raises(SystemExit, match=r"^1$"):
+        preflight.run(configured("stage=preflight", f"run_dir={tmp_path}"), Ranks(1, 2, 1, 2, launcher="torchrun"))
 
 
 @pytest.mark.parametrize(
