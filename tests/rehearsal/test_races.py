@@ -101,6 +101,9 @@ def test_only_the_memory_that_both_use_counts() -> None:
     apart, within = (Work(0, "kernel", "op", 7, "b.py:2", reads=(Access(*ends),)) for ends in ((100, 150), (40, 60)))
     assert races([first, apart]) == []
     assert only([first, within]).kind == "read before its write"
+    read = Work(0, "kernel", "op", 7, "b.py:2", reads=(Access(0, 50),))
+    rest = Work(0, "kernel", "op", 0, "c.py:3", writes=(Access(50, 100),))
+    assert races([first, *after(0, 7), read, rest]) == []
     again = [first, within, within]
     assert only(again).count == 2
     assert "2 x" in report(races(again))[0]
