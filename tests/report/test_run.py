@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.common import events as record
+from pipeline.common import metrics_file
 from pipeline.common.ranks import Ranks
 from pipeline.report import answers, comparison, history, page, run, run_files, table
 from pipeline.report.run import State
@@ -20,6 +21,14 @@ from pipeline.training import run_events
 from tests.helpers import pipeline
 from tests.report.builder import BEGIN, events, restarted, steps, validation, write
 from tests.training.test_blend import TINY
+
+
+def test_the_time_of_steps_that_are_made_again(tmp_path: Path) -> None:
+    lines = steps(1, 8, 2.0)
+    for line in lines[4:6]:
+        line["save_seconds"] = 5.0
+    write(tmp_path, lines)
+    assert [metrics_file.seconds_after(tmp_path, step) for step in (5, 8)] == [3 * 2.0 + 5.0, 0.0]
 
 
 def test_a_run_with_a_lost_node(tmp_path: Path) -> None:
