@@ -1,5 +1,6 @@
 """The lock of an output folder, which tasks of one job array acquire and release concurrently, and its unfinished runs."""
 
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from pipeline.common import artifact
 from pipeline.common.errors import UserError
-from pipeline.common.locks import claimed
+from pipeline.common.locks import FILE, claimed, refuse_held
 from pipeline.common.mpi import SingleProcessComm
 from pipeline.common.unfinished import Unfinished, work
 
@@ -34,6 +35,13 @@ def test_a_job_outside_the_array_is_refused(tmp_path: Path) -> None:
     refused = pytest.raises(UserError, match="written by another job: job array 7")
     with claimed(tmp_path, "data.shards", "7"), refused, claimed(tmp_path, "data.shards"):
         pass
+
+
+def test_further_tasks_of_an_array_hold_the_lock_when_the_first_has_ended(tmp_path: Path) -> None:
+    with claimed(tmp_path, "data.shards", "7"):
+        (tmp_path / FILE).write_text(f"job array 7, process 99999999 on {socket.gethostname()}\n")
+        with pytest.raises(UserError, match="written by another job: job array 7"):
+            refuse_held(tmp_path, "data.shards")
 
 
 def begin(folder: Path, array: str | None = None, **settings: object) -> None:
