@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.common import events
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
 from pipeline.data.load import blend
@@ -191,6 +192,10 @@ def test_the_stage_names_documents_of_steps_and_steps_of_documents(forked, shard
     assert answers(tmp_path / "out.jsonl") == []
     run(*ask, "stage.step=4", "stage.rank=0", "stage.micro_batch=1")
     assert {row["sample"] for row in answers(tmp_path / "out.jsonl")} == {20, 21, 22, 23}
+    shutil.copytree(forked / "run", tmp_path / "run")
+    events.record(tmp_path / "run", "run_start", step=5, ranks=2, layout="data 2")  # of the steps after it
+    run("ledger", tmp_path / "run", *ask[2:], "stage.step=5", "stage.rank=0")
+    assert {row["sample"] for row in answers(tmp_path / "out.jsonl")} == set(range(24, 32))
 
 
 @pytest.mark.parametrize(
