@@ -71,6 +71,7 @@ CASES = {
     "nothing": {"texts": []},
     "one": {"texts": ["ein Dokument"]},
     "all equal": {"texts": ["immer das gleiche Dokument, in allem Ernst"] * 23},
+    "one band": {"texts": ["eine Menge, die zwischen Rängen geteilt ist"] * 23, "settings": {"exact": False, "bands": 1, "rows": 6}},
     "short": {"texts": ["a b", "a b", "A, B!", "a", "b a", "a b c d", "a b c d e", "a b c d e f", "a b c d"]},
     "periodic": {"texts": [f"{'so la ' * (4 + number)}ti{number}" for number in range(9)]},
     "no words": {"texts": ["", "", "!!!", "???", "!!!", "..."]},
