@@ -60,11 +60,12 @@ def bad_nodes(findings: Iterable[Finding]) -> dict[str, str]:
 
 def common_problems(findings: Sequence[Finding], nodes: Sequence[str]) -> list[tuple[str, int, str]]:
     """Checks that more than half of several nodes fail, which is no fault of the nodes: (check, number of nodes, reason of one)."""
-    counts: dict[str, list[str]] = {}
+    failing: dict[str, dict[str, str]] = {}  # check -> node -> reason: a node has a finding for each rank that fails
     for finding in findings:
         if finding.problem and finding.check not in ("result", "phase"):
-            counts.setdefault(finding.check, []).append(finding.problem)
-    return [(check, len(p), p[0]) for check, p in counts.items() if len(p) > len(nodes) / 2 and (len(nodes) > 1 or check == "file system")]
+            failing.setdefault(finding.check, {}).setdefault(finding.node, finding.problem)
+    common = {check: p for check, p in failing.items() if len(p) > len(nodes) / 2 and (len(nodes) > 1 or check == "file system")}
+    return [(check, len(reasons), next(iter(reasons.values()))) for check, reasons in common.items()]
 
 
 def judge(results: Mapping[str, Result], nodes: Sequence[str], cluster: ClusterConfig) -> list[Finding]:

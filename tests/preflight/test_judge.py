@@ -156,11 +156,14 @@ def test_where_all_stopped_at_the_same_place_no_node_is_named():
     assert not judge.is_complete(results, NODES)
 
 
-@pytest.mark.parametrize(("count", "common"), [(4, []), (5, [("network", 5)]), (8, [("network", 8)])])
+@pytest.mark.parametrize(("count", "common"), [(4, []), (5, [("GPU memory", 5), ("network", 5)]), (8, [("GPU memory", 8), ("network", 8)])])
 def test_what_most_nodes_fail_is_no_fault_of_the_nodes(count, common):
+    """However many GPUs of a node fail."""
     results = healthy()
     for node in NODES[:count]:
         results[node]["network"]["name"] = "Socket"
+        for rank in results[node]["ranks"]:
+            rank["memory_gb"] = [85.0, 20.0]
     found = judge.common_problems(judge.judge(results, NODES, CLUSTER), NODES)
     assert [(check, number) for check, number, _ in found] == common
 
