@@ -46,7 +46,8 @@ def write(config: RunConfig, stage: Evaluate, trainer: Trainer, data: TokenShard
     samples, length, batch = warmup.samples(training, training.steps), training.sample_length, training.global_batch_size
     record = teacher.record(config.model.vocab_size, k)
     per_file = batch * max(1, FILE_BYTES // (batch * length * record.itemsize))
-    settings = {**teacher.identity(config, data, samples), "samples": samples, "stage.distill_top_k": k, **evaluated}
+    computed = {"training.document_mask": training.document_mask, "precision.dtype": config.precision.dtype}
+    settings = {**teacher.identity(config, data, samples), "samples": samples, "stage.distill_top_k": k, **computed, **evaluated}
     unfinished = Unfinished(folder, settings, {"training.global_batch_size": batch})
     files = {f"{number:05d}": range(first, min(first + per_file, samples)) for number, first in enumerate(range(0, samples, per_file))}
     with report_disk_full(folder, KEY), ExitStack() as claims:

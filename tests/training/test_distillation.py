@@ -132,8 +132,9 @@ def taught(tokens, tmp_path_factory) -> Path:
         patch.setattr(teacher_answers, "_write", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(*question, f"stage.distill={folder}/answers")
-        with pytest.raises(UserError, match=r"unfinished run with training\.seed=0"):
-            run(*question, f"stage.distill={folder}/answers", "training.seed=5")
+        for word, before in (("training.seed=5", "seed=0"), ("training.document_mask=true", "document_mask=False")):
+            with pytest.raises(UserError, match=rf"unfinished run with training\.{before}"):
+                run(*question, f"stage.distill={folder}/answers", word)
         run(*question, f"stage.distill={folder}/answers")
     assert written == [f"{number:05d}" for number in (0, 1, 2, 3, 3, 4, 5)]
     run(*question, f"stage.distill={folder}/answers")  # complete: nothing to do
