@@ -20,6 +20,7 @@ class Condition:
 
     Attributes:
         names: the fields that it reads.
+        compared: the texts that each field is compared with.
 
     Raises:
         ValueError: it is none; the text says why.
@@ -34,6 +35,14 @@ class Condition:
             if not isinstance(node, _ALLOWED):
                 raise ValueError(f"has {ast.unparse(node)}, and a condition has fields, values, comparisons, in, and, or, not")
         self.names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
+        self.compared: dict[str, list[str]] = {name: [] for name in self.names}
+        for comparison in ast.walk(tree):
+            if isinstance(comparison, ast.Compare):
+                parts = list(ast.walk(comparison))
+                texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+                for part in parts:
+                    if isinstance(part, ast.Name):
+                        self.compared[part.id] += texts
         if not self.names:
             raise ValueError("reads no field")
         if not any(isinstance(node, ast.Compare) for node in ast.walk(tree)):

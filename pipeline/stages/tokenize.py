@@ -67,7 +67,9 @@ def run(config: RunConfig, ranks: Ranks) -> None:
                 entries = {name: written[name] for name in sizes}
                 if config.data.select is not None and not any(entry["documents"] for entry in entries.values()):
                     unfinished.clear()  # nothing of this run can be continued
-                    fix = "the fields are those of the documents of data.shards; score_rank is below 1"
+                    fix = "the fields are those of the documents of data.shards"
+                    if "score_rank" in config.data.select:
+                        fix = "score_rank is the part of the documents of its language with a lower score, in steps of 0.01, 0.99 at most"
                     raise UserError.of("data.select", config.data.select, "chooses none of the documents", fix)
                 _publish(folder, settings, encoder, entries, unfinished)
 

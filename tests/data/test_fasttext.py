@@ -195,6 +195,8 @@ def test_a_score_is_recorded_and_decides(tmp_path):
     assert found == {texts[0].strip(): 1.0, texts[2].strip(): 0.5}
     (step,) = [step for step in json.loads((shards / "report.json").read_text())["steps"] if step["step"] == "score"]
     assert step["dropped"] == {"low score": {"documents": 1, "bytes": len(texts[1].strip())}}
+    with pytest.raises(UserError, match=rf"clean.language.model={path}: names no language: its labels are cc, hq"):
+        clean(texts, config("language", language={"model": str(path)}))
     with pytest.raises(UserError, match=r"clean.score.label='x': is no label of .*\n.*choose one of cc, hq"):
         clean(texts, config("score", score={"model": str(path), "label": "x"}))
     for more, said in (

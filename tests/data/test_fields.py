@@ -58,6 +58,8 @@ def test_a_condition_on_fields(text, fault):
         ("1 > 2", "reads no field"),
         ("score > 3\0", "is no condition"),
         ("(" * 500 + "score" + ")" * 500, "is no condition"),
+        ("score > 3 and lang == 'nb'", "compares lang with nb, and no text has this label"),
+        ("lang in ['zh-Hans', 'en']", "compares lang with zh-Hans, and"),
     ],
 )
 def test_what_is_no_condition_is_refused_before_work_starts(text, why):
@@ -124,6 +126,8 @@ def test_the_best_documents_of_each_language_are_tokenized_and_the_ledger_names_
     run("convert_tokens", tmp_path, *common, "stage.to=parquet", f"stage.output={tmp_path}/rows")
     rows = pq.read_table([*(tmp_path / "rows").glob("*.parquet")])
     assert sorted(int(name.rpartition(":")[2]) for name in rows["id"].to_pylist()) == sorted(places[page] for page in named)
+    with pytest.raises(UserError, match=r"chooses none of the documents\n.*score_rank is the part of .*, 0.99 at most"):
+        run("tokenize", tmp_path, common[0], f"data.tokens={tmp_path}/none", common[2], "data.select=score_rank >= 0.995")
     with pytest.raises(UserError, match=r"=scroe > 1: reads scroe, which the first 40 documents .* do not have\n.*they have corpus, id"):
         run("tokenize", tmp_path, *common, "data.select=scroe > 1")
     with pytest.raises(UserError, match=r"data\.tokens"):  # the folder has the tokens of another condition

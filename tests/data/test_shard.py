@@ -13,6 +13,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.data.read import input_files, inventory
 from pipeline.data.shard import shuffle, text_shards
 from pipeline.data.shard.shuffle import Order, Tally
 from tests.data.library import LIBRARY, here, samples
@@ -266,6 +267,14 @@ def test_the_division_into_parts_changes_nothing(library, tmp_path):
     assert same_files(tmp_path / "0.01", tmp_path / "100")
     kept = {sample["txt"]: sample["json"]["source"] for sample in samples(tmp_path / "100")}
     assert {kept[prose(n)] for n in range(0, 60, 10)} == {"part 0.jsonl"}, "of equal documents, the first is kept"
+
+
+def test_text_shards_in_the_input_are_named(cleaned, library, caplog):
+    """Their held-out documents would be training documents without a word."""
+    for folder in (library, cleaned):
+        inventory.report_listing(input_files.find({"default": [str(folder)]}, [], []), [])
+    (warning,) = (record.getMessage() for record in caplog.records if "validation split" in record.getMessage())
+    assert f"{cleaned} has text shards" in warning
 
 
 def test_dropped_documents_are_saved_with_the_reason_and_can_be_read_again(library, cleaned, tmp_path):

@@ -62,11 +62,15 @@ def _command(command: str | None, label: str) -> Iterator[Violation]:
 
 
 def condition_violations(key: str, text: str) -> Iterator[Violation]:
-    """Yield why a text is no condition on fields."""
+    """Yield why a text is no condition on fields, and languages whose texts have other labels."""
     try:
-        Condition(text)
+        compared = Condition(text).compared
     except ValueError as error:
         yield Violation(key, text, str(error), "write one such as score > 0.5 and lang in ['de', 'fr']")
+        return
+    for code in compared.get("lang", ()):
+        if (labels := languages.covered(code)) and code not in labels:
+            yield Violation(key, text, f"compares lang with {code}, and no text has this label", f"write {' or '.join(labels)}")
 
 
 def _language(key: str, code: str) -> Iterator[Violation]:

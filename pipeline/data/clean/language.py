@@ -83,7 +83,7 @@ class Detector:
         name: a file; None for the built-in one.
 
     Raises:
-        UserError: the file is missing, or is none of fastText.
+        UserError: the file is missing, is none of fastText, or has labels of something else, such as quality.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -92,6 +92,9 @@ class Detector:
         names = self._model.labels
         # Codes of Wikipedia, which lid.176 has: als is Alemannic there, and Tosk Albanian in ISO 639-3.
         codes = ["gsw" if name == "als" and "sq" in names else name for name in names]
+        if not any(map(languages.label, codes)):
+            rule = f"names no language: its labels are {', '.join(codes[:5])}"
+            raise UserError.of("clean.language.model", name, rule, "name a classifier of languages, or leave it out for the built-in one")
         labels = [languages.normalized(code) for code in codes]
         known = {_language(code) for code in codes}
         self._codes = [

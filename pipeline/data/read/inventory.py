@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+from pipeline.common import artifact
 from pipeline.data.read import suffixes as file_suffixes
 from pipeline.data.read.documents import add_counts, add_in_group, key_of
 from pipeline.data.read.input_files import InputFile, Listing
@@ -66,6 +67,14 @@ def report_listing(listing: Listing, suffixes: Sequence[str]) -> None:
         add_counts(total, counts)
     size = sum(file.size for file in listing.files)
     log.info("shard: input of %s files, %s MB: %s", f"{len(listing.files):,}", f"{size / 1e6:,.1f}", described(total))
+    for folder in sorted({Path(file.path).parent for file in listing.files if file.path.endswith(".tar")}):
+        manifest = folder / artifact.MANIFEST
+        if manifest.is_file() and '"stage": "shard"' in manifest.read_text(encoding="utf-8", errors="replace"):
+            log.warning(
+                "shard: %s has text shards, whose documents are new ones here: with other ids, the corpus of this input, and a validation "
+                "split of their own, so that held-out documents may become training documents. Read what they were made of, with all steps",
+                folder,
+            )
     for corpus, reasons in listing.skipped.items():
         unread = {reason.removeprefix(file_suffixes.UNREAD): counts for reason, counts in reasons.items() if file_suffixes.UNREAD in reason}
         missed = [suffix for suffix in unread if not suffixes or suffix in file_suffixes.SEARCHED]
