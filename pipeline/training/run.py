@@ -281,7 +281,7 @@ def check_device(config: RunConfig, device: torch.device) -> None:
     """
     if config.training.attention == "flex" and device.type == "cpu":
         raise UserError.of("training.attention", "flex", "requires a GPU; this rank has none", "set training.attention=auto")
-    fuses_delta_rule(config, device)
+    fuses_delta_rule(config, device)  # raises
     if config.parallel.async_tensor == "on" and device.type == "cpu":
         raise UserError.of("parallel.async_tensor", "on", "requires a GPU; this rank has none", "set parallel.async_tensor=auto")
 

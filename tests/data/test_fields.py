@@ -13,6 +13,7 @@ from pipeline.common import artifact
 from pipeline.common.condition import Condition
 from pipeline.common.errors import UserError
 from pipeline.config.rules import check
+from pipeline.config.rules.clean import condition_violations
 from pipeline.data.clean.document_batch import DocumentBatch, Verdict
 from pipeline.data.load import blend
 from pipeline.data.load.ledger import DocumentLedger
@@ -30,7 +31,7 @@ from tests.world import configured
     [
         ("score > 3 and lang == 'de'", "condition not met"),
         ("score > 1 and lang == 'de'", ""),
-        ("2 <= score < 3 or not lang in ('fr', 'it')", ""),
+        ("2 <= score < 3 or not lang in ('fr', 'sh')", ""),
         ("'wiki' in url", ""),
         ("quality['edu'] >= 0.5 and tags[0] != 'x'", ""),
         ("date is None or score > -1", ""),
@@ -43,6 +44,7 @@ from tests.world import configured
 def test_a_condition_on_fields(text, fault):
     fields = {"score": 2, "lang": "de", "url": "https://de.wikipedia.org/x", "quality": {"edu": 0.7}, "tags": ["y"], "date": None}
     assert Condition(text).fault(fields) == fault
+    assert not list(condition_violations("data.select", text))
 
 
 @pytest.mark.parametrize(

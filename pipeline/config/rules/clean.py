@@ -69,8 +69,8 @@ def condition_violations(key: str, text: str) -> Iterator[Violation]:
         yield Violation(key, text, str(error), "write one such as score > 0.5 and lang in ['de', 'fr']")
         return
     for code in compared.get("lang", ()):
-        if (labels := languages.covered(code)) and code not in labels:
-            yield Violation(key, text, f"compares lang with {code}, and no text has this label", f"write {' or '.join(labels)}")
+        if (label := languages.normalized(code)) != code:
+            yield Violation(key, text, f"compares lang with {code}, and no text has this label", f"write {label}")
 
 
 def _language(key: str, code: str) -> Iterator[Violation]:
