@@ -20,7 +20,6 @@ class Condition:
 
     Attributes:
         names: the fields that it reads.
-        compared: the texts that each field is compared with.
 
     Raises:
         ValueError: it is none; the text says why.
@@ -35,19 +34,18 @@ class Condition:
             if not isinstance(node, _ALLOWED):
                 raise ValueError(f"has {ast.unparse(node)}, and a condition has fields, values, comparisons, in, and, or, not")
         self.names = sorted({node.id for node in ast.walk(tree) if isinstance(node, ast.Name)})
-        self.compared: dict[str, list[str]] = {name: [] for name in self.names}
-        for comparison in ast.walk(tree):
-            if isinstance(comparison, ast.Compare):
-                parts = list(ast.walk(comparison))
-                texts = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-                for part in parts:
-                    if isinstance(part, ast.Name):
-                        self.compared[part.id] += texts
+        self._comparisons = [node for node in ast.walk(tree) if isinstance(node, ast.Compare)]
         if not self.names:
             raise ValueError("reads no field")
-        if not any(isinstance(node, ast.Compare) for node in ast.walk(tree)):
+        if not self._comparisons:
             raise ValueError("compares nothing")
         self._code = compile(tree, "<condition>", "eval")
+
+    def compared_with(self, name: str) -> list[str]:
+        """Return the texts that a field is compared with."""
+        nodes = [list(ast.walk(comparison)) for comparison in self._comparisons]
+        reading = [parts for parts in nodes if any(isinstance(part, ast.Name) and part.id == name for part in parts)]
+        return [part.value for parts in reading for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
 
     def fault(self, fields: Mapping[str, Any]) -> str:
         """Return why a record does not meet the condition; empty if it does. One without a field that is compared does not."""

@@ -21,6 +21,7 @@ from pipeline.config.lora import LoraConfig
 from pipeline.config.rules import check
 from pipeline.config.schema import RunConfig
 from pipeline.config.stages import Evaluate
+from pipeline.data.load.objectives.supervised import Preferences
 from pipeline.evaluation import record
 from pipeline.models import config_classes
 from pipeline.training import resume
@@ -99,8 +100,8 @@ def complete_config(config: RunConfig, stage: Evaluate, world_size: int) -> RunC
     if training.objective == "auto" and trained["training"].get("objective") == "masked_diffusion" and not stage.pseudo_perplexity:
         training = replace(training, objective="masked_diffusion", diffusion_eps=trained["training"]["diffusion_eps"])
     if training.objective == "dpo" and trained["training"].get("objective") == "dpo":
-        names = ("dpo_beta", "preference_loss", "simpo_margin")
-        training = replace(training, **{name: trained["training"][name] for name in names if name in trained["training"]})
+        given = {name: trained["training"][name] for name in Preferences.loss_settings if name in trained["training"]}
+        training = replace(training, **given)
     compares = replace(config, model=model, training=training).has_reference
     lora = LoraConfig()
     if training.objective == "dpo" and stage.adapter is not None:

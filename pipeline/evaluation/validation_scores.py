@@ -92,7 +92,6 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
     """Return what the scores of a checkpoint on the validation split depend on."""
     kind = registry.objective_of(config)
     samples = kind.sample_settings(config) if issubclass(kind, TokenShardObjective) else {}
-    of_loss = ("dpo_beta", "preference_loss", "simpo_margin") if config.objective == "dpo" else ()
     return {
         "stage.batches": stage.batches,
         **({"sample": "of all corpora"} if stage.batches else {}),  # earlier versions read the first batches
@@ -103,7 +102,7 @@ def settings_of(config: RunConfig, stage: Evaluate, data: Objective) -> dict[str
         "training.document_mask": config.training.document_mask,
         "precision.dtype": config.precision.dtype,
         **({} if config.training.objective == "auto" else {"training.objective": config.training.objective}),
-        **{f"training.{name}": getattr(config.training, name) for name in of_loss},
+        **{f"training.{name}": getattr(config.training, name) for name in kind.loss_settings},
         **({"samples": samples} if samples else {}),
         "data": [corpus.fingerprint for corpus in data.samples.corpora],
     }

@@ -64,11 +64,11 @@ def _command(command: str | None, label: str) -> Iterator[Violation]:
 def condition_violations(key: str, text: str) -> Iterator[Violation]:
     """Yield why a text is no condition on fields, and languages whose texts have other labels."""
     try:
-        compared = Condition(text).compared
+        compared = Condition(text).compared_with("lang")
     except ValueError as error:
         yield Violation(key, text, str(error), "write one such as score > 0.5 and lang in ['de', 'fr']")
         return
-    for code in compared.get("lang", ()):
+    for code in compared:
         if (label := languages.normalized(code)) != code:
             yield Violation(key, text, f"compares lang with {code}, and no text has this label", f"write {label}")
 

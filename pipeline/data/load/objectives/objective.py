@@ -35,12 +35,14 @@ class Objective(ABC):
     Attributes:
         settings: configuration keys that determine a sample besides the training group's seed and sequence_length; a resumed run that
             differs is refused with the names of those that differ.
+        loss_settings: keys of the training group that its loss depends on besides the samples.
         data_key: the configuration key that names the data.
         sums: number of the sums over sequences that the model measures besides the loss (Stack.measured); 0 for none.
         decoder_length: tokens of the decoder's input, 0 without a decoder.
     """
 
     settings: ClassVar[tuple[str, ...]] = ()
+    loss_settings: ClassVar[tuple[str, ...]] = ()
     data_key: ClassVar[str] = "data.tokens"
 
     samples: Dataset

@@ -120,6 +120,7 @@ class Preferences(Supervised):
     """Pairs of answers to the same prompt. A sequence has both, each with the prompt, as two documents."""
 
     reader: type[ExampleReader] = PairReader
+    loss_settings: ClassVar[tuple[str, ...]] = ("dpo_beta", "preference_loss", "simpo_margin")
 
     #: Those of layers/preference.py preference_loss, which loads torch.
     sums: int = 4
