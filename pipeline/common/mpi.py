@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import heapq
 import os
+import re
 import signal
 import stat
 import sys
@@ -118,6 +119,7 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
             f"{ranks.launcher} started {ranks.world_size} ranks, MPI sees {comm.size}",
             "start data stages with the mpirun of the MPI that mpi4py was built with, or with srun --mpi=pmi2",
         )
+    _remove_names_of_shared_memory(comm)
     try:
         with report_disk_full(output):
             yield comm
@@ -132,6 +134,16 @@ def world(ranks: Ranks, output: Path) -> Iterator[Comm]:
         _wait_for_reader(sys.stderr)
         comm.Abort(code)
         os._exit(code)  # MPICH's Abort returns; a normal exit would report the error again and block in MPI_Finalize
+
+
+def _remove_names_of_shared_memory(comm: Comm) -> None:
+    """Remove the files of MPICH's shared memory, which the ranks of a node have mapped.
+
+    Their names are of job and step. Killed ranks would leave them, and the same job, requeued to the node, wait in MPI_Init for ever.
+    """
+    comm.barrier()
+    for name in set(re.findall(r"/dev/shm/mpich_shm_\w+", Path("/proc/self/maps").read_text(errors="replace"))):
+        Path(name).unlink(missing_ok=True)
 
 
 def _wait_for_reader(stream: TextIO, seconds: float = 5.0) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -160,6 +161,27 @@ def test_one_killed_rank_ends_the_job_and_the_rerun_equals_an_uninterrupted_one(
         assert not (folder / "manifest.json").exists()
     pipeline(*settings, ranks=2)
     assert same_files(cleaned, folder)
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.common import mpi, ranks
+with mpi.world(ranks.detect(), Path()) as comm:
+    sys.stdout.write(Path("/proc/self/maps").read_text())
+    sys.stdout.flush()
+    comm.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_killed_ranks_leave_no_shared_memory():
+    """A job that is requeued to the node would find it under the same name, and wait for ranks that are gone."""
+    command = [program("mpirun"), "-n", "2", sys.executable, "-c", KILLED]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False, timeout=60)
+    mapped = set(re.findall(r"/dev/shm/mpich_shm_\w+", done.stdout))
+    assert mapped, done.stderr
+    assert not [name for name in mapped if Path(name).exists()]
 
 
 def test_a_second_job_on_one_folder_is_refused(library, cleaned, tmp_path):
