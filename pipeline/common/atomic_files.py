@@ -59,11 +59,15 @@ def atomic_file(path: Path | RemotePath, mode: str = "wb", *, parents: bool = Tr
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(partial, path)
+        folder = os.open(path.parent, os.O_RDONLY)  # who waits for the file may rename its folder as soon as it appears
+        try:
+            os.replace(partial, path)
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     finally:
         with suppress(OSError):  # the error of the block tells more: a read-only file system, a file in the place of a folder
             partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def write_json(path: Path | RemotePath, content: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Outputs that cannot be written: the message names the folder and the reason, and no error of an input is taken for one of an output."""
+"""Atomic files, and outputs that cannot be written: messages name folder and reason, no error of an input is taken for one of an output."""
 
 import errno
 import os
@@ -31,6 +31,22 @@ def test_other_errors_pass(tmp_path, error):
     """Those of inputs, and defects."""
     with pytest.raises(type(error)), report_disk_full(tmp_path):
         raise error
+
+
+def test_whoever_waits_for_a_file_may_rename_its_folder(tmp_path, monkeypatch):
+    """A checkpoint is complete as soon as its last record is there."""
+    (tmp_path / "partial").mkdir()
+    replace = os.replace
+
+    def replaced(source, target):
+        replace(source, target)
+        os.rename(tmp_path / "partial", tmp_path / "complete")
+
+    monkeypatch.setattr(os, "replace", replaced)
+    with atomic_file(tmp_path / "partial" / "record", "w") as file:
+        file.write("all")
+    assert (tmp_path / "complete" / "record").read_text() == "all"
+    assert [path.name for path in (tmp_path / "complete").iterdir()] == ["record"]
 
 
 def test_places_that_hold_no_files():
