@@ -109,8 +109,9 @@ class TrainingConfig:
     document_mask: bool = knob(False, "restrict attention to tokens of the same document")
     activation_checkpointing: str = knob(
         "none",
-        "recomputation in the backward pass: none, all but matrix products and attention (selective), or full blocks",
-        choices=("none", "selective", "full"),
+        "recomputation in the backward pass: none, all but matrix products and attention (selective), or whole blocks, with inputs on the "
+        "device (full) or in host memory (offload)",
+        choices=("none", "selective", "full", "offload"),
     )
     activation_budget: float | None = knob(
         None,

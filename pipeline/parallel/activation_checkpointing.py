@@ -84,11 +84,11 @@ def stays_eager(block: nn.Module, mode: str) -> bool:
 
 
 def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept: Collection[Result] | None = None) -> None:
-    """Recompute a block in the backward pass (`full`), or all its operations except matrix products and attention (`selective`).
+    """Recompute a block in the backward pass (`full`, `offload`), or all its operations but matrix products and attention (`selective`).
 
     A block is compiled as one graph, with what is recomputed. Dispatch of MoE layers without padding and the chunks of linear attention
-    (layers/delta_rule.py) break the graph, and torch.compile compiles nothing inside a checkpoint with a break: there, `full` recomputes
-    compiled pieces, and `selective` stays uncompiled.
+    (layers/delta_rule.py) break the graph, and torch.compile compiles nothing inside a checkpoint with a break: there, `full` and `offload`
+    recompute compiled pieces, and `selective` stays uncompiled.
 
     Args:
         block: the block.
@@ -97,7 +97,7 @@ def checkpoint_and_compile(block: nn.Module, mode: str, *, compiled: bool, kept:
         kept: for selective, the results to keep; all when None.
     """
     breaks = mode != "none" and _breaks(block)
-    if compiled and breaks and mode == "full":
+    if compiled and breaks and mode != "selective":
         block.forward = torch.compile(block.forward)
     if mode != "none":
         options: dict[str, Any] = {"preserve_rng_state": dropout_of(block) > 0}

@@ -41,6 +41,7 @@ from pipeline.parallel import (
     overlapped_collectives,
     tensor_parallel,
 )
+from pipeline.parallel.activation_offload import InputOffload
 from pipeline.parallel.mesh import Mesh
 from pipeline.parallel.partition import extract_stage, partition_weights, replace_weights
 from pipeline.parallel.pieces import Piece
@@ -143,9 +144,11 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
             tensor_parallel.fuse_collectives(mesh.tensor)
         if compiled and config.parallel.expert_padding and mesh.layout.expert_ranks > 1:
             overlapped_collectives.keep_order()
-        for name, block in stage.blocks.items():
-            mode = config.training.activation_checkpointing
+        mode, offload = config.training.activation_checkpointing, InputOffload(mesh.device)
+        for index, (name, block) in enumerate(stage.blocks.items()):
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
+            if mode == "offload" and mesh.device.type != "meta":  # plans count the inputs by their size
+                offload.apply(block, first=index == 0)
 
 
 def attention_core(training: TrainingConfig, heads: int, mesh: Mesh) -> Core:

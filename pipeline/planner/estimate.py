@@ -39,6 +39,7 @@ class Estimate:
         pipeline_rank: the fullest rank's coordinate on the pipeline axis.
         fits: whether the memory of the GPU suffices.
         flops: of products and attention of a step on all ranks, without recomputation.
+        host_rate: bytes per second that a rank copies to host memory in a forward pass (activation_checkpointing=offload).
     """
 
     step_time: float
@@ -47,6 +48,7 @@ class Estimate:
     pipeline_rank: int
     fits: bool
     flops: float
+    host_rate: float = 0.0
 
     @property
     def memory(self) -> PeakMemory:
@@ -85,6 +87,11 @@ def estimate(
     if engine.keeps_outputs:
         saved = [size + (hidden_bytes if stage < layout.stage_count - 1 else 0) for stage, size in enumerate(saved)]
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
+    inputs = [float(sum(part.offloaded for part in parts)) for parts in contents]
+    in_host, rate = [0.0] * layout.pipeline, 0.0
+    if any(inputs):
+        in_host = simulate(layout, stages, lambda _: send, inputs)[1]
+        rate = max(size / stage.forward for size, stage in zip(inputs, stages, strict=True))
     updates = [_update(b, layout, hardware, state_format, data_parallel.groups) for b in buckets]
     optimizer = max(sum(update.values()) for update in updates)
     rounds = [matrix_rounds(b, layout, zero_stage) for b in buckets]
@@ -97,6 +104,7 @@ def estimate(
         peak_memory(
             *(buckets[rank], own_parts[rank], in_flight[rank], state_format, engine, frozen[rank]),
             outside=outside[rank],
+            host=in_host[rank],
             compiled=trace.compiled,
             update=update_bytes(rounds[rank], state_format.weight_bytes),
         )
@@ -115,7 +123,7 @@ def estimate(
     replicas = layout.world_size // layout.pipeline * layout.micro_batches
     fits = memories[fullest].total <= USABLE * hardware.memory_gb * 1e9
     step_time = passes + after_passes + optimizer + reference
-    return Estimate(step_time, causes, memories, fullest, fits, _flops(contents) * replicas)
+    return Estimate(step_time, causes, memories, fullest, fits, _flops(contents) * replicas, rate)
 
 
 def _models_collectives(stages: dict[int, list[TracedPart]]) -> Iterator[Collective]:

@@ -209,6 +209,7 @@ class TracedPart:
         name: embed, the index of a block, or head.
         operations: in order of execution.
         producers: bytes that stay allocated between forward and backward pass, without weights, by what produces them.
+        offloaded: bytes of its input if that is in host memory meanwhile.
         output: bytes of the result.
         peaks: most bytes that its forward and its backward pass allocate, beyond what was saved, without gradients of weights.
         weights: of this rank.
@@ -218,6 +219,7 @@ class TracedPart:
     name: str
     operations: list[Operation] = field(default_factory=list)
     producers: dict[str, int] = field(default_factory=dict)
+    offloaded: int = 0
     output: int = 0
     peaks: tuple[int, int] = (0, 0)
     weights: list[TracedWeights] = field(default_factory=list)
@@ -227,6 +229,12 @@ class TracedPart:
     def saved(self) -> int:
         """Bytes that stay allocated between forward and backward pass, without weights."""
         return sum(self.producers.values())
+
+    def offload(self, size: int) -> None:
+        """Keep the input in host memory. It is on the device while the part computes, and while the backward pass behind it does."""
+        largest = max(self.producers, key=self.producers.__getitem__)
+        self.producers[largest] -= size
+        self.offloaded, self.peaks = size, (self.peaks[0] + size, self.peaks[1] + 2 * size)
 
     @property
     def parameters(self) -> int:

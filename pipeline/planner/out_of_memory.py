@@ -159,7 +159,7 @@ def _less(config: RunConfig) -> Iterator[tuple[str, Any]]:
     parallel, training = config.parallel, config.training
     if training.micro_batch_size > 1:
         yield "training.micro_batch_size", training.micro_batch_size // 2
-    kinds = ("full", "selective", "none")
+    kinds = ("offload", "full", "selective", "none")
     for kind in kinds[: kinds.index(training.activation_checkpointing)]:
         yield "training.activation_checkpointing", kind
     if training.activation_checkpointing == "selective" and training.activation_budget is not None:

@@ -27,7 +27,7 @@ class PeakMemory:
     frozen: float = 0.0
     """Weights that are not trained, which ZeRO does not shard."""
     host: float = 0.0
-    """In host memory besides (parallel.offload); not in `total`."""
+    """In host memory besides (parallel.offload, activation_checkpointing=offload); not in `total`."""
     update: float = 0.0
     """Gradients and temporary tensors in the update of Muon: there are no activations then, and ZeRO has freed whole gradients. Counted
     instead of gradients, activations and transient tensors if it is more."""
@@ -69,6 +69,7 @@ def peak_memory(
     frozen: float = 0.0,
     *,
     outside: float,
+    host: float = 0.0,
     compiled: bool = False,
     update: float = 0.0,
 ) -> PeakMemory:
@@ -79,6 +80,7 @@ def peak_memory(
         in_flight: bytes of the activations in flight.
         frozen: bytes of its weights that are not trained, as it keeps them.
         outside: bytes beside PyTorch's allocator.
+        host: bytes of the activations in host memory.
         update: bytes of the temporary tensors of Muon.
     """
     trained = [bucket for bucket in buckets if bucket.trained]
@@ -94,7 +96,7 @@ def peak_memory(
         outside=outside,
         overhead=outside + FRAGMENTATION * max(in_flight + transient, update),
         frozen=frozen,
-        host=state.host,
+        host=state.host + host,
         update=reduced + update if update else 0.0,
     )
 

@@ -10,7 +10,6 @@ from pipeline.config import hardware as hardware_files
 from pipeline.config.hardware import Hardware
 from pipeline.config.layout import Layout
 from pipeline.config.schema import RunConfig
-from pipeline.parallel.parallelize import DTYPES
 from pipeline.planner import ring_formula, site_correction
 from pipeline.planner.communication import collective_time
 from pipeline.planner.engine_model import engine_model
@@ -20,7 +19,7 @@ from pipeline.planner.matrix_update import matrix_rounds, products
 from pipeline.planner.operations import AttentionCall, Collective, Elementwise, Product
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.state_memory import state_format_of
-from pipeline.planner.trace import Trace, trace
+from pipeline.planner.trace import Trace, hidden_bytes, trace
 
 
 @dataclass(frozen=True)
@@ -88,14 +87,6 @@ def plan(config: RunConfig, world_size: int, hardware: Hardware, traced: Trace |
         engine=engine_model(state_format),
     )
     return JobPlan(config, layout, hardware, traced, predicted)
-
-
-def hidden_bytes(config: RunConfig) -> float:
-    """Return the bytes of the activations between two pipeline stages on a rank, for a micro-batch."""
-    parallel, training = config.parallel, config.training
-    shards = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
-    tokens = training.micro_batch_size * training.sequence_length / shards
-    return tokens * config.model.hidden * DTYPES[config.precision.dtype].itemsize
 
 
 def hidden_states(config: RunConfig) -> int:

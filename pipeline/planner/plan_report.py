@@ -119,7 +119,9 @@ def memory_lines(result: JobPlan) -> Iterator[str]:
     low, high = memory_range(memory.total / GB)
     yield f"  {'range':<14}{low:9.2f} to {high:.2f} GB contains {COVERED:.0%} of unseen runs"
     if memory.host:
-        yield f"  {'host memory':<14}{memory.host / GB:9.2f} GB (the updates of the CPU are not in the time of a step)"
+        yield f"  {'host memory':<14}{memory.host / GB:9.2f} GB (copies and the updates of the CPU are not in the time of a step)"
+    if rate := result.estimate.host_rate:
+        yield f"  {'copies':<14}{rate / GB:9.2f} GB/s to and from host memory, beside the passes; a slower link delays them"
 
 
 def time_lines(result: JobPlan) -> Iterator[str]:

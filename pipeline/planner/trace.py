@@ -146,6 +146,8 @@ def trace(
         )
         for name in ("embed", *stage.blocks, "head")
     }
+    for block in stage.blocks if mode == "offload" else ():
+        parts[block].offload(int(hidden_bytes(config)))
     for name, weights in held:
         parts[name].weights.append(weights)
     if reference is not None:
@@ -242,6 +244,14 @@ def _recorded_attention(
     assert recorder is not None
     recorder.pairs = visible_share(q.shape[2], k.shape[2], causal=mask.causal, window=window)
     return meta_core(q, k, v, mask, window=window, scale=scale, sinks=sinks)
+
+
+def hidden_bytes(config: RunConfig) -> float:
+    """Return the bytes of the activations between two pipeline stages on a rank, for a micro-batch."""
+    parallel, training = config.parallel, config.training
+    shards = parallel.context * (parallel.tensor if parallel.sequence_parallel else 1)
+    tokens = training.micro_batch_size * training.sequence_length / shards
+    return tokens * config.model.hidden * DTYPES[config.precision.dtype].itemsize
 
 
 def empty_inputs(config: RunConfig, device: torch.device | str = "meta") -> tuple[Tensor, Batch]:

@@ -176,7 +176,7 @@ COMBINATIONS = [
     ("training.activation_checkpointing=selective", "parallel.tensor=2", "training.document_mask=true"),
     ("training.activation_checkpointing=full", "parallel.context=2", "training.document_mask=true"),
     ("parallel.zero_stage=1",),
-    ("training.activation_checkpointing=full",),
+    ("training.activation_checkpointing=offload",),
     ("training.activation_checkpointing=selective", "parallel.context=2"),
     ("training.activation_checkpointing=full", "parallel.context=2", "parallel.context_kind=ulysses"),
     ("training.activation_checkpointing=none", "parallel.tensor=2"),

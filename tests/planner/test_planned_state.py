@@ -5,10 +5,10 @@ import pytest
 from pipeline.config.layout import Coordinates, Layout
 from pipeline.parallel import mesh as meshes
 from pipeline.planner.engine_model import engine_model
-from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.plan import hidden_states
 from pipeline.planner.planned_buckets import planned_buckets, rank_weights
 from pipeline.planner.state_memory import model_state, state_format_of
-from pipeline.planner.trace import trace
+from pipeline.planner.trace import hidden_bytes, trace
 from pipeline.training.trainer import Trainer
 from tests.world import configured
 

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.config.layout import Layout
 from pipeline.planner.engine_model import engine_model
 from pipeline.planner.operations import AttentionCall, Collective, Product
-from pipeline.planner.plan import hidden_bytes, hidden_states
+from pipeline.planner.plan import hidden_states
 from pipeline.planner.planned_buckets import planned_buckets
 from pipeline.planner.state_memory import state_format_of
-from pipeline.planner.trace import trace
+from pipeline.planner.trace import hidden_bytes, trace
 from pipeline.rehearsal.analysis import ZERO
 from tests.world import configured, trainer
 

@@ -233,7 +233,7 @@ LAYOUTS = {
         "context=4 context_kind=ulysses zero_stage=3 training.activation_checkpointing=selective",
         "context=2 context_kind=ring tensor=2 zero_stage=1",
         "context=2 context_kind=ulysses tensor=2 zero_stage=0 sequence_parallel=false",
-        "context=2 context_kind=ring pipeline=2 zero_stage=2 training.activation_checkpointing=full",
+        "context=2 context_kind=ring pipeline=2 zero_stage=2 training.activation_checkpointing=offload",
         "context=2 context_kind=ulysses pipeline=2 zero_stage=0 schedule=zbv",
         "context=2 context_kind=ring zero_stage=3",
         "context=2 context_kind=ring tensor=2 zero_stage=2 training.activation_checkpointing=full",
@@ -276,7 +276,7 @@ LAYOUTS = {
     "t5": [
         "zero_stage=0",
         "tensor=2 pipeline=2",
-        "pipeline=4 zero_stage=0 training.activation_checkpointing=full",
+        "pipeline=4 zero_stage=0 training.activation_checkpointing=offload",
         "tensor=2 sequence_parallel=false training.activation_checkpointing=selective",
         "pipeline=2 schedule=interleaved zero_stage=2",
         "pipeline=2 schedule=zbv tensor=2",
@@ -300,7 +300,7 @@ LAYOUTS = {
         # In buffers, which are large enough, or which every step exceeds.
         "expert=2 tensor=2 zero_stage=1 expert_padding=true expert_buffer=1.5 expert_parts=2 training.activation_checkpointing=selective",
         "expert=4 zero_stage=2 expert_padding=true expert_buffer=1",
-        "tensor=2 expert_tensor=1 zero_stage=3 training.activation_checkpointing=full",
+        "tensor=2 expert_tensor=1 zero_stage=3 training.activation_checkpointing=offload",
         "context=2 context_kind=ring tensor=2 expert_tensor=1 zero_stage=0",
         "tensor=2 pipeline=2 expert_tensor=1 zero_stage=2",
     ],

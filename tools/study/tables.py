@@ -10,9 +10,8 @@ from pipeline.common.atomic_files import atomic_file
 from pipeline.common.errors import UserError
 from pipeline.planner.estimate import Estimate, estimate
 from pipeline.planner.operations import Collective, Operation, TracedPart
-from pipeline.planner.plan import hidden_bytes
 from pipeline.planner.state_memory import StateFormat
-from pipeline.planner.trace import Trace, trace
+from pipeline.planner.trace import Trace, hidden_bytes, trace
 from tools.study.cells import Contradiction
 from tools.study.runs import REQUIRED, PublishedRun, read
 
