@@ -45,28 +45,24 @@ class _Input:
     def __init__(self, x: Tensor, before: _Input | None, stream: torch.cuda.Stream | None) -> None:
         self._device, self._before, self._stream = x.device, before, stream
         self._x: Tensor | None = x.detach()
-        self._host: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
+        self._host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
+        self._copy(self._host, self._x)  # not when it is saved: a compiled block saves at its end
 
     def pack(self, saved: Tensor) -> Tensor | _Input:
-        """Begin the copy to host memory if this input is saved; weights and whatever else is saved stay where they are."""
+        """Take the place of the input where it is saved; weights and whatever else is saved stay as they are."""
         x = self._x
-        if x is None or (saved.data_ptr(), saved.shape, saved.stride()) != (x.data_ptr(), x.shape, x.stride()):
-            return saved
-        if self._host is None:
-            self._host = torch.empty_like(x, device="cpu", pin_memory=self._stream is not None)
-            self._copy(self._host, x)
-        return self
+        is_input = x is not None and (saved.data_ptr(), saved.shape, saved.stride()) == (x.data_ptr(), x.shape, x.stride())
+        return self if is_input else saved
 
     def leave_device(self) -> None:
         """Free the memory of the device, which later work of the current stream may use, after the copy."""
-        if self._host is not None:
-            self._wait()
+        self._wait()
         self._x = None
 
     def bring(self) -> None:
         """Begin the copy back, unless the input is on the device."""
-        if self._x is None and self._host is not None:
+        if self._x is None:
             self._x = torch.empty_like(self._host, device=self._device)
             self._copy(self._x, self._host)
 
