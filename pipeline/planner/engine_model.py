@@ -20,7 +20,7 @@ from pipeline.training.gradient_reduction import MAX_PENDING
 
 #: Rate of matrix products beside the collectives of ZeRO 3, which take multiprocessors and power, over their rate alone. Fitted to
 #: published runs (tools/study/README.md).
-SHARDED_PRODUCTS = 0.802
+SHARDED_PRODUCTS = 0.85
 
 #: Bytes of a communicator of NCCL whose ranks share nodes, with two of them and with more (4 x A100, https://github.com/NVIDIA/nccl/issues/964).
 COMMUNICATOR = 544e6, 688e6

@@ -23,6 +23,9 @@ OPTIMIZER_BYTES = 30
 #: Likewise of Muon, whose kernels are not fused. Momentum: the gradient divided 8, where the step is applied 8, momentum 12, Nesterov 12,
 #: rounded 6; copies to the home and back in 16 bits 16; weight decay 8, the update subtracted 10, the weight rounded 6.
 MUON_BYTES = 86
+#: Seconds that a second of collectives adds to what runs beside it: they take multiprocessors, memory bandwidth and power. Fitted, together
+#: with SHARDED_PRODUCTS, to published runs (tools/study/README.md).
+CONTENTION = 0.1
 #: Share of the memory of a GPU that a process can use; the driver keeps the rest (79.1 to 79.3 of the 80 GiB of an A100).
 USABLE = 0.99
 
@@ -161,18 +164,33 @@ class DataParallelTime:
 
     def exposed_sharded(self, buckets: list[PlannedBucket], compute: float) -> float:
         """Return the exposed seconds of the collectives of ZeRO 3 in a step, beside `compute` seconds of all micro-batches."""
-        exchanges = self.engine.sharded_exchanges(buckets, self.layout)
-        return max(0.0, self._seconds(exchanges) - self.engine.overlap_data * compute)
+        seconds = self._seconds(self.engine.sharded_exchanges(buckets, self.layout))
+        beside = min(seconds, self.engine.overlap_data * compute)
+        return seconds - beside + CONTENTION * beside
 
     def exposed(self, buckets: list[PlannedBucket], stages: list[StageTime], zero_stage: int) -> float:
         """Return the exposed seconds of the reductions and gatherings of a step of ZeRO 0 to 2 on a rank with these stages."""
-        overlap, rounds = self.engine.overlap_data, self.layout.micro_batches if zero_stage == 2 else 1
+        overlap, beside = self.engine.overlap_data, self._passes_beside()
+        rounds = self.layout.micro_batches if zero_stage == 2 else beside
         reductions = self.engine.reductions(buckets, self.layout, zero_stage)
         last = max((self._seconds([reduction]) for reduction in reductions), default=0.0)  # nothing runs beside the last bucket's
         backward = rounds * sum(stage.backward for stage in stages)
-        exposed = max(last, self._seconds(reductions) - overlap * backward)
+        forward = beside * sum(stage.forward for stage in stages)
+        reduce = self._seconds(reductions)
         gather = self._seconds(gathers(buckets, self.layout, zero_stage, self.engine.weight_bytes))
-        return exposed + max(0.0, gather - overlap * sum(stage.forward for stage in stages))
+        contended = CONTENTION * (min(reduce, overlap * backward) + min(gather, overlap * forward))
+        return max(last, reduce - overlap * backward) + max(0.0, gather - overlap * forward) + contended
+
+    def _passes_beside(self) -> float:
+        """Number of passes through all stages of a rank beside which its reductions run, and its gatherings.
+
+        That is the pass of the last, and the first, micro-batch. An interleaved schedule ends with a round of as many micro-batches as
+        ranks through each stage: stages that are done are reduced beside the passes of the others.
+        """
+        layout = self.layout
+        if layout.schedule != "interleaved":
+            return 1.0
+        return max(1.0, min(layout.pipeline, layout.micro_batches) * (1 - 1 / layout.stages_per_rank))
 
     def _seconds(self, collectives: list[RepeatedCollective]) -> float:
         """Seconds of all repetitions of some collectives. Sums over groups of ZeRO run beside those in groups, if these are on a node."""

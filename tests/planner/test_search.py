@@ -14,6 +14,7 @@ from pipeline.config.layout import Layout
 from pipeline.config.rules import check
 from pipeline.planner.communication import collective_time, group
 from pipeline.planner.pipeline_simulation import StageTime, orders, simulate
+from pipeline.planner.plan import plan
 from pipeline.planner.search import Traces, best_layout, search
 from tests.world import configured
 
@@ -73,6 +74,24 @@ def test_the_interleaved_order_is_pytorchs():
     for rank, order in enumerate(orders(layout, micro_batches)):
         theirs = [action for action in reference._calculate_single_rank_operations(rank) if action is not None]
         assert [(a.computation_type.value[0], a.stage_index, a.microbatch_index) for a in theirs] == order
+
+
+ONE_SEQUENCE = ("training.sequence_length=4096", "training.micro_batch_size=1", "training.global_batch_size=128")
+
+
+def test_stages_of_an_interleaved_pipeline_are_reduced_beside_the_others():
+    words = ("stage=pretrain", "model=llama3-8b", "parallel.pipeline=4", "parallel.zero_stage=1", *ONE_SEQUENCE)
+    hardware = with_node(load("a100-80"), gpus_per_node=8, network_gb_s=2.0)  # slow, so that reductions are seen
+    schedules = (("parallel.schedule=1f1b",), ("parallel.schedule=interleaved", "parallel.stages_per_rank=4"))
+    plain, interleaved = (plan(configured(*words, *schedule), 64, hardware).estimate.causes["data"] for schedule in schedules)
+    assert 0 < interleaved < plain
+
+
+def test_hidden_collectives_still_cost_a_share_of_their_time():
+    config = configured("stage=pretrain", "model=llama3-8b", "parallel.zero_stage=3", *ONE_SEQUENCE)
+    networks = [with_node(load("h100"), gpus_per_node=8, network_gb_s=rate) for rate in (50.0, 100.0)]
+    times = [plan(config, 64, hardware).estimate.causes["data"] for hardware in networks]
+    assert 0 < times[1] < times[0]
 
 
 def test_zbv_is_faster_than_1f1b():

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from pipeline.config.hardware import load
 from pipeline.config.layout import Layout
 from pipeline.planner.flops import count_model_parameters
 from pipeline.planner.operations import AttentionCall, Collective, Product
-from pipeline.planner.trace import trace
+from pipeline.planner.plan import plan
+from pipeline.planner.trace import hidden_bytes, trace
 from tests.helpers import one_in
 from tests.world import configured
 
@@ -79,6 +81,20 @@ def test_full_recomputation_repeats_the_forward_pass_and_saves_the_input_only():
 
 
 EXPERTS = ("model=mixtral-tiny", *ONE, "precision=bf16", "parallel.expert=2")
+
+
+def test_offloaded_inputs_are_in_host_memory_and_shortly_on_the_device():
+    words = ("model=llama-tiny", *ONE, "parallel.pipeline=2", "training.global_batch_size=8", "training.steps=10")
+    full, offload = (configured(*words, f"training.activation_checkpointing={mode}") for mode in ("full", "offload"))
+    size = hidden_bytes(full)
+    before, after = (trace(config).block(1) for config in (full, offload))
+    assert (before.saved - after.saved, after.offloaded) == (size, size)
+    assert (after.peaks[0] - before.peaks[0], after.peaks[1] - before.peaks[1]) == (size, 2 * size)
+    kept, moved = (plan(config, 2, load("h100")).estimate for config in (full, offload))
+    blocks = 2 * len(Layout.of(full, 2).layers(0, full.model.layers))  # two micro-batches are in flight on the first stage
+    assert moved.memories[0].host == blocks * size
+    assert kept.memories[0].activations - moved.memories[0].activations == blocks * size
+    assert moved.host_rate > 0
 
 
 def test_the_experts_of_other_ranks_are_not_compiled():

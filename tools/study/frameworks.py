@@ -107,7 +107,7 @@ def framework_model(row: dict[str, str], year: int, sharding: Sharding) -> Frame
     """Return what a framework of that year does: kernels, overlap, number formats."""
     precision, zero = re.sub("[_-]", "", row.get("precision", "").lower()), sharding.stage
     modern = year >= 2023  # fused attention, and collectives of data parallelism beside the backward pass
-    tensor = flag(row, "sequence_parallel", False, []) and year >= 2024
+    tensor = flag(row, "sequence_parallel", False, []) and overlaps_tensor(row, year)
     deepspeed, megatron = sharding.engine == "deepspeed", sharding.engine == "megatron"
     # Recipes of NVIDIA's frameworks accumulate and reduce 16-bit gradients.
     sixteen = year >= 2024 and megatron
@@ -164,6 +164,12 @@ def _scores(row: dict[str, str], modern: bool) -> Literal["fused", "saved", "rec
 def _overlap(row: dict[str, str], modern: bool, sharding: Sharding) -> float:
     """Share of the compute beside which collectives of data parallelism run; the first frameworks reduced after the backward pass."""
     return 0.9 if modern or sharding.stage == 3 or compiled(row) else 0.0
+
+
+def overlaps_tensor(row: dict[str, str], year: int) -> bool:
+    """Whether collectives of tensor parallelism run beside products: NVIDIA's recipes set it, Megatron-LM alone does not."""
+    recipes = re.search(r"\bnemo\b|nvidia|dgxc", text_of(row, "source").lower())
+    return year >= 2024 and bool(recipes or re.search(r"tp_comm_overlap(?! off)|userbuffers", text_of(row).lower()))
 
 
 def eager(row: dict[str, str], sharding: Sharding) -> bool:

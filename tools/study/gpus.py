@@ -46,6 +46,8 @@ SYSTEMS = {
     r"alps": (100.0, 4),
     r"isambard": (100.0, 4),
     r"mare ?nostrum ?5?": (100.0, 4),
+    r"p4de?": (50.0, 8),  # AWS
+    r"p5e?n?": (400.0, 8),
 }
 #: Fabric -> Gbit/s of a port.
 PORTS = {"edr": 100, "hdr": 200, "ndr": 400, "xdr": 800, "slingshot": 200, "omni-?path": 100, "opa": 100}
@@ -112,6 +114,8 @@ def _written_network(text: str, node: int) -> float:
     if found := re.search(rf"(\d) ?x ?({ports})(?:[ -]?(\d+))?\b", text.lower()):
         port = next(rate for word, rate in PORTS.items() if re.fullmatch(word, found[2]))
         return int(found[1]) * int(found[3] or port) / 8 / node
+    if adapters := re.search(r"(\d) ?x ?(\d{2,3}) ?Gb?\b", text):
+        return int(adapters[1]) * int(adapters[2]) / 8 / node
     if stated := re.search(r"(\d[\d,]*) ?(?:Gbps|Gbit/s|Gb/s)(?! *(?:NVLink|nvlink))( *(?:per|/|a) *GPU)?", text):
         return int(stated[1].replace(",", "")) / 8 / (1 if stated[2] else node)
     return 0.0
