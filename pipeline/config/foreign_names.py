@@ -160,7 +160,7 @@ OTHER = {
     **dict.fromkeys(("untie_embeddings_and_output_weights", "no_weight_tying"), "set model.tie_embeddings=false"),
     **dict.fromkeys(("datasets", "dataset_name"), "name its files in data.instructions.train, as JSON lines or Parquet"),
     **dict.fromkeys(("recompute_granularity", "gradient_checkpointing", "checkpoint_activations"), "set training.activation_checkpointing"),
-    "recompute": "set training.activation_checkpointing to selective or full",
+    "recompute": "set training.activation_checkpointing to selective, full or offload",
     **dict.fromkeys(("flash_attention", "attention_backend", "attn_implementation"), "set training.attention"),
     **dict.fromkeys(("lr_decay_style", "lr_scheduler_type"), "set optimizer.schedule"),
     **dict.fromkeys(("profile_freq", "profile_step_start", "enable_profiling"), "name steps in training.profile"),

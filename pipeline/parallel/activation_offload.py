@@ -30,20 +30,28 @@ class InputOffload:
             block.forward = partial(self._call, block.forward, first)
 
     def _call(self, block: Callable[..., Tensor], first: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() and x.is_contiguous()):
             return block(x, *args, **kwargs)
+        before = None
         if self._last is not None:
             self._last.leave_device()  # its copy had the time of a block
-        self._last = _Input(x, None if first else self._last, self.stream)
+            before = self._last if self._last.read and not first else None
+        self._last = _Input(x, before, self.stream)
         with saved_tensors_hooks(self._last.pack, _unpack):
-            return block(x, *args, **kwargs)
+            output = block(x, *args, **kwargs)
+        self._last.read = output.requires_grad
+        return output
 
 
 class _Input:
-    """The input of a block of a micro-batch: on the device, in host memory, or in both."""
+    """The input of a block of a micro-batch: on the device, in host memory, or in both.
+
+    Attributes:
+        read: whether its block has a backward pass, unlike frozen blocks. Others are not fetched: nobody would hold the memory meanwhile.
+    """
 
     def __init__(self, x: Tensor, before: _Input | None, stream: torch.cuda.Stream | None) -> None:
-        self._device, self._before, self._stream = x.device, before, stream
+        self._device, self._before, self._stream, self.read = x.device, before, stream, False
         self._x: Tensor | None = x.detach()
         self._copied: torch.cuda.Event | None = None
         self._host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)

@@ -145,10 +145,11 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
         if compiled and config.parallel.expert_padding and mesh.layout.expert_ranks > 1:
             overlapped_collectives.keep_order()
         mode, offload = config.training.activation_checkpointing, InputOffload(mesh.device)
+        received = 0 if stage.embed is not None else 1  # the input of a later stage is a buffer that the pipeline keeps
         for index, (name, block) in enumerate(stage.blocks.items()):
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
-            if mode == "offload" and mesh.device.type != "meta":  # plans count the inputs by their size
-                offload.apply(block, first=index == 0)
+            if mode == "offload" and mesh.device.type != "meta" and index >= received:  # plans count the inputs by their size
+                offload.apply(block, first=index == received)
 
 
 def attention_core(training: TrainingConfig, heads: int, mesh: Mesh) -> Core:

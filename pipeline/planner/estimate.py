@@ -87,13 +87,18 @@ def estimate(
         after_passes = max(exposed)
     send = collective_time("send", hidden_bytes, data_parallel.groups["pipeline"], hardware) if layout.pipeline > 1 else 0.0
     saved = [sum(engine.saved_bytes(part) for part in parts) for parts in contents]
+    offloaded = [[part.offloaded for part in parts] for parts in contents]
+    for stage in range(1, layout.stage_count):  # the first input of a later stage is a buffer that the pipeline keeps
+        saved[stage] += offloaded[stage][0]
+        offloaded[stage][0] = 0
+    inputs = [float(sum(sizes)) for sizes in offloaded]
+    pinned = [float(sum(1 << (size - 1).bit_length() for size in sizes if size)) for sizes in offloaded]  # as PyTorch allocates it
     if engine.keeps_outputs:
         saved = [size + (hidden_bytes if stage < layout.stage_count - 1 else 0) for stage, size in enumerate(saved)]
     passes, in_flight = simulate(layout, stages, lambda _: send, saved)
-    inputs = [float(sum(part.offloaded for part in parts)) for parts in contents]
     in_host, rate = [0.0] * layout.pipeline, 0.0
     if any(inputs):
-        in_host = simulate(layout, stages, lambda _: send, inputs)[1]
+        in_host = simulate(layout, stages, lambda _: send, pinned)[1]
         rate = max(size / stage.forward for size, stage in zip(inputs, stages, strict=True))
     updates = [_update(b, layout, hardware, state_format, data_parallel.groups) for b in buckets]
     optimizer = max(sum(update.values()) for update in updates)

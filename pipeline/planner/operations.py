@@ -232,6 +232,8 @@ class TracedPart:
 
     def offload(self, size: int) -> None:
         """Keep the input in host memory. It is on the device while the part computes, and while the backward pass behind it does."""
+        if not self.producers:  # frozen: it has no backward pass
+            return
         largest = max(self.producers, key=self.producers.__getitem__)
         self.producers[largest] -= size
         self.offloaded, self.peaks = size, (self.peaks[0] + size, self.peaks[1] + 2 * size)

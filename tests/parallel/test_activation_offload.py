@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipeline.parallel import activation_offload
 from tests.world import tiny, trainer
 
 BLOCKS, MICRO_BATCHES = 3, 2
@@ -41,6 +42,25 @@ def inputs_and_gradients(model: tuple[str, ...], mode: str, compiled: bool) -> t
     weights = [weight for block in stage.blocks.values() for weight in block.parameters()]
     gradients = [gradient for y in outputs for gradient in torch.autograd.grad(y.square().sum(), weights, allow_unused=True)]
     return there, [gradient for gradient in gradients if gradient is not None]
+
+
+def inputs_without_use() -> tuple[int, int]:
+    """How many inputs are fetched in the backward pass of a model whose first two blocks are frozen, and how many of them stay unused."""
+    words = ("model.layers=4", "parallel.zero_stage=0", "training.activation_checkpointing=offload", "training.compile=off")
+    _, mine = trainer(*tiny(*LLAMA, *words, "training.frozen=[embed.*,blocks.0.*,blocks.1.*]"))
+    stage = next(mine.model.stage_modules())
+    fetched: list[activation_offload._Input] = []
+    with mock.patch.object(
+        activation_offload._Input, "bring", lambda self, bring=activation_offload._Input.bring: (fetched.append(self), bring(self))
+    ):
+        x = torch.randn(2, 8, 32)
+        stage.run_blocks(x, stage.attention_context({})).square().sum().backward()
+    return len(set(fetched)), sum(item._x is not None for item in set(fetched))
+
+
+def test_nothing_is_fetched_for_frozen_blocks(worlds):
+    """Its memory would be free while it is copied to."""
+    assert worlds(1).run(inputs_without_use) == [(2, 0)]
 
 
 @pytest.mark.parametrize(("model", "compiled"), [(LLAMA, False), (LLAMA, True), (MIXTRAL, False)], ids=["eager", "compiled", "experts"])

@@ -92,9 +92,11 @@ def test_offloaded_inputs_are_in_host_memory_and_shortly_on_the_device():
     assert (after.peaks[0] - before.peaks[0], after.peaks[1] - before.peaks[1]) == (size, 2 * size)
     kept, moved = (plan(config, 2, load("h100")).estimate for config in (full, offload))
     blocks = 2 * len(Layout.of(full, 2).layers(0, full.model.layers))  # two micro-batches are in flight on the first stage
-    assert moved.memories[0].host == blocks * size
+    assert moved.memories[0].host == blocks * 65536, "pinned memory comes in powers of two"
     assert kept.memories[0].activations - moved.memories[0].activations == blocks * size
     assert moved.host_rate > 0
+    frozen = configured(*words, "training.activation_checkpointing=offload", "training.frozen=[embed.*,blocks.0.*]")
+    assert trace(frozen).block(0).offloaded == 0
 
 
 def test_the_experts_of_other_ranks_are_not_compiled():

@@ -77,7 +77,7 @@ def draw(chance: random.Random, family: str) -> tuple[list[str], int]:
     words += [f"parallel.sequence_parallel={chance.choice(('true', 'false'))}"]
     words += [f"parallel.schedule={chance.choice(('1f1b', 'interleaved', 'zbv'))}"] if pipelined else []
     words += [f"precision={chance.choice(('fp32', 'bf16', 'bf16', 'fp16'))}"]
-    words += [f"training.activation_checkpointing={chance.choice(('none', 'selective', 'full'))}"]
+    words += [f"training.activation_checkpointing={chance.choice(('none', 'selective', 'full', 'offload'))}"]
     words += [f"training.attention={chance.choice(('auto', 'sdpa', 'plain'))}"]
     words += _optimizer(chance)
     words += [f"optimizer.gradient_clipping={chance.choice((0, 0.5, 1.0))}", f"optimizer.weight_decay={chance.choice((0, 0.1))}"]
