@@ -78,7 +78,7 @@ REFUSED = [
         " training.recompute=full",
         "training.stepz=7: no such key|did you mean training.steps|optimizer.foo.bar=1: no such key|did you mean optimizer"
         "|foo=1: no such key|was renamed to training.batch_rampup|parallelism.tensor_parallel_degree=8: no such key"
-        "|write parallel.tensor=8|training.recompute=full: no such key|set training.activation_checkpointing to selective or full",
+        "|write parallel.tensor=8|training.recompute=full: no such key|set training.activation_checkpointing to selective, full or offload",
     ),
     ("+training.stepz=7 -m optimizer.lr=1e-4,2e-4", "1 problem:|training.stepz=7: no such key|did you mean training.steps"),
     (
