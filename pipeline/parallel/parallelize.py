@@ -144,11 +144,13 @@ def connect(config: RunConfig, mesh: Mesh, model: LocalModel, core: Core | None 
             tensor_parallel.fuse_collectives(mesh.tensor)
         if compiled and config.parallel.expert_padding and mesh.layout.expert_ranks > 1:
             overlapped_collectives.keep_order()
-        mode, offload = config.training.activation_checkpointing, InputOffload(mesh.device)
+        mode = config.training.activation_checkpointing
+        moves = mode == "offload" and mesh.device.type != "meta"  # plans count the inputs by their size
+        offload = InputOffload(mesh.device) if moves else None
         received = 0 if stage.embed is not None else 1  # the input of a later stage is a buffer that the pipeline keeps
         for index, (name, block) in enumerate(stage.blocks.items()):
             activation_checkpointing.checkpoint_and_compile(block, mode, compiled=compiled, kept=kept.get(name))
-            if mode == "offload" and mesh.device.type != "meta" and index >= received:  # plans count the inputs by their size
+            if offload is not None and index >= received:
                 offload.apply(block, first=index == received)
 
 
